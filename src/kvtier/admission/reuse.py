@@ -1,0 +1,53 @@
+"""The reuse filter: store a block only once enough requests have brought it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey
+
+
+class ReuseFilter:
+    """Counts, per key, the requests that brought it; bounded. Scheduler thread only.
+
+    Every key of a prompt counts, also those behind the first miss: a block that comes second
+    in a prompt that nobody has stored yet is asked for by nobody, but it is as popular as the
+    first.
+    """
+
+    def __init__(self, threshold: int, max_keys: int) -> None:
+        self.threshold = threshold
+        self.max_keys = max_keys
+        self._num_requests: OrderedDict[OffloadKey, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._num_requests)
+
+    def count(self, keys: Iterable[OffloadKey], brought: set[OffloadKey]) -> None:
+        """A request brings `keys`. `brought` is what it has brought before, and is updated.
+
+        When the memory is full the keys not seen for the longest time are forgotten, but never
+        the request's own: of a prompt larger than the memory, the head is remembered.
+        """
+        num_requests = self._num_requests
+        for key in keys:
+            if key in brought:
+                continue
+            if key in num_requests:
+                num_requests[key] += 1
+                num_requests.move_to_end(key)
+            else:
+                if len(num_requests) >= self.max_keys:
+                    oldest = next(iter(num_requests))
+                    if oldest in brought:
+                        return
+                    del num_requests[oldest]
+                num_requests[key] = 1
+            brought.add(key)
+
+    def admits(self, key: OffloadKey) -> bool:
+        """Whether enough requests have brought this key."""
+        return self._num_requests.get(key, 0) >= self.threshold

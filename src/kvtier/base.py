@@ -1,0 +1,543 @@
+"""The contract: keys, request contexts, results, and the abstract manager, worker and spec.
+
+Everything else in kvtier, every storage tier, and every engine adapter speaks in these terms.
+This module knows no tier and no engine. It needs numpy and nothing else.
+
+Threads: an `OffloadingManager` lives on the engine's scheduler thread and is called from that
+thread only. An `OffloadingWorker` lives in a worker process (one per rank) and is called from
+that process's main thread. Neither may block its caller.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NewType, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from kvtier.config import OffloadingConfig
+
+__all__ = [
+    "BlockIDsLoadStoreSpec",
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "GPULoadStoreSpec",
+    "LoadStoreSpec",
+    "Locality",
+    "LookupResult",
+    "Medium",
+    "MetricDefinition",
+    "MetricKind",
+    "OffloadKey",
+    "OffloadPolicy",
+    "OffloadingEvent",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "OffloadingStats",
+    "OffloadingWorker",
+    "PrefixLookup",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "RequestOffloadingContext",
+    "ScheduleEndContext",
+    "TierFilter",
+    "TierMatcher",
+    "TransferResult",
+    "get_offload_block_hash",
+    "get_offload_group_idx",
+    "make_offload_key",
+]
+
+# ---------------------------------------------------------------------------------------------
+# Keys
+# ---------------------------------------------------------------------------------------------
+
+OffloadKey = NewType("OffloadKey", bytes)
+"""Names one offloaded block: the block's hash followed by its group index.
+
+Plain bytes on purpose: they hash once, compare in C, and the garbage collector ignores them.
+"""
+
+_GROUP_IDX_BYTES = 4
+
+
+def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
+    """Join a block hash and a KV-cache group index into a key."""
+    return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_IDX_BYTES, "big"))
+
+
+def get_offload_block_hash(key: OffloadKey) -> bytes:
+    """The block hash inside `key`."""
+    return key[:-_GROUP_IDX_BYTES]
+
+
+def get_offload_group_idx(key: OffloadKey) -> int:
+    """The KV-cache group index inside `key`."""
+    return int.from_bytes(key[-_GROUP_IDX_BYTES:], "big")
+
+
+# ---------------------------------------------------------------------------------------------
+# Where blocks live, and which of those places a request may read
+# ---------------------------------------------------------------------------------------------
+
+
+class Medium(StrEnum):
+    """What kind of memory a block is in."""
+
+    GPU = "GPU"
+    CPU = "CPU"
+    STORAGE = "STORAGE"
+
+
+class Locality(StrEnum):
+    """Whether a tier's storage belongs to this engine's machine or is reached over a network."""
+
+    LOCAL = "LOCAL"
+    REMOTE = "REMOTE"
+
+
+class TierMatcher(NamedTuple):
+    """One pattern of a `TierFilter`. `None`, on either side, matches anything."""
+
+    medium: Medium | None = None
+    locality: Locality | None = None
+
+    def matches(self, medium: Medium | None, locality: Locality | None) -> bool:
+        """Whether a tier with this medium and locality fits the pattern."""
+        return (self.medium is None or medium is None or self.medium == medium) and (
+            self.locality is None or locality is None or self.locality == locality
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierFilter:
+    """Which tiers a request may load from. No matchers: none of them."""
+
+    matchers: tuple[TierMatcher, ...] = ()
+
+    ALL: ClassVar[TierFilter]
+
+    def allows(self, medium: Medium | None, locality: Locality | None) -> bool:
+        """Whether at least one matcher fits."""
+        return any(matcher.matches(medium, locality) for matcher in self.matchers)
+
+
+TierFilter.ALL = TierFilter(matchers=(TierMatcher(),))
+
+
+# ---------------------------------------------------------------------------------------------
+# Requests
+# ---------------------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class ReqContext:
+    """What is known about one request; made once, passed to every call that acts for it.
+
+    The scratch space is keyed by type, so that a tier parses a request's hints once, in
+    `on_new_request`, and finds the result again in every later call.
+    """
+
+    req_id: str
+    kv_transfer_params: Mapping[str, Any] | None = None
+    load_tier_filter: TierFilter = TierFilter.ALL
+    _state: dict[type, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def set_state(self, value: object) -> None:
+        """Remember `value` under its own type, replacing an earlier one of that type."""
+        self._state[type(value)] = value
+
+    def get_state(self, cls: type[_T]) -> _T | None:
+        """The value of exactly this type set last, or None."""
+        return self._state.get(cls)
+
+
+class LookupResult(Enum):
+    """Answer of `OffloadingManager.lookup`."""
+
+    MISS = auto()
+    """Not there, or not to be had in time: compute it."""
+    HIT = auto()
+    """Readable now."""
+    HIT_PENDING = auto()
+    """Found and on its way: ask again at the next step."""
+    RETRY = auto()
+    """Not known yet: ask again at the next step."""
+
+
+class PrefixLookup(NamedTuple):
+    """Answer of `OffloadingManager.lookup_prefix`."""
+
+    num_hits: int
+    """Leading keys that are there, whether readable now or on their way."""
+    is_final: bool
+    """False: something among the keys asked for is still pending, ask again."""
+
+
+class OffloadPolicy(Enum):
+    """Which of a request's blocks a manager wants to be offered."""
+
+    BLOCK_LEVEL = "block_level"
+    """New blocks only; what was a prefix hit is not offered again."""
+    REQUEST_LEVEL = "request_level"
+    """All blocks of the request, prefix hits included."""
+
+
+@dataclass(slots=True)
+class RequestOffloadingContext:
+    """How the engine should offer a request's blocks. Answer of `on_new_request`."""
+
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+
+
+class ScheduleEndContext(NamedTuple):
+    """What happened in the scheduling step that just ended."""
+
+    new_req_ids: Collection[str] = ()
+    preempted_req_ids: Collection[str] = ()
+
+
+# ---------------------------------------------------------------------------------------------
+# Transfers
+# ---------------------------------------------------------------------------------------------
+
+
+class LoadStoreSpec(ABC):
+    """Where one side of a transfer is. Travels from the scheduler to the workers, pickled."""
+
+    @staticmethod
+    @abstractmethod
+    def medium() -> Medium:
+        """The kind of memory this spec points into."""
+
+
+class BlockIDsLoadStoreSpec(LoadStoreSpec):
+    """Blocks named by their index in some array of equal blocks.
+
+    An index of -1 names a block that turned out not to exist; whoever executes the transfer
+    must report it as failed.
+    """
+
+    def __init__(self, block_ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        self.block_ids: NDArray[np.int64] = np.asarray(block_ids, dtype=np.int64)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.block_ids.tolist()})"
+
+
+class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Device blocks, ordered by KV-cache group.
+
+    `group_sizes[i]` is the number of blocks of group i; they sum to `len(block_ids)`.
+    `block_indices[i]` is the logical index, within its request, of group i's first block. An
+    offloaded block may span several device blocks; the index tells the worker how far into the
+    first offloaded block the transfer starts.
+    """
+
+    def __init__(
+        self,
+        block_ids: Sequence[int] | NDArray[np.integer[Any]],
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+    ) -> None:
+        super().__init__(block_ids)
+        if sum(group_sizes) != len(self.block_ids):
+            raise ValueError(
+                f"group_sizes {list(group_sizes)} sum to {sum(group_sizes)}, "
+                f"but there are {len(self.block_ids)} block_ids"
+            )
+        if len(block_indices) != len(group_sizes):
+            raise ValueError(
+                f"{len(block_indices)} block_indices for {len(group_sizes)} groups: "
+                "give one per group"
+            )
+        self.group_sizes = tuple(group_sizes)
+        self.block_indices = tuple(block_indices)
+
+    @staticmethod
+    def medium() -> Medium:
+        return Medium.GPU
+
+
+@dataclass(slots=True)
+class PrepareStoreOutput:
+    """What `prepare_store` decided."""
+
+    keys_to_store: list[OffloadKey]
+    """The keys to be copied, in the order in which they were offered."""
+    store_spec: LoadStoreSpec
+    """Where they go, one entry per key to store."""
+    evicted_keys: list[OffloadKey]
+    """What had to leave for them."""
+
+
+@dataclass(slots=True)
+class TransferResult:
+    """Outcome of one worker transfer."""
+
+    job_id: int
+    success: bool
+    transfer_size: int | None = None
+    """Bytes moved, where known."""
+    transfer_time: float | None = None
+    """Seconds from the first to the last byte, where known."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Events and statistics
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class OffloadingEvent:
+    """Blocks that appeared in, or disappeared from, one medium.
+
+    There is no block size: keys of groups with different block sizes may share one event.
+    """
+
+    keys: list[OffloadKey]
+    medium: Medium
+    removed: bool
+    locality: Locality | None = None
+
+
+class MetricKind(Enum):
+    """How a metric behaves over time."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDefinition:
+    """What a metrics endpoint has to know about one figure in `OffloadingStats`."""
+
+    kind: MetricKind
+    documentation: str
+    buckets: tuple[float, ...] | None = None
+    """Upper bounds, for histograms only."""
+
+
+@dataclass(slots=True)
+class OffloadingStats:
+    """Figures of one manager. The names are those of `build_metric_definitions`."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    """Increase since the last call."""
+    gauges: dict[str, float] = field(default_factory=dict)
+    """Value now."""
+    histograms: dict[str, list[float]] = field(default_factory=dict)
+    """Observations since the last call."""
+
+
+# ---------------------------------------------------------------------------------------------
+# The manager
+# ---------------------------------------------------------------------------------------------
+
+
+class OffloadingManager(ABC):
+    """Knows which blocks are offloaded and where. Scheduler thread only; no method blocks.
+
+    Transfers. `prepare_load` and `prepare_store` hand out places and protect them;
+    `complete_load` and `complete_store` end that, for the same (request, key). Keys of a
+    completion come as a collection in any order. A completion that fits nothing outstanding
+    (a second one, one for another request's transfer, one from before a reset) changes nothing.
+
+    Mistakes of the caller do not raise: they are counted and logged, and the answer is the safe
+    one (a miss, no store).
+    """
+
+    @abstractmethod
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Whether one block can be loaded. Called again and again while a request waits."""
+
+    def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrefixLookup:
+        """How many leading keys hit, and whether that is the last word.
+
+        The scan ends at the first miss. It goes on past a key that is not known yet, so that
+        tiers can start asking for the rest, but such a key ends the count of hits.
+        """
+        num_hits = 0
+        counting = True
+        is_final = True
+        for key in keys:
+            result = self.lookup(key, req_context)
+            if result is LookupResult.MISS:
+                break
+            if result is LookupResult.RETRY:
+                counting = is_final = False
+            else:
+                num_hits += counting
+                is_final = is_final and result is LookupResult.HIT
+        return PrefixLookup(num_hits, is_final)
+
+    @abstractmethod
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pin the blocks and say where they are, in the order of `keys`.
+
+        To be called for keys that were a HIT in the same step.
+        """
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """The worker has read these blocks, or has given up: unpin them."""
+        return
+
+    @abstractmethod
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Make room for the blocks of `keys`, given in prompt order, and protect it.
+
+        Keys already there, and keys not worth storing, are left out; a key of this call is
+        never evicted by it. None: nothing can be stored now, offer them again later.
+        """
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """The worker has written these blocks: they may be read. Or it failed: forget them."""
+        return
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """The request uses these blocks, given in prompt order, wherever it has them from."""
+        return
+
+    @abstractmethod
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """A request arrived. Called once, before any other call for it."""
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """No further `prepare_*` for this request. Completions may still follow."""
+        return
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """One scheduling step has ended. Called once per step."""
+        return
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping for work that can still finish."""
+        return False
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Events since the last call, in the order in which they happened."""
+        return ()
+
+    def reset_cache(self) -> None:
+        """Nothing computed before this call is valid any more. Never waits.
+
+        Slots that a transfer may still be using are quarantined until the first completion of a
+        transfer prepared later. The engine, in turn, ends or flushes all earlier transfers
+        before it starts a later one, and does not deliver their completions any more.
+        """
+        return
+
+    def get_stats(self) -> OffloadingStats | None:
+        """Figures since the last call; None if this manager keeps none."""
+        return None
+
+    def shutdown(self) -> None:
+        """Release everything. No call follows."""
+        return
+
+
+# ---------------------------------------------------------------------------------------------
+# The worker
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class CanonicalKVCacheTensor:
+    """One device cache seen as (num_blocks, page bytes)."""
+
+    tensor: Any
+    """A numpy or torch byte array of shape (num_blocks, page_size_bytes or more)."""
+    page_size_bytes: int
+    """Bytes of one block, padding included."""
+
+
+@dataclass(slots=True)
+class CanonicalKVCacheRef:
+    """The part of a canonical tensor that one layer (or several that share it) uses."""
+
+    tensor_idx: int
+    page_size_bytes: int
+    """Bytes of one block that carry data; the rest of the tensor's page is padding."""
+
+
+@dataclass(slots=True)
+class CanonicalKVCaches:
+    """All device caches of one worker, and which of them each KV-cache group consists of."""
+
+    tensors: list[CanonicalKVCacheTensor]
+    group_data_refs: list[list[CanonicalKVCacheRef]]
+
+
+class OffloadingWorker(ABC):
+    """Copies blocks between the device and one offloading medium. Worker process, main thread.
+
+    Every accepted job is reported by `get_finished` exactly once, also a failed one.
+    """
+
+    @abstractmethod
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Start copying device blocks out. False: refused, and not reported later."""
+
+    @abstractmethod
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec
+    ) -> bool:
+        """Start copying blocks into the device. False: refused, and not reported later."""
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that ended since the last call. Does not wait."""
+
+    @abstractmethod
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Return when these jobs have ended. Jobs already reported, or unknown, count as ended."""
+
+    def shutdown(self) -> None:
+        """End all jobs and release everything."""
+        return
+
+
+# ---------------------------------------------------------------------------------------------
+# The spec
+# ---------------------------------------------------------------------------------------------
+
+
+class OffloadingSpec(ABC):
+    """Builds the two halves of an offloading backend from one configuration.
+
+    The same class is instantiated on the scheduler side, where `get_manager` is called, and in
+    every worker process, where `get_worker` is called.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: Mapping[str, Any]
+    ) -> dict[str, MetricDefinition]:
+        """Every figure that `get_stats` of the manager may report."""
+        return {}
+
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler-side half. The same object at every call."""
+
+    @abstractmethod
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """The worker-side half, for this rank's caches. The same object at every call."""

@@ -1,0 +1,617 @@
+"""The primary tier's bookkeeping: which block is in which slot, and who is using it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Set
+from typing import TYPE_CHECKING
+
+from kvtier.admission.reuse import ReuseFilter
+from kvtier.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    MetricDefinition,
+    MetricKind,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadingStats,
+    PrefixLookup,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.policies.base import (
+    FREE,
+    QUARANTINED,
+    WRITING,
+    BlockStatus,
+    CachePolicy,
+    SlotState,
+)
+from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.misuse import MisuseLog
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey, ReqContext, ScheduleEndContext
+
+_HIT = LookupResult.HIT
+_MISS = LookupResult.MISS
+_HIT_PENDING = LookupResult.HIT_PENDING
+
+NO_BLOCK = -1
+"""The slot number in a load spec for a block that is not there. Its transfer must fail."""
+
+METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
+    "kvtier_cpu_slots": MetricDefinition(MetricKind.GAUGE, "Slots of the primary tier."),
+    "kvtier_cpu_resident_blocks": MetricDefinition(
+        MetricKind.GAUGE, "Blocks in the primary tier that can be read now."
+    ),
+    "kvtier_cpu_writing_blocks": MetricDefinition(
+        MetricKind.GAUGE, "Blocks on their way from the device into the primary tier."
+    ),
+    "kvtier_cpu_pinned_blocks": MetricDefinition(
+        MetricKind.GAUGE, "Readable blocks that cannot be evicted because they are being read."
+    ),
+    "kvtier_cpu_quarantined_slots": MetricDefinition(
+        MetricKind.GAUGE, "Slots out of use because a transfer from before a reset may be active."
+    ),
+    "kvtier_cpu_stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored."),
+    "kvtier_cpu_loaded_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks loaded."),
+    "kvtier_cpu_evicted_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks evicted."),
+    "kvtier_cpu_failed_stores": MetricDefinition(
+        MetricKind.COUNTER, "Blocks whose copy into the primary tier failed."
+    ),
+    "kvtier_cpu_filtered_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because too few requests have brought them."
+    ),
+    "kvtier_cpu_truncated_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because the prompt is larger than the tier."
+    ),
+    "kvtier_cpu_refused_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because too few slots could be freed."
+    ),
+    "kvtier_cpu_misuse": MetricDefinition(
+        MetricKind.COUNTER, "Calls that broke the contract and were answered safely."
+    ),
+}
+
+
+class _RequestUse:
+    """What one request has done with the tier so far."""
+
+    __slots__ = ("brought", "context", "finished", "fresh", "keys", "loading", "num_writing")
+
+    def __init__(self, context: ReqContext) -> None:
+        self.context = context
+        self.keys: dict[OffloadKey, None] = {}
+        """Blocks it used or stored, in prompt order."""
+        self.fresh: list[OffloadKey] = []
+        """Those that the policy has not been told of."""
+        self.brought: set[OffloadKey] = set()
+        """Keys the reuse filter has counted for it."""
+        self.loading: dict[OffloadKey, int] = {}
+        """How many loads of each block it has under way."""
+        self.num_writing = 0
+        """How many blocks it has under way into the tier."""
+        self.finished = False
+
+
+class CPUOffloadingManager(OffloadingManager):
+    """Slots of host memory, reference counts, events; a policy decides who leaves.
+
+    Scheduler thread only. No call does I/O or waits, and each costs a constant per block.
+
+    Use of a block is learnt from every call that reveals it, once for each (request, key):
+    lookups that hit, loads, stores of blocks that are there already, `touch`. When a request
+    finishes, its blocks become the most recently used ones.
+
+    A slot that a transfer may be using when `reset_cache` is called is quarantined. Since only
+    a completion of a later transfer ends that, some slots must be left for it: at most
+    `num_blocks - reserve` slots are ever in transfers from the device at the same time, and
+    while slots are in quarantine a store takes at most half of the free ones.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        cache_policy: str = "lru",
+        cache_policy_module_path: str | None = None,
+        enable_events: bool = False,
+        store_threshold: int = 1,
+        max_tracker_size: int = 64_000,
+        *,
+        strict: bool | None = None,
+    ) -> None:
+        """Make a manager of `num_blocks` slots, numbered from 0.
+
+        `strict`: raise when the caller breaks the contract; by default if the environment
+        variable KVTIER_STRICT is set.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}: a tier needs at least one slot")
+        self.medium = Medium.CPU
+        self.num_blocks = num_blocks
+        self.reserve = min(max(1, num_blocks // 256), num_blocks - 1)
+        self.misuse = MisuseLog("primary tier", strict)
+        policy_cls = CachePolicyFactory.get_cache_policy_cls(cache_policy, cache_policy_module_path)
+        self._policy: CachePolicy = policy_cls(cache_capacity=num_blocks)
+        # The built-in policies keep blocks in the dictionary of their base class: asking that
+        # directly saves a Python call for each key.
+        overrides_get = type(self._policy).get is not CachePolicy.get
+        self._get = self._policy.get if overrides_get else self._policy.blocks.get
+        self._filter = (
+            ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
+        )
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+
+        self._slots: list[BlockStatus] = []
+        """Every slot that was ever in use; made when first needed."""
+        self._free: list[BlockStatus] = []
+        self._quarantine: list[BlockStatus] = []
+        self._num_writing = 0
+        self._num_evictable = 0
+        self._num_pinned = 0
+
+        self._uses: dict[str, _RequestUse] = {}
+        self._unsettled: list[_RequestUse] = []
+        """Requests with fresh keys."""
+        # Calls for one request come in a row: remembering the last one saves a look-up.
+        self._last_context: ReqContext | None = None
+        self._last_use: _RequestUse | None = None
+
+        self._counters: dict[str, int] = {}
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._use_of(req_context).finished = False
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        use = self._use_of(req_context)
+        self._settle()
+        if use.keys:
+            self._policy.on_request_finished(use.keys, req_context)
+            use.keys = {}
+        use.brought = set()
+        use.finished = True
+        self._forget_if_done(use)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._settle()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        use = self._use_of(req_context)
+        if self._filter is not None:
+            self._filter.count(keys, use.brought)
+        self._settle()
+        self._touch(keys, use)
+
+    # --- lookups ----------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._filter is not None:
+            self._filter.count((key,), self._use_of(req_context).brought)
+        block = self._get(key)
+        if block is None:
+            return _MISS
+        if block.ref_cnt < 0:
+            return _HIT_PENDING
+        if req_context is not self._last_context:
+            self._use_of(req_context)
+        use = self._last_use
+        assert use is not None
+        if key not in use.keys:
+            if not use.fresh:
+                self._unsettled.append(use)
+            use.keys[key] = None
+            use.fresh.append(key)
+        return _HIT
+
+    def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrefixLookup:
+        use = self._use_of(req_context)
+        get = self._get
+        used = use.keys
+        fresh: list[OffloadKey] = []
+        num_hits = 0
+        is_final = True
+        for key in keys:
+            if self._filter is not None:
+                self._filter.count((key,), use.brought)
+            block = get(key)
+            if block is None:
+                break
+            num_hits += 1
+            if block.ref_cnt < 0:
+                is_final = False
+            elif key not in used:
+                used[key] = None
+                fresh.append(key)
+        if fresh:
+            if not use.fresh:
+                self._unsettled.append(use)
+            use.fresh += fresh
+        return PrefixLookup(num_hits, is_final)
+
+    # --- loads ------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        use = self._use_of(req_context)
+        blocks = list(map(self._get, keys))
+        newly_pinned: list[BlockStatus] = []
+        unreadable = 0
+        for block in blocks:
+            if block is None or block.ref_cnt < 0:
+                unreadable += 1
+                continue
+            if block.ref_cnt == 0:
+                newly_pinned.append(block)
+            block.ref_cnt += 1
+        self._num_evictable -= len(newly_pinned)
+        self._num_pinned += len(newly_pinned)
+        self._policy.pinned(newly_pinned)
+        if unreadable:
+            return self._load_what_is_there(keys, blocks, use)
+        self._note_loading(keys, use)
+        return CPULoadStoreSpec([block.block_id for block in blocks if block is not None])
+
+    def _note_loading(self, keys: Collection[OffloadKey], use: _RequestUse) -> None:
+        """Remember whose pins these are, for `complete_load`."""
+        loading = use.loading
+        once = dict.fromkeys(keys, 1)
+        if len(once) == len(keys) and loading.keys().isdisjoint(once):
+            loading.update(once)
+        else:
+            for key in keys:
+                loading[key] = loading.get(key, 0) + 1
+        self._note_use(keys, use)
+
+    def _load_what_is_there(
+        self, keys: Collection[OffloadKey], blocks: list[BlockStatus | None], use: _RequestUse
+    ) -> LoadStoreSpec:
+        """The answer to a load of blocks of which some, against the contract, are not readable."""
+        readable = [block if block is not None and block.is_ready else None for block in blocks]
+        self._note_loading([block.key for block in readable if block is not None], use)
+        missing = [key for key, block in zip(keys, readable, strict=True) if block is None]
+        self._record_misuse("load of an unreadable block", missing, use, "load only after a HIT")
+        return CPULoadStoreSpec(
+            [NO_BLOCK if block is None else block.block_id for block in readable]
+        )
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        use = self._use_under_way(req_context)
+        get = self._get
+        loading = use.loading
+        num_loaded = 0
+        unpinned: list[BlockStatus] = []
+        stray: list[OffloadKey] = []
+        for key in keys:
+            block = get(key)
+            if block is None or key not in loading:
+                stray.append(key)
+                continue
+            if loading[key] == 1:
+                del loading[key]
+            else:
+                loading[key] -= 1
+            num_loaded += 1
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                unpinned.append(block)
+        self._num_evictable += len(unpinned)
+        self._num_pinned -= len(unpinned)
+        self._policy.unpinned(unpinned)
+        if num_loaded:
+            self._count("kvtier_cpu_loaded_blocks", num_loaded)
+            self._end_quarantine()
+        self._forget_if_done(use)
+        self._record_misuse("stray completion of a load", stray, use, "complete each load once")
+
+    # --- stores -----------------------------------------------------------------------------
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        use = self._use_of(req_context)
+        if self._filter is not None:
+            self._filter.count(keys, use.brought)
+        offered = dict.fromkeys(keys)
+        new, present = self._split(offered)
+        self._note_use(present, use)
+        new = self._admitted(new)
+        # Of a prompt larger than the whole tier only the head is stored: waiting would not
+        # help, and the head is what a later request can use.
+        most = max(self.num_blocks - self.reserve - len(present), 0)
+        if len(new) > most:
+            self._count("kvtier_cpu_truncated_blocks", len(new) - most)
+            del new[most:]
+        if not new:
+            return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
+        if len(new) > self._num_available(present):
+            if not self._quarantine or not self._num_free():
+                self._count("kvtier_cpu_refused_blocks", len(new))
+                return None
+            del new[(self._num_free() + 1) // 2 :]
+
+        self._settle()
+        self._policy.on_store_miss(new, req_context)
+        evicted = self._make_room(len(new), offered.keys())
+        if evicted is None:
+            self._count("kvtier_cpu_refused_blocks", len(new))
+            return None
+        blocks = self._take_slots(new, use)
+        self._policy.insert_run(new, blocks, req_context)
+        if present and _comes_first(new[0], present[-1], offered):
+            # New blocks closed a gap. They belong between the others, not behind them.
+            self._touch(offered, use)
+        else:
+            use.keys.update(offered if len(new) == len(offered) else dict.fromkeys(new))
+        return PrepareStoreOutput(
+            new, CPULoadStoreSpec([block.block_id for block in blocks]), evicted
+        )
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        use = self._use_under_way(req_context)
+        get = self._get
+        ended: list[BlockStatus] = []
+        stray: list[OffloadKey] = []
+        for key in keys:
+            block = get(key)
+            if block is None or block.writer is not use:
+                stray.append(key)
+                continue
+            block.writer = None
+            ended.append(block)
+        if ended:
+            use.num_writing -= len(ended)
+            self._num_writing -= len(ended)
+            if success:
+                self._publish(ended)
+            else:
+                self._abandon(ended, use)
+            self._end_quarantine()
+        self._forget_if_done(use)
+        self._record_misuse("stray completion of a store", stray, use, "complete each store once")
+
+    def _split(self, offered: dict[OffloadKey, None]) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Which of the keys are new, and which have a block already."""
+        get = self._get
+        new = [key for key in offered if get(key) is None]
+        if len(new) == len(offered):
+            return new, []
+        return new, [key for key in offered if get(key) is not None]
+
+    def _admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Those of the keys that enough requests have brought."""
+        if self._filter is None:
+            return keys
+        admits = self._filter.admits
+        admitted = [key for key in keys if admits(key)]
+        if len(admitted) < len(keys):
+            self._count("kvtier_cpu_filtered_blocks", len(keys) - len(admitted))
+        return admitted
+
+    def _num_available(self, present: list[OffloadKey]) -> int:
+        """How many blocks can be stored now without evicting those of `present`."""
+        num_free = self._num_free()
+        if self._quarantine:
+            return (num_free + 1) // 2
+        in_transfer = self._num_writing + self._num_pinned
+        blocks = map(self._get, present)
+        kept = sum(1 for block in blocks if block is not None and block.ref_cnt == 0)
+        return min(
+            num_free + self._num_evictable - kept, self.num_blocks - self.reserve - in_transfer
+        )
+
+    def _num_free(self) -> int:
+        return len(self._free) + self.num_blocks - len(self._slots)
+
+    def _make_room(self, wanted: int, protected: Set[OffloadKey]) -> list[OffloadKey] | None:
+        """Evict what stands in the way of `wanted` free slots. None, if that is not possible."""
+        missing = wanted - self._num_free()
+        if missing <= 0:
+            return []
+        victims = self._policy.evict(missing, protected)
+        if victims is None:
+            return None
+        for _, block in victims:
+            block.ref_cnt = FREE
+        self._free += [block for _, block in victims]
+        self._num_evictable -= len(victims)
+        self._count("kvtier_cpu_evicted_blocks", len(victims))
+        evicted = [key for key, _ in victims]
+        self._report(evicted, removed=True)
+        return evicted
+
+    def _take_slots(self, keys: list[OffloadKey], use: _RequestUse) -> list[BlockStatus]:
+        """Take a free slot for each of the blocks, which `use` is going to write."""
+        free = self._free
+        n = len(keys)
+        if len(free) < n:
+            first = len(self._slots)
+            never_used = [BlockStatus(i) for i in range(first, first + n - len(free))]
+            self._slots += never_used
+            # The lowest numbers go to the end, where slots are taken from.
+            free[:0] = reversed(never_used)
+        blocks = free[-n:]
+        del free[-n:]
+        blocks.reverse()
+        for key, block in zip(keys, blocks, strict=True):
+            block.key = key
+            block.ref_cnt = WRITING
+            block.generation += 1
+            block.writer = use
+        use.num_writing += n
+        self._num_writing += n
+        return blocks
+
+    def _publish(self, written: list[BlockStatus]) -> None:
+        """Make blocks readable."""
+        for block in written:
+            block.ref_cnt = 0
+        self._num_evictable += len(written)
+        self._policy.unpinned(written)
+        self._count("kvtier_cpu_stored_blocks", len(written))
+        self._report([block.key for block in written], removed=False)
+
+    def _abandon(self, failed: list[BlockStatus], use: _RequestUse) -> None:
+        """Forget blocks whose write failed."""
+        for block in failed:
+            self._policy.remove(block.key)
+            use.keys.pop(block.key, None)
+            self._release(block)
+        self._count("kvtier_cpu_failed_stores", len(failed))
+
+    def _release(self, block: BlockStatus) -> None:
+        block.ref_cnt = FREE
+        self._free.append(block)
+
+    # --- the whole cache --------------------------------------------------------------------
+
+    def reset_cache(self) -> None:
+        removed: list[OffloadKey] = []
+        for block in self._slots:
+            if block.ref_cnt >= 0:
+                removed.append(block.key)
+            if block.ref_cnt == 0:
+                self._release(block)
+            elif block.ref_cnt > 0 or block.ref_cnt == WRITING:
+                block.ref_cnt = QUARANTINED
+                self._quarantine.append(block)
+            block.writer = block.place = None
+        self._report(removed, removed=True)
+        self._policy.clear()
+        self._num_writing = self._num_evictable = self._num_pinned = 0
+        self._unsettled = []
+        for use in list(self._uses.values()):
+            use.keys = {}
+            use.fresh = []
+            use.loading = {}
+            use.num_writing = 0
+            self._forget_if_done(use)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    def get_stats(self) -> OffloadingStats:
+        counters: dict[str, float] = dict(self._counters)
+        self._counters = {}
+        return OffloadingStats(
+            counters=counters,
+            gauges={
+                "kvtier_cpu_slots": self.num_blocks,
+                "kvtier_cpu_resident_blocks": self._num_evictable + self._num_pinned,
+                "kvtier_cpu_writing_blocks": self._num_writing,
+                "kvtier_cpu_pinned_blocks": self._num_pinned,
+                "kvtier_cpu_quarantined_slots": len(self._quarantine),
+            },
+        )
+
+    def slot_states(self) -> Counter[SlotState]:
+        """How many slots are in each state, counted one by one. For tests and inspection."""
+        states = Counter(block.state for block in self._slots)
+        states[SlotState.FREE] += self.num_blocks - len(self._slots)
+        return states
+
+    def resident_keys(self) -> list[OffloadKey]:
+        """Keys of all readable blocks. For tests and inspection."""
+        return [block.key for block in self._slots if block.is_ready]
+
+    # --- common -----------------------------------------------------------------------------
+
+    def _use_of(self, req_context: ReqContext) -> _RequestUse:
+        if req_context is self._last_context:
+            assert self._last_use is not None
+            return self._last_use
+        use = self._uses.get(req_context.req_id)
+        if use is None:
+            use = self._uses[req_context.req_id] = _RequestUse(req_context)
+        self._last_context, self._last_use = req_context, use
+        return use
+
+    def _use_under_way(self, req_context: ReqContext) -> _RequestUse:
+        """Like `_use_of`, but a request that is not known, or not any more, stays unknown."""
+        if req_context is self._last_context or req_context.req_id in self._uses:
+            return self._use_of(req_context)
+        return _RequestUse(req_context)
+
+    def _forget_if_done(self, use: _RequestUse) -> None:
+        """Drop a request that has finished and has no transfer under way."""
+        if use.finished and not use.num_writing and not use.loading:
+            self._uses.pop(use.context.req_id, None)
+            if self._last_use is use:
+                self._last_context = self._last_use = None
+
+    def _note_use(self, keys: Iterable[OffloadKey], use: _RequestUse) -> None:
+        """The request uses these blocks; the policy is told before it is next asked."""
+        fresh = [key for key in keys if key not in use.keys]
+        if fresh:
+            if not use.fresh:
+                self._unsettled.append(use)
+            use.keys.update(dict.fromkeys(fresh))
+            use.fresh += fresh
+
+    def _touch(self, keys: Iterable[OffloadKey], use: _RequestUse) -> None:
+        """Make all blocks of a request, those of `keys` among them, the most recent ones."""
+        get = self._get
+        resident = {key: None for key in keys if get(key) is not None}
+        use.keys = _merge_in_prompt_order(use.keys, resident)
+        self._policy.touch(use.keys, use.context)
+
+    def _settle(self) -> None:
+        """Tell the policy of all uses noted since the last time."""
+        if self._unsettled:
+            for use in self._unsettled:
+                self._policy.on_use(use.fresh, use.context)
+                use.fresh = []
+            self._unsettled = []
+
+    def _end_quarantine(self) -> None:
+        """A transfer that began after the last reset has ended, hence all earlier ones have."""
+        if self._quarantine:
+            for block in self._quarantine:
+                block.ref_cnt = FREE
+            self._free += self._quarantine
+            self._quarantine = []
+
+    def _count(self, name: str, n: int) -> None:
+        self._counters[name] = self._counters.get(name, 0) + n
+
+    def _report(self, keys: list[OffloadKey], removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(OffloadingEvent(keys, self.medium, removed))
+
+    def _record_misuse(
+        self, kind: str, keys: Iterable[OffloadKey], use: _RequestUse, remedy: str
+    ) -> None:
+        for key in keys:
+            self._count("kvtier_cpu_misuse", 1)
+            self.misuse.record(kind, key, use.context.req_id, remedy)
+
+
+def _merge_in_prompt_order(
+    known: dict[OffloadKey, None], given: dict[OffloadKey, None]
+) -> dict[OffloadKey, None]:
+    """Both sets of keys of one request, each in prompt order, as one.
+
+    What is known only stays in front of, or behind, the first key that is in both. If there is
+    no such key, what is given comes later in the prompt.
+    """
+    if len(given) >= len(known) and known.keys() <= given.keys():
+        return given
+    front: dict[OffloadKey, None] = {}
+    for key in known:
+        if key in given:
+            break
+        front[key] = None
+    return {**front, **given, **known}
+
+
+def _comes_first(key: OffloadKey, other: OffloadKey, keys: Iterable[OffloadKey]) -> bool:
+    return next(candidate for candidate in keys if candidate in (key, other)) == key

@@ -1,0 +1,98 @@
+"""Least recently used, by request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence, Set
+from typing import TYPE_CHECKING
+
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy
+from kvtier.cpu.policies.recency import RecencyList, count_idle, move
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey, ReqContext
+
+
+class LRUCachePolicy(CachePolicy):
+    """Evicts the block whose last use is the longest ago; within a request, from the tail."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self._order = RecencyList()
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        self.blocks[key] = block
+        self._order.append_new(self._order.open_run(None), {key: block})
+        if block.ref_cnt == 0:
+            block.place.idle += 1
+
+    def insert_run(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], req_context: ReqContext
+    ) -> None:
+        new = dict(zip(keys, blocks, strict=True))
+        self.blocks.update(new)
+        self._order.append_new(self._order.open_run(req_context.req_id), new)
+
+    def remove(self, key: OffloadKey) -> None:
+        self._order.discard(key, self.blocks.pop(key))
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        keys = list(keys)
+        order = self._order
+        if order.refresh_if_exactly(order.run_of(req_context.req_id), keys):
+            return
+        run, former = order.reopen_run(req_context.req_id)
+        for key in keys:
+            block = self.blocks.get(key)
+            if block is not None and block.place is not run:
+                move(key, block, run)
+        if former is not None:
+            for key, block in list(former.blocks.items()):
+                move(key, block, run)
+        order.close_if_empty(run)
+
+    def on_use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        run = self._order.open_run(req_context.req_id)
+        for key in keys:
+            block = self.blocks.get(key)
+            if block is None or block.place is run:
+                continue
+            if block.place.age < run.age:
+                move(key, block, run)
+            else:
+                run.scattered = True
+        self._order.close_if_empty(run)
+
+    def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        run = self._order.run_of(req_context.req_id)
+        if run is not None and not run.scattered:
+            self._order.refresh(run)
+        else:
+            self.touch(keys, req_context)
+        self._order.retire(req_context.req_id)
+
+    def evict(
+        self, n: int, protected: Set[OffloadKey]
+    ) -> list[tuple[OffloadKey, BlockStatus]] | None:
+        victims = self._order.select(n, protected)
+        if len(victims) < n:
+            return None
+        self._order.discard_selected(victims)
+        for key, _ in victims:
+            del self.blocks[key]
+        return victims
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self._order.clear()
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        self.blocks[key].place.idle += 1
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        self.blocks[key].place.idle -= 1
+
+    def pinned(self, blocks: Iterable[BlockStatus]) -> None:
+        count_idle(blocks, -1)
+
+    def unpinned(self, blocks: Iterable[BlockStatus]) -> None:
+        count_idle(blocks, +1)

@@ -1,0 +1,222 @@
+"""Least-recently-used order in which a request's blocks stay together, head last.
+
+A plain LRU list moves single blocks, so the order within a request depends on the order of
+calls: a prompt stored in two steps ends with its tail more recent than its head. Here the unit of
+recency is a *run*: the blocks of one request, in prompt order. Runs are ordered by age; eviction
+takes the oldest run and, within it, the tail first. A request that stores more blocks appends
+to its run; one that uses another request's blocks takes them over into its own. Each of these
+costs a constant per block, and moving a whole request costs a constant.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey
+    from kvtier.cpu.policies.base import BlockStatus
+
+
+class Run:
+    """The blocks that one request used last, in prompt order."""
+
+    __slots__ = ("age", "blocks", "idle", "num_dead", "owner", "recency", "scattered")
+
+    def __init__(self, recency: RecencyList, owner: str | None, age: int) -> None:
+        self.recency = recency
+        self.owner = owner
+        """The request, until it has finished or started another run."""
+        self.age = age
+        """When the run was made or last refreshed. Runs are kept in ascending order of this."""
+        self.blocks: dict[OffloadKey, BlockStatus] = {}
+        self.num_dead = 0
+        """How many entries were deleted from the tail of `blocks`."""
+        self.idle = 0
+        """How many of the blocks could be evicted."""
+        self.scattered = False
+        """Whether blocks that the request uses may be in other runs as well."""
+
+
+class RecencyList:
+    """Runs from the least to the most recently used one."""
+
+    def __init__(self) -> None:
+        # Not a plain dict: taking the oldest out of one again and again leaves a trail of dead
+        # entries at its start, and every look at the oldest would walk over them.
+        self._runs: OrderedDict[Run, None] = OrderedDict()
+        self._by_owner: dict[str, Run] = {}
+        self._clock = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in run.blocks for run in self._runs)
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        """Keys in the order in which they would be evicted if none were pinned."""
+        for run in self._runs:
+            yield from reversed(run.blocks)
+
+    def run_of(self, owner: str) -> Run | None:
+        """The request's run, if it has one here."""
+        return self._by_owner.get(owner)
+
+    def open_run(self, owner: str | None) -> Run:
+        """The request's run; a new one, most recent of all, if it has none."""
+        run = self._by_owner.get(owner) if owner is not None else None
+        if run is None:
+            self._clock += 1
+            run = Run(self, owner, self._clock)
+            self._runs[run] = None
+            if owner is not None:
+                self._by_owner[owner] = run
+        return run
+
+    def reopen_run(self, owner: str) -> tuple[Run, Run | None]:
+        """A new run for the request, most recent of all, and the one it had until now."""
+        former = self._by_owner.pop(owner, None)
+        if former is not None:
+            former.owner = None
+        return self.open_run(owner), former
+
+    def refresh_if_exactly(self, run: Run | None, keys: list[OffloadKey]) -> bool:
+        """Make `run` the most recent one, if its blocks are just these, in this order."""
+        if run is None or len(run.blocks) != len(keys) or list(run.blocks) != keys:
+            return False
+        self.refresh(run)
+        return True
+
+    def refresh(self, run: Run) -> None:
+        """Make `run` the most recent one."""
+        self._clock += 1
+        run.age = self._clock
+        self._runs.move_to_end(run)
+
+    def retire(self, owner: str) -> None:
+        """The request has finished: whatever it does next starts another run."""
+        run = self._by_owner.pop(owner, None)
+        if run is not None:
+            run.owner = None
+
+    def close_if_empty(self, run: Run) -> None:
+        """Forget a run that holds nothing."""
+        if not run.blocks:
+            del self._runs[run]
+            if run.owner is not None:
+                del self._by_owner[run.owner]
+
+    def append_new(self, run: Run, blocks: dict[OffloadKey, BlockStatus]) -> None:
+        """Put blocks that are in no run, and that cannot be evicted yet, at its tail."""
+        for block in blocks.values():
+            block.place = run
+        run.blocks.update(blocks)
+        self._size += len(blocks)
+
+    def discard(self, key: OffloadKey, block: BlockStatus) -> None:
+        """Take one block out of its run."""
+        run: Run = block.place
+        block.place = None
+        del run.blocks[key]
+        if block.ref_cnt == 0:
+            run.idle -= 1
+        self._size -= 1
+        self.close_if_empty(run)
+
+    def select(self, n: int, protected: Set[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]]:
+        """The first `n` blocks in order of eviction, or fewer if there are not that many."""
+        selected: list[tuple[OffloadKey, BlockStatus]] = []
+        for run in self._runs:
+            missing = n - len(selected)
+            if missing <= 0:
+                break
+            if not run.idle:
+                continue
+            members = run.blocks
+            if run.idle == len(members) <= missing and protected.isdisjoint(members):
+                selected += reversed(members.items())
+                continue
+            for item in reversed(members.items()):
+                if item[1].ref_cnt == 0 and item[0] not in protected:
+                    selected.append(item)
+                    missing -= 1
+                    if not missing:
+                        break
+        return selected
+
+    def discard_selected(self, selected: Sequence[tuple[OffloadKey, BlockStatus]]) -> None:
+        """Take out blocks that `select` returned: all of them, or the first so many."""
+        end = len(selected)
+        i = 0
+        while i < end:
+            run: Run = selected[i][1].place
+            # Blocks of one run follow each other: if there are as many as the run has, this is
+            # the whole run.
+            last = i + len(run.blocks) - 1
+            if last < end and selected[last][1].place is run:
+                run.blocks.clear()
+                self.close_if_empty(run)
+                i = last + 1
+            else:
+                i = self._discard_some(run, selected, i)
+        self._size -= end
+
+    def _discard_some(
+        self, run: Run, selected: Sequence[tuple[OffloadKey, BlockStatus]], start: int
+    ) -> int:
+        """Take out the blocks of `run` from `start` on; returns where they end."""
+        members = run.blocks
+        i, end = start, len(selected)
+        while i < end and selected[i][1].place is run:
+            del members[selected[i][0]]
+            i += 1
+        run.idle -= i - start
+        run.scattered = True
+        run.num_dead += i - start
+        if run.num_dead > len(members):
+            # Deleted entries stay in a dictionary until it is copied, and every later `select`
+            # would walk over them.
+            run.blocks = dict(members)
+            run.num_dead = 0
+        return i
+
+    def clear(self) -> None:
+        """Forget all runs."""
+        self._runs.clear()
+        self._by_owner.clear()
+        self._size = 0
+
+
+def move(key: OffloadKey, block: BlockStatus, target: Run) -> None:
+    """Take a block over from the run it is in, which may be in another list, to `target`."""
+    source: Run = block.place
+    del source.blocks[key]
+    source.scattered = True
+    target.blocks[key] = block
+    block.place = target
+    if block.ref_cnt == 0:
+        source.idle -= 1
+        target.idle += 1
+    if source.recency is not target.recency:
+        source.recency._size -= 1
+        target.recency._size += 1
+    if not source.blocks:
+        source.recency.close_if_empty(source)
+
+
+def count_idle(blocks: Iterable[BlockStatus], change: int) -> None:
+    """Blocks became evictable (`change` is 1) or stopped being so (-1)."""
+    run: Run | None = None
+    count = 0
+    for block in blocks:
+        if block.place is not run:
+            if run is not None:
+                run.idle += count
+            run = block.place
+            count = 0
+        count += change
+    if run is not None:
+        run.idle += count

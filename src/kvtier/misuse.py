@@ -1,0 +1,51 @@
+"""What happens when a caller breaks the contract.
+
+In production nothing is raised into the engine: the mistake is counted, the first one of its
+kind is logged with the key, and the caller gets the safe answer. In strict mode, which the tests
+run in, the same mistake raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
+STRICT_ENV = "KVTIER_STRICT"
+
+
+class ContractViolation(RuntimeError):
+    """Strict mode only: a caller did something the contract forbids."""
+
+
+def strict_by_default() -> bool:
+    """Whether the environment asks for strict mode (`KVTIER_STRICT=1`)."""
+    return os.environ.get(STRICT_ENV, "") not in ("", "0")
+
+
+class MisuseLog:
+    """Counts contract violations of one component by kind. Scheduler thread only."""
+
+    def __init__(self, component: str, strict: bool | None = None) -> None:
+        self._component = component
+        self._strict = strict_by_default() if strict is None else strict
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """All violations so far, of whatever kind."""
+        return self.counts.total()
+
+    def record(self, kind: str, key: bytes, req_id: str, remedy: str) -> None:
+        """Count one violation; raise in strict mode, else log the first of its kind."""
+        self.counts[kind] += 1
+        if not self._strict and self.counts[kind] > 1:
+            return
+        message = (
+            f"{self._component}: {kind} (key {key.hex()}, request {req_id!r}): {remedy}"
+        )
+        if self._strict:
+            raise ContractViolation(message)
+        logger.warning("%s. Further ones are counted, not logged.", message)
