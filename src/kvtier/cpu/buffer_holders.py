@@ -1,0 +1,156 @@
+"""Naming who still holds a piece of a mapping that should be gone. Best effort, for a warning.
+
+Arrays are not known to the garbage collector, so the question is asked the other way round:
+which of the objects it does know, and which running functions, refer to an array or a memoryview
+that points into the mapping.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["describe_holders"]
+
+_MAX_NAMED = 8
+_MAX_HOPS = 3
+_PLAIN_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+# How memory is held, not who holds it.
+_BUFFER_TYPES = ("memoryview", "managedbuffer")
+
+
+class _Local(NamedTuple):
+    """A local variable of a function that is running."""
+
+    value: Any
+    place: str
+
+
+def describe_holders(address: int, length: int) -> list[str]:
+    """One phrase for each place that refers to memory between `address` and `address + length`.
+
+    Walks over every live object: for shutdown, and only when something was left behind.
+    """
+    running = list(_locals_of_running_functions())
+    phrases: dict[str, None] = {}
+    for local in running:
+        if address <= _address_of(local.value) < address + length:
+            phrases[f"{type(local.value).__name__} {local.place}"] = None
+    for container in gc.get_objects():
+        if type(container).__name__ in _BUFFER_TYPES or _is_of_this_walk(container):
+            continue
+        for held in gc.get_referents(container):
+            if address <= _address_of(held) < address + length:
+                phrases[f"{type(held).__name__} in {_place(container, held, running)}"] = None
+    named = list(phrases)
+    if len(named) > _MAX_NAMED:
+        return [*named[:_MAX_NAMED], f"{len(named) - _MAX_NAMED} more"]
+    return named
+
+
+def _is_of_this_walk(container: Any) -> bool:
+    if isinstance(container, FrameType):
+        return container.f_code.co_filename == __file__
+    return type(container) is _Local
+
+
+def _locals_of_running_functions() -> Iterator[_Local]:
+    thread_names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            code = frame.f_code
+            # A module's variables are found as the module's.
+            if code.co_flags & inspect.CO_OPTIMIZED and code.co_filename != __file__:
+                place = (
+                    f"in {code.co_qualname}() ({code.co_filename}:{frame.f_lineno}, thread "
+                    f"{thread_names.get(ident, ident)})"
+                )
+                for name, value in _take_locals(frame).items():
+                    yield _Local(value, f"{name!r} {place}")
+            frame = frame.f_back
+
+
+def _take_locals(frame: FrameType) -> dict[str, Any]:
+    snapshot = frame.f_locals
+    values = dict(snapshot)
+    if sys.version_info < (3, 13):
+        # There the frame keeps the snapshot, which would itself become a holder.
+        snapshot.clear()
+    return values
+
+
+def _address_of(candidate: Any) -> int:
+    """Where the data of an array, a memoryview or a tensor starts; -1 for anything else."""
+    kind = type(candidate)
+    try:
+        if kind is memoryview:
+            return int(np.asarray(candidate).ctypes.data)
+        if issubclass(kind, np.ndarray):
+            return int(candidate.ctypes.data)
+        if kind.__name__ == "Tensor" and kind.__module__ == "torch":
+            return int(candidate.data_ptr())
+    except (ValueError, TypeError, RuntimeError):
+        pass  # released, of a format that numpy does not know, or without storage
+    return -1
+
+
+def _place(container: Any, held: Any, running: list[_Local]) -> str:
+    """Where `container` is, following plain containers up to something that has a name."""
+    hops = []
+    for _ in range(_MAX_HOPS):
+        owner = _owner_of_attributes(container) if type(container) is dict else container
+        if type(owner) not in _PLAIN_CONTAINERS:
+            hops.append(_qualified_name(owner) + _attribute_suffix(owner, held))
+            break
+        hops.append(f"a {type(container).__name__}")
+        for local in running:
+            if local.value is container:
+                return f"{' in '.join(hops)} {local.place}"
+        held = container
+        container = _named_referrer_of(container)
+        if container is None:
+            break
+    return " in ".join(hops)
+
+
+def _named_referrer_of(container: Any) -> Any:
+    for referrer in gc.get_referrers(container):
+        # The lists and tuples that refer to it may be the ones being walked here.
+        if type(referrer) is dict or not isinstance(
+            referrer, (FrameType, _Local, *_PLAIN_CONTAINERS)
+        ):
+            return referrer
+    return None
+
+
+def _owner_of_attributes(attributes: dict[str, Any]) -> Any:
+    for referrer in gc.get_referrers(attributes):
+        if getattr(referrer, "__dict__", None) is attributes:
+            return referrer
+    return attributes
+
+
+def _qualified_name(owner: Any) -> str:
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    if isinstance(owner, FrameType):
+        return f"the frame of {owner.f_code.co_qualname}(), which a traceback keeps"
+    return f"{type(owner).__module__}.{type(owner).__qualname__}"
+
+
+def _attribute_suffix(owner: Any, held: Any) -> str:
+    attributes = getattr(owner, "__dict__", None)
+    if isinstance(attributes, dict):
+        for name, value in attributes.items():
+            if value is held:
+                return f".{name}"
+    return ""

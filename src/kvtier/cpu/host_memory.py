@@ -1,0 +1,144 @@
+"""Whether this machine can hold a new shared-memory file, asked before its first page is touched.
+
+A shared-memory file larger than what is left does not fail when it is made. It kills later: with
+SIGBUS when the filesystem is full, with the OOM killer when the memory is. So the three limits
+that can bite are read first, and the tightest one is reported together with what raises it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["NotEnoughMemory", "RoomLimit", "cgroup_limits", "format_bytes", "require_room"]
+
+_UNLIMITED_IN_CGROUP_V1 = 1 << 60
+
+
+class NotEnoughMemory(RuntimeError):
+    """The memory asked for is not there. The message has the figures and the remedy."""
+
+
+class RoomLimit(NamedTuple):
+    """One bound on how much more memory may be used."""
+
+    available: int
+    where: str
+    remedy: str
+
+
+class _CgroupFiles(NamedTuple):
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+_CGROUP_V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def format_bytes(count: int) -> str:
+    """`count` for people, with the exact figure beside it."""
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{count} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({count} bytes)"
+
+
+def require_room(
+    directory: str, purpose: str, *, num_rows: int, row_bytes: int, overhead_bytes: int
+) -> None:
+    """Raise `NotEnoughMemory` unless the rows and the overhead fit in `directory` and in memory."""
+    asked = num_rows * row_bytes + overhead_bytes
+    tightest = min(_limits(asked, directory), key=lambda limit: limit.available, default=None)
+    if tightest is None or asked <= tightest.available:
+        return
+    rows_that_fit = max(0, tightest.available - overhead_bytes) // row_bytes
+    raise NotEnoughMemory(
+        f"{purpose} needs {format_bytes(asked)}, but only {format_bytes(tightest.available)} are "
+        f"available in {tightest.where}. {tightest.remedy}, or lower cpu_bytes_to_use to "
+        f"{rows_that_fit * row_bytes} at most"
+    )
+
+
+def _limits(asked: int, directory: str) -> Iterator[RoomLimit]:
+    yield from _filesystem_limit(asked, directory)
+    yield from _machine_limit()
+    yield from cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+
+
+def _filesystem_limit(asked: int, directory: str) -> Iterator[RoomLimit]:
+    filesystem = os.statvfs(directory)
+    if filesystem.f_blocks == 0:
+        return  # a tmpfs mounted without a size limit
+    used = (filesystem.f_blocks - filesystem.f_bfree) * filesystem.f_frsize
+    size_needed = f"{-(-(used + asked) // 2**20)}m"
+    yield RoomLimit(
+        filesystem.f_bavail * filesystem.f_frsize,
+        directory,
+        f"Make it larger (mount -o remount,size={size_needed} {directory}; in Docker "
+        f"--shm-size={size_needed} or --ipc=host; in Kubernetes an emptyDir of medium Memory "
+        f"mounted there)",
+    )
+
+
+def _machine_limit() -> Iterator[RoomLimit]:
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                yield RoomLimit(
+                    int(line.split()[1]) * 1024,
+                    "this machine's memory (MemAvailable)",
+                    "Free memory on this machine",
+                )
+
+
+def cgroup_limits(membership: Path, mount: Path) -> Iterator[RoomLimit]:
+    """The memory limit of this process's control group and of every group above it.
+
+    Inside a container `membership` may name a path of the host that is not visible under
+    `mount`; the levels that can be seen are the ones that count.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            yield from _climb(mount, group, _CGROUP_V2)
+        elif "memory" in controllers.split(","):
+            yield from _climb(mount / "memory", group, _CGROUP_V1)
+
+
+def _climb(mount: Path, group: str, files: _CgroupFiles) -> Iterator[RoomLimit]:
+    level = mount / group.lstrip("/")
+    for folder in (level, *level.parents):
+        yield from _read_level(folder, files)
+        if folder == mount:
+            return
+
+
+def _read_level(folder: Path, files: _CgroupFiles) -> Iterator[RoomLimit]:
+    try:
+        limit_text = (folder / files.limit).read_text().strip()
+        usage = int((folder / files.usage).read_text())
+        statistics = (folder / "memory.stat").read_text()
+    except OSError:
+        return
+    if limit_text == "max" or int(limit_text) >= _UNLIMITED_IN_CGROUP_V1:
+        return
+    reclaimable = 0
+    for line in statistics.splitlines():
+        name, _, value = line.partition(" ")
+        if name == files.reclaimable:
+            reclaimable = int(value)
+    yield RoomLimit(
+        max(0, int(limit_text) - usage + reclaimable),
+        f"the memory limit of control group {folder}",
+        "Raise the container's memory limit",
+    )

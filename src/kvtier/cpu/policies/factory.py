@@ -1,0 +1,45 @@
+"""Names of eviction policies to their classes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from kvtier.factory import ClassRegistry
+
+if TYPE_CHECKING:
+    from kvtier.cpu.policies.base import CachePolicy
+
+
+def _load_policy_base() -> type[CachePolicy]:
+    from kvtier.cpu.policies.base import CachePolicy
+
+    return CachePolicy
+
+
+class CachePolicyFactory:
+    """Finds the policy that `eviction_policy` and `cache_policy_module_path` name.
+
+    Further policies come from entry points of the group `kvtier.policies`.
+    """
+
+    _registry: ClassVar[ClassRegistry[CachePolicy]] = ClassRegistry(
+        kind="eviction policy",
+        load_base=_load_policy_base,
+        entry_point_group="kvtier.policies",
+        name_key="eviction_policy",
+        module_path_key="cache_policy_module_path",
+    )
+
+    @classmethod
+    def register_cache_policy(cls, name: str, module_path: str, class_name: str) -> None:
+        """Let `name` mean `class_name` of `module_path`, imported when first needed."""
+        cls._registry.register(name, module_path, class_name)
+
+    @classmethod
+    def get_cache_policy_cls(cls, name: str, module_path: str | None = None) -> type[CachePolicy]:
+        """The policy's class, or `ConfigError`. Called while a manager is made."""
+        return cls._registry.resolve(name, module_path)
+
+
+CachePolicyFactory.register_cache_policy("lru", "kvtier.cpu.policies.lru", "LRUCachePolicy")
+CachePolicyFactory.register_cache_policy("arc", "kvtier.cpu.policies.arc", "ARCCachePolicy")

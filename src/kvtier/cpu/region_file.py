@@ -1,0 +1,311 @@
+"""The file behind a shared offload region: who makes it, who joins it, who removes it.
+
+Whether a region is in use is a matter of one lock. Every user holds a shared `flock` on the file
+for as long as it uses it, and the kernel drops the lock when the process dies, however it dies.
+From that follow the rules that everything here keeps:
+
+- A file is born locked: made without a name (O_TMPFILE), locked exclusively, given its header,
+  and only then linked into the directory. Nobody can find it unlocked while its maker lives.
+- The maker keeps the exclusive lock until all bytes are reserved. Those who join wait for their
+  shared lock, which they get when the file is finished or its maker is dead.
+- Whoever obtains the exclusive lock on an existing file knows that nobody uses it, and removes
+  it. Its bytes are never used again, whatever engine they belonged to.
+- The name is removed only under the exclusive lock of the very file that it names, so that it
+  cannot meanwhile have become the name of another.
+
+The lock is taken on an open file that nothing else shares: a mapping does not prolong it, a
+subprocess does not inherit it, and a forked child, which maps the region too, does.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import random
+import re
+import stat
+import time
+from dataclasses import asdict, dataclass
+
+from kvtier.cpu.host_memory import NotEnoughMemory, format_bytes, require_room
+
+__all__ = ["RegionFile", "RegionShape", "reclaim_dead_regions"]
+
+logger = logging.getLogger(__name__)
+
+_HEADER_BYTES = mmap.PAGESIZE
+_MAGIC = b"kvtier shared offload region, version 1\n"
+_NAME = re.compile(r"kvtier-[0-9a-f]{32}\.region")
+_RESERVE_STEP = 1 << 28
+_MAX_ENGINE_ID_IN_HEADER = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RegionShape:
+    """What all users of one region must agree on."""
+
+    num_blocks: int
+    kv_bytes_per_block: int
+    cpu_page_size: int
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_blocks * self.kv_bytes_per_block
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file: one page that says what it is, then the rows."""
+        return _HEADER_BYTES + self.rows_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"num_blocks={self.num_blocks}, kv_bytes_per_block={self.kv_bytes_per_block}, "
+            f"cpu_page_size={self.cpu_page_size}"
+        )
+
+
+class RegionFile:
+    """One process's share in a region file. `leave` ends it; both are for one thread."""
+
+    def __init__(self, path: str, lock_fd: int, shape: RegionShape) -> None:
+        self.path = path
+        self._lock_fd: int | None = lock_fd
+        self._shape = shape
+
+    @classmethod
+    def make_or_join(cls, directory: str, engine_id: str, shape: RegionShape) -> RegionFile:
+        """This engine's region, complete and locked for this process.
+
+        Waits while another process is making it; if that process dies, this one takes over.
+        Raises `NotEnoughMemory` when the region does not fit, and `ValueError` when it is in use
+        with another shape or when its name is taken by a foreign file. Nothing is left behind
+        then.
+        """
+        path = os.path.join(directory, _file_name(engine_id))
+        while True:
+            lock_fd = _join(path, engine_id, shape)
+            if lock_fd is None:
+                lock_fd = _make(directory, path, engine_id, shape)
+            if lock_fd is not None:
+                return cls(path, lock_fd, shape)
+
+    def map_rows(self) -> mmap.mmap:
+        """A writable mapping of the rows. It stays valid after `leave`."""
+        # The mapping keeps a descriptor. Opened afresh, that one does not carry the lock, so that
+        # a mapping which outlives its region does not keep the file in place.
+        fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            return mmap.mmap(fd, self._shape.rows_bytes, offset=_HEADER_BYTES)
+        finally:
+            os.close(fd)
+
+    def leave(self) -> None:
+        """Give up this process's share; the last one to leave removes the file. Idempotent."""
+        if self._lock_fd is None:
+            return
+        os.close(self._lock_fd)
+        self._lock_fd = None
+        _reclaim_if_dead(self.path)
+
+
+def reclaim_dead_regions(directory: str) -> int:
+    """Remove the regions that nobody uses any more; how many there were.
+
+    Files that are not regions, or not this user's, are left alone.
+    """
+    names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
+    return sum(_reclaim_if_dead(os.path.join(directory, name)) for name in names)
+
+
+def _file_name(engine_id: str) -> str:
+    """A name of fixed form: no id can leave the directory, no two ids meet in one name."""
+    digest = hashlib.blake2b(engine_id.encode("utf-8", "surrogatepass"), digest_size=16)
+    return f"kvtier-{digest.hexdigest()}.region"
+
+
+def _join(path: str, engine_id: str, shape: RegionShape) -> int | None:
+    """The descriptor of the finished file at `path`, locked; None if there is none to join."""
+    try:
+        fd = _open_region(path)
+    except _NotARegion as foreign:
+        raise ValueError(
+            f"engine_id {engine_id!r} stands for the file {path}, which is {foreign}: "
+            "remove that file or choose another engine_id"
+        ) from None
+    if fd is None:
+        return None
+    try:
+        if not _remove_if_dead(path, fd):
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if _is_named(path, fd):
+                existing = _read_shape(fd)
+                if os.fstat(fd).st_size == existing.file_bytes:
+                    _require_same_shape(path, engine_id, existing, shape)
+                    fd, joined = -1, fd
+                    return joined
+    finally:
+        if fd >= 0:
+            os.close(fd)
+            _reclaim_if_dead(path)
+    # Its maker died before it was finished. Several processes may have found that out together
+    # and keep each other from the exclusive lock for a moment: step aside before trying again.
+    time.sleep(random.uniform(0, 0.005))
+    return None
+
+
+def _require_same_shape(
+    path: str, engine_id: str, existing: RegionShape, wanted: RegionShape
+) -> None:
+    if existing != wanted:
+        raise ValueError(
+            f"engine {engine_id!r} already uses a region of another shape ({path}): it was made "
+            f"with {existing}; this process asks for {wanted}. Give all processes of one engine "
+            "the same configuration, and each engine an engine_id of its own"
+        )
+
+
+def _make(directory: str, path: str, engine_id: str, shape: RegionShape) -> int | None:
+    """The descriptor of a new file at `path`, locked; None if another process was faster."""
+    reclaim_dead_regions(directory)
+    fd = _open_nameless(directory)
+    try:
+        os.fchmod(fd, 0o600)  # whatever the umask is
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.pwrite(fd, _header(engine_id, shape), 0)
+        if not _link(fd, path):
+            os.close(fd)
+            return None
+        _reserve(fd, directory, engine_id, shape)
+    except BaseException:
+        if _is_named(path, fd):
+            os.unlink(path)
+        os.close(fd)
+        raise
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    if not _is_named(path, fd):  # removed by hand, or in the moment between the two locks
+        os.close(fd)
+        return None
+    return fd
+
+
+def _open_nameless(directory: str) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise ValueError(
+                f"{directory} is on a filesystem without O_TMPFILE: a shared region needs a tmpfs"
+            ) from error
+        raise
+
+
+def _link(fd: int, path: str) -> bool:
+    """Give the nameless file its name; False if the name is taken."""
+    try:
+        # Given a directory descriptor, even a meaningless one, Python calls linkat, which can
+        # follow the link to the file. Plain link cannot.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _reserve(fd: int, directory: str, engine_id: str, shape: RegionShape) -> None:
+    """Allocate every byte now; the file has its full size when, and only when, that is done."""
+    purpose = f"The KV-cache region of engine {engine_id!r}"
+    require_room(
+        directory,
+        purpose,
+        num_rows=shape.num_blocks,
+        row_bytes=shape.kv_bytes_per_block,
+        overhead_bytes=_HEADER_BYTES,
+    )
+    try:
+        # In steps, because a signal undoes the step that it interrupts.
+        for offset in range(0, shape.file_bytes, _RESERVE_STEP):
+            os.posix_fallocate(fd, offset, min(_RESERVE_STEP, shape.file_bytes - offset))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise NotEnoughMemory(
+            f"{purpose} needs {format_bytes(shape.file_bytes)}, which {directory} did not have "
+            "any more when they were reserved: another process took them. Make room there or "
+            "lower cpu_bytes_to_use"
+        ) from error
+
+
+def _header(engine_id: str, shape: RegionShape) -> bytes:
+    content = {"engine_id": engine_id[:_MAX_ENGINE_ID_IN_HEADER], **asdict(shape)}
+    return _MAGIC + json.dumps(content).encode("ascii") + b"\n"
+
+
+def _read_shape(fd: int) -> RegionShape:
+    content = json.loads(os.pread(fd, _HEADER_BYTES, len(_MAGIC)).split(b"\n", 1)[0])
+    return RegionShape(
+        content["num_blocks"], content["kv_bytes_per_block"], content["cpu_page_size"]
+    )
+
+
+class _NotARegion(Exception):
+    """Why a file is to be left alone."""
+
+
+def _open_region(path: str) -> int | None:
+    """Open the region file at `path`; None if there is no such file."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _NotARegion(f"not to be opened ({error.strerror})") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise _NotARegion("not a regular file")
+        if status.st_uid != os.geteuid():
+            raise _NotARegion(f"owned by user {status.st_uid}, not by this user")
+        if os.pread(fd, len(_MAGIC), 0) != _MAGIC:
+            raise _NotARegion("not a kvtier region")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _reclaim_if_dead(path: str) -> bool:
+    try:
+        fd = _open_region(path)
+    except _NotARegion:
+        return False
+    if fd is None:
+        return False
+    try:
+        return _remove_if_dead(path, fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_if_dead(path: str, fd: int) -> bool:
+    """Remove the file if nobody holds a lock on it; whether it is gone."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if _is_named(path, fd):
+        os.unlink(path)
+        logger.info("Removed %s: no process uses it any more", path)
+    return True
+
+
+def _is_named(path: str, fd: int) -> bool:
+    """Whether `path` still names the file open as `fd`."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,188 @@
+"""One block of shared memory for the scheduler and for all ranks of an engine."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import mmap
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.cpu.buffer_holders import describe_holders
+from kvtier.cpu.prefault import prefault
+from kvtier.cpu.region_file import RegionFile, RegionShape
+
+__all__ = ["SharedOffloadRegion"]
+
+logger = logging.getLogger(__name__)
+
+
+class SharedOffloadRegion:
+    """The slots of the primary tier, in one mapping that every process of the engine shares.
+
+    A slot is a row of `kv_bytes_per_block` bytes. Rank r owns `cpu_page_size` bytes of every row,
+    its cell, from byte `r * cpu_page_size` on. What no rank owns is zero, and a new region is
+    zero throughout: the bytes of an earlier engine never show, whatever its id was.
+
+    All processes of the engine construct it, in any order and at the same time, and one of them
+    makes it. `rank=None` is the scheduler, which has no cell of its own. Each process calls it
+    from one thread; the memory may then be used from any.
+
+    The constructor returns with all memory reserved and this process's part of it mapped, so that
+    no later access fails or stops for it. It raises `ValueError` for arguments that cannot be
+    right and `NotEnoughMemory` when there is no room, and leaves nothing behind then.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        num_blocks: int,
+        rank: int | None,
+        kv_bytes_per_block: int,
+        cpu_page_size: int,
+        *,
+        directory: str = "/dev/shm",
+    ) -> None:
+        shape = RegionShape(num_blocks, kv_bytes_per_block, cpu_page_size)
+        _require_possible(shape, rank)
+        self.engine_id = engine_id
+        self.num_blocks = num_blocks
+        self.rank = rank
+        self.row_bytes = kv_bytes_per_block
+        self.cpu_page_size = cpu_page_size
+        self._cell_bytes_used = 0
+        self._views: list[memoryview] = []
+        with ExitStack() as undo:
+            file = RegionFile.make_or_join(directory, engine_id, shape)
+            undo.callback(file.leave)
+            mapping = undo.enter_context(closing(file.map_rows()))
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+            prefault(self.address, self._own_ranges())
+            undo.pop_all()
+        self.path = file.path
+        self._mapping: mmap.mmap | None = mapping
+        self._leave = weakref.finalize(self, file.leave)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_blocks * self.row_bytes
+
+    def create_next_worker_view(self, page_bytes: int) -> NDArray[np.uint8]:
+        """The next `page_bytes` bytes of this rank's cell, as an array (num_blocks, page_bytes).
+
+        One call for each canonical tensor, in their order. Rows of the array are `row_bytes`
+        apart.
+        """
+        if self.rank is None:
+            raise RuntimeError(
+                "this region was opened with rank=None, for the scheduler, which has no cell: "
+                "open it with the worker's rank, or use create_kv_memoryview()"
+            )
+        left = self.cpu_page_size - self._cell_bytes_used
+        if not 0 < page_bytes <= left:
+            raise ValueError(
+                f"page_bytes={page_bytes}: rank {self.rank} has {left} bytes left in its cell of "
+                f"cpu_page_size={self.cpu_page_size}, {self._cell_bytes_used} are taken. Make "
+                "cpu_page_size the sum of all tensors' page bytes times the blocks per slot"
+            )
+        start = self.rank * self.cpu_page_size + self._cell_bytes_used
+        view = self._rows()[:, start : start + page_bytes]
+        self._cell_bytes_used += page_bytes
+        return view
+
+    def create_kv_memoryview(self) -> memoryview:
+        """All rows without a copy: a writable memoryview of shape (num_blocks, row_bytes).
+
+        `cleanup` releases it: using it afterwards raises `ValueError`.
+        """
+        view = self._rows().data
+        address = np.asarray(view).ctypes.data
+        if address != self.address or view.nbytes != self.size_bytes:
+            raise AssertionError(
+                f"the memoryview is at {address:#x} with {view.nbytes} bytes, the mapping at "
+                f"{self.address:#x} with {self.size_bytes}: a copy instead of the shared memory"
+            )
+        self._views.append(view)
+        return view
+
+    def cleanup(self) -> None:
+        """End this process's use of the region. The last process removes the file. Idempotent.
+
+        Views from `create_kv_memoryview` raise from now on. The memory stays mapped for as long
+        as someone holds a slice of one, or an array: those are named in a warning.
+        """
+        if self._mapping is None:
+            return
+        mapping, self._mapping = self._mapping, None
+        while self._views:
+            with suppress(BufferError):  # an array was made of it; that one is named below
+                self._views.pop().release()
+        try:
+            _close(mapping)
+        except BufferError:
+            logger.warning(
+                "The shared region %s of engine %r was cleaned up while parts of it are still "
+                "held by: %s. The memory (%d bytes) stays until they are dropped. Whoever holds "
+                "a part must drop it before cleanup().",
+                self.path,
+                self.engine_id,
+                "; ".join(describe_holders(self.address, self.size_bytes)) or "unknown holders",
+                self.size_bytes,
+            )
+        finally:
+            self._leave()
+
+    def _rows(self) -> NDArray[np.uint8]:
+        if self._mapping is None:
+            raise RuntimeError(f"the region of engine {self.engine_id!r} has been cleaned up")
+        flat = np.frombuffer(self._mapping, dtype=np.uint8)
+        return flat.reshape(self.num_blocks, self.row_bytes)
+
+    def _own_ranges(self) -> Iterator[tuple[int, int]]:
+        """The bytes that this process will touch: a rank its cells, the scheduler everything."""
+        if self.rank is None:
+            yield 0, self.size_bytes
+            return
+        first = self.rank * self.cpu_page_size
+        for row in range(0, self.size_bytes, self.row_bytes):
+            yield row + first, row + first + self.cpu_page_size
+
+
+def _close(mapping: mmap.mmap) -> None:
+    try:
+        mapping.close()
+    except BufferError:
+        gc.collect()  # garbage in a cycle is nobody's fault
+        mapping.close()
+
+
+def _require_possible(shape: RegionShape, rank: int | None) -> None:
+    page = mmap.PAGESIZE
+    row, cell = shape.kv_bytes_per_block, shape.cpu_page_size
+    if shape.num_blocks <= 0:
+        raise ValueError(
+            f"num_blocks={shape.num_blocks}: a region needs at least one block. Raise "
+            f"cpu_bytes_to_use to at least one row, {row} bytes"
+        )
+    if row <= 0 or row % page:
+        raise ValueError(
+            f"kv_bytes_per_block={row} is not a positive multiple of the page size {page}: round "
+            f"it up to {max(1, -(-row // page)) * page}"
+        )
+    if not 0 < cell <= row:
+        raise ValueError(
+            f"cpu_page_size={cell}: a rank's cell has at least one byte and fits into the row of "
+            f"kv_bytes_per_block={row} bytes"
+        )
+    if rank is not None and not 0 <= rank < row // cell:
+        raise ValueError(
+            f"rank={rank}: a row of kv_bytes_per_block={row} bytes holds {row // cell} cells of "
+            f"cpu_page_size={cell}, so ranks are 0 to {row // cell - 1}. Make kv_bytes_per_block "
+            "at least world_size * cpu_page_size"
+        )

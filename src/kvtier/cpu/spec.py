@@ -1,0 +1,73 @@
+"""The CPU tier alone: host memory below the device, and nothing below that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvtier.base import CanonicalKVCaches, MetricDefinition, OffloadingSpec
+from kvtier.cpu.device_pages import device_pages
+from kvtier.cpu.gpu_worker import HostOffloadingWorker
+from kvtier.cpu.manager import METRIC_DEFINITIONS, CPUOffloadingManager
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+
+if TYPE_CHECKING:
+    from kvtier.config import OffloadingConfig
+
+__all__ = ["CPUOffloadingSpec"]
+
+
+class CPUOffloadingSpec(OffloadingSpec):
+    """Wires the manager on the scheduler's side, the region and the worker on a rank's.
+
+    The scheduler's side opens no region: it deals in slot numbers only.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._manager: CPUOffloadingManager | None = None
+        self._worker: HostOffloadingWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: Mapping[str, Any]
+    ) -> dict[str, MetricDefinition]:
+        return dict(METRIC_DEFINITIONS)
+
+    def get_manager(self) -> CPUOffloadingManager:
+        if self._manager is None:
+            options = self.config.options
+            self._manager = CPUOffloadingManager(
+                num_blocks=self.config.num_blocks,
+                cache_policy=options.eviction_policy,
+                cache_policy_module_path=options.cache_policy_module_path,
+                enable_events=self.config.enable_kv_cache_events,
+                store_threshold=options.store_threshold,
+                max_tracker_size=options.max_tracker_size,
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> HostOffloadingWorker:
+        """The worker for this rank's caches, with all its memory reserved.
+
+        Raises, and leaves nothing behind, when the caches are not in host memory (`TypeError`),
+        do not fit the configuration (`ValueError`), or when there is no room
+        (`NotEnoughMemory`).
+        """
+        if self._worker is None:
+            device_pages(kv_caches)  # before gigabytes are reserved for caches that cannot be used
+            region = SharedOffloadRegion(
+                self.config.engine_id,
+                self.config.num_blocks,
+                self.config.parallel.rank,
+                self.config.row_bytes,
+                self.config.cpu_page_size,
+            )
+            try:
+                self._worker = HostOffloadingWorker(
+                    kv_caches, region, self.config.cache.blocks_per_chunk
+                )
+            except BaseException:
+                region.cleanup()
+                raise
+        return self._worker
