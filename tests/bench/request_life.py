@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 BLOCK_CALLS = (
@@ -112,19 +113,17 @@ def live(subject: Subject, request: int, blocks: int, spent: dict[str, int]) -> 
 
 def measure(subject: Subject, slots: int, blocks: int, requests: int) -> dict[str, float]:
     """Nanoseconds per block and phase, with the cache full: every store evicts as much."""
-    scratch = dict.fromkeys(PHASES, 0)
     num_to_fill = slots // blocks + 1
+    scratch = dict.fromkeys(PHASES, 0)
     for request in range(num_to_fill):
         live(subject, request, blocks, scratch)
     gc.collect()
-    best: dict[str, float] = {}
+    lives: list[dict[str, int]] = []
     for request in range(num_to_fill, num_to_fill + requests):
         spent = dict.fromkeys(PHASES, 0)
         live(subject, request, blocks, spent)
-        for phase, nanoseconds in spent.items():
-            cost = nanoseconds / blocks
-            best.setdefault(phase, []).append(cost)  # type: ignore[attr-defined,arg-type]
-    return {phase: sorted(costs)[len(costs) // 2] for phase, costs in best.items()}  # type: ignore[call-overload]
+        lives.append(spent)
+    return {phase: median(spent[phase] for spent in lives) / blocks for phase in PHASES}
 
 
 def main() -> None:

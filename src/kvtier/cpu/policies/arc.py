@@ -92,7 +92,6 @@ class ARCCachePolicy(CachePolicy):
             if former is not None:
                 for key, block in list(former.blocks.items()):
                     move(key, block, run)
-            run.recency.close_if_empty(run)
 
     def on_use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         own_t1 = self.t1.run_of(req_context.req_id)
@@ -105,7 +104,6 @@ class ARCCachePolicy(CachePolicy):
                 move(key, block, run)
             else:
                 run.scattered = True
-        self.t2.close_if_empty(run)
 
     def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         owner = req_context.req_id

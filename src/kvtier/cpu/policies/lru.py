@@ -48,7 +48,6 @@ class LRUCachePolicy(CachePolicy):
         if former is not None:
             for key, block in list(former.blocks.items()):
                 move(key, block, run)
-        order.close_if_empty(run)
 
     def on_use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         run = self._order.open_run(req_context.req_id)
@@ -60,7 +59,6 @@ class LRUCachePolicy(CachePolicy):
                 move(key, block, run)
             else:
                 run.scattered = True
-        self._order.close_if_empty(run)
 
     def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         run = self._order.run_of(req_context.req_id)

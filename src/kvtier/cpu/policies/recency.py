@@ -78,9 +78,8 @@ class RecencyList:
 
     def reopen_run(self, owner: str) -> tuple[Run, Run | None]:
         """A new run for the request, most recent of all, and the one it had until now."""
-        former = self._by_owner.pop(owner, None)
-        if former is not None:
-            former.owner = None
+        former = self._by_owner.get(owner)
+        self.retire(owner)
         return self.open_run(owner), former
 
     def refresh_if_exactly(self, run: Run | None, keys: list[OffloadKey]) -> bool:
@@ -101,13 +100,16 @@ class RecencyList:
         run = self._by_owner.pop(owner, None)
         if run is not None:
             run.owner = None
+            self._close_if_empty(run)
 
-    def close_if_empty(self, run: Run) -> None:
-        """Forget a run that holds nothing."""
-        if not run.blocks:
+    def _close_if_empty(self, run: Run) -> None:
+        """Forget a run that holds nothing and will not.
+
+        The run of a request that goes on keeps its place: the request's blocks may have been
+        taken over by others, and what it stores next must not become more recent than those.
+        """
+        if not run.blocks and run.owner is None:
             del self._runs[run]
-            if run.owner is not None:
-                del self._by_owner[run.owner]
 
     def append_new(self, run: Run, blocks: dict[OffloadKey, BlockStatus]) -> None:
         """Put blocks that are in no run, and that cannot be evicted yet, at its tail."""
@@ -124,7 +126,7 @@ class RecencyList:
         if block.ref_cnt == 0:
             run.idle -= 1
         self._size -= 1
-        self.close_if_empty(run)
+        self._close_if_empty(run)
 
     def select(self, n: int, protected: Set[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]]:
         """The first `n` blocks in order of eviction, or fewer if there are not that many."""
@@ -157,8 +159,10 @@ class RecencyList:
             # the whole run.
             last = i + len(run.blocks) - 1
             if last < end and selected[last][1].place is run:
-                run.blocks.clear()
-                self.close_if_empty(run)
+                run.blocks = {}
+                run.idle = run.num_dead = 0
+                run.scattered = True
+                self._close_if_empty(run)
                 i = last + 1
             else:
                 i = self._discard_some(run, selected, i)
@@ -204,7 +208,7 @@ def move(key: OffloadKey, block: BlockStatus, target: Run) -> None:
         source.recency._size -= 1
         target.recency._size += 1
     if not source.blocks:
-        source.recency.close_if_empty(source)
+        source.recency._close_if_empty(source)
 
 
 def count_idle(blocks: Iterable[BlockStatus], change: int) -> None:

@@ -1,0 +1,58 @@
+"""One typed, checked configuration; what is refused is refused with its key and a remedy.
+
+config = OffloadingConfig(
+    groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer.0",)),),
+    worker_kv_bytes_per_block=65536,
+    engine_id="engine-0",
+    model=OffloadingModelConfig(name="my-model", dtype="bfloat16"),
+    cache=OffloadingCacheConfig(tokens_per_hash=16),
+    parallel=OffloadingParallelConfig(),
+    extra_config={"cpu_bytes_to_use": "8GiB"},
+)
+config.options.eviction_policy, config.num_blocks, config.fingerprint()
+"""
+
+from kvtier.config.engine import (
+    AttentionKind,
+    OffloadingCacheConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from kvtier.config.errors import ConfigError, Problem
+from kvtier.config.files import load_user_config, parse_user_config
+from kvtier.config.fingerprint import FINGERPRINT_BYTES, new_epoch
+from kvtier.config.offloading import OffloadingConfig
+from kvtier.config.options import (
+    TIER_KEYS,
+    USER_KEYS,
+    OffloadingOptions,
+    ResetScope,
+    TierConfig,
+)
+from kvtier.config.reader import OptionReader
+from kvtier.config.sizes import SizeError, format_size, parse_size
+
+__all__ = [
+    "FINGERPRINT_BYTES",
+    "TIER_KEYS",
+    "USER_KEYS",
+    "AttentionKind",
+    "ConfigError",
+    "OffloadingCacheConfig",
+    "OffloadingConfig",
+    "OffloadingGroupConfig",
+    "OffloadingModelConfig",
+    "OffloadingOptions",
+    "OffloadingParallelConfig",
+    "OptionReader",
+    "Problem",
+    "ResetScope",
+    "SizeError",
+    "TierConfig",
+    "format_size",
+    "load_user_config",
+    "new_epoch",
+    "parse_size",
+    "parse_user_config",
+]

@@ -1,0 +1,242 @@
+"""What the user may set: the keys of `extra_config`, parsed once into typed values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from kvtier.config.errors import ConfigError, Problem
+from kvtier.config.kinds import (
+    BOOLEAN,
+    MILLISECONDS,
+    MODULE_PATH,
+    OPAQUE,
+    SIZE,
+    TEXT,
+    Kind,
+    one_of,
+    whole_number,
+)
+from kvtier.config.reader import OptionReader
+from kvtier.config.redaction import describe
+
+if TYPE_CHECKING:
+    from kvtier.base import Locality
+
+logger = logging.getLogger(__name__)
+
+CPU_SPEC = "CPUOffloadingSpec"
+TIERING_SPEC = "TieringOffloadingSpec"
+
+VLLM_ONLY_KEYS = {
+    "canonical_layout": "kvtier stores blocks in the layout of the engine's own cache",
+    "backpressure": "kvtier bounds a slow tier by its lookup, load and store timeouts",
+}
+"""Keys of vLLM 0.32's offloading that kvtier has no use for, each with the reason."""
+
+VLLM_ONLY_TIER_KEYS = {"backpressure": VLLM_ONLY_KEYS["backpressure"]}
+"""The same, inside an entry of `secondary_tiers`."""
+
+
+class ResetScope(StrEnum):
+    """How far `reset_cache` reaches."""
+
+    ALL = "all"
+    """Earlier blocks become unreachable in every tier."""
+    PRIMARY = "primary"
+    """Only the primary tier is emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """One entry of `secondary_tiers`: the keys all tiers share, and the tier's own."""
+
+    type: str
+    """A registered name, or the class's name inside `module_path`."""
+    position: int = 0
+    """Place in lookup order, from 0."""
+    module_path: str | None = None
+    enable_kv_events: bool = False
+    locality: Locality | None = None
+    """None: the tier decides."""
+    lookup_timeout_ms: float | None = None
+    """None, for this and the other timeouts: the default for this type of tier."""
+    load_timeout_ms: float | None = None
+    store_timeout_ms: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The tier's own keys, unparsed. Not in `repr`: it may hold passwords."""
+
+    @property
+    def at(self) -> str:
+        """Where the entry stands, for messages about its keys."""
+        return f"secondary_tiers[{self.position}]"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingOptions:
+    """The user's settings. The names are the user's keys; a missing key has the value here."""
+
+    cpu_bytes_to_use: int
+    spec_name: str = CPU_SPEC
+    spec_module_path: str | None = None
+    block_size: int | None = None
+    """Tokens of one offloaded block. At most one of this and `blocks_per_chunk` is set."""
+    blocks_per_chunk: int | None = None
+    """Device blocks of one offloaded block."""
+    eviction_policy: str = "lru"
+    cache_policy_module_path: str | None = None
+    store_threshold: int = 1
+    """A block is stored when it is offered for the n-th time; 1 stores every block."""
+    max_tracker_size: int = 64_000
+    offload_prompt_only: bool = True
+    self_describing_kv_events: bool = False
+    secondary_tiers: tuple[TierConfig, ...] = ()
+    """In lookup order."""
+    cache_namespace: str | None = None
+    reset_scope: ResetScope = ResetScope.ALL
+    engine_config: Any = field(default=None, repr=False)
+    """Opaque to kvtier; tiers find it through the spec."""
+
+    @classmethod
+    def from_extra_config(cls, extra_config: Mapping[str, Any]) -> OffloadingOptions:
+        """Parse the user's keys, or raise `ConfigError` with all that is wrong with them.
+
+        Checks what can be checked without knowing the engine; `OffloadingConfig` does the rest.
+        Later changes to `extra_config` do not reach the result.
+        """
+        if not isinstance(extra_config, Mapping):
+            raise ConfigError(
+                Problem(
+                    "extra_config",
+                    describe(extra_config),
+                    "an object with the user's keys",
+                    'Write {"cpu_bytes_to_use": "8GiB"}, for one',
+                )
+            )
+        reader = OptionReader(_without_vllm_only(extra_config, VLLM_ONLY_KEYS, at=""))
+        tiers = _read_tiers(reader)
+        options = cls(
+            cpu_bytes_to_use=reader.required("cpu_bytes_to_use", SIZE),
+            spec_name=reader.get("spec_name", TEXT, TIERING_SPEC if tiers else CPU_SPEC),
+            spec_module_path=reader.optional("spec_module_path", MODULE_PATH),
+            block_size=reader.optional("block_size", whole_number(1)),
+            blocks_per_chunk=reader.optional("blocks_per_chunk", whole_number(1)),
+            eviction_policy=reader.get("eviction_policy", TEXT, "lru"),
+            cache_policy_module_path=reader.optional("cache_policy_module_path", MODULE_PATH),
+            # vLLM writes 0 for "no threshold"; here one value means one thing.
+            store_threshold=reader.get("store_threshold", whole_number(0), 1) or 1,
+            max_tracker_size=reader.get("max_tracker_size", whole_number(1), 64_000),
+            offload_prompt_only=reader.get("offload_prompt_only", BOOLEAN, True),
+            self_describing_kv_events=reader.get("self_describing_kv_events", BOOLEAN, False),
+            secondary_tiers=tiers,
+            cache_namespace=reader.optional("cache_namespace", TEXT),
+            reset_scope=reader.get("reset_scope", one_of(ResetScope), ResetScope.ALL),
+            engine_config=reader.optional("engine_config", OPAQUE),
+        )
+        _refuse_contradictions(reader, options)
+        reader.refuse_unread(
+            "Give the content of kv_connector_extra_config alone, not the object around it"
+            if "kv_connector_extra_config" in extra_config
+            else "Remove it; what only your own spec or tier reads belongs in engine_config"
+        )
+        reader.raise_problems()
+        return options
+
+
+USER_KEYS = tuple(key.name for key in fields(OffloadingOptions))
+"""Every key a user may set."""
+
+TIER_KEYS = tuple(key.name for key in fields(TierConfig) if key.name not in ("position", "options"))
+"""Every key that all entries of `secondary_tiers` understand."""
+
+
+def _parse_locality(value: object) -> Locality:
+    # Here, because `kvtier.base` loads numpy, which reading a configuration does not need.
+    from kvtier.base import Locality
+
+    return one_of(Locality).parse(value)
+
+
+_LOCALITY = Kind('"LOCAL" or "REMOTE"', _parse_locality)
+
+
+def _read_tiers(reader: OptionReader) -> tuple[TierConfig, ...]:
+    entries: object = reader.optional("secondary_tiers", OPAQUE)
+    if entries is None:
+        return ()
+    if not isinstance(entries, (list, tuple)):
+        reader.refuse(
+            "secondary_tiers",
+            'a list of objects such as [{"type": "fs", "root_dir": "/mnt/kv"}]',
+            "Put the one tier in brackets" if isinstance(entries, Mapping) else "Write a list",
+        )
+        return ()
+    return tuple(_read_tier(reader, entry, place) for place, entry in enumerate(entries))
+
+
+def _read_tier(parent: OptionReader, entry: object, position: int) -> TierConfig:
+    at = f"secondary_tiers[{position}]"
+    if not isinstance(entry, Mapping):
+        kind = entry if isinstance(entry, str) and entry.isidentifier() else "fs"
+        parent.problems.append(
+            Problem(at, describe(entry), 'an object with a "type"', f'Write {{"type": "{kind}"}}')
+        )
+        return TierConfig(type="", position=position)
+    reader = OptionReader(_without_vllm_only(entry, VLLM_ONLY_TIER_KEYS, at), at)
+    tier = TierConfig(
+        type=reader.required("type", TEXT),
+        position=position,
+        module_path=reader.optional("module_path", MODULE_PATH),
+        enable_kv_events=reader.get("enable_kv_events", BOOLEAN, False),
+        locality=reader.optional("locality", _LOCALITY),
+        lookup_timeout_ms=reader.optional("lookup_timeout_ms", MILLISECONDS),
+        load_timeout_ms=reader.optional("load_timeout_ms", MILLISECONDS),
+        store_timeout_ms=reader.optional("store_timeout_ms", MILLISECONDS),
+        options=deepcopy(reader.unread()),
+    )
+    parent.problems.extend(reader.problems)
+    return tier
+
+
+def _without_vllm_only(
+    given: Mapping[str, Any], vllm_only: Mapping[str, str], at: str
+) -> dict[str, Any]:
+    for key, reason in vllm_only.items():
+        if key in given:
+            logger.warning(
+                "%s has no effect: it is a key of vLLM's own offloading, and %s. Remove it.",
+                f"{at}.{key}" if at else key,
+                reason,
+            )
+    return {key: value for key, value in given.items() if key not in vllm_only}
+
+
+def _refuse_contradictions(reader: OptionReader, options: OffloadingOptions) -> None:
+    if reader.has("block_size") and reader.has("blocks_per_chunk"):
+        reader.refuse(
+            "block_size",
+            "block_size (in tokens) or blocks_per_chunk (in device blocks), not both",
+            f"Remove one of them; blocks_per_chunk is {describe(options.blocks_per_chunk)}",
+        )
+    if reader.has("spec_module_path") and not reader.has("spec_name"):
+        reader.refuse(
+            "spec_module_path",
+            "a module, together with the name of the class to take from it",
+            "Set spec_name to the class's name",
+        )
+    if reader.has("cache_policy_module_path") and not reader.has("eviction_policy"):
+        reader.refuse(
+            "cache_policy_module_path",
+            "a module, together with the name of the class to take from it",
+            "Set eviction_policy to the class's name",
+        )
+    if options.secondary_tiers and options.spec_name == CPU_SPEC:
+        reader.refuse(
+            "spec_name",
+            f"{TIERING_SPEC}, or another spec that has tiers, when secondary_tiers are given",
+            f'Write "{TIERING_SPEC}", or leave spec_name out, or remove secondary_tiers',
+        )

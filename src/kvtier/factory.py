@@ -1,0 +1,255 @@
+"""Names to classes: what is registered, what is installed, and what a module path points to."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from kvtier.config.errors import ConfigError, Problem
+from kvtier.config.options import CPU_SPEC
+from kvtier.config.reader import nearest
+from kvtier.config.redaction import describe
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+    from types import ModuleType
+
+    from kvtier.base import OffloadingSpec
+    from kvtier.config import OffloadingConfig, OffloadingOptions
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a class is to be found, and what led there."""
+
+    module_path: str
+    class_name: str
+    origin: str
+    """The same, in words that follow "is"."""
+    name: str
+    name_key: str
+    module_path_key: str | None
+    """The key that gave the module; None if the name alone did."""
+
+
+class ClassRegistry(Generic[T]):
+    """Finds the class that a name in the configuration means. Loads nothing before it is asked.
+
+    Looked for in this order: registered names; entry points of installed packages; the class of
+    that name in the module that the configuration gives. So neither installing a package nor a
+    module path changes what a registered name means.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        load_base: Callable[[], type[T]],
+        entry_point_group: str,
+        name_key: str,
+        module_path_key: str,
+    ) -> None:
+        self._kind = kind
+        self._load_base = load_base
+        self._entry_point_group = entry_point_group
+        self._name_key = name_key
+        self._module_path_key = module_path_key
+        self._registered: dict[str, tuple[str, str]] = {}
+        self._compared_with_installed: set[str] = set()
+
+    def register(self, name: str, module_path: str, class_name: str) -> None:
+        """Let `name` mean `class_name` of `module_path`, which is imported when first needed."""
+        if name in self._registered:
+            raise ValueError(
+                f"{self._kind} {name!r} is already registered, as "
+                f"{'.'.join(self._registered[name])}: register {class_name} under another name"
+            )
+        self._registered[name] = (module_path, class_name)
+
+    def resolve(self, name: str, module_path: str | None = None, at: str = "") -> type[T]:
+        """The class that `name` means, or `ConfigError`. Called while an engine starts.
+
+        `at` says where the two keys stand in the configuration: `secondary_tiers[1]`, for one.
+        """
+        source = self._find(name, module_path, f"{at}." if at else "")
+        if module_path is not None and source.module_path_key is None:
+            logger.warning(
+                "%s = %s has no effect: %s %r is %s.",
+                f"{at}.{self._module_path_key}" if at else self._module_path_key,
+                describe(module_path),
+                self._kind,
+                name,
+                source.origin,
+            )
+        return self._checked(getattr(_import(source), source.class_name, None), source)
+
+    def _find(self, name: str, module_path: str | None, prefix: str) -> _Source:
+        name_key, module_path_key = prefix + self._name_key, prefix + self._module_path_key
+        if name in self._registered:
+            self._warn_of_claims_to(name)
+            found, class_name = self._registered[name]
+            origin = f"registered as {found}.{class_name}"
+            return _Source(found, class_name, origin, name, name_key, None)
+        installed = self._entry_points()
+        claims = sorted({point.value for point in installed.select(name=name)})
+        if len(claims) > 1:
+            raise ConfigError(
+                Problem(
+                    name_key,
+                    describe(name),
+                    f"a name that one installed package claims, not {' and '.join(claims)}",
+                    f"Uninstall all but one of the packages with this {self._kind}",
+                )
+            )
+        if claims:
+            (value,) = claims
+            # An entry point may end in "[extras]", which say nothing about the class.
+            found, _, class_name = value.partition("[")[0].strip().partition(":")
+            origin = f"the installed entry point {value!r} of group {self._entry_point_group}"
+            return _Source(found, class_name, origin, name, name_key, None)
+        if module_path is not None:
+            origin = f"to be found in {module_path}"
+            return _Source(module_path, name, origin, name, name_key, module_path_key)
+        known = sorted({*self._registered, *installed.names})
+        meant = nearest(name, known)
+        raise ConfigError(
+            Problem(
+                name_key,
+                describe(name),
+                f"a known {self._kind} ({', '.join(known)}), "
+                f"or a class's name together with {module_path_key}",
+                f'Did you mean "{meant}"?'
+                if meant
+                else f"Choose a known one, or set {module_path_key} to the class's module",
+            )
+        )
+
+    def _warn_of_claims_to(self, name: str) -> None:
+        # Once per name: reading what is installed costs milliseconds.
+        if name in self._compared_with_installed:
+            return
+        self._compared_with_installed.add(name)
+        for point in self._entry_points().select(name=name):
+            logger.warning(
+                "The entry point %r of group %s has no effect: %s %r is registered already. "
+                "Give the entry point another name.",
+                point.value,
+                self._entry_point_group,
+                self._kind,
+                name,
+            )
+
+    def _entry_points(self) -> EntryPoints:
+        # Here, because it takes longer to import than everything above.
+        from importlib.metadata import entry_points
+
+        return entry_points(group=self._entry_point_group)
+
+    def _checked(self, found: object, source: _Source) -> type[T]:
+        base = self._load_base()
+        base_name = f"{base.__module__}.{base.__qualname__}"
+        if not isinstance(found, type) or not issubclass(found, base):
+            raise ConfigError(
+                Problem(
+                    source.name_key,
+                    f"{describe(source.name)} ({source.origin})",
+                    f"the name of a subclass of {base_name}",
+                    _why_no_class(found, source, base),
+                )
+            )
+        missing: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
+        if missing:
+            raise ConfigError(
+                Problem(
+                    source.name_key,
+                    f"{describe(source.name)} ({source.origin})",
+                    f"a class with every method of {base_name}",
+                    f"Implement {', '.join(sorted(missing))} in {found.__qualname__}",
+                )
+            )
+        return found
+
+
+def _import(source: _Source) -> ModuleType:
+    try:
+        return importlib.import_module(source.module_path)
+    except Exception as error:
+        key, given = (
+            (source.module_path_key, describe(source.module_path))
+            if source.module_path_key
+            else (source.name_key, f"{describe(source.name)} ({source.origin})")
+        )
+        raise ConfigError(
+            Problem(key, given, "a module that can be imported", _why_no_module(error, source))
+        ) from error
+
+
+def _why_no_module(error: Exception, source: _Source) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    # The module itself or a package around it, rather than something that it imports.
+    if missing and f"{source.module_path}.".startswith(f"{missing}."):
+        return (
+            f"There is no module {missing!r} here: install its package in the engine's "
+            "environment, or add its folder to PYTHONPATH"
+        )
+    return f"Importing {source.module_path} fails with {type(error).__name__} ({error}): mend that"
+
+
+def _why_no_class(found: object, source: _Source, base: type[object]) -> str:
+    if isinstance(found, type):
+        return f"Derive {found.__qualname__} from {base.__qualname__}"
+    if found is not None:
+        return f"{source.module_path}.{source.class_name} is no class: name one"
+    module = importlib.import_module(source.module_path)
+    fitting = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    ]
+    there = f"There is no {source.class_name!r} in {source.module_path}"
+    return f"{there}, but {' and '.join(fitting)}" if fitting else f"{there}: define it"
+
+
+def _load_spec_base() -> type[OffloadingSpec]:
+    from kvtier.base import OffloadingSpec
+
+    return OffloadingSpec
+
+
+class OffloadingSpecFactory:
+    """Makes the spec that `spec_name` and `spec_module_path` name.
+
+    Further specs come from entry points of the group `kvtier.specs`.
+    """
+
+    _registry: ClassVar[ClassRegistry[OffloadingSpec]] = ClassRegistry(
+        kind="spec",
+        load_base=_load_spec_base,
+        entry_point_group="kvtier.specs",
+        name_key="spec_name",
+        module_path_key="spec_module_path",
+    )
+
+    @classmethod
+    def register_spec(cls, name: str, module_path: str, class_name: str) -> None:
+        """Let `name` mean `class_name` of `module_path`, imported when first needed."""
+        cls._registry.register(name, module_path, class_name)
+
+    @classmethod
+    def get_spec_cls(cls, options: OffloadingOptions) -> type[OffloadingSpec]:
+        """The class of the spec, or `ConfigError`."""
+        return cls._registry.resolve(options.spec_name, options.spec_module_path)
+
+    @classmethod
+    def create_spec(cls, config: OffloadingConfig) -> OffloadingSpec:
+        """The spec itself. Called once on the scheduler side and once in every worker."""
+        return cls.get_spec_cls(config.options)(config)
+
+
+OffloadingSpecFactory.register_spec(CPU_SPEC, "kvtier.cpu.spec", "CPUOffloadingSpec")

@@ -1,0 +1,35 @@
+"""Runs the benchmarks: all of them, or those named. Prints ratios, saves JSON in build/bench."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from tests.bench import hit_ratios, scale, scheduler_cost
+
+BENCHMARKS = {
+    "scheduler_cost": (scheduler_cost.run, "cost per block on the scheduler, against vLLM's own"),
+    "scale": (scale.run, "the same with up to a million blocks, and memory per block"),
+    "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench",
+        description=__doc__,
+        epilog="benchmarks: " + "; ".join(f"{name}: {text}" for name, (_, text) in BENCHMARKS.items()),
+    )
+    parser.add_argument("names", nargs="*", metavar="benchmark", help="all, if none is named")
+    names = parser.parse_args().names or list(BENCHMARKS)
+    for name in names:
+        if name not in BENCHMARKS:
+            parser.error(f"no benchmark {name!r}: there are {', '.join(BENCHMARKS)}")
+    for name in names:
+        start = time.monotonic()
+        BENCHMARKS[name][0]()
+        print(f"  ({name} took {time.monotonic() - start:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""How a benchmark shows and keeps what it measured."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("build/bench")
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need to be, the first one to the left."""
+    table = [header, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    print(f"\n{title}")
+    for row in table:
+        first, *others = (
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  " + "  ".join([first, *others]).rstrip())
+
+
+def verdict(value: float, limit: float) -> str:
+    """Whether a figure that should be small is small enough."""
+    return f"{'ok' if value <= limit else 'MISSED'} (at most {limit:g})"
+
+
+def save(name: str, result: dict[str, Any]) -> None:
+    """Keep a result as JSON, with when and where it was measured."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    document = {
+        "benchmark": name,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "result": result,
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    print(f"  saved in {path}")

@@ -1,0 +1,61 @@
+"""What a message may show of a configuration, and what it must not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvtier.config import ConfigError, OptionReader
+from kvtier.config.kinds import TEXT
+from tests.config.sample import make_config, refusal_of
+
+HIDDEN = "hunter2"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"secondary_tiers": {"type": "valkey", "password": HIDDEN}},
+        {"secondary_tiers": json.dumps([{"type": "valkey", "password": HIDDEN}])},
+        {"secondary_tiers": {"type": "obj", "secret_access_key": HIDDEN, "access_key_id": HIDDEN}},
+        {"secondary_tiers": {"type": "valkey", "url": f"valkey://me:a/b@{HIDDEN}@host:6379/0"}},
+        {"secondary_tiers": [[{"session_token": [HIDDEN]}]]},
+        {"secondary_tiers": [json.dumps({"type": "valkey", "password": HIDDEN})]},
+        {"pasword": HIDDEN},
+        {"api_key": HIDDEN},
+    ],
+)
+def test_messages_hide_secrets(extra: dict[str, Any]) -> None:
+    message = str(refusal_of(extra))
+    assert "***" in message
+    assert HIDDEN not in message
+
+
+def test_a_misspelled_secret_of_a_tier_is_hidden_too() -> None:
+    reader = OptionReader({"pass_word": HIDDEN, "password ": HIDDEN}, at="secondary_tiers[1]")
+    reader.optional("password", TEXT)
+    reader.refuse_unread("Remove it")
+    with pytest.raises(ConfigError) as refused:
+        reader.raise_problems()
+    assert HIDDEN not in str(refused.value)
+    assert [p.key for p in refused.value.problems] == [
+        "secondary_tiers[1].pass_word",
+        "secondary_tiers[1].password ",
+    ]
+
+
+def test_what_is_no_secret_is_shown() -> None:
+    assert "16" in str(refusal_of({"tokens": 16}))
+
+
+def test_a_configuration_shown_in_a_log_hides_the_tiers_own_keys() -> None:
+    tier = {"type": "valkey", "password": HIDDEN}
+    config = make_config({"secondary_tiers": [tier], "engine_config": {"key": HIDDEN}})
+    assert "valkey" in repr(config)
+    assert HIDDEN not in repr(config)
+
+
+def test_a_long_value_is_cut() -> None:
+    assert len(str(refusal_of({"reset_scope": "x" * 10_000}))) < 400
