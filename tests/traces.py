@@ -27,8 +27,8 @@ def conversation() -> list[list[int]]:
 
 def coding_agents() -> Iterator[list[int]]:
     """Requests of coding agents. Long, and nearly all of it was sent before."""
-    content = lzma.open(TRACES / "weka_claudecode_64slots_512.npz.xz").read()
-    arrays = np.load(io.BytesIO(content))
+    with lzma.open(TRACES / "weka_claudecode_64slots_512.npz.xz") as archive:
+        arrays = np.load(io.BytesIO(archive.read()))
     to_parent = arrays["dparent"].astype(np.int64)
     parent = (np.arange(len(to_parent)) - to_parent).tolist()
     is_root = (to_parent == 0).tolist()

@@ -494,9 +494,7 @@ class OffloadingWorker(ABC):
         """Start copying device blocks out. False: refused, and not reported later."""
 
     @abstractmethod
-    def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec
-    ) -> bool:
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Start copying blocks into the device. False: refused, and not reported later."""
 
     @abstractmethod

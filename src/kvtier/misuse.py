@@ -43,9 +43,7 @@ class MisuseLog:
         self.counts[kind] += 1
         if not self._strict and self.counts[kind] > 1:
             return
-        message = (
-            f"{self._component}: {kind} (key {key.hex()}, request {req_id!r}): {remedy}"
-        )
+        message = f"{self._component}: {kind} (key {key.hex()}, request {req_id!r}): {remedy}"
         if self._strict:
             raise ContractViolation(message)
         logger.warning("%s. Further ones are counted, not logged.", message)

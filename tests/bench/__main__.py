@@ -18,7 +18,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench",
         description=__doc__,
-        epilog="benchmarks: " + "; ".join(f"{name}: {text}" for name, (_, text) in BENCHMARKS.items()),
+        epilog="benchmarks: "
+        + "; ".join(f"{name}: {text}" for name, (_, text) in BENCHMARKS.items()),
     )
     parser.add_argument("names", nargs="*", metavar="benchmark", help="all, if none is named")
     names = parser.parse_args().names or list(BENCHMARKS)

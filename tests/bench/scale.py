@@ -89,7 +89,9 @@ def run() -> None:
     bare = result["OrderedDict"]["growth"]
     for policy in ("lru", "arc"):
         growth = result[policy]["growth"]
-        print(f"  {policy}: {verdict(growth, MAX_GROWTH)}, a bare OrderedDict grows {bare:.2f} times")
+        print(
+            f"  {policy}: {verdict(growth, MAX_GROWTH)}, a bare OrderedDict grows {bare:.2f} times"
+        )
     rows = []
     for policy in ("lru", "arc"):
         size = measured_apart("memory", policy, SIZES[-1])

@@ -53,9 +53,15 @@ def run() -> None:
         ratio = median(
             sum(our.values()) / sum(their[phase] for phase in BLOCK_CALLS) for our, their in rounds
         )
-        slowest = max(PHASES, key=lambda phase, a=ours, b=theirs: a[phase] / b[phase])
+        ratios = {phase: ours[phase] / theirs[phase] for phase in PHASES}
+        slowest = max(ratios, key=ratios.__getitem__)
         rows = [
-            [phase, f"{ours[phase]:.0f}", f"{theirs[phase]:.0f}", f"{ours[phase] / theirs[phase]:.2f}"]
+            [
+                phase,
+                f"{ours[phase]:.0f}",
+                f"{theirs[phase]:.0f}",
+                f"{ratios[phase]:.2f}",
+            ]
             for phase in PHASES
         ]
         rows.append(["all", f"{total:.0f}", f"{sum(theirs.values()):.0f}", ""])
@@ -65,7 +71,7 @@ def run() -> None:
             ["phase", "kvtier", "vLLM", "ratio"],
             rows,
         )
-        worst = ours[slowest] / theirs[slowest]
+        worst = ratios[slowest]
         print(f"  total: {verdict(ratio, limit)}; slowest phase ({slowest}): {verdict(worst, 1.0)}")
         result[policy] = {
             "kvtier_ns": ours,

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from kvtier.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
@@ -27,6 +28,7 @@ from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import SlotState
 from kvtier.cpu.policies.lru import LRUCachePolicy
+from kvtier.cpu.policies.recency import RecencyList
 
 NUM_NODES = 24
 
@@ -188,9 +190,7 @@ class PrimaryTier(RuleBasedStateMachine):
             return 0
         if self.quarantine:
             return min(wanted, (num_free + 1) // 2) or None
-        evictable = sum(
-            block.is_evictable for key, block in self.blocks.items() if key not in kept
-        )
+        evictable = sum(block.is_evictable for key, block in self.blocks.items() if key not in kept)
         in_transfer = sum(not block.is_evictable for block in self.blocks.values())
         room = min(num_free + evictable, self.num_blocks - reserve - in_transfer)
         return wanted if wanted <= room else None
@@ -362,12 +362,9 @@ class PrimaryTier(RuleBasedStateMachine):
 
     @invariant()
     def the_head_is_the_last_to_leave(self) -> None:
+        lists = [list(order) for order in self.orders()]
         policy = self.manager._policy
-        if isinstance(policy, LRUCachePolicy):
-            lists = [list(policy._order)]
-        else:
-            assert isinstance(policy, ARCCachePolicy)
-            lists = [list(policy.t1), list(policy.t2)]
+        if isinstance(policy, ARCCachePolicy):
             assert len(policy.t1) + len(policy.b1) <= self.num_blocks
             assert len(policy.blocks) + len(policy.b1) + len(policy.b2) <= 2 * self.num_blocks
             assert not policy.b1.keys() & policy.b2.keys()
@@ -380,6 +377,13 @@ class PrimaryTier(RuleBasedStateMachine):
                     if ancestor in rank:
                         note(f"{key.hex()} before {ancestor.hex()}")
                         assert rank[key] < rank[ancestor], "a tail outlives its head"
+
+    def orders(self) -> list[RecencyList]:
+        policy = self.manager._policy
+        if isinstance(policy, LRUCachePolicy):
+            return [policy._order]
+        assert isinstance(policy, ARCCachePolicy)
+        return [policy.t1, policy.t2]
 
     def teardown(self) -> None:
         """Whatever happened: once all is quiet nothing is held, and nothing is remembered."""
@@ -396,6 +400,12 @@ class PrimaryTier(RuleBasedStateMachine):
         assert states[SlotState.WRITING] == 0
         assert self.manager.get_stats().gauges["kvtier_cpu_pinned_blocks"] == 0
         assert not self.manager._uses, "a finished request is remembered"
+        for order in self.orders():
+            assert not order._by_owner, "a finished request is remembered"
+            assert all(run.blocks for run in order._runs), "an empty run is kept"
+            for run in order._runs:
+                idle = sum(block.ref_cnt == 0 for block in run.blocks.values())
+                assert run.idle == idle, "a block is evictable and not counted so, or the reverse"
         if not self.quarantine:
             assert states[SlotState.QUARANTINED] == 0
 
@@ -404,19 +414,17 @@ class PrimaryTierWithARC(PrimaryTier):
     policy = "arc"
 
 
-class TestWithLRU(PrimaryTier.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(settings.default, stateful_step_count=60)
+MACHINES = pytest.mark.parametrize("machine", [PrimaryTier, PrimaryTierWithARC])
 
 
-class TestWithARC(PrimaryTierWithARC.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(settings.default, stateful_step_count=60)
-
-
-@pytest.mark.soak
-class TestWithLRULong(PrimaryTier.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(settings.get_profile("soak"), stateful_step_count=200)
+@MACHINES
+def test_random_lives(machine: type[PrimaryTier]) -> None:
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=60))
 
 
 @pytest.mark.soak
-class TestWithARCLong(PrimaryTierWithARC.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(settings.get_profile("soak"), stateful_step_count=200)
+@MACHINES
+def test_random_lives_for_long(machine: type[PrimaryTier]) -> None:
+    run_state_machine_as_test(
+        machine, settings=settings(settings.get_profile("soak"), stateful_step_count=200)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -60,16 +61,17 @@ def _pages(canonical: CanonicalKVCacheTensor) -> NDArray[np.uint8]:
 def _as_array(tensor: Any) -> NDArray[Any]:
     if isinstance(tensor, np.ndarray):
         return tensor
-    # By name: a process that has no torch tensors need not have torch.
-    if type(tensor).__module__.partition(".")[0] == "torch" and hasattr(tensor, "device"):
-        if tensor.device.type != "cpu":
-            raise TypeError(
-                f"a cache tensor is on device {str(tensor.device)!r}: this worker copies between "
-                "host memory and host memory, and takes numpy arrays and torch tensors on 'cpu'"
-            )
-        array: NDArray[Any] = tensor.detach().numpy()
-        return array
-    raise TypeError(
-        f"a cache tensor is a {type(tensor).__module__}.{type(tensor).__qualname__}: give a numpy "
-        "array or a torch tensor on 'cpu'"
-    )
+    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"a canonical tensor is a {type(tensor).__module__}.{type(tensor).__qualname__}: give "
+            "a numpy array or a torch tensor on the device 'cpu'"
+        )
+    if tensor.device.type != "cpu":
+        raise TypeError(
+            f"a canonical tensor is on the device {str(tensor.device)!r}, but this worker copies "
+            "within host memory: it takes numpy arrays and torch tensors on the device 'cpu'"
+        )
+    # As bytes first: numpy does not know all of torch's types.
+    array: NDArray[Any] = tensor.detach().view(torch.uint8).numpy()
+    return array

@@ -103,15 +103,17 @@ class HostOffloadingWorker(OffloadingWorker):
     def _run(
         self, job_id: int, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
     ) -> None:
+        direction = "Store" if is_store else "Load"
         started = time.perf_counter()
         result = TransferResult(job_id, success=False, transfer_size=0)
         try:
             result.transfer_size = self._transfer(device_spec, slot_spec, is_store)
             result.success = True
         except TransferRefused as reason:
-            logger.error("%s job %d failed: %s", "Store" if is_store else "Load", job_id, reason)
+            # As text: a log that keeps its records would keep the frames of this job with them.
+            logger.error("%s job %d failed: %s", direction, job_id, str(reason))
         except Exception:
-            logger.exception("%s job %d failed", "Store" if is_store else "Load", job_id)
+            logger.exception("%s job %d failed", direction, job_id)
         result.transfer_time = time.perf_counter() - started
         with self._changed:
             self._running.discard(job_id)

@@ -171,9 +171,8 @@ class CPUOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         use = self._use_of(req_context)
         self._settle()
-        if use.keys:
-            self._policy.on_request_finished(use.keys, req_context)
-            use.keys = {}
+        self._policy.on_request_finished(use.keys, req_context)
+        use.keys = {}
         use.brought = set()
         use.finished = True
         self._forget_if_done(use)

@@ -1,0 +1,111 @@
+"""Multi-tier KV-cache offloading for LLM inference.
+
+Everything public is reached from here: `from kvtier import OffloadingManager`. A name is loaded
+when it is first asked for, so that `import kvtier` costs next to nothing and an engine that only
+wants the version never loads numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.base import (
+        BlockIDsLoadStoreSpec,
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GPULoadStoreSpec,
+        LoadStoreSpec,
+        Locality,
+        LookupResult,
+        Medium,
+        MetricDefinition,
+        MetricKind,
+        OffloadingEvent,
+        OffloadingManager,
+        OffloadingSpec,
+        OffloadingStats,
+        OffloadingWorker,
+        OffloadKey,
+        OffloadPolicy,
+        PrefixLookup,
+        PrepareStoreOutput,
+        ReqContext,
+        RequestOffloadingContext,
+        ScheduleEndContext,
+        TierFilter,
+        TierMatcher,
+        TransferResult,
+        get_offload_block_hash,
+        get_offload_group_idx,
+        make_offload_key,
+    )
+    from kvtier.config import ConfigError, OffloadingConfig
+    from kvtier.cpu.manager import CPUOffloadingManager
+    from kvtier.cpu.spec import CPUOffloadingSpec
+    from kvtier.factory import OffloadingSpecFactory
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockIDsLoadStoreSpec",
+    "CPUOffloadingManager",
+    "CPUOffloadingSpec",
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "ConfigError",
+    "GPULoadStoreSpec",
+    "LoadStoreSpec",
+    "Locality",
+    "LookupResult",
+    "Medium",
+    "MetricDefinition",
+    "MetricKind",
+    "OffloadKey",
+    "OffloadPolicy",
+    "OffloadingConfig",
+    "OffloadingEvent",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "OffloadingSpecFactory",
+    "OffloadingStats",
+    "OffloadingWorker",
+    "PrefixLookup",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "RequestOffloadingContext",
+    "ScheduleEndContext",
+    "TierFilter",
+    "TierMatcher",
+    "TransferResult",
+    "__version__",
+    "get_offload_block_hash",
+    "get_offload_group_idx",
+    "make_offload_key",
+]
+
+# Where the names live that are not the contract's own.
+_HOMES = {
+    "CPUOffloadingManager": "kvtier.cpu.manager",
+    "CPUOffloadingSpec": "kvtier.cpu.spec",
+    "ConfigError": "kvtier.config",
+    "OffloadingConfig": "kvtier.config",
+    "OffloadingSpecFactory": "kvtier.factory",
+}
+
+# Hidden from type checkers: with it in sight, they would accept any misspelt name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_HOMES.get(name, "kvtier.base")), name)
+        globals()[name] = value  # the next access finds it without coming here
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,95 @@
+"""What holds for every test: strict mode, repeatable examples, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A broken contract raises instead of being counted, in this process and in those it starts.
+os.environ["KVTIER_STRICT"] = "1"
+
+# No deadlines: on a shared machine they measure the neighbours.
+settings.register_profile(
+    "ci",
+    # The same examples at every run: a change that lands was not lucky, and a red run can be
+    # repeated by anyone. New examples are the business of the other profile.
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "soak",
+    max_examples=5_000,
+    deadline=None,
+    print_blob=True,  # a failure found by chance can be put into a test as it is
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ci")
+
+SHARED_MEMORY = Path("/dev/shm")
+_LOCKS = Path("/proc/locks")
+
+
+def _lock_holders(path: Path) -> set[int]:
+    """Processes that hold a lock on a region file, and so are using it."""
+    inode = path.stat().st_ino
+    # "7: FLOCK  ADVISORY  READ 4711 00:1a:815 0 EOF"; those who only wait have an arrow before.
+    held = re.findall(r"(?m)^\d+: \w+ +\w+ +\w+ +(\d+) \w+:\w+:(\d+) ", _LOCKS.read_text())
+    return {int(pid) for pid, locked in held if int(locked) == inode}
+
+
+def _is_anothers(path: Path) -> bool:
+    """Whether only processes outside this test run use a region file: then it is not ours."""
+    try:
+        holders = _lock_holders(path)
+        return bool(holders) and all(os.getpgid(pid) != os.getpgrp() for pid in holders)
+    except (FileNotFoundError, ProcessLookupError):  # its owner ended while we looked
+        return True
+
+
+def _region_files() -> set[Path]:
+    return set(SHARED_MEMORY.glob("kvtier-*"))
+
+
+def _threads() -> set[threading.Thread]:
+    """Threads that would keep the process from ending."""
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_leaves_nothing_behind() -> Iterator[None]:
+    """The same as below, for what fixtures of a wider scope hold during several tests."""
+    yield from _watch_for_leftovers()
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing_behind(_session_leaves_nothing_behind: None) -> Iterator[None]:
+    """No test, passed or failed, leaves a thread or a file in shared memory."""
+    yield from _watch_for_leftovers()
+
+
+def _watch_for_leftovers() -> Iterator[None]:
+    files, threads = _region_files(), _threads()
+    yield
+    left_threads = [thread.name for thread in _threads() - threads]
+    assert not left_threads, f"threads left behind: {left_threads}"
+    left_files = [path.name for path in _region_files() - files if not _is_anothers(path)]
+    assert not left_files, f"files left behind in {SHARED_MEMORY}: {left_files}"
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """The interpreter of an environment with stock vLLM."""
+    given = os.environ.get("KVTIER_VLLM_PYTHON")
+    if not given:
+        pytest.fail(
+            "KVTIER_VLLM_PYTHON names no interpreter with vLLM: `make test` builds one and sets "
+            "it; to do without, deselect these tests with -m 'not vllm and not soak'"
+        )
+    return Path(given)
