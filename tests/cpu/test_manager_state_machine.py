@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import note, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -40,6 +40,8 @@ class Block:
     slot: int
     writer: str | None
     """The request that is writing it; None once it is readable."""
+    users: set[str] = field(default_factory=set)
+    """Requests that have used it since it was stored, the one that stored it included."""
     pins: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -131,6 +133,7 @@ class PrimaryTier(RuleBasedStateMachine):
                     assert result is LookupResult.MISS
                 elif block.is_ready:
                     assert result is LookupResult.HIT
+                    block.users.add(request.context.req_id)
                 else:
                     assert result is LookupResult.HIT_PENDING
             if block is None:
@@ -139,27 +142,39 @@ class PrimaryTier(RuleBasedStateMachine):
         if not one_by_one:
             found = self.manager.lookup_prefix(request.path, request.context)
             assert found.num_hits == expected
-            hits = request.path[:expected]
-            assert found.is_final == all(self.blocks[key].is_ready for key in hits)
+            hits = [self.blocks[key] for key in request.path[:expected]]
+            assert found.is_final == all(block.is_ready for block in hits)
+            self.note_use(request, request.path[:expected])
 
     @precondition(lambda self: self.running())
     @rule(choice=st.integers(0, 99))
     def touch(self, choice: int) -> None:
         request = self.pick(choice)
         self.manager.touch(request.path, request.context)
+        self.note_use(request, request.path, also_unready=True)
+
+    def note_use(
+        self, request: Request, keys: list[OffloadKey], also_unready: bool = False
+    ) -> None:
+        for key in keys:
+            block = self.blocks.get(key)
+            if block is not None and (block.is_ready or also_unready):
+                block.users.add(request.context.req_id)
 
     @precondition(lambda self: self.running())
     @rule(choice=st.integers(0, 99), length=st.integers(1, NUM_NODES))
     def store(self, choice: int, length: int) -> None:
         request = self.pick(choice)
         # As an engine does: it has looked before it computes.
-        self.manager.lookup_prefix(request.path, request.context)
+        found = self.manager.lookup_prefix(request.path, request.context)
+        self.note_use(request, request.path[: found.num_hits])
         offered = request.path[request.num_offered :][:length]
         if not offered:
             return
         new = [key for key in offered if key not in self.blocks]
         kept = [key for key in offered if key in self.blocks]
         output = self.manager.prepare_store(offered, request.context)
+        self.note_use(request, kept, also_unready=True)
         num_free = self.num_blocks - len(self.blocks) - len(self.quarantine)
         expected = self.num_storable(len(new), kept, num_free)
         if output is None:
@@ -177,7 +192,8 @@ class PrimaryTier(RuleBasedStateMachine):
         assert used.isdisjoint(slots), "a slot in use was handed out"
         assert all(0 <= slot < self.num_blocks for slot in slots)
         for key, slot in zip(output.keys_to_store, slots, strict=True):
-            self.blocks[key] = Block(slot, request.context.req_id)
+            name = request.context.req_id
+            self.blocks[key] = Block(slot, name, {name})
         if output.keys_to_store:
             self.stores.append(Transfer(request.context.req_id, output.keys_to_store))
         request.num_offered += len(offered)
@@ -226,6 +242,7 @@ class PrimaryTier(RuleBasedStateMachine):
         spec = self.manager.prepare_load(keys, request.context)
         assert isinstance(spec, CPULoadStoreSpec)
         assert spec.block_ids.tolist() == [self.blocks[key].slot for key in keys]
+        self.note_use(request, keys)
         for key in keys:
             self.blocks[key].pins[request.context.req_id] += 1
         self.loads.append(Transfer(request.context.req_id, keys))
@@ -374,9 +391,9 @@ class PrimaryTier(RuleBasedStateMachine):
             rank = {key: i for i, key in enumerate(order)}
             for key in order:
                 for ancestor in self.path_to(key)[:-1]:
-                    if ancestor in rank:
-                        note(f"{key.hex()} before {ancestor.hex()}")
-                        assert rank[key] < rank[ancestor], "a tail outlives its head"
+                    if ancestor in rank and rank[ancestor] < rank[key]:
+                        both = self.blocks[key].users & self.blocks[ancestor].users
+                        assert not both, f"{key.hex()} outlives {ancestor.hex()} for {both}"
 
     def orders(self) -> list[RecencyList]:
         policy = self.manager._policy

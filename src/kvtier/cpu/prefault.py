@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 __all__ = ["prefault"]
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap module has no name for it
@@ -27,13 +29,17 @@ def prefault(address: int, ranges: Iterable[tuple[int, int]]) -> None:
     several threads, which have ended when it returns. Raises `OSError` if a page cannot be had.
     """
     pieces = list(_page_aligned_pieces(ranges))
-    if len(pieces) == 1:
-        _populate(address, *pieces[0])
-        return
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="kvtier-prefault") as pool:
-        for _ in pool.map(lambda piece: _populate(address, *piece), pieces):
-            pass
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))
+    # Every thread gets a share of the list rather than single pieces, which may be many.
+    shares = [pieces[first::num_threads] for first in range(num_threads)]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-prefault") as pool:
+        for done in [pool.submit(_populate_all, address, share) for share in shares]:
+            done.result()
+
+
+def _populate_all(address: int, pieces: list[tuple[int, int]]) -> None:
+    for start, end in pieces:
+        _populate(address + start, end - start)
 
 
 def _page_aligned_pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -51,17 +57,17 @@ def _page_aligned_pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[in
             yield piece, min(piece + _PIECE_BYTES, end)
 
 
-def _populate(address: int, start: int, end: int) -> None:
-    while _libc.madvise(address + start, end - start, _MADV_POPULATE_WRITE):
+def _populate(address: int, length: int) -> None:
+    while _libc.madvise(address, length, _MADV_POPULATE_WRITE):
         code = ctypes.get_errno()
         if code == errno.EINVAL:
-            _read_every_page(address + start, address + end)
+            _read_every_page(address, length)
             return
         if code not in (errno.EAGAIN, errno.EINTR):
-            raise OSError(code, f"cannot prefault {end - start} bytes: {os.strerror(code)}")
+            raise OSError(code, f"cannot prefault {length} bytes: {os.strerror(code)}")
 
 
-def _read_every_page(start: int, end: int) -> None:
+def _read_every_page(address: int, length: int) -> None:
     """For kernels before 5.14. A read is enough, and cannot undo what another process writes."""
-    for page in range(start, end, mmap.PAGESIZE):
-        ctypes.c_char.from_address(page).value  # noqa: B018
+    memory = (ctypes.c_ubyte * length).from_address(address)
+    np.asarray(memory)[:: mmap.PAGESIZE].max()

@@ -30,6 +30,8 @@ import random
 import re
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from kvtier.cpu.host_memory import NotEnoughMemory, format_bytes, require_room
@@ -91,7 +93,8 @@ class RegionFile:
         while True:
             lock_fd = _join(path, engine_id, shape)
             if lock_fd is None:
-                lock_fd = _make(directory, path, engine_id, shape)
+                with _explained_lack_of_space(directory, engine_id, shape):
+                    lock_fd = _make(directory, path, engine_id, shape)
             if lock_fd is not None:
                 return cls(path, lock_fd, shape)
 
@@ -99,8 +102,11 @@ class RegionFile:
         """A writable mapping of the rows. It stays valid after `leave`."""
         # The mapping keeps a descriptor. Opened afresh, that one does not carry the lock, so that
         # a mapping which outlives its region does not keep the file in place.
+        assert self._lock_fd is not None
         fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
         try:
+            if not os.path.samestat(os.fstat(fd), os.fstat(self._lock_fd)):
+                raise RuntimeError(f"{self.path} was replaced by hand while it was being opened")
             return mmap.mmap(fd, self._shape.rows_bytes, offset=_HEADER_BYTES)
         finally:
             os.close(fd)
@@ -141,22 +147,30 @@ def _join(path: str, engine_id: str, shape: RegionShape) -> int | None:
     if fd is None:
         return None
     try:
-        if not _remove_if_dead(path, fd):
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            if _is_named(path, fd):
-                existing = _read_shape(fd)
-                if os.fstat(fd).st_size == existing.file_bytes:
-                    _require_same_shape(path, engine_id, existing, shape)
-                    fd, joined = -1, fd
-                    return joined
-    finally:
-        if fd >= 0:
-            os.close(fd)
-            _reclaim_if_dead(path)
-    # Its maker died before it was finished. Several processes may have found that out together
-    # and keep each other from the exclusive lock for a moment: step aside before trying again.
+        if _share(path, fd, engine_id, shape):
+            return fd
+    except BaseException:
+        _abandon(path, fd)
+        raise
+    _abandon(path, fd)
+    # Several processes may have found out together that the maker is dead, and keep each other
+    # from the exclusive lock for a moment: step aside before trying again.
     time.sleep(random.uniform(0, 0.005))
     return None
+
+
+def _share(path: str, fd: int, engine_id: str, shape: RegionShape) -> bool:
+    """Take the shared lock, once the maker is done. False: the file is dead, gone or half made."""
+    if _remove_if_dead(path, fd):
+        return False
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    if not _is_named(path, fd):
+        return False
+    existing = _read_shape(fd)
+    if os.fstat(fd).st_size != existing.file_bytes:
+        return False
+    _require_same_shape(path, engine_id, existing, shape)
+    return True
 
 
 def _require_same_shape(
@@ -181,13 +195,12 @@ def _make(directory: str, path: str, engine_id: str, shape: RegionShape) -> int 
         if not _link(fd, path):
             os.close(fd)
             return None
-        _reserve(fd, directory, engine_id, shape)
+        _require_room(directory, engine_id, shape, overhead_bytes=0)  # the header is there already
+        _reserve(fd, shape.file_bytes)
+        fcntl.flock(fd, fcntl.LOCK_SH)
     except BaseException:
-        if _is_named(path, fd):
-            os.unlink(path)
-        os.close(fd)
+        _abandon(path, fd)
         raise
-    fcntl.flock(fd, fcntl.LOCK_SH)
     if not _is_named(path, fd):  # removed by hand, or in the moment between the two locks
         os.close(fd)
         return None
@@ -216,28 +229,37 @@ def _link(fd: int, path: str) -> bool:
     return True
 
 
-def _reserve(fd: int, directory: str, engine_id: str, shape: RegionShape) -> None:
-    """Allocate every byte now; the file has its full size when, and only when, that is done."""
-    purpose = f"The KV-cache region of engine {engine_id!r}"
+def _require_room(directory: str, engine_id: str, shape: RegionShape, overhead_bytes: int) -> None:
     require_room(
         directory,
-        purpose,
+        f"The KV-cache region of engine {engine_id!r}",
         num_rows=shape.num_blocks,
         row_bytes=shape.kv_bytes_per_block,
-        overhead_bytes=_HEADER_BYTES,
+        overhead_bytes=overhead_bytes,
     )
+
+
+@contextmanager
+def _explained_lack_of_space(directory: str, engine_id: str, shape: RegionShape) -> Iterator[None]:
+    """Give the figures and the remedy also when the space runs out after it was asked for."""
     try:
-        # In steps, because a signal undoes the step that it interrupts.
-        for offset in range(0, shape.file_bytes, _RESERVE_STEP):
-            os.posix_fallocate(fd, offset, min(_RESERVE_STEP, shape.file_bytes - offset))
+        yield
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
+        _require_room(directory, engine_id, shape, overhead_bytes=_HEADER_BYTES)
         raise NotEnoughMemory(
-            f"{purpose} needs {format_bytes(shape.file_bytes)}, which {directory} did not have "
-            "any more when they were reserved: another process took them. Make room there or "
-            "lower cpu_bytes_to_use"
+            f"{directory} refused the {format_bytes(shape.file_bytes)} of the KV-cache region of "
+            f"engine {engine_id!r} ({error.strerror}), although they are free now: another "
+            "process took and returned them, or there are no inodes left. Try again"
         ) from error
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Allocate every byte now; the file has its full size when, and only when, that is done."""
+    # In steps, because a signal undoes the step that it interrupts.
+    for offset in range(0, size, _RESERVE_STEP):
+        os.posix_fallocate(fd, offset, min(_RESERVE_STEP, size - offset))
 
 
 def _header(engine_id: str, shape: RegionShape) -> bytes:
@@ -276,6 +298,15 @@ def _open_region(path: str) -> int | None:
         os.close(fd)
         raise
     return fd
+
+
+def _abandon(path: str, fd: int) -> None:
+    """Close a file that did not become this process's region, and remove it if nobody has it."""
+    try:
+        _remove_if_dead(path, fd)  # a maker still has the exclusive lock: nobody sees its failure
+    finally:
+        os.close(fd)
+    _reclaim_if_dead(path)  # another who abandoned it may have kept us from that
 
 
 def _reclaim_if_dead(path: str) -> bool:

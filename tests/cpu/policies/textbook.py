@@ -39,9 +39,7 @@ class Textbook(ABC):
         own = set(prompt)
         present = [block for block in prompt if any(block in order for order in self.lists())]
         there = set(present)
-        num_hits = next(
-            (i for i, block in enumerate(prompt) if block not in there), len(prompt)
-        )
+        num_hits = next((i for i, block in enumerate(prompt) if block not in there), len(prompt))
         for block in reversed(present):
             self.use(block)
         missing = [block for block in prompt if block not in there]

@@ -45,7 +45,7 @@ class ARCCachePolicy(CachePolicy):
         self._replace([], [], 0)
         self.blocks[key] = block
         target = self.t2 if key in self._returning else self.t1
-        target.append_new(target.open_run(None), {key: block})
+        target.append_new(None, {key: block})
         if block.ref_cnt == 0:
             block.place.idle += 1
         self._bound_ghosts()
@@ -63,10 +63,10 @@ class ARCCachePolicy(CachePolicy):
         owner = req_context.req_id
         if self._returning:
             again = {key: block for key, block in new.items() if key in self._returning}
-            self.t2.append_new(self.t2.open_run(owner), again)
+            self.t2.append_new(owner, again)
             new = {key: block for key, block in new.items() if key not in again}
         if new:
-            self.t1.append_new(self.t1.open_run(owner), new)
+            self.t1.append_new(owner, new)
         self._bound_ghosts()
 
     def remove(self, key: OffloadKey) -> None:

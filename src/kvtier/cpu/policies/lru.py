@@ -21,7 +21,7 @@ class LRUCachePolicy(CachePolicy):
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
         self.blocks[key] = block
-        self._order.append_new(self._order.open_run(None), {key: block})
+        self._order.append_new(None, {key: block})
         if block.ref_cnt == 0:
             block.place.idle += 1
 
@@ -30,7 +30,7 @@ class LRUCachePolicy(CachePolicy):
     ) -> None:
         new = dict(zip(keys, blocks, strict=True))
         self.blocks.update(new)
-        self._order.append_new(self._order.open_run(req_context.req_id), new)
+        self._order.append_new(req_context.req_id, new)
 
     def remove(self, key: OffloadKey) -> None:
         self._order.discard(key, self.blocks.pop(key))

@@ -111,12 +111,19 @@ class RecencyList:
         if not run.blocks and run.owner is None:
             del self._runs[run]
 
-    def append_new(self, run: Run, blocks: dict[OffloadKey, BlockStatus]) -> None:
-        """Put blocks that are in no run, and that cannot be evicted yet, at its tail."""
+    def append_new(self, owner: str | None, blocks: dict[OffloadKey, BlockStatus]) -> None:
+        """Put blocks that are in no run, and that cannot be evicted yet, behind the request's.
+
+        That is a use of all of the request's blocks. But if others hold some of them, those
+        would have to become more recent as well: then it waits until the request finishes.
+        """
+        run = self.open_run(owner)
         for block in blocks.values():
             block.place = run
         run.blocks.update(blocks)
         self._size += len(blocks)
+        if not run.scattered:
+            self.refresh(run)
 
     def discard(self, key: OffloadKey, block: BlockStatus) -> None:
         """Take one block out of its run."""
@@ -161,7 +168,6 @@ class RecencyList:
             if last < end and selected[last][1].place is run:
                 run.blocks = {}
                 run.idle = run.num_dead = 0
-                run.scattered = True
                 self._close_if_empty(run)
                 i = last + 1
             else:
@@ -178,7 +184,6 @@ class RecencyList:
             del members[selected[i][0]]
             i += 1
         run.idle -= i - start
-        run.scattered = True
         run.num_dead += i - start
         if run.num_dead > len(members):
             # Deleted entries stay in a dictionary until it is copied, and every later `select`
