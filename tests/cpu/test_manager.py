@@ -19,7 +19,8 @@ from kvtier.base import (
     make_offload_key,
 )
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.manager import METRIC_DEFINITIONS, NO_BLOCK, CPUOffloadingManager
+from kvtier.cpu.manager import NO_BLOCK, CPUOffloadingManager
+from kvtier.cpu.metrics import METRIC_DEFINITIONS
 from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import SlotState
 from kvtier.misuse import ContractViolation

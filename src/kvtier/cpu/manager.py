@@ -11,8 +11,6 @@ from kvtier.base import (
     LoadStoreSpec,
     LookupResult,
     Medium,
-    MetricDefinition,
-    MetricKind,
     OffloadingEvent,
     OffloadingManager,
     OffloadingStats,
@@ -30,6 +28,7 @@ from kvtier.cpu.policies.base import (
     SlotState,
 )
 from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.cpu.request_use import RequestUse, comes_first, merge_in_prompt_order
 from kvtier.misuse import MisuseLog
 
 if TYPE_CHECKING:
@@ -41,60 +40,6 @@ _HIT_PENDING = LookupResult.HIT_PENDING
 
 NO_BLOCK = -1
 """The slot number in a load spec for a block that is not there. Its transfer must fail."""
-
-METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
-    "kvtier_cpu_slots": MetricDefinition(MetricKind.GAUGE, "Slots of the primary tier."),
-    "kvtier_cpu_resident_blocks": MetricDefinition(
-        MetricKind.GAUGE, "Blocks in the primary tier that can be read now."
-    ),
-    "kvtier_cpu_writing_blocks": MetricDefinition(
-        MetricKind.GAUGE, "Blocks on their way from the device into the primary tier."
-    ),
-    "kvtier_cpu_pinned_blocks": MetricDefinition(
-        MetricKind.GAUGE, "Readable blocks that cannot be evicted because they are being read."
-    ),
-    "kvtier_cpu_quarantined_slots": MetricDefinition(
-        MetricKind.GAUGE, "Slots out of use because a transfer from before a reset may be active."
-    ),
-    "kvtier_cpu_stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored."),
-    "kvtier_cpu_loaded_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks loaded."),
-    "kvtier_cpu_evicted_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks evicted."),
-    "kvtier_cpu_failed_stores": MetricDefinition(
-        MetricKind.COUNTER, "Blocks whose copy into the primary tier failed."
-    ),
-    "kvtier_cpu_filtered_blocks": MetricDefinition(
-        MetricKind.COUNTER, "Blocks not stored because too few requests have brought them."
-    ),
-    "kvtier_cpu_truncated_blocks": MetricDefinition(
-        MetricKind.COUNTER, "Blocks not stored because the prompt is larger than the tier."
-    ),
-    "kvtier_cpu_refused_blocks": MetricDefinition(
-        MetricKind.COUNTER, "Blocks not stored because too few slots could be freed."
-    ),
-    "kvtier_cpu_misuse": MetricDefinition(
-        MetricKind.COUNTER, "Calls that broke the contract and were answered safely."
-    ),
-}
-
-
-class _RequestUse:
-    """What one request has done with the tier so far."""
-
-    __slots__ = ("brought", "context", "finished", "fresh", "keys", "loading", "num_writing")
-
-    def __init__(self, context: ReqContext) -> None:
-        self.context = context
-        self.keys: dict[OffloadKey, None] = {}
-        """Blocks it used or stored, in prompt order."""
-        self.fresh: list[OffloadKey] = []
-        """Those that the policy has not been told of."""
-        self.brought: set[OffloadKey] = set()
-        """Keys the reuse filter has counted for it."""
-        self.loading: dict[OffloadKey, int] = {}
-        """How many loads of each block it has under way."""
-        self.num_writing = 0
-        """How many blocks it has under way into the tier."""
-        self.finished = False
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -153,12 +98,12 @@ class CPUOffloadingManager(OffloadingManager):
         self._num_evictable = 0
         self._num_pinned = 0
 
-        self._uses: dict[str, _RequestUse] = {}
-        self._unsettled: list[_RequestUse] = []
+        self._uses: dict[str, RequestUse] = {}
+        self._unsettled: list[RequestUse] = []
         """Requests with fresh keys."""
         # Calls for one request come in a row: remembering the last one saves a look-up.
         self._last_context: ReqContext | None = None
-        self._last_use: _RequestUse | None = None
+        self._last_use: RequestUse | None = None
 
         self._counters: dict[str, int] = {}
 
@@ -255,7 +200,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._note_loading(keys, use)
         return CPULoadStoreSpec([block.block_id for block in blocks if block is not None])
 
-    def _note_loading(self, keys: Collection[OffloadKey], use: _RequestUse) -> None:
+    def _note_loading(self, keys: Collection[OffloadKey], use: RequestUse) -> None:
         """Remember whose pins these are, for `complete_load`."""
         loading = use.loading
         once = dict.fromkeys(keys, 1)
@@ -267,7 +212,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._note_use(keys, use)
 
     def _load_what_is_there(
-        self, keys: Collection[OffloadKey], blocks: list[BlockStatus | None], use: _RequestUse
+        self, keys: Collection[OffloadKey], blocks: list[BlockStatus | None], use: RequestUse
     ) -> LoadStoreSpec:
         """The answer to a load of blocks of which some, against the contract, are not readable."""
         readable = [block if block is not None and block.is_ready else None for block in blocks]
@@ -341,7 +286,7 @@ class CPUOffloadingManager(OffloadingManager):
             return None
         blocks = self._take_slots(new, use)
         self._policy.insert_run(new, blocks, req_context)
-        if present and _comes_first(new[0], present[-1], offered):
+        if present and comes_first(new[0], present[-1], offered):
             # New blocks closed a gap. They belong between the others, not behind them.
             self._touch(offered, use)
         else:
@@ -425,7 +370,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._report(evicted, removed=True)
         return evicted
 
-    def _take_slots(self, keys: list[OffloadKey], use: _RequestUse) -> list[BlockStatus]:
+    def _take_slots(self, keys: list[OffloadKey], use: RequestUse) -> list[BlockStatus]:
         """Take a free slot for each of the blocks, which `use` is going to write."""
         free = self._free
         n = len(keys)
@@ -456,7 +401,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._count("kvtier_cpu_stored_blocks", len(written))
         self._report([block.key for block in written], removed=False)
 
-    def _abandon(self, failed: list[BlockStatus], use: _RequestUse) -> None:
+    def _abandon(self, failed: list[BlockStatus], use: RequestUse) -> None:
         """Forget blocks whose write failed."""
         for block in failed:
             self._policy.remove(block.key)
@@ -524,30 +469,30 @@ class CPUOffloadingManager(OffloadingManager):
 
     # --- common -----------------------------------------------------------------------------
 
-    def _use_of(self, req_context: ReqContext) -> _RequestUse:
+    def _use_of(self, req_context: ReqContext) -> RequestUse:
         if req_context is self._last_context:
             assert self._last_use is not None
             return self._last_use
         use = self._uses.get(req_context.req_id)
         if use is None:
-            use = self._uses[req_context.req_id] = _RequestUse(req_context)
+            use = self._uses[req_context.req_id] = RequestUse(req_context)
         self._last_context, self._last_use = req_context, use
         return use
 
-    def _use_under_way(self, req_context: ReqContext) -> _RequestUse:
+    def _use_under_way(self, req_context: ReqContext) -> RequestUse:
         """Like `_use_of`, but a request that is not known, or not any more, stays unknown."""
         if req_context is self._last_context or req_context.req_id in self._uses:
             return self._use_of(req_context)
-        return _RequestUse(req_context)
+        return RequestUse(req_context)
 
-    def _forget_if_done(self, use: _RequestUse) -> None:
+    def _forget_if_done(self, use: RequestUse) -> None:
         """Drop a request that has finished and has no transfer under way."""
         if use.finished and not use.num_writing and not use.loading:
             self._uses.pop(use.context.req_id, None)
             if self._last_use is use:
                 self._last_context = self._last_use = None
 
-    def _note_use(self, keys: Iterable[OffloadKey], use: _RequestUse) -> None:
+    def _note_use(self, keys: Iterable[OffloadKey], use: RequestUse) -> None:
         """The request uses these blocks; the policy is told before it is next asked."""
         fresh = [key for key in keys if key not in use.keys]
         if fresh:
@@ -556,11 +501,11 @@ class CPUOffloadingManager(OffloadingManager):
             use.keys.update(dict.fromkeys(fresh))
             use.fresh += fresh
 
-    def _touch(self, keys: Iterable[OffloadKey], use: _RequestUse) -> None:
+    def _touch(self, keys: Iterable[OffloadKey], use: RequestUse) -> None:
         """Make all blocks of a request, those of `keys` among them, the most recent ones."""
         get = self._get
         resident = {key: None for key in keys if get(key) is not None}
-        use.keys = _merge_in_prompt_order(use.keys, resident)
+        use.keys = merge_in_prompt_order(use.keys, resident)
         self._policy.touch(use.keys, use.context)
 
     def _settle(self) -> None:
@@ -587,30 +532,8 @@ class CPUOffloadingManager(OffloadingManager):
             self._events.append(OffloadingEvent(keys, self.medium, removed))
 
     def _record_misuse(
-        self, kind: str, keys: Iterable[OffloadKey], use: _RequestUse, remedy: str
+        self, kind: str, keys: Iterable[OffloadKey], use: RequestUse, remedy: str
     ) -> None:
         for key in keys:
             self._count("kvtier_cpu_misuse", 1)
             self.misuse.record(kind, key, use.context.req_id, remedy)
-
-
-def _merge_in_prompt_order(
-    known: dict[OffloadKey, None], given: dict[OffloadKey, None]
-) -> dict[OffloadKey, None]:
-    """Both sets of keys of one request, each in prompt order, as one.
-
-    What is known only stays in front of, or behind, the first key that is in both. If there is
-    no such key, what is given comes later in the prompt.
-    """
-    if len(given) >= len(known) and known.keys() <= given.keys():
-        return given
-    front: dict[OffloadKey, None] = {}
-    for key in known:
-        if key in given:
-            break
-        front[key] = None
-    return {**front, **given, **known}
-
-
-def _comes_first(key: OffloadKey, other: OffloadKey, keys: Iterable[OffloadKey]) -> bool:
-    return next(candidate for candidate in keys if candidate in (key, other)) == key

@@ -113,11 +113,9 @@ class RegionFile:
 
     def leave(self) -> None:
         """Give up this process's share; the last one to leave removes the file. Idempotent."""
-        if self._lock_fd is None:
-            return
-        os.close(self._lock_fd)
-        self._lock_fd = None
-        _reclaim_if_dead(self.path)
+        if self._lock_fd is not None:
+            lock_fd, self._lock_fd = self._lock_fd, None
+            _give_up(self.path, lock_fd)
 
 
 def reclaim_dead_regions(directory: str) -> int:
@@ -150,9 +148,9 @@ def _join(path: str, engine_id: str, shape: RegionShape) -> int | None:
         if _share(path, fd, engine_id, shape):
             return fd
     except BaseException:
-        _abandon(path, fd)
+        _give_up(path, fd)
         raise
-    _abandon(path, fd)
+    _give_up(path, fd)
     # Several processes may have found out together that the maker is dead, and keep each other
     # from the exclusive lock for a moment: step aside before trying again.
     time.sleep(random.uniform(0, 0.005))
@@ -199,7 +197,7 @@ def _make(directory: str, path: str, engine_id: str, shape: RegionShape) -> int 
         _reserve(fd, shape.file_bytes)
         fcntl.flock(fd, fcntl.LOCK_SH)
     except BaseException:
-        _abandon(path, fd)
+        _give_up(path, fd)
         raise
     if not _is_named(path, fd):  # removed by hand, or in the moment between the two locks
         os.close(fd)
@@ -300,13 +298,10 @@ def _open_region(path: str) -> int | None:
     return fd
 
 
-def _abandon(path: str, fd: int) -> None:
-    """Close a file that did not become this process's region, and remove it if nobody has it."""
-    try:
-        _remove_if_dead(path, fd)  # a maker still has the exclusive lock: nobody sees its failure
-    finally:
-        os.close(fd)
-    _reclaim_if_dead(path)  # another who abandoned it may have kept us from that
+def _give_up(path: str, fd: int) -> None:
+    """Give up the lock on a file; the last one to do so removes it."""
+    os.close(fd)
+    _reclaim_if_dead(path)
 
 
 def _reclaim_if_dead(path: str) -> bool:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvtier.base import CanonicalKVCaches, MetricDefinition, OffloadingSpec
 from kvtier.cpu.device_pages import device_pages
 from kvtier.cpu.gpu_worker import HostOffloadingWorker
-from kvtier.cpu.manager import METRIC_DEFINITIONS, CPUOffloadingManager
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.metrics import METRIC_DEFINITIONS
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
 if TYPE_CHECKING:
