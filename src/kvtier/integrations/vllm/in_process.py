@@ -1,0 +1,207 @@
+"""Stock vLLM in this very process, on the CPU: one engine step at a time, nothing left behind.
+
+For the demo and the tests. Importing this module does not import vLLM; `contained_environment`
+has to be entered before anything does.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+BLOCK_TOKENS = 32
+"""Tokens of a device block: on the CPU, vLLM takes multiples of 32 only."""
+
+_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Bit-identical results: with more threads, sums are added up in varying order.
+    "OMP_NUM_THREADS": "1",
+    # Compiling a few small functions takes 15 s and a C++ compiler.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+}
+_FOLDERS = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME", "TMPDIR")
+
+
+@contextmanager
+def contained_environment(log_level: str = "ERROR") -> Iterator[Path]:
+    """Point vLLM at one temporary folder, yield it, and remove it with all that vLLM left there."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-vllm-") as name:
+        folder = Path(name)
+        before = dict(os.environ)
+        os.environ.update(_SETTINGS)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
+        for variable in _FOLDERS:
+            (folder / variable.lower()).mkdir()
+            os.environ[variable] = str(folder / variable.lower())
+        try:
+            yield folder
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request gave."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Of the chosen tokens."""
+    cached_tokens: int
+    """Prompt tokens that were not computed, wherever they came from."""
+    time_to_first_token: float
+    """Seconds since the request was added; infinite if there was none."""
+
+
+class InProcessEngine:
+    """One vLLM engine whose steps the caller takes. Use it as a context manager."""
+
+    def __init__(
+        self,
+        model: Path,
+        kvtier: Mapping[str, Any] | None = None,
+        *,
+        device_blocks: int = 1024,
+        max_requests: int = 8,
+        **engine_args: Any,
+    ) -> None:
+        """Start an engine; with `kvtier` (its extra config), one that offloads through it."""
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        if kvtier is not None:
+            spec = {
+                "spec_name": "KVTierOffloadingSpec",
+                "spec_module_path": "kvtier.integrations.vllm",
+            }
+            engine_args["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="OffloadingConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config=spec | dict(kvtier),
+            )
+        self._llm = LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            # vLLM would round to 16 bits; then, small differences may become visible ones.
+            dtype="float32",
+            block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=device_blocks,
+            max_num_seqs=max_requests,
+            enable_prefix_caching=True,
+            seed=0,
+            **engine_args,
+        )
+        self._engine = self._llm.llm_engine
+        self._added_at: dict[str, float] = {}
+        self._answers: dict[str, Answer] = {}
+        self._unfinished: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine and undo what it set up in this process, so that another can start."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._engine.engine_core.shutdown()
+        del self._engine, self._llm
+        cleanup_dist_env_and_memory()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+        """Queue a request. `name` must be new to this engine."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, logprobs=1, ignore_eos=True, detokenize=False
+        )
+        self._answers[name] = Answer([], [], 0, float("inf"))
+        self._unfinished.add(name)
+        self._added_at[name] = time.perf_counter()
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+
+    def abort(self, *names: str) -> None:
+        """End requests, wherever they are."""
+        self._engine.abort_request(list(names))
+        self._unfinished.difference_update(names)
+
+    def step(self) -> None:
+        """One engine step: schedule, compute, harvest."""
+        for output in self._engine.step():
+            answer = self._answers[output.request_id]
+            chosen = output.outputs[0]
+            answer.tokens = list(chosen.token_ids)
+            answer.logprobs = [
+                position[token].logprob
+                for position, token in zip(chosen.logprobs, chosen.token_ids, strict=True)
+            ]
+            answer.cached_tokens = output.num_cached_tokens or 0
+            if answer.tokens and answer.time_to_first_token == float("inf"):
+                answer.time_to_first_token = time.perf_counter() - self._added_at[output.request_id]
+            if output.finished:
+                self._unfinished.discard(output.request_id)
+
+    def answer(self, name: str) -> Answer:
+        """What the request has given so far."""
+        return self._answers[name]
+
+    def run(self) -> None:
+        """Step until every request has ended."""
+        while self._unfinished:
+            self.step()
+
+    def settle(self, timeout: float = 30.0) -> None:
+        """Step until nothing is under way any more, in particular no store.
+
+        vLLM hands a store to the worker one step after the blocks were computed, and a step
+        without requests is taken only while the connector says that it has work.
+        """
+        deadline = time.monotonic() + timeout
+        while self._scheduler.has_requests():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"vLLM still has work to do after {timeout} s")
+            self.step()
+
+    def generate(self, name: str, prompt: Sequence[int], max_tokens: int = 4) -> Answer:
+        """Run one request to its end."""
+        self.add(name, prompt, max_tokens)
+        self.run()
+        return self.answer(name)
+
+    def metrics(self) -> list[Any]:
+        """What vLLM's metrics endpoint would show. The engine needs `disable_log_stats=False`."""
+        return list(self._llm.get_metrics())
+
+    def reset_device_cache(self) -> None:
+        """Forget what is on the device; host memory stays."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not reset its prefix cache: some blocks are in use")
+
+    def reset_all(self, *, running: bool = False) -> bool:
+        """Forget what is on the device and in every tier; `running`: preempt what is running."""
+        return bool(
+            self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+        )

@@ -1,0 +1,79 @@
+"""The class that vLLM loads by name: it makes a kvtier spec and hands out its two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.base import MetricDefinition, MetricKind
+from kvtier.config import ConfigError, OffloadingConfig, Problem
+from kvtier.cpu.spec import CPUOffloadingSpec
+from kvtier.integrations.vllm import vllm_api
+from kvtier.integrations.vllm.config import config_from_vllm
+from kvtier.integrations.vllm.manager import ManagerAdapter
+from kvtier.integrations.vllm.worker import WorkerAdapter, kv_caches_from_vllm
+
+
+def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMetadata:
+    """The same figure as vLLM's metrics endpoint wants it described."""
+    if definition.kind is MetricKind.COUNTER:
+        return vllm_api.OffloadingCounterMetadata(definition.documentation)
+    if definition.kind is MetricKind.GAUGE:
+        return vllm_api.OffloadingGaugeMetadata(definition.documentation)
+    return vllm_api.OffloadingHistogramMetadata(
+        definition.documentation, buckets=definition.buckets
+    )
+
+
+def _refuse_tiers(config: OffloadingConfig) -> None:
+    """Better no engine than one that quietly keeps nothing where the user wants it kept."""
+    tiers = config.options.secondary_tiers
+    if tiers:
+        raise ConfigError(
+            Problem(
+                "secondary_tiers",
+                ", ".join(repr(tier.type) for tier in tiers),
+                "none yet: this plug-in offloads to host memory alone",
+                "Remove secondary_tiers",
+            )
+        )
+
+
+class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
+    """kvtier's CPU tier inside vLLM.
+
+    vLLM makes one on the scheduler side and calls `get_manager`, and one in every worker and calls
+    `get_worker`; where engine and worker are one process, there are still two.
+    """
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: Mapping[str, Any]
+    ) -> dict[str, vllm_api.OffloadingMetricMetadata]:
+        """Called by whoever exports vLLM's metrics, maybe without any spec being made."""
+        return {
+            vllm_api.METRIC_PREFIX + name: metric_to_vllm(definition)
+            for name, definition in CPUOffloadingSpec.build_metric_definitions(extra_config).items()
+        }
+
+    def __init__(self, config: vllm_api.OffloadingConfig) -> None:
+        super().__init__(config)
+        vllm_api.warn_if_untested()
+        self.kvtier_config = config_from_vllm(config)
+        _refuse_tiers(self.kvtier_config)
+        self._spec = CPUOffloadingSpec(self.kvtier_config)
+        self._manager: ManagerAdapter | None = None
+        self._worker: WorkerAdapter | None = None
+
+    def get_manager(self) -> ManagerAdapter:
+        if self._manager is None:
+            self._manager = ManagerAdapter(
+                self._spec.get_manager(),
+                CPUOffloadingSpec.build_metric_definitions(self.extra_config),
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: vllm_api.CanonicalKVCaches) -> WorkerAdapter:
+        if self._worker is None:
+            self._worker = WorkerAdapter(self._spec.get_worker(kv_caches_from_vllm(kv_caches)))
+        return self._worker

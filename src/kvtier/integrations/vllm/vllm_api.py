@@ -1,0 +1,127 @@
+"""Everything that kvtier uses of vLLM, under one roof: what changes with its version changes here.
+
+Made for, and tested with, the releases in `SUPPORTED`. Any other release is tried, with one
+warning; one that lacks a name used here is refused with a message that says so.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import vllm
+
+from kvtier.base import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = ((0, 32),)
+
+
+def _release() -> tuple[int, ...]:
+    """Major and minor version of the vLLM that is running."""
+    return tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdecimal())
+
+
+def _supported_in_words() -> str:
+    return ", ".join(".".join(map(str, release)) for release in SUPPORTED)
+
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        GPULoadStoreSpec,
+        Locality,
+        LookupResult,
+        Medium,
+        OffloadingCounterMetadata,
+        OffloadingEvent,
+        OffloadingGaugeMetadata,
+        OffloadingHistogramMetadata,
+        OffloadingManager,
+        OffloadingMetricMetadata,
+        OffloadingSpec,
+        OffloadingWorker,
+        OffloadPolicy,
+        PrepareStoreOutput,
+        ReqContext,
+        RequestOffloadingContext,
+        ScheduleEndContext,
+        TierFilter,
+        TransferResult,
+    )
+    from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError as error:
+    raise ImportError(
+        f"kvtier's plug-in cannot run in vLLM {vllm.__version__}: {error}. "
+        f"It is made for vLLM {_supported_in_words()}: install one of these, or a kvtier that "
+        "knows this release"
+    ) from error
+
+__all__ = [
+    "BLOCK_LEVEL_POLICY",
+    "CacheHitSource",
+    "CanonicalKVCaches",
+    "GPULoadStoreSpec",
+    "Locality",
+    "LookupResult",
+    "METRIC_PREFIX",
+    "Medium",
+    "OffloadPolicy",
+    "OffloadingConfig",
+    "OffloadingConnectorStats",
+    "OffloadingCounterMetadata",
+    "OffloadingEvent",
+    "OffloadingGaugeMetadata",
+    "OffloadingHistogramMetadata",
+    "OffloadingManager",
+    "OffloadingMetricMetadata",
+    "OffloadingSpec",
+    "OffloadingWorker",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "RequestOffloadingContext",
+    "SUPPORTED",
+    "ScheduleEndContext",
+    "TierFilter",
+    "TransferResult",
+    "keys_in_prompt_order",
+    "warn_if_untested",
+]
+
+BLOCK_LEVEL_POLICY = OffloadPolicy.CHUNK_LEVEL
+"""What kvtier calls BLOCK_LEVEL; vLLM renamed it in 0.30."""
+
+METRIC_PREFIX = "vllm:"
+"""Only names that begin like this are shown by vLLM, and removed when an engine is replaced; a
+second engine in the same process would fail over any other."""
+
+
+def keys_in_prompt_order(req_context: ReqContext) -> list[OffloadKey]:
+    """Every key of the request, by position, and by group where positions are equal.
+
+    Since 0.31 vLLM's scheduler does not say which blocks a request used, but it notes the
+    position of each of the request's keys, also of those it found on the device.
+    """
+    positions: dict[OffloadKey, int] = req_context._offload_key_positions
+    # vLLM adds keys group by group, so that a stable sort by position keeps the groups' order.
+    return sorted(positions, key=positions.__getitem__)
+
+
+_warned = False
+
+
+def warn_if_untested() -> None:
+    """Say once per process that this vLLM is not one that kvtier is tested with."""
+    global _warned  # noqa: PLW0603
+    if _warned or _release() in SUPPORTED:
+        return
+    _warned = True
+    logger.warning(
+        "kvtier is tested with vLLM %s, this is %s: it may work, or fail in ways not seen before",
+        _supported_in_words(),
+        vllm.__version__,
+    )
