@@ -436,7 +436,9 @@ class OffloadingManager(ABC):
 
         Slots that a transfer may still be using are quarantined until the first completion of a
         transfer prepared later. The engine, in turn, ends or flushes all earlier transfers
-        before it starts a later one, and does not deliver their completions any more.
+        before it starts a later one, and does not deliver their completions any more. Requests
+        that are running now store nothing until they are preempted (`on_schedule_end`): what they
+        hold on the device was computed before.
         """
         return
 

@@ -242,6 +242,16 @@ def test_of_a_prompt_larger_than_the_tier_the_head_is_stored(policy: str) -> Non
     assert manager.get_stats().counters["kvtier_cpu_truncated_blocks"] == 12 + manager.reserve
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_does_not_evict_its_own_head_for_its_tail(policy: str) -> None:
+    manager = CPUOffloadingManager(8, cache_policy=policy)
+    engine = Engine(manager, "A")
+    keys = prompt("a", 20)
+    evicted = [engine.store(keys[start : start + 4]) for start in range(0, 20, 4)]
+    assert evicted == [set()] * 5
+    assert engine.look_up(keys) == 8
+
+
 def test_a_key_offered_twice_in_one_call_is_stored_once() -> None:
     manager = CPUOffloadingManager(8)
     keys = prompt("a", 2)
@@ -320,13 +330,36 @@ def test_a_slot_in_transfer_at_a_reset_is_not_used_before_the_transfer_has_ended
     writing = set(slots_of(old.prepare_store(prompt("a", 3))))
     manager.reset_cache()
     assert manager.slot_states()[SlotState.QUARANTINED] == 3
-    # The same request offers the same blocks again, as vLLM's do.
+    # The same request offers the same blocks again, as vLLM's do, having computed them again.
+    manager.on_schedule_end(ScheduleEndContext((), ["old"]))
     second = old.prepare_store(prompt("a", 3))
     assert writing.isdisjoint(slots_of(second))
     # vLLM never delivers what was under way before the reset; this is the new transfer.
     manager.complete_store(set(second.keys_to_store), old.context)
     assert manager.slot_states()[SlotState.QUARANTINED] == 0
     assert old.look_up(prompt("a", 3)) == 3
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("event", ["none", "begins", "is preempted"])
+def test_what_a_request_computed_before_a_reset_is_not_stored_after_it(
+    event: str, loads: bool
+) -> None:
+    manager = CPUOffloadingManager(8)
+    run(manager, "A", prompt("a", 2))
+    engine = Engine(manager, "B")
+    if loads:
+        manager.prepare_load(prompt("a", 2), engine.context)
+    manager.reset_cache()
+    begun = ["B"] if event == "begins" else []
+    preempted = ["B"] if event == "is preempted" else []
+    manager.on_schedule_end(ScheduleEndContext(begun, preempted))
+    stored = engine.prepare_store(prompt("a", 2)).keys_to_store
+    # What it had loaded before the reset it still holds when it begins.
+    computes_all_anew = event == "is preempted" or (event == "begins" and not loads)
+    assert stored == (prompt("a", 2) if computes_all_anew else [])
+    stale = manager.get_stats().counters.get("kvtier_cpu_stale_blocks", 0)
+    assert stale == (0 if computes_all_anew else 2)
 
 
 @pytest.mark.parametrize("num_blocks", [2, 4, 8, 1000])

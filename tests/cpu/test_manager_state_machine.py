@@ -67,6 +67,11 @@ class Request:
     path: list[OffloadKey]
     num_offered: int = 0
     finished: bool = False
+    used: set[OffloadKey] = field(default_factory=set)
+    """Blocks it has used or stored, whatever became of them."""
+    has_loaded: bool = False
+    is_stale: bool = False
+    """Whether it has been running since before the last reset."""
 
 
 class PrimaryTier(RuleBasedStateMachine):
@@ -133,7 +138,7 @@ class PrimaryTier(RuleBasedStateMachine):
                     assert result is LookupResult.MISS
                 elif block.is_ready:
                     assert result is LookupResult.HIT
-                    block.users.add(request.context.req_id)
+                    self.note_use(request, [key])
                 else:
                     assert result is LookupResult.HIT_PENDING
             if block is None:
@@ -160,6 +165,7 @@ class PrimaryTier(RuleBasedStateMachine):
             block = self.blocks.get(key)
             if block is not None and (block.is_ready or also_unready):
                 block.users.add(request.context.req_id)
+                request.used.add(key)
 
     @precondition(lambda self: self.running())
     @rule(choice=st.integers(0, 99), length=st.integers(1, NUM_NODES))
@@ -174,9 +180,13 @@ class PrimaryTier(RuleBasedStateMachine):
         new = [key for key in offered if key not in self.blocks]
         kept = [key for key in offered if key in self.blocks]
         output = self.manager.prepare_store(offered, request.context)
+        if request.is_stale:
+            assert output is not None
+            assert not output.keys_to_store, "a block from before the reset was stored"
+            return
         self.note_use(request, kept, also_unready=True)
         num_free = self.num_blocks - len(self.blocks) - len(self.quarantine)
-        expected = self.num_storable(len(new), kept, num_free)
+        expected = self.num_storable(len(new), request, num_free)
         if output is None:
             assert expected is None
             return
@@ -184,7 +194,7 @@ class PrimaryTier(RuleBasedStateMachine):
         assert isinstance(output.store_spec, CPULoadStoreSpec)
         slots = output.store_spec.block_ids.tolist()
         for key in output.evicted_keys:
-            assert key not in offered, "a key of this call is never evicted by it"
+            assert key not in request.used, "a request evicted its own"
             assert self.blocks.pop(key).is_evictable, "a block in use was evicted"
         assert len(output.evicted_keys) == max(len(slots) - num_free, 0), "needless eviction"
         used = {block.slot for block in self.blocks.values()} | self.quarantine
@@ -194,19 +204,19 @@ class PrimaryTier(RuleBasedStateMachine):
         for key, slot in zip(output.keys_to_store, slots, strict=True):
             name = request.context.req_id
             self.blocks[key] = Block(slot, name, {name})
+            request.used.add(key)
         if output.keys_to_store:
             self.stores.append(Transfer(request.context.req_id, output.keys_to_store))
         request.num_offered += len(offered)
 
-    def num_storable(self, wanted: int, kept: list[OffloadKey], num_free: int) -> int | None:
+    def num_storable(self, wanted: int, request: Request, num_free: int) -> int | None:
         """How many new blocks a store should take in; None: it should be refused."""
         reserve = self.manager.reserve
-        wanted = min(wanted, max(self.num_blocks - reserve - len(kept), 0))
-        if wanted == 0:
-            return 0
-        if self.quarantine:
+        if wanted and self.quarantine:
             return min(wanted, (num_free + 1) // 2) or None
-        evictable = sum(block.is_evictable for key, block in self.blocks.items() if key not in kept)
+        own = request.used & self.blocks.keys()
+        wanted = min(wanted, self.num_blocks - max(reserve, len(own)))
+        evictable = sum(block.is_evictable for key, block in self.blocks.items() if key not in own)
         in_transfer = sum(not block.is_evictable for block in self.blocks.values())
         room = min(num_free + evictable, self.num_blocks - reserve - in_transfer)
         return wanted if wanted <= room else None
@@ -225,6 +235,7 @@ class PrimaryTier(RuleBasedStateMachine):
                 block.writer = None
             else:
                 del self.blocks[key]
+                self.requests[transfer.request].used.discard(key)
         self.quarantine.clear()
         self.bygone.append((True, transfer))
 
@@ -243,6 +254,7 @@ class PrimaryTier(RuleBasedStateMachine):
         assert isinstance(spec, CPULoadStoreSpec)
         assert spec.block_ids.tolist() == [self.blocks[key].slot for key in keys]
         self.note_use(request, keys)
+        request.has_loaded = True
         for key in keys:
             self.blocks[key].pins[request.context.req_id] += 1
         self.loads.append(Transfer(request.context.req_id, keys))
@@ -266,9 +278,18 @@ class PrimaryTier(RuleBasedStateMachine):
         request.finished = True
         self.manager.on_request_finished(request.context)
 
-    @rule()
-    def end_step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+    @rule(data=st.data())
+    def end_step(self, data: st.DataObject) -> None:
+        names = [request.context.req_id for request in self.running()]
+        begun, preempted = (
+            data.draw(st.lists(st.sampled_from(names), max_size=2, unique=True)) if names else []
+            for _ in range(2)
+        )
+        self.manager.on_schedule_end(ScheduleEndContext(begun, preempted))
+        for name in preempted:
+            self.requests[name].has_loaded = self.requests[name].is_stale = False
+        for name in begun:
+            self.requests[name].is_stale &= self.requests[name].has_loaded
 
     @rule()
     def reset(self) -> None:
@@ -283,6 +304,8 @@ class PrimaryTier(RuleBasedStateMachine):
         self.loads.clear()
         for request in self.requests.values():
             request.num_offered = 0
+            request.used.clear()
+            request.is_stale = not request.finished
 
     # --- what it should not do --------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from queue import SimpleQueue
 
 from kvtier.base import (
     CanonicalKVCaches,
@@ -25,6 +25,36 @@ from kvtier.cpu.transfer_plan import TransferRefused, plan_transfer
 __all__ = ["HostOffloadingWorker"]
 
 logger = logging.getLogger(__name__)
+
+
+class _Lane:
+    """One thread that does what it is given, in order."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Add to what is to be done. Raises `RuntimeError`, adding nothing, without a thread."""
+        if self._thread is None:
+            # A daemon: an engine that ends without shutting down is not kept from ending.
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Return when all is done and the thread has ended. Idempotent."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+            del work  # or its caches would live until the next one
 
 
 class HostOffloadingWorker(OffloadingWorker):
@@ -44,8 +74,8 @@ class HostOffloadingWorker(OffloadingWorker):
     ) -> None:
         self._copier: PageCopier | None = PageCopier(kv_caches, region, blocks_per_chunk)
         self._region = region
-        self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvtier-store")
-        self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvtier-load")
+        self._stores = _Lane("kvtier-store")
+        self._loads = _Lane("kvtier-load")
         self._changed = threading.Condition()
         self._running: set[int] = set()
         self._finished: dict[int, TransferResult] = {}
@@ -75,8 +105,8 @@ class HostOffloadingWorker(OffloadingWorker):
         """
         with self._changed:
             self._closed = True
-        self._stores.shutdown()
-        self._loads.shutdown()
+        self._stores.close()
+        self._loads.close()
         self._copier = None
         self._region.cleanup()
 
@@ -90,14 +120,13 @@ class HostOffloadingWorker(OffloadingWorker):
             if job_id in self._running or job_id in self._finished:
                 logger.warning("Job %d refused: a job of this id is not reported yet", job_id)
                 return False
-            self._running.add(job_id)
             lane = self._stores if is_store else self._loads
             try:
-                lane.submit(self._run, job_id, device_spec, slot_spec, is_store)
-            except RuntimeError as error:  # no thread to be had, or the interpreter is ending
-                self._running.discard(job_id)
+                lane.put(lambda: self._run(job_id, device_spec, slot_spec, is_store))
+            except RuntimeError as error:
                 logger.warning("Job %d refused: %s", job_id, error)
                 return False
+            self._running.add(job_id)
         return True
 
     def _run(
@@ -113,6 +142,7 @@ class HostOffloadingWorker(OffloadingWorker):
             # As text: a log that keeps its records would keep the frames of this job with them.
             logger.error("%s job %d failed: %s", direction, job_id, str(reason))
         except Exception:
+            result.transfer_size = None
             logger.exception("%s job %d failed", direction, job_id)
         result.transfer_time = time.perf_counter() - started
         with self._changed:

@@ -51,6 +51,9 @@ class CPUOffloadingManager(OffloadingManager):
     lookups that hit, loads, stores of blocks that are there already, `touch`. When a request
     finishes, its blocks become the most recently used ones.
 
+    What a request that is running at a `reset_cache` has on the device was computed before it.
+    Such a request stores nothing until it is preempted, after which it computes everything anew.
+
     A slot that a transfer may be using when `reset_cache` is called is quarantined. Since only
     a completion of a later transfer ends that, some slots must be left for it: at most
     `num_blocks - reserve` slots are ever in transfers from the device at the same time, and
@@ -101,6 +104,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._uses: dict[str, RequestUse] = {}
         self._unsettled: list[RequestUse] = []
         """Requests with fresh keys."""
+        self._stale: list[RequestUse] = []
+        """Requests that may hold blocks from before a reset."""
         # Calls for one request come in a row: remembering the last one saves a look-up.
         self._last_context: ReqContext | None = None
         self._last_use: RequestUse | None = None
@@ -110,7 +115,9 @@ class CPUOffloadingManager(OffloadingManager):
     # --- requests ---------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._use_of(req_context).finished = False
+        use = self._use_of(req_context)
+        use.announced = True
+        use.finished = False
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -124,6 +131,19 @@ class CPUOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._settle()
+        for req_id in context.preempted_req_ids:
+            use = self._uses.get(req_id)
+            if use is not None:
+                use.is_stale = use.has_loaded = False
+        if self._stale:
+            self._freshen(context.new_req_ids)
+
+    def _freshen(self, new_req_ids: Collection[str]) -> None:
+        """Requests that begin only now have computed nothing before the reset."""
+        for use in self._stale:
+            if use.context.req_id in new_req_ids and not use.has_loaded:
+                use.is_stale = False
+        self._stale = [use for use in self._stale if use.is_stale and not use.finished]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         use = self._use_of(req_context)
@@ -182,6 +202,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         use = self._use_of(req_context)
+        use.has_loaded = True
         blocks = list(map(self._get, keys))
         newly_pinned: list[BlockStatus] = []
         unreadable = 0
@@ -260,28 +281,30 @@ class CPUOffloadingManager(OffloadingManager):
         use = self._use_of(req_context)
         if self._filter is not None:
             self._filter.count(keys, use.brought)
+        if use.is_stale:
+            self._count("kvtier_cpu_stale_blocks", len(keys))
+            return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         offered = dict.fromkeys(keys)
         new, present = self._split(offered)
         self._note_use(present, use)
         new = self._admitted(new)
-        # Of a prompt larger than the whole tier only the head is stored: waiting would not
-        # help, and the head is what a later request can use.
-        most = max(self.num_blocks - self.reserve - len(present), 0)
-        if len(new) > most:
-            self._count("kvtier_cpu_truncated_blocks", len(new) - most)
-            del new[most:]
+        num_storable = self._num_storable(len(new), use)
+        if num_storable is None:
+            self._count("kvtier_cpu_refused_blocks", len(new))
+            return None
+        if num_storable < len(new):
+            self._count("kvtier_cpu_truncated_blocks", len(new) - num_storable)
+            del new[num_storable:]
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
-        if len(new) > self._num_available(present):
-            if not self._quarantine or not self._num_free():
-                self._count("kvtier_cpu_refused_blocks", len(new))
-                return None
-            del new[(self._num_free() + 1) // 2 :]
 
         self._settle()
         self._policy.on_store_miss(new, req_context)
-        evicted = self._make_room(len(new), offered.keys())
+        use.keys.update(offered if len(new) == len(offered) else dict.fromkeys(new))
+        evicted = self._make_room(len(new), use.keys.keys())
         if evicted is None:
+            for key in new:
+                del use.keys[key]
             self._count("kvtier_cpu_refused_blocks", len(new))
             return None
         blocks = self._take_slots(new, use)
@@ -289,8 +312,6 @@ class CPUOffloadingManager(OffloadingManager):
         if present and comes_first(new[0], present[-1], offered):
             # New blocks closed a gap. They belong between the others, not behind them.
             self._touch(offered, use)
-        else:
-            use.keys.update(offered if len(new) == len(offered) else dict.fromkeys(new))
         return PrepareStoreOutput(
             new, CPULoadStoreSpec([block.block_id for block in blocks]), evicted
         )
@@ -338,17 +359,25 @@ class CPUOffloadingManager(OffloadingManager):
             self._count("kvtier_cpu_filtered_blocks", len(keys) - len(admitted))
         return admitted
 
-    def _num_available(self, present: list[OffloadKey]) -> int:
-        """How many blocks can be stored now without evicting those of `present`."""
+    def _num_storable(self, wanted: int, use: RequestUse) -> int | None:
+        """How many of `wanted` new blocks to store: all, only the head, or None: not now.
+
+        A request does not evict its own blocks. If it does not fit beside those even into an
+        idle tier, waiting would not help: then the head is stored, which is what a later request
+        can use. After a reset, too, the head has to do.
+        """
         num_free = self._num_free()
         if self._quarantine:
-            return (num_free + 1) // 2
+            return min(wanted, (num_free + 1) // 2) if num_free else None
         in_transfer = self._num_writing + self._num_pinned
-        blocks = map(self._get, present)
-        kept = sum(1 for block in blocks if block is not None and block.ref_cnt == 0)
-        return min(
-            num_free + self._num_evictable - kept, self.num_blocks - self.reserve - in_transfer
-        )
+        most_now = self.num_blocks - self.reserve - in_transfer
+        # Counting the request's own blocks takes a while, and hardly ever matters.
+        if wanted <= min(num_free + max(self._num_evictable - len(use.keys), 0), most_now):
+            return wanted
+        own = [block for key in use.keys if (block := self._get(key)) is not None]
+        most_now = min(most_now, num_free + self._num_evictable - sum(b.ref_cnt == 0 for b in own))
+        wanted = min(wanted, self.num_blocks - max(self.reserve, len(own)))
+        return wanted if wanted <= most_now else None
 
     def _num_free(self) -> int:
         return len(self._free) + self.num_blocks - len(self._slots)
@@ -435,7 +464,9 @@ class CPUOffloadingManager(OffloadingManager):
             use.fresh = []
             use.loading = {}
             use.num_writing = 0
+            use.is_stale = use.announced and not use.finished
             self._forget_if_done(use)
+        self._stale = [use for use in self._uses.values() if use.is_stale]
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._events:

@@ -30,6 +30,9 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
     "kvtier_cpu_truncated_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because the prompt is larger than the tier."
     ),
+    "kvtier_cpu_stale_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because they may be from before a reset."
+    ),
     "kvtier_cpu_refused_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because too few slots could be freed."
     ),

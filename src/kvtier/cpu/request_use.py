@@ -12,7 +12,18 @@ if TYPE_CHECKING:
 class RequestUse:
     """What one request has done with the tier so far."""
 
-    __slots__ = ("brought", "context", "finished", "fresh", "keys", "loading", "num_writing")
+    __slots__ = (
+        "announced",
+        "brought",
+        "context",
+        "finished",
+        "fresh",
+        "has_loaded",
+        "is_stale",
+        "keys",
+        "loading",
+        "num_writing",
+    )
 
     def __init__(self, context: ReqContext) -> None:
         self.context = context
@@ -26,7 +37,12 @@ class RequestUse:
         """How many loads of each block it has under way."""
         self.num_writing = 0
         """How many blocks it has under way into the tier."""
+        self.announced = False
         self.finished = False
+        self.has_loaded = False
+        """Whether it holds blocks on the device that it loaded."""
+        self.is_stale = False
+        """Whether it may hold blocks on the device that are from before a reset."""
 
 
 def merge_in_prompt_order(

@@ -18,7 +18,7 @@ class Textbook(ABC):
     """One cache."""
 
     def __init__(self, capacity: int, max_store: int) -> None:
-        """`max_store`: a request stores at most so many blocks, less those already there."""
+        """`max_store`: a request stores at most so many blocks."""
         self.capacity = capacity
         self.max_store = max_store
 
@@ -44,7 +44,7 @@ class Textbook(ABC):
             self.use(block)
         missing = [block for block in prompt if block not in there]
         evicted: list[int] = []
-        for block in reversed(missing[: max(self.max_store - len(present), 0)]):
+        for block in reversed(missing[: min(self.capacity - len(present), self.max_store)]):
             evicted += self.store(block, own)
         for block in reversed(prompt):
             for order in self.lists():
