@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 
-from tests.bench import hit_ratios, scale, scheduler_cost
+from tests.bench import hit_ratios, host_copy, scale, scheduler_cost
 
 BENCHMARKS = {
     "scheduler_cost": (scheduler_cost.run, "cost per block on the scheduler, against vLLM's own"),
     "scale": (scale.run, "the same with up to a million blocks, and memory per block"),
+    "host_copy": (host_copy.run, "the host worker's copies, against bare memory copies"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
 }
 
