@@ -138,33 +138,29 @@ class PrimaryTier(RuleBasedStateMachine):
                     assert result is LookupResult.MISS
                 elif block.is_ready:
                     assert result is LookupResult.HIT
-                    self.note_use(request, [key])
                 else:
                     assert result is LookupResult.HIT_PENDING
             if block is None:
                 break
             expected += 1
+        self.note_use(request, request.path[:expected])
         if not one_by_one:
             found = self.manager.lookup_prefix(request.path, request.context)
             assert found.num_hits == expected
             hits = [self.blocks[key] for key in request.path[:expected]]
             assert found.is_final == all(block.is_ready for block in hits)
-            self.note_use(request, request.path[:expected])
 
     @precondition(lambda self: self.running())
     @rule(choice=st.integers(0, 99))
     def touch(self, choice: int) -> None:
         request = self.pick(choice)
         self.manager.touch(request.path, request.context)
-        self.note_use(request, request.path, also_unready=True)
+        self.note_use(request, request.path)
 
-    def note_use(
-        self, request: Request, keys: list[OffloadKey], also_unready: bool = False
-    ) -> None:
+    def note_use(self, request: Request, keys: list[OffloadKey]) -> None:
         for key in keys:
-            block = self.blocks.get(key)
-            if block is not None and (block.is_ready or also_unready):
-                block.users.add(request.context.req_id)
+            if key in self.blocks:
+                self.blocks[key].users.add(request.context.req_id)
                 request.used.add(key)
 
     @precondition(lambda self: self.running())
@@ -184,7 +180,7 @@ class PrimaryTier(RuleBasedStateMachine):
             assert output is not None
             assert not output.keys_to_store, "a block from before the reset was stored"
             return
-        self.note_use(request, kept, also_unready=True)
+        self.note_use(request, kept)
         num_free = self.num_blocks - len(self.blocks) - len(self.quarantine)
         expected = self.num_storable(len(new), request, num_free)
         if output is None:
@@ -245,7 +241,9 @@ class PrimaryTier(RuleBasedStateMachine):
         request = self.pick(choice)
         keys = []
         for key in request.path:
-            if self.manager.lookup(key, request.context) is not LookupResult.HIT:
+            result = self.manager.lookup(key, request.context)
+            self.note_use(request, [key])
+            if result is not LookupResult.HIT:
                 break
             keys.append(key)
         if not keys:
@@ -253,7 +251,6 @@ class PrimaryTier(RuleBasedStateMachine):
         spec = self.manager.prepare_load(keys, request.context)
         assert isinstance(spec, CPULoadStoreSpec)
         assert spec.block_ids.tolist() == [self.blocks[key].slot for key in keys]
-        self.note_use(request, keys)
         request.has_loaded = True
         for key in keys:
             self.blocks[key].pins[request.context.req_id] += 1

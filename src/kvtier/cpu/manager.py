@@ -48,7 +48,7 @@ class CPUOffloadingManager(OffloadingManager):
     Scheduler thread only. No call does I/O or waits, and each costs a constant per block.
 
     Use of a block is learnt from every call that reveals it, once for each (request, key):
-    lookups that hit, loads, stores of blocks that are there already, `touch`. When a request
+    lookups that find it, loads, stores of blocks that are there already, `touch`. When a request
     finishes, its blocks become the most recently used ones.
 
     What a request that is running at a `reset_cache` has on the device was computed before it.
@@ -160,8 +160,6 @@ class CPUOffloadingManager(OffloadingManager):
         block = self._get(key)
         if block is None:
             return _MISS
-        if block.ref_cnt < 0:
-            return _HIT_PENDING
         if req_context is not self._last_context:
             self._use_of(req_context)
         use = self._last_use
@@ -171,7 +169,7 @@ class CPUOffloadingManager(OffloadingManager):
                 self._unsettled.append(use)
             use.keys[key] = None
             use.fresh.append(key)
-        return _HIT
+        return _HIT if block.ref_cnt >= 0 else _HIT_PENDING
 
     def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrefixLookup:
         use = self._use_of(req_context)
@@ -189,7 +187,7 @@ class CPUOffloadingManager(OffloadingManager):
             num_hits += 1
             if block.ref_cnt < 0:
                 is_final = False
-            elif key not in used:
+            if key not in used:
                 used[key] = None
                 fresh.append(key)
         if fresh:
@@ -202,7 +200,6 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         use = self._use_of(req_context)
-        use.has_loaded = True
         blocks = list(map(self._get, keys))
         newly_pinned: list[BlockStatus] = []
         unreadable = 0
@@ -223,6 +220,8 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _note_loading(self, keys: Collection[OffloadKey], use: RequestUse) -> None:
         """Remember whose pins these are, for `complete_load`."""
+        if keys:
+            use.has_loaded = True
         loading = use.loading
         once = dict.fromkeys(keys, 1)
         if len(once) == len(keys) and loading.keys().isdisjoint(once):
