@@ -456,7 +456,7 @@ MACHINES = pytest.mark.parametrize("machine", [PrimaryTier, PrimaryTierWithARC])
 
 @MACHINES
 def test_random_lives(machine: type[PrimaryTier]) -> None:
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=60))
+    run_state_machine_as_test(machine, settings=settings(max_examples=400, stateful_step_count=60))
 
 
 @pytest.mark.soak

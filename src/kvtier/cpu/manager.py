@@ -130,15 +130,21 @@ class CPUOffloadingManager(OffloadingManager):
         self._forget_if_done(use)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._settle()
-        for req_id in context.preempted_req_ids:
+        if self._unsettled:
+            self._settle()
+        if context.preempted_req_ids:
+            self._forget_what_is_on_the_device(context.preempted_req_ids)
+        if self._stale:
+            self._let_store(context.new_req_ids)
+
+    def _forget_what_is_on_the_device(self, req_ids: Collection[str]) -> None:
+        """These requests have lost all that they had computed or loaded."""
+        for req_id in req_ids:
             use = self._uses.get(req_id)
             if use is not None:
                 use.is_stale = use.has_loaded = False
-        if self._stale:
-            self._freshen(context.new_req_ids)
 
-    def _freshen(self, new_req_ids: Collection[str]) -> None:
+    def _let_store(self, new_req_ids: Collection[str]) -> None:
         """Requests that begin only now have computed nothing before the reset."""
         for use in self._stale:
             if use.context.req_id in new_req_ids and not use.has_loaded:
@@ -366,6 +372,8 @@ class CPUOffloadingManager(OffloadingManager):
         can use. After a reset, too, the head has to do.
         """
         num_free = self._num_free()
+        if wanted == 0:
+            return 0
         if self._quarantine:
             return min(wanted, (num_free + 1) // 2) if num_free else None
         in_transfer = self._num_writing + self._num_pinned
