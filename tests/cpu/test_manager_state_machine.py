@@ -67,8 +67,8 @@ class Request:
     path: list[OffloadKey]
     num_offered: int = 0
     finished: bool = False
-    used: set[OffloadKey] = field(default_factory=set)
-    """Blocks it has used or stored, whatever became of them."""
+    brought: set[OffloadKey] = field(default_factory=set)
+    """Keys it has used, stored, offered or touched, whatever became of them."""
     has_loaded: bool = False
     is_stale: bool = False
     """Whether it has been running since before the last reset."""
@@ -156,12 +156,13 @@ class PrimaryTier(RuleBasedStateMachine):
         request = self.pick(choice)
         self.manager.touch(request.path, request.context)
         self.note_use(request, request.path)
+        request.brought.update(request.path)
 
     def note_use(self, request: Request, keys: list[OffloadKey]) -> None:
         for key in keys:
             if key in self.blocks:
                 self.blocks[key].users.add(request.context.req_id)
-                request.used.add(key)
+                request.brought.add(key)
 
     @precondition(lambda self: self.running())
     @rule(choice=st.integers(0, 99), length=st.integers(1, NUM_NODES))
@@ -181,6 +182,7 @@ class PrimaryTier(RuleBasedStateMachine):
             assert not output.keys_to_store, "a block from before the reset was stored"
             return
         self.note_use(request, kept)
+        request.brought.update(offered)
         num_free = self.num_blocks - len(self.blocks) - len(self.quarantine)
         expected = self.num_storable(len(new), request, num_free)
         if output is None:
@@ -190,7 +192,7 @@ class PrimaryTier(RuleBasedStateMachine):
         assert isinstance(output.store_spec, CPULoadStoreSpec)
         slots = output.store_spec.block_ids.tolist()
         for key in output.evicted_keys:
-            assert key not in request.used, "a request evicted its own"
+            assert key not in request.brought, "a request evicted its own"
             assert self.blocks.pop(key).is_evictable, "a block in use was evicted"
         assert len(output.evicted_keys) == max(len(slots) - num_free, 0), "needless eviction"
         used = {block.slot for block in self.blocks.values()} | self.quarantine
@@ -200,7 +202,7 @@ class PrimaryTier(RuleBasedStateMachine):
         for key, slot in zip(output.keys_to_store, slots, strict=True):
             name = request.context.req_id
             self.blocks[key] = Block(slot, name, {name})
-            request.used.add(key)
+            request.brought.add(key)
         if output.keys_to_store:
             self.stores.append(Transfer(request.context.req_id, output.keys_to_store))
         request.num_offered += len(offered)
@@ -210,7 +212,7 @@ class PrimaryTier(RuleBasedStateMachine):
         reserve = self.manager.reserve
         if wanted and self.quarantine:
             return min(wanted, (num_free + 1) // 2) or None
-        own = request.used & self.blocks.keys()
+        own = request.brought & self.blocks.keys()
         wanted = min(wanted, self.num_blocks - max(reserve, len(own)))
         evictable = sum(block.is_evictable for key, block in self.blocks.items() if key not in own)
         in_transfer = sum(not block.is_evictable for block in self.blocks.values())
@@ -231,7 +233,6 @@ class PrimaryTier(RuleBasedStateMachine):
                 block.writer = None
             else:
                 del self.blocks[key]
-                self.requests[transfer.request].used.discard(key)
         self.quarantine.clear()
         self.bygone.append((True, transfer))
 
@@ -301,7 +302,7 @@ class PrimaryTier(RuleBasedStateMachine):
         self.loads.clear()
         for request in self.requests.values():
             request.num_offered = 0
-            request.used.clear()
+            request.brought.clear()
             request.is_stale = not request.finished
 
     # --- what it should not do --------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvtier.admission.reuse import ReuseFilter
 from kvtier.base import (
@@ -28,7 +28,7 @@ from kvtier.cpu.policies.base import (
     SlotState,
 )
 from kvtier.cpu.policies.factory import CachePolicyFactory
-from kvtier.cpu.request_use import RequestUse, comes_first, merge_in_prompt_order
+from kvtier.cpu.request_use import RequestUse
 from kvtier.misuse import MisuseLog
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class CPUOffloadingManager(OffloadingManager):
         """Every slot that was ever in use; made when first needed."""
         self._free: list[BlockStatus] = []
         self._quarantine: list[BlockStatus] = []
+        self._generation = 0
+        """Of the slots given away last. No two blocks of one key have the same."""
         self._num_writing = 0
         self._num_evictable = 0
         self._num_pinned = 0
@@ -155,8 +157,14 @@ class CPUOffloadingManager(OffloadingManager):
         use = self._use_of(req_context)
         if self._filter is not None:
             self._filter.count(keys, use.brought)
+        use.bring(dict.fromkeys(keys, 0))
+        get = self._get
+        for key in keys:
+            block = get(key)
+            if block is not None:
+                use.keys[key] = block.generation
         self._settle()
-        self._touch(keys, use)
+        self._policy.touch(use.keys, req_context)
 
     # --- lookups ----------------------------------------------------------------------------
 
@@ -170,18 +178,14 @@ class CPUOffloadingManager(OffloadingManager):
             self._use_of(req_context)
         use = self._last_use
         assert use is not None
-        if key not in use.keys:
-            if not use.fresh:
-                self._unsettled.append(use)
-            use.keys[key] = None
-            use.fresh.append(key)
+        if use.keys.get(key) != block.generation:
+            self._note_use(block, use)
         return _HIT if block.ref_cnt >= 0 else _HIT_PENDING
 
     def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrefixLookup:
         use = self._use_of(req_context)
         get = self._get
-        used = use.keys
-        fresh: list[OffloadKey] = []
+        used = use.keys.get
         num_hits = 0
         is_final = True
         for key in keys:
@@ -193,13 +197,8 @@ class CPUOffloadingManager(OffloadingManager):
             num_hits += 1
             if block.ref_cnt < 0:
                 is_final = False
-            if key not in used:
-                used[key] = None
-                fresh.append(key)
-        if fresh:
-            if not use.fresh:
-                self._unsettled.append(use)
-            use.fresh += fresh
+            if used(key) != block.generation:
+                self._note_use(block, use)
         return PrefixLookup(num_hits, is_final)
 
     # --- loads ------------------------------------------------------------------------------
@@ -221,10 +220,13 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.pinned(newly_pinned)
         if unreadable:
             return self._load_what_is_there(keys, blocks, use)
-        self._note_loading(keys, use)
-        return CPULoadStoreSpec([block.block_id for block in blocks if block is not None])
+        readable = cast("list[BlockStatus]", blocks)
+        self._note_loading(keys, readable, use)
+        return CPULoadStoreSpec([block.block_id for block in readable])
 
-    def _note_loading(self, keys: Collection[OffloadKey], use: RequestUse) -> None:
+    def _note_loading(
+        self, keys: Collection[OffloadKey], blocks: list[BlockStatus], use: RequestUse
+    ) -> None:
         """Remember whose pins these are, for `complete_load`."""
         if keys:
             use.has_loaded = True
@@ -235,14 +237,15 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             for key in keys:
                 loading[key] = loading.get(key, 0) + 1
-        self._note_use(keys, use)
+        self._note_uses(blocks, use)
 
     def _load_what_is_there(
         self, keys: Collection[OffloadKey], blocks: list[BlockStatus | None], use: RequestUse
     ) -> LoadStoreSpec:
         """The answer to a load of blocks of which some, against the contract, are not readable."""
         readable = [block if block is not None and block.is_ready else None for block in blocks]
-        self._note_loading([block.key for block in readable if block is not None], use)
+        there = [block for block in readable if block is not None]
+        self._note_loading([block.key for block in there], there, use)
         missing = [key for key, block in zip(keys, readable, strict=True) if block is None]
         self._record_misuse("load of an unreadable block", missing, use, "load only after a HIT")
         return CPULoadStoreSpec(
@@ -289,9 +292,11 @@ class CPUOffloadingManager(OffloadingManager):
         if use.is_stale:
             self._count("kvtier_cpu_stale_blocks", len(keys))
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
-        offered = dict.fromkeys(keys)
+        offered = dict.fromkeys(keys, 0)
         new, present = self._split(offered)
-        self._note_use(present, use)
+        use.bring(offered)
+        if present:
+            self._note_uses(present, use)
         new = self._admitted(new)
         num_storable = self._num_storable(len(new), use)
         if num_storable is None:
@@ -305,18 +310,17 @@ class CPUOffloadingManager(OffloadingManager):
 
         self._settle()
         self._policy.on_store_miss(new, req_context)
-        use.keys.update(offered if len(new) == len(offered) else dict.fromkeys(new))
         evicted = self._make_room(len(new), use.keys.keys())
         if evicted is None:
-            for key in new:
-                del use.keys[key]
             self._count("kvtier_cpu_refused_blocks", len(new))
             return None
+        closes_gap = use.has_used_behind(new[0])
         blocks = self._take_slots(new, use)
+        use.keys.update(dict.fromkeys(new, self._generation))
         self._policy.insert_run(new, blocks, req_context)
-        if present and comes_first(new[0], present[-1], offered):
-            # New blocks closed a gap. They belong between the others, not behind them.
-            self._touch(offered, use)
+        if closes_gap:
+            # They belong between the others, not behind them.
+            self._policy.touch(use.keys, use.context)
         return PrepareStoreOutput(
             new, CPULoadStoreSpec([block.block_id for block in blocks]), evicted
         )
@@ -346,13 +350,13 @@ class CPUOffloadingManager(OffloadingManager):
         self._forget_if_done(use)
         self._record_misuse("stray completion of a store", stray, use, "complete each store once")
 
-    def _split(self, offered: dict[OffloadKey, None]) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Which of the keys are new, and which have a block already."""
+    def _split(self, offered: dict[OffloadKey, int]) -> tuple[list[OffloadKey], list[BlockStatus]]:
+        """Those of the keys that are new, and the blocks of those that are there already."""
         get = self._get
         new = [key for key in offered if get(key) is None]
         if len(new) == len(offered):
             return new, []
-        return new, [key for key in offered if get(key) is not None]
+        return new, [block for key in offered if (block := get(key)) is not None]
 
     def _admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Those of the keys that enough requests have brought."""
@@ -419,10 +423,12 @@ class CPUOffloadingManager(OffloadingManager):
         blocks = free[-n:]
         del free[-n:]
         blocks.reverse()
+        self._generation += 1
+        generation = self._generation
         for key, block in zip(keys, blocks, strict=True):
             block.key = key
             block.ref_cnt = WRITING
-            block.generation += 1
+            block.generation = generation
             block.writer = use
         use.num_writing += n
         self._num_writing += n
@@ -441,7 +447,8 @@ class CPUOffloadingManager(OffloadingManager):
         """Forget blocks whose write failed."""
         for block in failed:
             self._policy.remove(block.key)
-            use.keys.pop(block.key, None)
+            if block.key in use.keys:
+                use.keys[block.key] = 0
             self._release(block)
         self._count("kvtier_cpu_failed_stores", len(failed))
 
@@ -530,29 +537,31 @@ class CPUOffloadingManager(OffloadingManager):
             if self._last_use is use:
                 self._last_context = self._last_use = None
 
-    def _note_use(self, keys: Iterable[OffloadKey], use: RequestUse) -> None:
-        """The request uses these blocks; the policy is told before it is next asked."""
-        fresh = [key for key in keys if key not in use.keys]
-        if fresh:
-            if not use.fresh:
-                self._unsettled.append(use)
-            use.keys.update(dict.fromkeys(fresh))
-            use.fresh += fresh
+    def _note_use(self, block: BlockStatus, use: RequestUse) -> None:
+        """The request uses a block; the policy is told before it is next asked."""
+        if not use.fresh:
+            self._unsettled.append(use)
+        if block.key in use.keys:
+            use.out_of_order = True
+        use.keys[block.key] = block.generation
+        use.fresh.append(block.key)
 
-    def _touch(self, keys: Iterable[OffloadKey], use: RequestUse) -> None:
-        """Make all blocks of a request, those of `keys` among them, the most recent ones."""
-        get = self._get
-        resident = {key: None for key in keys if get(key) is not None}
-        use.keys = merge_in_prompt_order(use.keys, resident)
-        self._policy.touch(use.keys, use.context)
+    def _note_uses(self, blocks: Iterable[BlockStatus], use: RequestUse) -> None:
+        used = use.keys.get
+        for block in blocks:
+            if used(block.key) != block.generation:
+                self._note_use(block, use)
 
     def _settle(self) -> None:
         """Tell the policy of all uses noted since the last time."""
-        if self._unsettled:
-            for use in self._unsettled:
+        for use in self._unsettled:
+            if use.out_of_order:
+                self._policy.touch(use.keys, use.context)
+            else:
                 self._policy.on_use(use.fresh, use.context)
-                use.fresh = []
-            self._unsettled = []
+            use.fresh = []
+            use.out_of_order = False
+        self._unsettled = []
 
     def _end_quarantine(self) -> None:
         """A transfer that began after the last reset has ended, hence all earlier ones have."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,14 +22,18 @@ class RequestUse:
         "keys",
         "loading",
         "num_writing",
+        "out_of_order",
     )
 
     def __init__(self, context: ReqContext) -> None:
         self.context = context
-        self.keys: dict[OffloadKey, None] = {}
-        """Blocks it used or stored, in prompt order."""
+        self.keys: dict[OffloadKey, int] = {}
+        """What it has brought, in prompt order, with the generation of the block in which it used
+        or stored it; 0 if there was none."""
         self.fresh: list[OffloadKey] = []
-        """Those that the policy has not been told of."""
+        """Uses that the policy has not been told of."""
+        self.out_of_order = False
+        """Whether one of those may be in front of an earlier one."""
         self.brought: set[OffloadKey] = set()
         """Keys the reuse filter has counted for it."""
         self.loading: dict[OffloadKey, int] = {}
@@ -44,25 +47,28 @@ class RequestUse:
         self.is_stale = False
         """Whether it may hold blocks on the device that are from before a reset."""
 
+    def bring(self, keys: dict[OffloadKey, int]) -> None:
+        """Take in keys of a later call, given in prompt order, each with 0.
 
-def merge_in_prompt_order(
-    known: dict[OffloadKey, None], given: dict[OffloadKey, None]
-) -> dict[OffloadKey, None]:
-    """Both sets of keys of one request, each in prompt order, as one.
+        What was brought before stays in front of, or behind, the first key that is in both. If
+        there is no such key, what is given comes later in the prompt.
+        """
+        known = self.keys
+        if known.keys().isdisjoint(keys):
+            known.update(keys)
+        elif not keys.keys() <= known.keys():
+            front: dict[OffloadKey, int] = {}
+            for key in known:
+                if key in keys:
+                    break
+                front[key] = 0
+            self.keys = {**front, **keys, **known}
 
-    What is known only stays in front of, or behind, the first key that is in both. If there is
-    no such key, what is given comes later in the prompt.
-    """
-    if len(given) >= len(known) and known.keys() <= given.keys():
-        return given
-    front: dict[OffloadKey, None] = {}
-    for key in known:
-        if key in given:
-            break
-        front[key] = None
-    return {**front, **given, **known}
-
-
-def comes_first(key: OffloadKey, other: OffloadKey, keys: Iterable[OffloadKey]) -> bool:
-    """Whether `key` is before `other` in `keys`; at least one of them is there."""
-    return next(candidate for candidate in keys if candidate in (key, other)) == key
+    def has_used_behind(self, key: OffloadKey) -> bool:
+        """Whether the request has used a block that comes after `key` in its prompt."""
+        for other, generation in reversed(self.keys.items()):
+            if generation:
+                return True
+            if other == key:
+                return False
+        return False

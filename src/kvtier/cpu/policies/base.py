@@ -42,7 +42,7 @@ class BlockStatus:
     """One slot of the primary tier and the block in it.
 
     There is one object per slot for as long as the manager lives; `generation` grows each time
-    the slot is given to another block.
+    the slot is given to another block, and is never that of another block of the same key.
     """
 
     __slots__ = ("block_id", "generation", "key", "place", "ref_cnt", "writer")
