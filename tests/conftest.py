@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,9 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path(os.environ.get("KVTIER_WATCHED_DIRECTORY", "/dev/shm"))
+PATIENCE_S = float(os.environ.get("KVTIER_WATCH_PATIENCE_S", "10"))
+"""Another run's processes may be killed by its tests; its next test reclaims their files."""
 _LOCKS = Path("/proc/locks")
 
 
@@ -74,12 +77,20 @@ def _test_leaves_nothing_behind(_session_leaves_nothing_behind: None) -> Iterato
     yield from _watch_for_leftovers()
 
 
+def _files_left(before: set[Path]) -> list[str]:
+    return [path.name for path in _region_files() - before if not _is_anothers(path)]
+
+
 def _watch_for_leftovers() -> Iterator[None]:
     files, threads = _region_files(), _threads()
     yield
     left_threads = [thread.name for thread in _threads() - threads]
     assert not left_threads, f"threads left behind: {left_threads}"
-    left_files = [path.name for path in _region_files() - files if not _is_anothers(path)]
+    deadline = time.monotonic() + PATIENCE_S
+    while left_files := _files_left(files):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
     assert not left_files, f"files left behind in {SHARED_MEMORY}: {left_files}"
 
 

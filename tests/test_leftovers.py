@@ -75,7 +75,9 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the watch said after each of the tests above, by the test's name."""
     folder = tmp_path_factory.mktemp("watched")
     shutil.copy(HERE / "conftest.py", folder)
-    left = Path("/dev/shm") / f"kvtier-{uuid.uuid4().hex}"
+    # Not in shared memory, where other runs would see these files and complain.
+    watched = tmp_path_factory.mktemp("shared_memory")
+    left = watched / f"kvtier-{uuid.uuid4().hex}"
     files = {f"test_{name}.py": (name, test) for name, test in (TIDY | UNTIDY | LAST).items()}
     for file, (name, test) in files.items():
         (folder / file).write_text(test.replace("PATH", repr(f"{left}-{name}")))
@@ -83,7 +85,11 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=line", "-rE", *files],
             cwd=folder,
-            env={"COLUMNS": "1000"},
+            env={
+                "COLUMNS": "1000",
+                "KVTIER_WATCHED_DIRECTORY": str(watched),
+                "KVTIER_WATCH_PATIENCE_S": "0.1",
+            },
             capture_output=True,
             text=True,
             check=False,
@@ -94,7 +100,10 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             path.unlink()
     assert f"{len(files)} passed" in run.stdout, run.stdout + run.stderr
     found = re.findall(r"(?m)^ERROR test_(\w+)\.py::test - (.*)$", run.stdout)
-    return {name: text.replace(left.name, "NAME") for name, text in found}
+    return {
+        name: text.replace(left.name, "NAME").replace(str(watched), "/dev/shm")
+        for name, text in found
+    }
 
 
 @pytest.mark.parametrize("name", TIDY)

@@ -12,11 +12,17 @@ import kvtier
 import kvtier.base
 
 OTHERS = {
+    "AttentionKind": "kvtier.config",
     "CPUOffloadingManager": "kvtier.cpu.manager",
     "CPUOffloadingSpec": "kvtier.cpu.spec",
     "ConfigError": "kvtier.config",
+    "OffloadingCacheConfig": "kvtier.config",
     "OffloadingConfig": "kvtier.config",
+    "OffloadingGroupConfig": "kvtier.config",
+    "OffloadingModelConfig": "kvtier.config",
+    "OffloadingParallelConfig": "kvtier.config",
     "OffloadingSpecFactory": "kvtier.factory",
+    "load_user_config": "kvtier.config",
 }
 
 

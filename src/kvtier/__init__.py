@@ -42,7 +42,16 @@ if TYPE_CHECKING:
         get_offload_group_idx,
         make_offload_key,
     )
-    from kvtier.config import ConfigError, OffloadingConfig
+    from kvtier.config import (
+        AttentionKind,
+        ConfigError,
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+        load_user_config,
+    )
     from kvtier.cpu.manager import CPUOffloadingManager
     from kvtier.cpu.spec import CPUOffloadingSpec
     from kvtier.factory import OffloadingSpecFactory
@@ -50,6 +59,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionKind",
     "BlockIDsLoadStoreSpec",
     "CPUOffloadingManager",
     "CPUOffloadingSpec",
@@ -66,9 +76,13 @@ __all__ = [
     "MetricKind",
     "OffloadKey",
     "OffloadPolicy",
+    "OffloadingCacheConfig",
     "OffloadingConfig",
     "OffloadingEvent",
+    "OffloadingGroupConfig",
     "OffloadingManager",
+    "OffloadingModelConfig",
+    "OffloadingParallelConfig",
     "OffloadingSpec",
     "OffloadingSpecFactory",
     "OffloadingStats",
@@ -84,16 +98,23 @@ __all__ = [
     "__version__",
     "get_offload_block_hash",
     "get_offload_group_idx",
+    "load_user_config",
     "make_offload_key",
 ]
 
 # Where the names live that are not the contract's own.
 _HOMES = {
+    "AttentionKind": "kvtier.config",
     "CPUOffloadingManager": "kvtier.cpu.manager",
     "CPUOffloadingSpec": "kvtier.cpu.spec",
     "ConfigError": "kvtier.config",
+    "OffloadingCacheConfig": "kvtier.config",
     "OffloadingConfig": "kvtier.config",
+    "OffloadingGroupConfig": "kvtier.config",
+    "OffloadingModelConfig": "kvtier.config",
+    "OffloadingParallelConfig": "kvtier.config",
     "OffloadingSpecFactory": "kvtier.factory",
+    "load_user_config": "kvtier.config",
 }
 
 # Hidden from type checkers: with it in sight, they would accept any misspelt name.

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from kvtier.config.errors import ConfigError, Problem
-from kvtier.config.options import CPU_SPEC
+from kvtier.config.options import CPU_SPEC, TIERING_SPEC, tiers_refusal
 from kvtier.config.reader import nearest
 from kvtier.config.redaction import describe
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
-    from types import ModuleType
 
     from kvtier.base import OffloadingSpec
     from kvtier.config import OffloadingConfig, OffloadingOptions
@@ -72,6 +71,10 @@ class ClassRegistry(Generic[T]):
             )
         self._registered[name] = (module_path, class_name)
 
+    def knows(self, name: str) -> bool:
+        """Whether `name` means something without a module path."""
+        return name in self._registered or name in self._entry_points().names
+
     def resolve(self, name: str, module_path: str | None = None, at: str = "") -> type[T]:
         """The class that `name` means, or `ConfigError`. Called while an engine starts.
 
@@ -87,7 +90,7 @@ class ClassRegistry(Generic[T]):
                 name,
                 source.origin,
             )
-        return self._checked(getattr(_import(source), source.class_name, None), source)
+        return self._checked(_load(source), source)
 
     def _find(self, name: str, module_path: str | None, prefix: str) -> _Source:
         name_key, module_path_key = prefix + self._name_key, prefix + self._module_path_key
@@ -176,9 +179,10 @@ class ClassRegistry(Generic[T]):
         return found
 
 
-def _import(source: _Source) -> ModuleType:
+def _load(source: _Source) -> object:
     try:
-        return importlib.import_module(source.module_path)
+        # Either may import more: a module may load its classes when they are first asked for.
+        return getattr(importlib.import_module(source.module_path), source.class_name, None)
     except Exception as error:
         key, given = (
             (source.module_path_key, describe(source.module_path))
@@ -197,6 +201,11 @@ def _why_no_module(error: Exception, source: _Source) -> str:
         return (
             f"There is no module {missing!r} here: install its package in the engine's "
             "environment, or add its folder to PYTHONPATH"
+        )
+    if missing:
+        return (
+            f"{source.module_path} needs the module {missing!r}, which is not here: install its "
+            "package in the engine's environment, or mend the import"
         )
     return f"Importing {source.module_path} fails with {type(error).__name__} ({error}): mend that"
 
@@ -244,7 +253,12 @@ class OffloadingSpecFactory:
     @classmethod
     def get_spec_cls(cls, options: OffloadingOptions) -> type[OffloadingSpec]:
         """The class of the spec, or `ConfigError`."""
-        return cls._registry.resolve(options.spec_name, options.spec_module_path)
+        name, module_path = options.spec_name, options.spec_module_path
+        if name == TIERING_SPEC and options.secondary_tiers and module_path is None:
+            # The name is the default for tiers: the user need not have written it.
+            if not cls._registry.knows(name):
+                raise ConfigError(tiers_refusal(options))
+        return cls._registry.resolve(name, module_path)
 
     @classmethod
     def create_spec(cls, config: OffloadingConfig) -> OffloadingSpec:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,17 +26,37 @@ def lend() -> Iterator[Lend]:
     pool.close()
 
 
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A directory in shared memory that must be empty again after the test."""
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="test-region-"))
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(scope="session")
+def _no_directories_of_killed_runs() -> None:
+    """A test run that was killed could not remove its directories. Nobody locks them any more."""
+    for directory in SHARED_MEMORY.glob("test-region-*"):
+        with suppress(OSError), _locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(directory)
+
+
+@contextmanager
+def _locked(directory: Path, how: int) -> Iterator[None]:
+    fd = os.open(directory, os.O_RDONLY)
     try:
-        yield directory
-        assert list(directory.iterdir()) == []
+        fcntl.flock(fd, how)
+        yield
     finally:
-        for path in directory.iterdir():
-            path.unlink()
-        directory.rmdir()
+        os.close(fd)
+
+
+@pytest.fixture
+def shm(_no_directories_of_killed_runs: None) -> Iterator[Path]:
+    """A directory in shared memory that must be empty again after the test."""
+    directory = Path(tempfile.mkdtemp(dir=SHARED_MEMORY, prefix="test-region-"))
+    try:
+        with _locked(directory, fcntl.LOCK_SH):
+            yield directory
+            assert list(directory.iterdir()) == []
+    finally:
+        shutil.rmtree(directory)
 
 
 @pytest.fixture

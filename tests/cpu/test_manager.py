@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -448,9 +449,20 @@ def test_strict_mode_raises_instead() -> None:
         manager.prepare_load([key("x")], engine.context)
 
 
-def test_a_tier_without_slots_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_blocks is 0"):
-        CPUOffloadingManager(0)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_blocks", 0),
+        ("num_blocks", 1.5),
+        ("num_blocks", True),
+        ("store_threshold", -1),
+        ("max_tracker_size", 0),
+    ],
+)
+def test_a_figure_that_cannot_be_is_refused_by_name(name: str, value: object) -> None:
+    arguments: dict[str, Any] = {"num_blocks": 4, name: value}
+    with pytest.raises(ValueError, match=f"{name} is {value}: give a whole number of at least"):
+        CPUOffloadingManager(**arguments)
 
 
 def test_nothing_is_remembered_of_requests_that_are_done() -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvtier.config.engine import AttentionKind, OffloadingGroupConfig, OffloadingParallelConfig
+from kvtier.config.engine import (
+    AttentionKind,
+    OffloadingCacheConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
 from kvtier.config.errors import ConfigError, Problem
-from kvtier.config.kinds import BOOLEAN, TEXT, Kind, Unfit, whole_number
+from kvtier.config.kinds import BOOLEAN, REQUIRED_TEXT, TEXT, Kind, Unfit, whole_number
 from kvtier.config.options import OffloadingOptions
 from kvtier.config.redaction import describe
-from kvtier.config.sizes import format_size
+from kvtier.config.sizes import LARGEST_SIZE, format_size
 
 if TYPE_CHECKING:
     from kvtier.config.offloading import OffloadingConfig
+
+T = TypeVar("T")
 
 
 def _parse_attention_kind(value: object) -> AttentionKind:
@@ -26,9 +34,34 @@ def _parse_attention_kind(value: object) -> AttentionKind:
 def _parse_layer_names(value: object) -> tuple[str, ...]:
     if not isinstance(value, tuple) or not value:
         raise Unfit("Give a tuple with the names of the group's layers, in the order of their data")
-    return tuple(TEXT.parse(name) for name in value)
+    return tuple(REQUIRED_TEXT.parse(name) for name in value)
 
 
+def _parse_groups(value: object) -> tuple[OffloadingGroupConfig, ...]:
+    if not isinstance(value, tuple):
+        raise Unfit("Give a tuple, also for one group")
+    for index, group in enumerate(value):
+        if not isinstance(group, OffloadingGroupConfig):
+            raise Unfit(f"Make groups[{index}] an OffloadingGroupConfig")
+    return value
+
+
+def _instance_of(part: type[T]) -> Kind[T]:
+    def parse(value: object) -> T:
+        if not isinstance(value, part):
+            raise Unfit(f"Make it with {part.__name__}(...)")
+        return value
+
+    return Kind(f"an instance of kvtier.{part.__name__}", parse)
+
+
+_GROUPS = Kind("a tuple of kvtier.OffloadingGroupConfig", _parse_groups)
+_PARTS: dict[str, Kind[Any]] = {
+    "groups": _GROUPS,
+    "model": _instance_of(OffloadingModelConfig),
+    "cache": _instance_of(OffloadingCacheConfig),
+    "parallel": _instance_of(OffloadingParallelConfig),
+}
 _ATTENTION_KIND = Kind(
     f"one of {', '.join(f'AttentionKind.{kind.name}' for kind in AttentionKind)}",
     _parse_attention_kind,
@@ -38,8 +71,14 @@ _COUNT = whole_number(1)
 _INDEX = whole_number(0)
 
 
+def part_problems(config: OffloadingConfig) -> list[Problem]:
+    """The parts of the engine's side that are not even of the right class."""
+    refusals = [kind.refusal(part, getattr(config, part)) for part, kind in _PARTS.items()]
+    return [problem for problem in refusals if problem is not None]
+
+
 def engine_problems(config: OffloadingConfig) -> list[Problem]:
-    """Everything wrong with the engine's side of `config`. Does not look at `options`.
+    """Everything wrong with the values in those parts. Does not look at `options`.
 
     Types are checked too: adapters take these values from engines without types.
     """
@@ -90,19 +129,32 @@ def require_one_block(config: OffloadingConfig) -> None:
             f"{config.worker_kv_bytes_per_block} x blocks_per_chunk "
             f"{config.cache.blocks_per_chunk} x world_size {config.parallel.world_size}, "
             "rounded up to the page size)",
-            f'Write "{format_size(row_bytes)}" or more; a useful cache holds thousands of blocks',
+            _remedy_for_small_budget(config),
         )
     )
+
+
+def _remedy_for_small_budget(config: OffloadingConfig) -> str:
+    chosen = [
+        key
+        for key in ("block_size", "blocks_per_chunk")
+        if getattr(config.options, key) is not None and config.cache.blocks_per_chunk > 1
+    ]
+    if chosen and config.row_bytes > LARGEST_SIZE:
+        return f"Lower {chosen[0]}"
+    lower = f", or lower {chosen[0]}" if chosen else ""
+    enough = format_size(config.row_bytes)
+    return f'Write "{enough}" or more{lower}; a useful cache holds thousands of blocks'
 
 
 def _field_problems(config: OffloadingConfig) -> Iterator[Problem]:
     parallel = config.parallel
     expected: list[tuple[str, object, Kind[Any]]] = [
         ("worker_kv_bytes_per_block", config.worker_kv_bytes_per_block, _COUNT),
-        ("engine_id", config.engine_id, TEXT),
+        ("engine_id", config.engine_id, REQUIRED_TEXT),
         ("enable_kv_cache_events", config.enable_kv_cache_events, BOOLEAN),
-        ("model.name", config.model.name, TEXT),
-        ("model.dtype", config.model.dtype, TEXT),
+        ("model.name", config.model.name, REQUIRED_TEXT),
+        ("model.dtype", config.model.dtype, REQUIRED_TEXT),
         ("cache.tokens_per_hash", config.cache.tokens_per_hash, _COUNT),
         ("cache.blocks_per_chunk", config.cache.blocks_per_chunk, _COUNT),
         ("parallel.rank", parallel.rank, _INDEX),
@@ -145,7 +197,8 @@ def _group_problems(config: OffloadingConfig) -> Iterator[Problem]:
     taken: dict[int, int] = {}
     for index, group in enumerate(config.groups):
         at = f"groups[{index}]"
-        first = taken.setdefault(group.group_id, index)
+        valid_id = _INDEX.refusal(at, group.group_id) is None
+        first = taken.setdefault(group.group_id, index) if valid_id else index
         if first != index:
             yield Problem(
                 f"{at}.group_id",

@@ -19,7 +19,9 @@ def load_user_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     suffix = os.path.splitext(name)[1]
     syntax = _SYNTAX_OF_SUFFIX.get(suffix.lower())
     if syntax is None:
-        _refuse(name, f"the suffix {suffix!r}", "a .json or .toml file", "Rename it")
+        _refuse(
+            name, f"the suffix {suffix!r}", "a .json or .toml file", "Convert it to JSON or TOML"
+        )
     try:
         # "utf-8-sig", because some editors put a mark before the text.
         with open(name, encoding="utf-8-sig") as file:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from kvtier.config.errors import Problem
+from kvtier.config.numbers import as_int
 from kvtier.config.redaction import describe
 from kvtier.config.sizes import SizeError, parse_size
 
@@ -39,14 +40,15 @@ class Kind(Generic[T]):
 
 
 def whole_number(minimum: int) -> Kind[int]:
-    """An int of `minimum` or more. True is no number, and neither is "8"."""
+    """An int of `minimum` or more, or numpy's. True is no number, and neither is "8"."""
 
     def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
+        number = as_int(value)
+        if number is None:
             raise Unfit(_whole_number_remedy(value, minimum))
-        if value < minimum:
+        if number < minimum:
             raise Unfit(f"Write {minimum} or more")
-        return value
+        return number
 
     return Kind(f"a whole number, {minimum} or more", parse)
 
@@ -73,10 +75,16 @@ def _boolean(value: object) -> bool:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, str) and not value.strip():
+        raise Unfit("Write at least one letter, or leave it out")
+    return _required_text(value)
+
+
+def _required_text(value: object) -> str:
     if not isinstance(value, str):
         raise Unfit("Write it in quotes")
     if not value.strip():
-        raise Unfit("Write at least one letter, or leave it out")
+        raise Unfit("Write at least one letter")
     if value != value.strip():
         raise Unfit("Remove the white space around it")
     return value
@@ -100,15 +108,17 @@ def _size(value: object) -> int:
 
 
 def _milliseconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    number = value if isinstance(value, float) else as_int(value)
+    if number is None:
         raise Unfit("Write a number of milliseconds without quotes or unit, such as 500")
-    if not math.isfinite(value) or value <= 0:
+    if not math.isfinite(number) or number <= 0:
         raise Unfit("Write a number of milliseconds above 0, or leave it out")
-    return float(value)
+    return float(number)
 
 
 BOOLEAN = Kind("true or false", _boolean)
 TEXT = Kind("a text without white space around it", _text)
+REQUIRED_TEXT = Kind(TEXT.allowed, _required_text)
 MODULE_PATH = Kind('an importable module such as "my_package.my_module"', _module_path)
 SIZE = Kind('a size above 0, in bytes or as a text such as "8GiB" or "1.5GB"', _size)
 MILLISECONDS = Kind("a number of milliseconds above 0", _milliseconds)

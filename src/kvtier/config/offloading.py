@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvtier.config.checks import engine_problems, require_one_block, resolve_blocks_per_chunk
+from kvtier.config.checks import (
+    engine_problems,
+    part_problems,
+    require_one_block,
+    resolve_blocks_per_chunk,
+)
 from kvtier.config.engine import (
     OffloadingCacheConfig,
     OffloadingGroupConfig,
@@ -17,6 +22,7 @@ from kvtier.config.engine import (
 )
 from kvtier.config.errors import ConfigError, Problem
 from kvtier.config.fingerprint import fingerprint
+from kvtier.config.numbers import as_int, with_plain_ints
 from kvtier.config.options import OffloadingOptions
 
 logger = logging.getLogger(__name__)
@@ -49,7 +55,10 @@ class OffloadingConfig:
     """`extra_config`, parsed."""
 
     def __post_init__(self) -> None:
-        problems = engine_problems(self)
+        problems = part_problems(self)
+        if not problems:
+            self._take_plain_ints()
+            problems = engine_problems(self)
         try:
             options = OffloadingOptions.from_extra_config(self.extra_config)
         except ConfigError as refused:
@@ -114,6 +123,17 @@ class OffloadingConfig:
                 "and change it whenever they change; or serve the model from a hub commit",
             )
         )
+
+    def _take_plain_ints(self) -> None:
+        plain = {
+            "groups": tuple(with_plain_ints(group) for group in self.groups),
+            "worker_kv_bytes_per_block": as_int(self.worker_kv_bytes_per_block),
+            "cache": with_plain_ints(self.cache),
+            "parallel": with_plain_ints(self.parallel),
+        }
+        for name, value in plain.items():
+            if value is not None:
+                object.__setattr__(self, name, value)
 
     def _warn_of_events_nobody_sees(self) -> None:
         if self.enable_kv_cache_events:

@@ -15,6 +15,7 @@ from kvtier.config.kinds import (
     MILLISECONDS,
     MODULE_PATH,
     OPAQUE,
+    REQUIRED_TEXT,
     SIZE,
     TEXT,
     Kind,
@@ -90,7 +91,7 @@ class OffloadingOptions:
     eviction_policy: str = "lru"
     cache_policy_module_path: str | None = None
     store_threshold: int = 1
-    """A block is stored when it is offered for the n-th time; 1 stores every block."""
+    """A block is stored when the n-th request brings it; 1 stores every block."""
     max_tracker_size: int = 64_000
     offload_prompt_only: bool = True
     self_describing_kv_events: bool = False
@@ -154,6 +155,19 @@ TIER_KEYS = tuple(key.name for key in fields(TierConfig) if key.name not in ("po
 """Every key that all entries of `secondary_tiers` understand."""
 
 
+def tiers_refusal(options: OffloadingOptions) -> Problem:
+    """What is said by those who have no tiers below host memory to offer.
+
+    Better no engine than one that quietly keeps nothing where the user wants it kept.
+    """
+    return Problem(
+        "secondary_tiers",
+        ", ".join(describe(tier.type) for tier in options.secondary_tiers),
+        "none yet: this version offloads to host memory alone",
+        "Remove secondary_tiers",
+    )
+
+
 def _parse_locality(value: object) -> Locality:
     # Here, because `kvtier.base` loads numpy, which reading a configuration does not need.
     from kvtier.base import Locality
@@ -188,7 +202,7 @@ def _read_tier(parent: OptionReader, entry: object, position: int) -> TierConfig
         return TierConfig(type="", position=position)
     reader = OptionReader(_without_vllm_only(entry, VLLM_ONLY_TIER_KEYS, at), at)
     tier = TierConfig(
-        type=reader.required("type", TEXT),
+        type=reader.required("type", REQUIRED_TEXT),
         position=position,
         module_path=reader.optional("module_path", MODULE_PATH),
         enable_kv_events=reader.get("enable_kv_events", BOOLEAN, False),
@@ -235,8 +249,4 @@ def _refuse_contradictions(reader: OptionReader, options: OffloadingOptions) -> 
             "Set eviction_policy to the class's name",
         )
     if options.secondary_tiers and options.spec_name == CPU_SPEC:
-        reader.refuse(
-            "spec_name",
-            f"{TIERING_SPEC}, or another spec that has tiers, when secondary_tiers are given",
-            f'Write "{TIERING_SPEC}", or leave spec_name out, or remove secondary_tiers',
-        )
+        reader.problems.append(tiers_refusal(options))

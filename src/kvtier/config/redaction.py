@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Mapping
 
+from kvtier.config.numbers import as_int
+
 _LONGEST = 200
 _SECRET = r"pass?_?w|pwd|secret|credential|(?:access|api|private)_?key|token\b"
 _SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
@@ -20,8 +22,13 @@ _HIDDEN = "***"
 
 def describe(value: object, key: str = "") -> str:
     """`value`, given for `key`, as a message may show it."""
-    text = json.dumps(_redacted(value, key), default=repr, ensure_ascii=False)
+    text = json.dumps(_redacted(value, key), default=_unknown_to_json, ensure_ascii=False)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _unknown_to_json(value: object) -> int | str:
+    number = as_int(value)
+    return repr(value) if number is None else number
 
 
 def _redacted(value: object, key: str) -> object:

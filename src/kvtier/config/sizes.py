@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from math import isfinite
 
+from kvtier.config.numbers import as_int
+
 _PREFIXES = "KMGTP"
 _BINARY: dict[str, int] = {f"{p}iB": 1024**n for n, p in enumerate(_PREFIXES, start=1)}
 _DECIMAL: dict[str, int] = {f"{p}B": 1000**n for n, p in enumerate(_PREFIXES, start=1)}
 _UNITS = {unit.lower(): size for unit, size in (_BINARY | _DECIMAL | {"B": 1, "": 1}).items()}
 
 # No computer addresses more; what is larger is a slip of the unit.
-_LARGEST = 2**63 - 1
+LARGEST_SIZE = 2**63 - 1
 _SHAPE = re.compile(r"(\d{1,19})(?:\.(\d{1,18}))? *([A-Za-z]*)", re.ASCII)
 
 
@@ -28,14 +30,14 @@ def parse_size(value: object) -> int:
         size = _parse_text(value)
     elif isinstance(value, float) and isfinite(value):
         size = int(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        size = value
+    elif (number := as_int(value)) is not None:
+        size = number
     else:
         raise SizeError('Write a number of bytes, or a text such as "8GiB"')
     if size <= 0:
         raise SizeError("Write a size above 0")
-    if size > _LARGEST:
-        raise SizeError(f"Write at most {_LARGEST} bytes; is the unit right?")
+    if size > LARGEST_SIZE:
+        raise SizeError(f"Write at most {LARGEST_SIZE} bytes; is the unit right?")
     return size
 
 

@@ -37,7 +37,8 @@ class _Local(NamedTuple):
 def describe_holders(address: int, length: int) -> list[str]:
     """One phrase for each place that refers to memory between `address` and `address + length`.
 
-    Walks over every live object: for shutdown, and only when something was left behind.
+    Walks over every live object: for shutdown, and only when something was left behind. Asks
+    none of them for attributes, not even for `__class__`: some objects run code for that, or raise.
     """
     running = list(_locals_of_running_functions())
     phrases: dict[str, None] = {}
@@ -57,9 +58,10 @@ def describe_holders(address: int, length: int) -> list[str]:
 
 
 def _is_of_this_walk(container: Any) -> bool:
-    if isinstance(container, FrameType):
-        return container.f_code.co_filename == __file__
-    return type(container) is _Local
+    kind = type(container)
+    if kind is FrameType:
+        return bool(container.f_code.co_filename == __file__)
+    return kind is _Local
 
 
 def _locals_of_running_functions() -> Iterator[_Local]:
@@ -125,31 +127,39 @@ def _place(container: Any, held: Any, running: list[_Local]) -> str:
 def _named_referrer_of(container: Any) -> Any:
     for referrer in gc.get_referrers(container):
         # The lists and tuples that refer to it may be the ones being walked here.
-        if type(referrer) is dict or not isinstance(
-            referrer, (FrameType, _Local, *_PLAIN_CONTAINERS)
-        ):
+        kind = type(referrer)
+        if kind is dict or kind not in (FrameType, _Local, *_PLAIN_CONTAINERS):
             return referrer
     return None
 
 
 def _owner_of_attributes(attributes: dict[str, Any]) -> Any:
     for referrer in gc.get_referrers(attributes):
-        if getattr(referrer, "__dict__", None) is attributes:
+        if _attributes_of(referrer) is attributes:
             return referrer
     return attributes
 
 
+def _attributes_of(owner: Any) -> Any:
+    """The object's own dictionary, without running any code of its class."""
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+
+
 def _qualified_name(owner: Any) -> str:
-    if isinstance(owner, ModuleType):
-        return owner.__name__
-    if isinstance(owner, FrameType):
+    kind = type(owner)
+    if issubclass(kind, ModuleType):
+        return str(owner.__name__)
+    if kind is FrameType:
         return f"the frame of {owner.f_code.co_qualname}(), which a traceback keeps"
-    return f"{type(owner).__module__}.{type(owner).__qualname__}"
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _attribute_suffix(owner: Any, held: Any) -> str:
-    attributes = getattr(owner, "__dict__", None)
-    if isinstance(attributes, dict):
+    attributes = _attributes_of(owner)
+    if type(attributes) is dict:
         for name, value in attributes.items():
             if value is held:
                 return f".{name}"

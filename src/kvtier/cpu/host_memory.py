@@ -27,6 +27,9 @@ class RoomLimit(NamedTuple):
     available: int
     where: str
     remedy: str
+    advisable: int
+    """What may be taken without ending at the limit: where everything else also takes memory, less
+    than what is available."""
 
 
 class _CgroupFiles(NamedTuple):
@@ -54,10 +57,12 @@ def require_room(
 ) -> None:
     """Raise `NotEnoughMemory` unless the rows and the overhead fit in `directory` and in memory."""
     asked = num_rows * row_bytes + overhead_bytes
-    tightest = min(_limits(asked, directory), key=lambda limit: limit.available, default=None)
+    limits = list(_limits(asked, directory))
+    tightest = min(limits, key=lambda limit: limit.available, default=None)
     if tightest is None or asked <= tightest.available:
         return
-    rows_that_fit = max(0, tightest.available - overhead_bytes) // row_bytes
+    advisable = min(limit.advisable for limit in limits)
+    rows_that_fit = max(0, advisable - overhead_bytes) // row_bytes
     raise NotEnoughMemory(
         f"{purpose} needs {format_bytes(asked)}, but only {format_bytes(tightest.available)} are "
         f"available in {tightest.where}. {tightest.remedy}, or lower cpu_bytes_to_use to "
@@ -77,20 +82,26 @@ def _filesystem_limit(asked: int, directory: str) -> Iterator[RoomLimit]:
         return  # a tmpfs mounted without a size limit
     used = (filesystem.f_blocks - filesystem.f_bfree) * filesystem.f_frsize
     size_needed = f"{-(-(used + asked) // 2**20)}m"
+    available = filesystem.f_bavail * filesystem.f_frsize
     yield RoomLimit(
-        filesystem.f_bavail * filesystem.f_frsize,
+        available,
         directory,
         f"Make it larger (mount -o remount,size={size_needed} {directory}; in Docker "
         f"--shm-size={size_needed} or --ipc=host; in Kubernetes an emptyDir of medium Memory "
         f"mounted there)",
+        advisable=available,
     )
+
+
+def _memory_limit(available: int, where: str, remedy: str) -> RoomLimit:
+    return RoomLimit(available, where, remedy, advisable=available - available // 10)
 
 
 def _machine_limit() -> Iterator[RoomLimit]:
     with open("/proc/meminfo", encoding="ascii") as meminfo:
         for line in meminfo:
             if line.startswith("MemAvailable:"):
-                yield RoomLimit(
+                yield _memory_limit(
                     int(line.split()[1]) * 1024,
                     "this machine's memory (MemAvailable)",
                     "Free memory on this machine",
@@ -137,7 +148,7 @@ def _read_level(folder: Path, files: _CgroupFiles) -> Iterator[RoomLimit]:
         name, _, value = line.partition(" ")
         if name == files.reclaimable:
             reclaimable = int(value)
-    yield RoomLimit(
+    yield _memory_limit(
         max(0, int(limit_text) - usage + reclaimable),
         f"the memory limit of control group {folder}",
         "Raise the container's memory limit",

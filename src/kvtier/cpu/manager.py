@@ -76,8 +76,9 @@ class CPUOffloadingManager(OffloadingManager):
         `strict`: raise when the caller breaks the contract; by default if the environment
         variable KVTIER_STRICT is set.
         """
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}: a tier needs at least one slot")
+        _require_whole("num_blocks", num_blocks, 1)
+        _require_whole("store_threshold", store_threshold, 0)
+        _require_whole("max_tracker_size", max_tracker_size, 1)
         self.medium = Medium.CPU
         self.num_blocks = num_blocks
         self.reserve = min(max(1, num_blocks // 256), num_blocks - 1)
@@ -584,3 +585,8 @@ class CPUOffloadingManager(OffloadingManager):
         for key in keys:
             self._count("kvtier_cpu_misuse", 1)
             self.misuse.record(kind, key, use.context.req_id, remedy)
+
+
+def _require_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")

@@ -10,6 +10,7 @@ from kvtier.cpu.device_pages import device_pages
 from kvtier.cpu.gpu_worker import HostOffloadingWorker
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.metrics import METRIC_DEFINITIONS
+from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
 if TYPE_CHECKING:
@@ -21,11 +22,16 @@ __all__ = ["CPUOffloadingSpec"]
 class CPUOffloadingSpec(OffloadingSpec):
     """Wires the manager on the scheduler's side, the region and the worker on a rank's.
 
-    The scheduler's side opens no region: it deals in slot numbers only.
+    The scheduler's side opens no region: it deals in slot numbers only. Making one raises
+    `ConfigError` on either side when the eviction policy is not to be had.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        # The manager asks again; a rank has none, and must not reserve memory under a wrong name.
+        CachePolicyFactory.get_cache_policy_cls(
+            config.options.eviction_policy, config.options.cache_policy_module_path
+        )
         self._manager: CPUOffloadingManager | None = None
         self._worker: HostOffloadingWorker | None = None
 

