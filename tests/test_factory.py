@@ -205,8 +205,19 @@ def test_a_module_that_is_not_there(registry: ClassRegistry[Animal]) -> None:
 def test_a_module_that_lacks_another(registry: ClassRegistry[Animal], site: Path) -> None:
     write_module(site, "zoo_of_needs", "import zoo_of_ghosts")
     assert refusal_of(registry, "Dog", "zoo_of_needs").endswith(
-        "Importing zoo_of_needs fails with ModuleNotFoundError "
-        "(No module named 'zoo_of_ghosts'): mend that."
+        "zoo_of_needs needs the module 'zoo_of_ghosts', which is not here: install its package in "
+        "the engine's environment, or mend the import."
+    )
+
+
+def test_a_class_that_lacks_a_module_when_it_is_asked_for(
+    registry: ClassRegistry[Animal], site: Path
+) -> None:
+    write_module(site, "zoo_at_ease", "def __getattr__(name):\n    import zoo_of_ghosts")
+    assert refusal_of(registry, "Dog", "zoo_at_ease", at="cages[1]") == (
+        'cages[1].animal_module_path: got "zoo_at_ease"; allowed: a module that can be imported. '
+        "zoo_at_ease needs the module 'zoo_of_ghosts', which is not here: install its package in "
+        "the engine's environment, or mend the import."
     )
 
 
@@ -312,3 +323,23 @@ def test_an_unknown_spec_is_refused_by_its_key() -> None:
     assert message.startswith('spec_name: got "CPUOfloadingSpec"; allowed: a known spec (')
     assert "spec_module_path" in message
     assert message.endswith('Did you mean "CPUOffloadingSpec"?')
+
+
+def test_tiers_that_no_spec_has_are_refused_by_the_key_the_user_wrote() -> None:
+    options = options_of({"secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]})
+    with pytest.raises(ConfigError) as refused:
+        OffloadingSpecFactory.get_spec_cls(options)
+    assert str(refused.value) == (
+        'secondary_tiers: got "fs"; allowed: none yet: this version offloads to host memory alone. '
+        "Remove secondary_tiers."
+    )
+
+
+def test_tiers_go_to_a_spec_that_someone_brings_under_the_name(site: Path) -> None:
+    write_module(site, "my_tiering", SPEC_SOURCE.replace("MySpec", "TieringOffloadingSpec"))
+    tiers = {"secondary_tiers": [{"type": "fs"}]}
+    named = {"spec_name": "TieringOffloadingSpec", "spec_module_path": "my_tiering"}
+    assert OffloadingSpecFactory.get_spec_cls(options_of(tiers | named)).__module__ == "my_tiering"
+    value = "my_tiering:TieringOffloadingSpec"
+    install(site, "my-tiering", "kvtier.specs", {"TieringOffloadingSpec": value})
+    assert OffloadingSpecFactory.get_spec_cls(options_of(tiers)).__module__ == "my_tiering"

@@ -38,6 +38,7 @@ class SlotLedger:
         self.writing: dict[OffloadKey, int] = {}
         self.pins: Counter[OffloadKey] = Counter()
         self.quarantined: set[int] = set()
+        self.num_steps_since_reset = 0
         self.announced: set[OffloadKey] = set()
         """Rebuilt from events alone."""
 
@@ -89,6 +90,13 @@ class SlotLedger:
         self.ready.clear()
         self.writing.clear()
         self.pins.clear()
+        self.num_steps_since_reset = 0
+
+    def step_ended(self) -> None:
+        """The second step after a reset comes when the engine has flushed earlier transfers."""
+        self.num_steps_since_reset += 1
+        if self.num_steps_since_reset > 1:
+            self.quarantined.clear()
 
     def take_events(self, manager: OffloadingManager) -> None:
         """Events, in their order, must lead to what can be read now."""
@@ -199,6 +207,8 @@ class Replay:
 
     def _on_schedule_end(self, call: Call) -> None:
         self._step += 1
+        if self.ledger is not None:
+            self.ledger.step_ended()
         self.manager.on_schedule_end(
             ScheduleEndContext(
                 [f"request-{request}" for request in call.new_requests],

@@ -254,10 +254,10 @@ class OffloadingSpecFactory:
     def get_spec_cls(cls, options: OffloadingOptions) -> type[OffloadingSpec]:
         """The class of the spec, or `ConfigError`."""
         name, module_path = options.spec_name, options.spec_module_path
-        if name == TIERING_SPEC and options.secondary_tiers and module_path is None:
-            # The name is the default for tiers: the user need not have written it.
-            if not cls._registry.knows(name):
-                raise ConfigError(tiers_refusal(options))
+        by_default = name == TIERING_SPEC and module_path is None
+        # By its name the refusal would speak of a key that the user need not have written.
+        if by_default and options.secondary_tiers and not cls._registry.knows(name):
+            raise ConfigError(tiers_refusal(options))
         return cls._registry.resolve(name, module_path)
 
     @classmethod

@@ -38,12 +38,13 @@ class MisuseLog:
         """All violations so far, of whatever kind."""
         return self.counts.total()
 
-    def record(self, kind: str, key: bytes, req_id: str, remedy: str) -> None:
+    def record(self, kind: str, key: object, req_id: str, remedy: str) -> None:
         """Count one violation; raise in strict mode, else log the first of its kind."""
         self.counts[kind] += 1
         if not self._strict and self.counts[kind] > 1:
             return
-        message = f"{self._component}: {kind} (key {key.hex()}, request {req_id!r}): {remedy}"
+        name = key.hex() if isinstance(key, bytes) else repr(key)
+        message = f"{self._component}: {kind} (key {name}, request {req_id!r}): {remedy}"
         if self._strict:
             raise ContractViolation(message)
         logger.warning("%s. Further ones are counted, not logged.", message)

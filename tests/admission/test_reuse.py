@@ -44,6 +44,16 @@ def test_of_a_prompt_larger_than_its_memory_it_remembers_the_head() -> None:
     assert [number for number in range(10) if reuse.admits(key(number))] == [0, 1, 2, 3]
 
 
+def test_a_request_that_came_early_is_counted_to_its_end() -> None:
+    reuse = ReuseFilter(threshold=1, max_keys=100)
+    brought: set[OffloadKey] = set()
+    reuse.count([key(0)], brought)
+    for number in range(1000, 1099):
+        reuse.count([key(number)], set())
+    reuse.count([key(number) for number in range(20)], brought)
+    assert all(reuse.admits(key(number)) for number in range(20))
+
+
 @given(
     requests=st.lists(st.lists(st.integers(0, 20)), max_size=30),
     max_keys=st.integers(1, 8),

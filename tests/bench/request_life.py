@@ -117,7 +117,9 @@ def measure(subject: Subject, slots: int, blocks: int, requests: int) -> dict[st
     scratch = dict.fromkeys(PHASES, 0)
     for request in range(num_to_fill):
         live(subject, request, blocks, scratch)
+    # What the imports of a subject have left behind is not its manager's fault.
     gc.collect()
+    gc.freeze()
     lives: list[dict[str, int]] = []
     for request in range(num_to_fill, num_to_fill + requests):
         spent = dict.fromkeys(PHASES, 0)

@@ -103,6 +103,62 @@ ENGINE_MISTAKES: dict[str, Mistake] = {
         "a whole number, 1 or more",
         "Write 1 or more",
     ),
+    "groups that are none": (
+        {"groups": None},
+        "groups",
+        "null",
+        "a tuple of kvtier.OffloadingGroupConfig",
+        "Give a tuple, also for one group.",
+    ),
+    "groups in a list": (
+        {"groups": [{"tokens_per_block": 16}]},
+        "groups",
+        '[{"tokens_per_block": 16}]',
+        "a tuple of kvtier.OffloadingGroupConfig",
+        "Give a tuple, also for one group.",
+    ),
+    "a group that is none": (
+        {"groups": ({"tokens_per_block": 16},)},
+        "groups",
+        '[{"tokens_per_block": 16}]',
+        "a tuple of kvtier.OffloadingGroupConfig",
+        "Make groups[0] an OffloadingGroupConfig.",
+    ),
+    "a model that is none": (
+        {"model": "my-model"},
+        "model",
+        '"my-model"',
+        "an instance of kvtier.OffloadingModelConfig",
+        "Make it with OffloadingModelConfig(...).",
+    ),
+    "a cache that is none": (
+        {"cache": {"tokens_per_hash": 16}},
+        "cache",
+        '{"tokens_per_hash": 16}',
+        "an instance of kvtier.OffloadingCacheConfig",
+        "Make it with OffloadingCacheConfig(...).",
+    ),
+    "parallel that is none": (
+        {"parallel": None},
+        "parallel",
+        "null",
+        "an instance of kvtier.OffloadingParallelConfig",
+        "Make it with OffloadingParallelConfig(...).",
+    ),
+    "an id that is none": (
+        {"groups": (group_with(group_id=[0]),)},
+        "groups[0].group_id",
+        "[0]",
+        "a whole number, 0 or more",
+        "Write a whole number",
+    ),
+    "an empty engine id": (
+        {"engine_id": ""},
+        "engine_id",
+        '""',
+        "a text",
+        "Write at least one letter.",
+    ),
     "no engine id": ({"engine_id": None}, "engine_id", "null", "a text", "Write it in quotes"),
     "events as number": (
         {"enable_kv_cache_events": 1},
@@ -124,7 +180,7 @@ ENGINE_MISTAKES: dict[str, Mistake] = {
         "model.name",
         '""',
         "a text",
-        "Write at least one letter",
+        "Write at least one letter.",
     ),
     "an empty revision": (
         {"model": OffloadingModelConfig("m", "bfloat16", "")},
@@ -191,6 +247,12 @@ def test_a_mistake_of_the_engine_is_refused_with_key_value_and_remedy(case: str)
     assert message.startswith(f"{key}: got {value}; allowed: ")
     assert allowed in message
     assert remedy in message
+
+
+def test_all_parts_that_are_none_are_refused_at_once_with_the_users_mistakes() -> None:
+    refused = refusal_of({"blok_size": 1}, groups=None, model=None, cache=None, parallel=None)
+    keys = [problem.key for problem in refused.problems]
+    assert keys == ["groups", "model", "cache", "parallel", "blok_size"]
 
 
 def test_block_size_is_refused_for_groups_of_different_sizes() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.config import TIER_KEYS, USER_KEYS, OffloadingOptions, parse_user_config
+from kvtier.config import TIER_KEYS, USER_KEYS, parse_user_config
 from kvtier.config.options import VLLM_ONLY_KEYS, VLLM_ONLY_TIER_KEYS
-from tests.config.sample import MINIMAL, options_of
+from kvtier.factory import OffloadingSpecFactory
+from tests.config.sample import MINIMAL, make_config, options_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
 
@@ -89,12 +92,28 @@ def test_what_is_required_is_documented_as_required() -> None:
         assert all(("Default:" in text) != (key in required) for key, text in sections_.items())
 
 
-def test_the_two_whole_examples_say_the_same() -> None:
-    (as_json,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    (as_toml,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    parsed = parse_user_config(as_json, "json")
-    assert parsed == parse_user_config(as_toml, "toml")
-    assert len(OffloadingOptions.from_extra_config(parsed).secondary_tiers) == 2
+def listing(language: str) -> str:
+    (text,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return str(text)
+
+
+def test_the_two_whole_examples_say_the_same_and_can_be_built() -> None:
+    parsed = parse_user_config(listing("json"), "json")
+    assert parsed == parse_user_config(listing("toml"), "toml")
+    OffloadingSpecFactory.create_spec(make_config(parsed)).get_manager().shutdown()
+
+
+def test_the_example_for_engines_runs(tmp_path: Path) -> None:
+    (tmp_path / "kv.json").write_text(listing("json"))
+    ran = subprocess.run(
+        [sys.executable, "-c", listing("python")],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.stdout == "CPUOffloadingSpec: 131072 blocks of 65536 bytes\n"
 
 
 def test_the_sizes_shown_are_sizes() -> None:

@@ -47,6 +47,11 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(case: str, tmp_path: Path
     assert problem.allowed == allowed
 
 
+def test_a_file_in_another_language_is_to_be_converted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv\.yaml: .*Convert it to JSON or TOML\."):
+        load_user_config(tmp_path / "kv.yaml")
+
+
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"none\.json: got .*No such file .*; allowed: a readable"

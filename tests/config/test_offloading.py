@@ -7,9 +7,10 @@ import mmap
 import pickle
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, astuple, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from kvtier.config import (
     ResetScope,
     TierConfig,
 )
-from tests.config.sample import GROUP, MINIMAL, GiB, make_config, options_of
+from tests.config.sample import GROUP, MINIMAL, GiB, group_with, make_config, options_of
 
 
 def test_a_minimal_configuration_has_the_documented_defaults() -> None:
@@ -190,6 +191,36 @@ def test_rows_hold_all_cells_in_whole_pages_and_fill_the_budget(
     assert config.cpu_page_size == worker_bytes * blocks_per_chunk
     assert config.row_bytes == row_bytes
     assert config.num_blocks == rows
+
+
+def test_the_whole_numbers_of_numpy_are_taken_as_plain_ones() -> None:
+    config = make_config(
+        {"cpu_bytes_to_use": np.int64(64 * GiB), "blocks_per_chunk": np.int8(100)},
+        groups=(group_with(tokens_per_block=np.int8(16), group_id=np.uint8(1)),),
+        worker_kv_bytes_per_block=np.int32(65536),
+        cache=OffloadingCacheConfig(tokens_per_hash=np.int8(16)),  # type: ignore[arg-type]
+        parallel=OffloadingParallelConfig(world_size=np.uint8(200), tp_size=np.uint8(200)),  # type: ignore[arg-type]
+    )
+    plain = make_config(
+        {"cpu_bytes_to_use": 64 * GiB, "blocks_per_chunk": 100},
+        groups=(replace(GROUP, group_id=1),),
+        parallel=OffloadingParallelConfig(world_size=200, tp_size=200),
+    )
+    assert config.row_bytes == 65536 * 100 * 200
+    assert config.fingerprint() == plain.fingerprint()
+    assert {type(value) for value in astuple(config.parallel)} == {int}
+    assert repr(config) == repr(plain)
+
+
+@pytest.mark.parametrize("given", [np.bool_(True), np.float64(2), np.array([2, 3])])
+def test_what_is_no_whole_number_of_numpy_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"worker_kv_bytes_per_block: got .*a whole number, 1 or"):
+        make_config(worker_kv_bytes_per_block=given)
+
+
+def test_a_number_of_numpy_is_shown_as_a_number() -> None:
+    with pytest.raises(ConfigError, match="store_threshold: got -1; allowed"):
+        options_of({"store_threshold": np.int64(-1)})
 
 
 def test_weights_are_identified_by_revision_or_namespace() -> None:

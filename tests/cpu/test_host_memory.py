@@ -60,7 +60,17 @@ def test_a_region_larger_than_the_memory_is_refused(endless_tmpfs: str) -> None:
     message = str(refusal.value)
     assert f"needs 1024000.00 GiB ({1000 * 2**40} bytes)" in message
     assert "available in this machine's memory (MemAvailable). Free memory" in message
+    assert "lower cpu_bytes_to_use to 0 at most" in message
     assert_nothing_left(endless_tmpfs, before)
+
+
+def test_the_advice_leaves_a_tenth_of_the_memory_to_others(endless_tmpfs: str) -> None:
+    with pytest.raises(NotEnoughMemory) as refusal:
+        SharedOffloadRegion("engine", 2**50 // PAGE, 0, PAGE, PAGE, directory=endless_tmpfs)
+    found = re.search(r"but only .*? \((\d+) bytes\) .* to (\d+) at most", str(refusal.value))
+    assert found
+    available, advised = int(found[1]), int(found[2])
+    assert 0.9 * available - 2 * PAGE <= advised <= 0.9 * available
 
 
 def test_space_that_vanishes_between_asking_and_taking_is_refused(
@@ -180,6 +190,13 @@ def test_a_container_that_sees_only_itself(tmp_path: Path) -> None:
 def test_more_used_than_allowed_is_nothing_left(tmp_path: Path) -> None:
     show_level(tmp_path / "fs", v2_level("1000", 1200, 0))
     assert available(tmp_path, "0::/\n") == [0]
+
+
+def test_the_memory_of_a_control_group_is_not_advised_as_a_whole(tmp_path: Path) -> None:
+    show_level(tmp_path / "fs", v2_level("1000", 500, 0))
+    (tmp_path / "membership").write_text("0::/\n")
+    (limit,) = cgroup_limits(tmp_path / "membership", tmp_path / "fs")
+    assert (limit.available, limit.advisable) == (500, 450)
 
 
 def test_a_system_without_control_groups(tmp_path: Path) -> None:

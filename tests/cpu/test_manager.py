@@ -24,6 +24,7 @@ from kvtier.cpu.manager import NO_BLOCK, CPUOffloadingManager
 from kvtier.cpu.metrics import METRIC_DEFINITIONS
 from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import SlotState
+from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.misuse import ContractViolation
 
 POLICIES = ["lru", "arc"]
@@ -179,6 +180,22 @@ def test_a_finished_request_was_the_last_to_use_its_blocks() -> None:
     assert run(manager, "C", prompt("c", 4)) == {"b0", "b1", "b2", "b3"}
 
 
+def test_lookups_from_the_end_of_a_prompt_do_not_turn_its_order_round() -> None:
+    manager = make_full("lru")
+    reader = Engine(manager, "reader")
+    keys = prompt("a", 4)
+    for k in reversed(keys):
+        assert manager.lookup(k, reader.context) is LookupResult.HIT
+    manager.prepare_load(keys, reader.context)
+    manager.complete_load(set(keys), reader.context)
+    reader.finish()
+    assert [run(manager, f"C{i}", prompt(f"c{i}", 2)) for i in range(3)] == [
+        {"b3", "b2"},
+        {"b1", "b0"},
+        {"a3", "a2"},
+    ]
+
+
 def test_a_waiting_request_does_not_renew_its_claim_at_every_step() -> None:
     manager = make_full("lru")
     waiting = Engine(manager, "waiting")
@@ -207,6 +224,20 @@ def test_arc_counts_a_request_once_however_often_it_asks() -> None:
     second.look_up(keys)
     second.end_step()
     assert names(policy.t2) == {"a0", "a1", "a2"}, "used by a second request"
+
+
+def test_arc_starts_anew_after_a_reset_and_its_target_stays_within_the_tier() -> None:
+    manager = CPUOffloadingManager(4, cache_policy="arc")
+    policy = manager._policy
+    assert isinstance(policy, ARCCachePolicy)
+    run(manager, "F", prompt("f", 1))
+    run(manager, "F again", prompt("f", 1))
+    for i in range(60):
+        run(manager, f"r{i}", prompt(f"p{i % 4}-", 1))
+        assert policy.target_t1_size <= 4
+    assert policy.target_t1_size > 0
+    manager.reset_cache()
+    assert policy.target_t1_size == 0
 
 
 def test_arc_takes_a_block_back_as_one_used_twice() -> None:
@@ -382,12 +413,51 @@ def test_the_next_store_after_a_reset_is_always_possible(num_blocks: int) -> Non
 def test_resets_in_a_row_leave_a_slot_for_the_next_store() -> None:
     manager = CPUOffloadingManager(1024)
     for i in range(3):
-        Engine(manager, f"A{i}").prepare_store(prompt(f"a{i}-", 1024))
+        for j in range(40):
+            manager.prepare_store(prompt(f"a{i}-{j}-", 100), ReqContext(f"A{i}-{j}"))
         manager.reset_cache()
     engine = Engine(manager, "B")
     assert engine.prepare_store(prompt("b", 1)).keys_to_store
     manager.complete_store(prompt("b", 1), engine.context)
     assert manager.slot_states()[SlotState.QUARANTINED] == 0
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 100])
+def test_a_tier_wholly_in_transfers_at_a_reset_comes_back_after_two_steps(num_blocks: int) -> None:
+    manager = CPUOffloadingManager(num_blocks)
+    for i in range(num_blocks):
+        run(manager, f"A{i}", prompt(f"a{i}-", 1))
+    reader = Engine(manager, "reader")
+    keys = [key(f"a{i}-0") for i in range(num_blocks)]
+    manager.prepare_load(keys, reader.context)
+    manager.reset_cache()
+    engine = Engine(manager, "B")
+    assert manager.prepare_store(prompt("b", 1), engine.context) is None
+    for _ in range(2):
+        engine.end_step()
+    assert engine.prepare_store(prompt("b", 1)).keys_to_store
+
+
+def test_behind_a_head_that_was_withheld_nothing_is_stored() -> None:
+    manager = CPUOffloadingManager(8)
+    engine = Engine(manager, "A")
+    keys = prompt("a", 4)
+    manager.reset_cache()
+    assert engine.prepare_store(keys[:2]).keys_to_store == []
+    manager.on_schedule_end(ScheduleEndContext((), ["A"]))
+    assert engine.prepare_store(keys[2:]).keys_to_store == [], "of no use without its head"
+    assert engine.prepare_store(keys).keys_to_store == keys
+
+
+def test_an_id_used_again_has_nothing_to_do_with_the_one_before() -> None:
+    manager = CPUOffloadingManager(8)
+    run(manager, "A", prompt("a", 2))
+    first = Engine(manager, "B")
+    manager.prepare_load(prompt("a", 2), first.context)
+    first.finish()
+    manager.reset_cache()
+    second = Engine(manager, "B")
+    assert second.prepare_store(prompt("b", 2)).keys_to_store == prompt("b", 2)
 
 
 # --- mistakes -----------------------------------------------------------------------------------
@@ -440,6 +510,24 @@ def test_a_mistake_is_logged_once_with_its_key(caplog: pytest.LogCaptureFixture)
     assert "'A'" in caplog.text
 
 
+def test_odd_collections_and_keys_are_no_reason_to_stop() -> None:
+    manager = lenient(8)
+    engine = Engine(manager, "A")
+    keys = prompt("a", 3)
+    output = manager.prepare_store((k for k in keys), engine.context)  # type: ignore[arg-type]
+    assert output is not None
+    assert output.keys_to_store == keys
+    manager.complete_store(keys, engine.context)
+    spec = manager.prepare_load((k for k in [*keys, keys[0]]), engine.context)  # type: ignore[arg-type]
+    assert isinstance(spec, CPULoadStoreSpec)
+    assert spec.block_ids.tolist() == [0, 1, 2, 0]
+    manager.complete_load(set(keys), engine.context)
+    assert manager.get_stats().gauges["kvtier_cpu_pinned_blocks"] == 0, "named twice, loaded once"
+    manager.complete_load([None], engine.context)  # type: ignore[list-item]
+    manager.prepare_load([None], engine.context)  # type: ignore[list-item]
+    assert manager.misuse.total == 2
+
+
 def test_strict_mode_raises_instead() -> None:
     manager = CPUOffloadingManager(4)
     engine = Engine(manager, "A")
@@ -469,8 +557,16 @@ def test_nothing_is_remembered_of_requests_that_are_done() -> None:
     manager = lenient(64)
     for i in range(200):
         run(manager, f"r{i}", prompt(f"p{i % 7}-", 5))
+        stranger = ReqContext(f"s{i}")
+        manager.lookup(key(f"p{i % 7}-0"), stranger)
         manager.complete_store([key("late")], ReqContext(f"r{i}"))
+        output = manager.prepare_store([key(f"s{i}")], stranger)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, stranger)
     assert not manager._uses
+    policy = manager._policy
+    assert isinstance(policy, LRUCachePolicy)
+    assert not policy._order._by_owner
     assert not manager._unsettled
 
 
@@ -488,6 +584,12 @@ def test_a_block_is_stored_when_enough_requests_have_brought_it() -> None:
         stored.append(len(engine.prepare_store(keys).keys_to_store))
     assert stored == [0, 0, 6], "every key counts, also those behind the first miss"
     assert manager.get_stats().counters["kvtier_cpu_filtered_blocks"] == 12
+
+
+def test_a_lookup_of_a_whole_prefix_counts_too() -> None:
+    manager = CPUOffloadingManager(16, store_threshold=2)
+    manager.lookup_prefix([key("a")], Engine(manager, "A").context)
+    assert Engine(manager, "B").prepare_store([key("a")]).keys_to_store == [key("a")]
 
 
 def test_a_block_used_from_the_device_counts_as_brought() -> None:

@@ -72,6 +72,8 @@ class Request:
     has_loaded: bool = False
     is_stale: bool = False
     """Whether it has been running since before the last reset."""
+    first_withheld: OffloadKey | None = None
+    """The first key that it offered while it was stale."""
 
 
 class PrimaryTier(RuleBasedStateMachine):
@@ -96,6 +98,8 @@ class PrimaryTier(RuleBasedStateMachine):
         self.num_requests = 0
         self.blocks: dict[OffloadKey, Block] = {}
         self.quarantine: set[int] = set()
+        self.allowance = 0
+        self.steps_in_quarantine = 0
         self.stores: list[Transfer] = []
         self.loads: list[Transfer] = []
         self.bygone: list[tuple[bool, Transfer]] = []
@@ -177,9 +181,10 @@ class PrimaryTier(RuleBasedStateMachine):
         new = [key for key in offered if key not in self.blocks]
         kept = [key for key in offered if key in self.blocks]
         output = self.manager.prepare_store(offered, request.context)
-        if request.is_stale:
+        if self.is_withheld(request, offered):
             assert output is not None
             assert not output.keys_to_store, "a block from before the reset was stored"
+            request.num_offered += len(offered)
             return
         self.note_use(request, kept)
         request.brought.update(offered)
@@ -203,15 +208,28 @@ class PrimaryTier(RuleBasedStateMachine):
             name = request.context.req_id
             self.blocks[key] = Block(slot, name, {name})
             request.brought.add(key)
+        self.allowance -= len(output.keys_to_store)
         if output.keys_to_store:
             self.stores.append(Transfer(request.context.req_id, output.keys_to_store))
         request.num_offered += len(offered)
+
+    def is_withheld(self, request: Request, offered: list[OffloadKey]) -> bool:
+        if not request.is_stale and request.first_withheld in (None, *offered):
+            request.first_withheld = None
+            return False
+        request.first_withheld = request.first_withheld or offered[0]
+        return True
+
+    @precondition(lambda self: self.running())
+    @rule(choice=st.integers(0, 99))
+    def start_offering_again(self, choice: int) -> None:
+        self.pick(choice).num_offered = 0
 
     def num_storable(self, wanted: int, request: Request, num_free: int) -> int | None:
         """How many new blocks a store should take in; None: it should be refused."""
         reserve = self.manager.reserve
         if wanted and self.quarantine:
-            return min(wanted, (num_free + 1) // 2) or None
+            return min(wanted, self.allowance) or None
         own = request.brought & self.blocks.keys()
         wanted = min(wanted, self.num_blocks - max(reserve, len(own)))
         evictable = sum(block.is_evictable for key, block in self.blocks.items() if key not in own)
@@ -237,16 +255,17 @@ class PrimaryTier(RuleBasedStateMachine):
         self.bygone.append((True, transfer))
 
     @precondition(lambda self: self.running())
-    @rule(choice=st.integers(0, 99))
-    def load(self, choice: int) -> None:
+    @rule(choice=st.integers(0, 99), backwards=st.booleans())
+    def load(self, choice: int, backwards: bool) -> None:
         request = self.pick(choice)
         keys = []
         for key in request.path:
-            result = self.manager.lookup(key, request.context)
-            self.note_use(request, [key])
-            if result is not LookupResult.HIT:
+            if key not in self.blocks or not self.blocks[key].is_ready:
                 break
             keys.append(key)
+        for key in reversed(keys) if backwards else keys:
+            assert self.manager.lookup(key, request.context) is LookupResult.HIT
+        self.note_use(request, keys)
         if not keys:
             return
         spec = self.manager.prepare_load(keys, request.context)
@@ -288,6 +307,10 @@ class PrimaryTier(RuleBasedStateMachine):
             self.requests[name].has_loaded = self.requests[name].is_stale = False
         for name in begun:
             self.requests[name].is_stale &= self.requests[name].has_loaded
+        if self.quarantine:
+            self.steps_in_quarantine += 1
+            if self.steps_in_quarantine > 1 and not self.allowance:
+                self.quarantine.clear()
 
     @rule()
     def reset(self) -> None:
@@ -304,6 +327,9 @@ class PrimaryTier(RuleBasedStateMachine):
             request.num_offered = 0
             request.brought.clear()
             request.is_stale = not request.finished
+            request.first_withheld = None
+        self.allowance = (self.num_blocks - len(self.quarantine) + 1) // 2
+        self.steps_in_quarantine = 0
 
     # --- what it should not do --------------------------------------------------------------
 

@@ -145,10 +145,11 @@ def test_the_managers_settings_are_the_users() -> None:
     assert [event.keys for event in manager.take_events()] == [keys]
 
 
-def test_an_unknown_policy_is_refused() -> None:
-    spec = CPUOffloadingSpec(make_config(extra_config={"eviction_policy": "luck"}))
-    with pytest.raises(ConfigError, match="luck"):
-        spec.get_manager()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_unknown_policy_is_refused_when_the_spec_is_made(rank: int) -> None:
+    config = make_config(rank=rank, world_size=2, extra_config={"eviction_policy": "luck"})
+    with pytest.raises(ConfigError, match=r'^eviction_policy: got "luck"'):
+        CPUOffloadingSpec(config)
 
 
 def test_every_figure_is_defined() -> None:

@@ -39,14 +39,21 @@ class ReuseFilter:
             if key in num_requests:
                 num_requests[key] += 1
                 num_requests.move_to_end(key)
-            else:
-                if len(num_requests) >= self.max_keys:
-                    oldest = next(iter(num_requests))
-                    if oldest in brought:
-                        return
-                    del num_requests[oldest]
+            elif len(num_requests) < self.max_keys or self._forget_oldest(brought):
                 num_requests[key] = 1
+            else:
+                continue
             brought.add(key)
+
+    def _forget_oldest(self, brought: set[OffloadKey]) -> bool:
+        """Forget the key not seen for the longest time that is not the request's own."""
+        if len(brought) >= self.max_keys:
+            return False
+        num_requests = self._num_requests
+        while (oldest := next(iter(num_requests))) in brought:
+            num_requests.move_to_end(oldest)
+        del num_requests[oldest]
+        return True
 
     def admits(self, key: OffloadKey) -> bool:
         """Whether enough requests have brought this key."""

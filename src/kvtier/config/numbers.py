@@ -13,7 +13,7 @@ D = TypeVar("D", bound="DataclassInstance")
 
 
 def as_int(value: object) -> int | None:
-    """`value` as a plain int, or None if it is no whole number. True is none, and neither is 8.0."""
+    """`value` as a plain int, or None if it is no whole number. True and 8.0 are none."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:

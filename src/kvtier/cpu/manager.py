@@ -38,6 +38,9 @@ _HIT = LookupResult.HIT
 _MISS = LookupResult.MISS
 _HIT_PENDING = LookupResult.HIT_PENDING
 
+_MAX_UNSETTLED = 4096
+"""Requests whose uses are kept back before the policy is told."""
+
 NO_BLOCK = -1
 """The slot number in a load spec for a block that is not there. Its transfer must fail."""
 
@@ -107,8 +110,10 @@ class CPUOffloadingManager(OffloadingManager):
         self._uses: dict[str, RequestUse] = {}
         self._unsettled: list[RequestUse] = []
         """Requests with fresh keys."""
-        self._stale: list[RequestUse] = []
-        """Requests that may hold blocks from before a reset."""
+        self._was_reset = False
+        self._allowance = 0
+        """How many slots may be given away until the quarantine ends."""
+        self._num_steps_in_quarantine = 0
         # Calls for one request come in a row: remembering the last one saves a look-up.
         self._last_context: ReqContext | None = None
         self._last_use: RequestUse | None = None
@@ -118,9 +123,14 @@ class CPUOffloadingManager(OffloadingManager):
     # --- requests ---------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        use = self._use_of(req_context)
+        use = self._uses.get(req_context.req_id)
+        if use is None:
+            use = self._uses[req_context.req_id] = RequestUse(req_context)
+        # An id may be used again while transfers of the request that had it are under way.
         use.announced = True
-        use.finished = False
+        use.finished = use.is_stale = use.has_loaded = False
+        use.first_withheld = None
+        self._last_context, self._last_use = req_context, use
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -137,8 +147,14 @@ class CPUOffloadingManager(OffloadingManager):
             self._settle()
         if context.preempted_req_ids:
             self._forget_what_is_on_the_device(context.preempted_req_ids)
-        if self._stale:
+        if self._was_reset:
             self._let_store(context.new_req_ids)
+        if self._quarantine:
+            self._num_steps_in_quarantine += 1
+            if self._num_steps_in_quarantine > 1 and not self._allowance:
+                # No store is possible, so none will ever end. But the engine has flushed earlier
+                # transfers by now: it does so before any that it starts later.
+                self._end_quarantine()
 
     def _forget_what_is_on_the_device(self, req_ids: Collection[str]) -> None:
         """These requests have lost all that they had computed or loaded."""
@@ -149,23 +165,30 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _let_store(self, new_req_ids: Collection[str]) -> None:
         """Requests that begin only now have computed nothing before the reset."""
-        for use in self._stale:
-            if use.context.req_id in new_req_ids and not use.has_loaded:
+        for req_id in new_req_ids:
+            use = self._uses.get(req_id)
+            if use is not None and not use.has_loaded:
                 use.is_stale = False
-        self._stale = [use for use in self._stale if use.is_stale and not use.finished]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        keys = list(keys)
         use = self._use_of(req_context)
         if self._filter is not None:
             self._filter.count(keys, use.brought)
-        use.bring(dict.fromkeys(keys, 0))
         get = self._get
+        num_brought = len(use.keys)
+        use.bring(dict.fromkeys(keys, 0))
+        is_new = len(use.keys) > num_brought or use.out_of_order
         for key in keys:
             block = get(key)
-            if block is not None:
+            if block is not None and use.keys[key] != block.generation:
                 use.keys[key] = block.generation
+                is_new = True
         self._settle()
-        self._policy.touch(use.keys, req_context)
+        if is_new or next(iter(use.keys), None) != next(iter(keys), None):
+            self._policy.touch(use.keys, use.context)
+        else:
+            self._policy.renew(use.keys, use.context)
 
     # --- lookups ----------------------------------------------------------------------------
 
@@ -205,8 +228,10 @@ class CPUOffloadingManager(OffloadingManager):
     # --- loads ------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        use = self._use_of(req_context)
-        blocks = list(map(self._get, keys))
+        use = self._use_of(req_context, keep=True)
+        keys = list(keys)
+        once = dict.fromkeys(keys, 0)
+        blocks = list(map(self._get, once))
         newly_pinned: list[BlockStatus] = []
         unreadable = 0
         for block in blocks:
@@ -220,41 +245,51 @@ class CPUOffloadingManager(OffloadingManager):
         self._num_pinned += len(newly_pinned)
         self._policy.pinned(newly_pinned)
         if unreadable:
-            return self._load_what_is_there(keys, blocks, use)
-        readable = cast("list[BlockStatus]", blocks)
-        self._note_loading(keys, readable, use)
+            readable = [block for block in blocks if block is not None and block.is_ready]
+            once = dict.fromkeys([block.key for block in readable], 0)
+        else:
+            readable = cast("list[BlockStatus]", blocks)
+        self._note_loading(once, readable, use)
+        if unreadable or len(once) < len(keys):
+            return self._slots_one_by_one(keys, once, use)
         return CPULoadStoreSpec([block.block_id for block in readable])
 
     def _note_loading(
-        self, keys: Collection[OffloadKey], blocks: list[BlockStatus], use: RequestUse
+        self, keys: dict[OffloadKey, int], blocks: list[BlockStatus], use: RequestUse
     ) -> None:
-        """Remember whose pins these are, for `complete_load`."""
-        if keys:
-            use.has_loaded = True
+        """Remember whose pins these are, for `complete_load`, and that the blocks are used."""
+        if not blocks:
+            return
+        use.has_loaded = True
         loading = use.loading
-        once = dict.fromkeys(keys, 1)
-        if len(once) == len(keys) and loading.keys().isdisjoint(once):
-            loading.update(once)
+        if loading.keys().isdisjoint(keys):
+            loading.update(dict.fromkeys(keys, 1))
         else:
             for key in keys:
                 loading[key] = loading.get(key, 0) + 1
+        if use.keys and next(iter(use.keys)) != blocks[0].key:
+            # It may have looked from the end of its prompt. Loads are in order.
+            use.bring(keys)
+            use.out_of_order = True
+            if not use.fresh:
+                self._unsettled.append(use)
+                use.fresh.append(blocks[0].key)
         self._note_uses(blocks, use)
 
-    def _load_what_is_there(
-        self, keys: Collection[OffloadKey], blocks: list[BlockStatus | None], use: RequestUse
+    def _slots_one_by_one(
+        self, keys: list[OffloadKey], loading: dict[OffloadKey, int], use: RequestUse
     ) -> LoadStoreSpec:
-        """The answer to a load of blocks of which some, against the contract, are not readable."""
-        readable = [block if block is not None and block.is_ready else None for block in blocks]
-        there = [block for block in readable if block is not None]
-        self._note_loading([block.key for block in there], there, use)
-        missing = [key for key, block in zip(keys, readable, strict=True) if block is None]
+        """The answer to a load of blocks of which some are not readable, or are named twice."""
+        missing = [key for key in keys if key not in loading]
         self._record_misuse("load of an unreadable block", missing, use, "load only after a HIT")
-        return CPULoadStoreSpec(
-            [NO_BLOCK if block is None else block.block_id for block in readable]
-        )
+        slots = []
+        for key in keys:
+            block = self._get(key) if key in loading else None
+            slots.append(NO_BLOCK if block is None else block.block_id)
+        return CPULoadStoreSpec(slots)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        use = self._use_under_way(req_context)
+        use = self._use_of(req_context)
         get = self._get
         loading = use.loading
         num_loaded = 0
@@ -287,10 +322,11 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        use = self._use_of(req_context)
+        keys = list(keys)
+        use = self._use_of(req_context, keep=True)
         if self._filter is not None:
             self._filter.count(keys, use.brought)
-        if use.is_stale:
+        if (use.is_stale or use.first_withheld is not None) and self._withholds(keys, use):
             self._count("kvtier_cpu_stale_blocks", len(keys))
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         offered = dict.fromkeys(keys, 0)
@@ -318,7 +354,7 @@ class CPUOffloadingManager(OffloadingManager):
         closes_gap = use.has_used_behind(new[0])
         blocks = self._take_slots(new, use)
         use.keys.update(dict.fromkeys(new, self._generation))
-        self._policy.insert_run(new, blocks, req_context)
+        self._policy.insert_run(new, blocks, use.keys, req_context)
         if closes_gap:
             # They belong between the others, not behind them.
             self._policy.touch(use.keys, use.context)
@@ -329,7 +365,7 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        use = self._use_under_way(req_context)
+        use = self._use_of(req_context)
         get = self._get
         ended: list[BlockStatus] = []
         stray: list[OffloadKey] = []
@@ -350,6 +386,19 @@ class CPUOffloadingManager(OffloadingManager):
             self._end_quarantine()
         self._forget_if_done(use)
         self._record_misuse("stray completion of a store", stray, use, "complete each store once")
+
+    def _withholds(self, keys: list[OffloadKey], use: RequestUse) -> bool:
+        """Whether these blocks must not, or need not, be stored after a reset.
+
+        Engines do not offer a block again that was not stored. If those at the head were
+        withheld, what comes behind them is of no use, also when it was computed later.
+        """
+        if not use.is_stale and use.first_withheld in keys:
+            use.first_withheld = None
+            return False
+        if use.first_withheld is None and keys:
+            use.first_withheld = keys[0]
+        return True
 
     def _split(self, offered: dict[OffloadKey, int]) -> tuple[list[OffloadKey], list[BlockStatus]]:
         """Those of the keys that are new, and the blocks of those that are there already."""
@@ -380,7 +429,9 @@ class CPUOffloadingManager(OffloadingManager):
         if wanted == 0:
             return 0
         if self._quarantine:
-            return min(wanted, (num_free + 1) // 2) if num_free else None
+            return min(wanted, self._allowance) if self._allowance else None
+        if use.fills_tier_since == self._generation:
+            return 0
         in_transfer = self._num_writing + self._num_pinned
         most_now = self.num_blocks - self.reserve - in_transfer
         # Counting the request's own blocks takes a while, and hardly ever matters.
@@ -389,6 +440,8 @@ class CPUOffloadingManager(OffloadingManager):
         own = [block for key in use.keys if (block := self._get(key)) is not None]
         most_now = min(most_now, num_free + self._num_evictable - sum(b.ref_cnt == 0 for b in own))
         wanted = min(wanted, self.num_blocks - max(self.reserve, len(own)))
+        if wanted == 0:
+            use.fills_tier_since = self._generation
         return wanted if wanted <= most_now else None
 
     def _num_free(self) -> int:
@@ -433,6 +486,7 @@ class CPUOffloadingManager(OffloadingManager):
             block.writer = use
         use.num_writing += n
         self._num_writing += n
+        self._allowance -= n
         return blocks
 
     def _publish(self, written: list[BlockStatus]) -> None:
@@ -477,11 +531,17 @@ class CPUOffloadingManager(OffloadingManager):
         for use in list(self._uses.values()):
             use.keys = {}
             use.fresh = []
+            use.out_of_order = False
             use.loading = {}
             use.num_writing = 0
             use.is_stale = use.announced and not use.finished
+            use.first_withheld = None
+            use.fills_tier_since = -1
             self._forget_if_done(use)
-        self._stale = [use for use in self._uses.values() if use.is_stale]
+        self._was_reset = True
+        # Half of what is free stays for the time after another reset.
+        self._allowance = (self._num_free() + 1) // 2
+        self._num_steps_in_quarantine = 0
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._events:
@@ -515,32 +575,34 @@ class CPUOffloadingManager(OffloadingManager):
 
     # --- common -----------------------------------------------------------------------------
 
-    def _use_of(self, req_context: ReqContext) -> RequestUse:
+    def _use_of(self, req_context: ReqContext, keep: bool = False) -> RequestUse:
+        """What is known of the request. One that was not announced is known while it has transfers
+        under way (`keep`), and for as long as no other request is asked for."""
         if req_context is self._last_context:
-            assert self._last_use is not None
-            return self._last_use
-        use = self._uses.get(req_context.req_id)
-        if use is None:
-            use = self._uses[req_context.req_id] = RequestUse(req_context)
-        self._last_context, self._last_use = req_context, use
+            use = self._last_use
+            assert use is not None
+        else:
+            use = self._uses.get(req_context.req_id) or RequestUse(req_context)
+            self._last_context, self._last_use = req_context, use
+        if keep and not use.announced:
+            self._uses[req_context.req_id] = use
         return use
 
-    def _use_under_way(self, req_context: ReqContext) -> RequestUse:
-        """Like `_use_of`, but a request that is not known, or not any more, stays unknown."""
-        if req_context is self._last_context or req_context.req_id in self._uses:
-            return self._use_of(req_context)
-        return RequestUse(req_context)
-
     def _forget_if_done(self, use: RequestUse) -> None:
-        """Drop a request that has finished and has no transfer under way."""
-        if use.finished and not use.num_writing and not use.loading:
-            self._uses.pop(use.context.req_id, None)
-            if self._last_use is use:
-                self._last_context = self._last_use = None
+        """Drop a request that has finished, or was never announced, and has no transfers."""
+        if (use.announced and not use.finished) or use.num_writing or use.loading:
+            return
+        if self._uses.pop(use.context.req_id, None) is not None and not use.announced:
+            self._settle()
+            self._policy.on_request_finished(use.keys, use.context)
+        if self._last_use is use:
+            self._last_context = self._last_use = None
 
     def _note_use(self, block: BlockStatus, use: RequestUse) -> None:
         """The request uses a block; the policy is told before it is next asked."""
         if not use.fresh:
+            if len(self._unsettled) >= _MAX_UNSETTLED:  # an engine that reports no steps
+                self._settle()
             self._unsettled.append(use)
         if block.key in use.keys:
             use.out_of_order = True
@@ -559,7 +621,7 @@ class CPUOffloadingManager(OffloadingManager):
             if use.out_of_order:
                 self._policy.touch(use.keys, use.context)
             else:
-                self._policy.on_use(use.fresh, use.context)
+                self._policy.on_use(use.fresh, use.keys, use.context)
             use.fresh = []
             use.out_of_order = False
         self._unsettled = []

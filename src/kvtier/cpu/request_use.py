@@ -15,7 +15,9 @@ class RequestUse:
         "announced",
         "brought",
         "context",
+        "fills_tier_since",
         "finished",
+        "first_withheld",
         "fresh",
         "has_loaded",
         "is_stale",
@@ -46,16 +48,23 @@ class RequestUse:
         """Whether it holds blocks on the device that it loaded."""
         self.is_stale = False
         """Whether it may hold blocks on the device that are from before a reset."""
+        self.first_withheld: OffloadKey | None = None
+        """The first of the keys that it offered while it was stale."""
+        self.fills_tier_since = -1
+        """The generation in which it was found to leave no room for itself."""
 
     def bring(self, keys: dict[OffloadKey, int]) -> None:
         """Take in keys of a later call, given in prompt order, each with 0.
 
-        What was brought before stays in front of, or behind, the first key that is in both. If
+        If all that was brought before is among them, their order is the right one. Otherwise,
+        what was brought before stays in front of, or behind, the first key that is in both. If
         there is no such key, what is given comes later in the prompt.
         """
         known = self.keys
         if known.keys().isdisjoint(keys):
             known.update(keys)
+        elif len(known) <= len(keys) and known.keys() <= keys.keys():
+            self.keys = {**keys, **known}
         elif not keys.keys() <= known.keys():
             front: dict[OffloadKey, int] = {}
             for key in known:

@@ -28,6 +28,7 @@ from kvtier.base import (
     TransferResult,
     get_offload_group_idx,
 )
+from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
 from kvtier.integrations.vllm.worker import WorkerAdapter
@@ -212,7 +213,8 @@ class RecordingSpec(KVTierOffloadingSpec):
             last_recording[:] = [recording]
             self._recording_manager = ManagerAdapter(
                 RecordingManager(super().get_manager().inner, recording),
-                self.build_metric_definitions(self.extra_config),
+                CPUOffloadingSpec.build_metric_definitions(self.extra_config),
+                has_groups=len(self.kvtier_config.groups) > 1,
             )
         return self._recording_manager
 

@@ -110,7 +110,7 @@ def test_a_failed_transfer_stops_the_engine(report: dict[str, Any]) -> None:
 
 
 def test_tiers_are_refused_as_long_as_there_are_none(report: dict[str, Any]) -> None:
-    assert report["adapters"]["refused"].startswith("secondary_tiers: got 'fs'")
+    assert report["adapters"]["refused"].startswith('secondary_tiers: got "fs"')
 
 
 def test_an_unknown_vllm_is_warned_about_once(report: dict[str, Any]) -> None:

@@ -39,6 +39,8 @@ class ARCCachePolicy(CachePolicy):
         """Keys of the store under way, until the lists have learnt from them."""
         self._returning: set[OffloadKey] = set()
         """Those keys of the store under way that were in `b1` or `b2`."""
+        self._storing: str | None = None
+        """The request for which room is made next."""
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
         self._incoming = (key,)
@@ -52,15 +54,21 @@ class ARCCachePolicy(CachePolicy):
 
     def on_store_miss(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._incoming = keys
+        self._storing = req_context.req_id
 
     def insert_run(
-        self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[BlockStatus],
+        brought: Collection[OffloadKey],
+        req_context: ReqContext,
     ) -> None:
         if self._incoming:
             self._replace([], [], 0)
         new = dict(zip(keys, blocks, strict=True))
         self.blocks.update(new)
         owner = req_context.req_id
+        overtakes = bool(self._returning) and self.t2.run_of(owner) is None
         if self._returning:
             again = {key: block for key, block in new.items() if key in self._returning}
             self.t2.append_new(owner, again)
@@ -68,6 +76,9 @@ class ARCCachePolicy(CachePolicy):
         if new:
             self.t1.append_new(owner, new)
         self._bound_ghosts()
+        if overtakes and len(brought) > len(keys):
+            # Others hold what it has used before, and must not be overtaken.
+            self.touch(brought, req_context)
 
     def remove(self, key: OffloadKey) -> None:
         block = self.blocks.pop(key)
@@ -92,8 +103,17 @@ class ARCCachePolicy(CachePolicy):
             if former is not None:
                 for key, block in list(former.blocks.items()):
                     move(key, block, run)
+            run.recency.close_if_empty(run)
 
-    def on_use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def on_use(
+        self,
+        keys: Sequence[OffloadKey],
+        brought: Collection[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        if self.t2.run_of(req_context.req_id) is None and len(brought) > len(keys):
+            self.touch(brought, req_context)  # see `insert_run`
+            return
         own_t1 = self.t1.run_of(req_context.req_id)
         run = self.t2.open_run(req_context.req_id)
         for key in keys:
@@ -104,8 +124,9 @@ class ARCCachePolicy(CachePolicy):
                 move(key, block, run)
             else:
                 run.scattered = True
+        self.t2.close_if_empty(run)
 
-    def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def renew(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         owner = req_context.req_id
         runs = [run for run in (self.t1.run_of(owner), self.t2.run_of(owner)) if run is not None]
         if runs and not any(run.scattered for run in runs):
@@ -113,14 +134,18 @@ class ARCCachePolicy(CachePolicy):
                 run.recency.refresh(run)
         else:
             self.touch(keys, req_context)
-        self.t1.retire(owner)
-        self.t2.retire(owner)
+
+    def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.renew(keys, req_context)
+        self.t1.retire(req_context.req_id)
+        self.t2.retire(req_context.req_id)
 
     def evict(
         self, n: int, protected: Set[OffloadKey]
     ) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        from_t1 = self.t1.select(n, protected)
-        from_t2 = self.t2.select(n, protected)
+        from_t1 = self.t1.select(n, protected, self._storing)
+        from_t2 = self.t2.select(n, protected, self._storing)
+        self._storing = None
         if len(from_t1) + len(from_t2) < n:
             return None
         num_from_t1 = self._replace(from_t1, from_t2, n)
@@ -140,6 +165,7 @@ class ARCCachePolicy(CachePolicy):
         self.b1.clear()
         self.b2.clear()
         self._incoming = ()
+        self._storing = None
         self._returning.clear()
         self.target_t1_size = 0.0
 

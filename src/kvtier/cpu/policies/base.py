@@ -126,27 +126,49 @@ class CachePolicy(ABC):
     # What the manager calls, a whole batch at a time.
 
     def on_store_miss(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """These blocks are about to be stored; room is made for them next."""
+        """A request is about to store these blocks; room is made for them next.
+
+        Everything that the request has brought will be protected.
+        """
         return
 
     def insert_run(
-        self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[BlockStatus],
+        brought: Collection[OffloadKey],
+        req_context: ReqContext,
     ) -> None:
-        """Take in the blocks that a request stores with one call, and those of later calls
-        behind the earlier ones."""
+        """Take in the blocks that a request stores with one call.
+
+        `brought` is all that the request has brought until now, these keys included, in prompt
+        order. The default touches all of it; override it where that takes too long.
+        """
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             self.insert(key, block)
+        if len(brought) > len(keys):
+            self.touch(brought, req_context)
 
-    def on_use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def on_use(
+        self,
+        keys: Sequence[OffloadKey],
+        brought: Collection[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
         """A request was found to use these blocks, none of which it had used before.
 
-        They follow, in the prompt, those of the request's earlier calls.
+        They follow, in the prompt, what it used before; `brought` is as in `insert_run`.
         """
+        self.touch(brought, req_context)
+
+    def renew(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """A request still uses what it has used before. `keys` are all that it has brought, in
+        prompt order, and the policy knows them in that order."""
         self.touch(keys, req_context)
 
     def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request has ended. `keys` are all that it used or stored, in prompt order."""
-        self.touch(keys, req_context)
+        """A request has ended. `keys` are all that it has brought, in prompt order."""
+        self.renew(keys, req_context)
 
     def pinned(self, blocks: Iterable[BlockStatus]) -> None:
         """The `ref_cnt` of these blocks is no longer 0."""

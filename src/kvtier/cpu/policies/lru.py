@@ -18,6 +18,8 @@ class LRUCachePolicy(CachePolicy):
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self._order = RecencyList()
+        self._storing: str | None = None
+        """The request for which room is made next."""
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
         self.blocks[key] = block
@@ -25,12 +27,23 @@ class LRUCachePolicy(CachePolicy):
         if block.ref_cnt == 0:
             block.place.idle += 1
 
+    def on_store_miss(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self._storing = req_context.req_id
+
     def insert_run(
-        self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[BlockStatus],
+        brought: Collection[OffloadKey],
+        req_context: ReqContext,
     ) -> None:
         new = dict(zip(keys, blocks, strict=True))
         self.blocks.update(new)
+        had_run = self._order.run_of(req_context.req_id) is not None
         self._order.append_new(req_context.req_id, new)
+        if not had_run and len(brought) > len(keys):
+            # Others hold what it has used before, and must not be overtaken.
+            self.touch(brought, req_context)
 
     def remove(self, key: OffloadKey) -> None:
         self._order.discard(key, self.blocks.pop(key))
@@ -48,8 +61,17 @@ class LRUCachePolicy(CachePolicy):
         if former is not None:
             for key, block in list(former.blocks.items()):
                 move(key, block, run)
+        order.close_if_empty(run)
 
-    def on_use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def on_use(
+        self,
+        keys: Sequence[OffloadKey],
+        brought: Collection[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        if self._order.run_of(req_context.req_id) is None and len(brought) > len(keys):
+            self.touch(brought, req_context)  # see `insert_run`
+            return
         run = self._order.open_run(req_context.req_id)
         for key in keys:
             block = self.blocks.get(key)
@@ -59,19 +81,24 @@ class LRUCachePolicy(CachePolicy):
                 move(key, block, run)
             else:
                 run.scattered = True
+        self._order.close_if_empty(run)
 
-    def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def renew(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         run = self._order.run_of(req_context.req_id)
         if run is not None and not run.scattered:
             self._order.refresh(run)
         else:
             self.touch(keys, req_context)
+
+    def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.renew(keys, req_context)
         self._order.retire(req_context.req_id)
 
     def evict(
         self, n: int, protected: Set[OffloadKey]
     ) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        victims = self._order.select(n, protected)
+        victims = self._order.select(n, protected, self._storing)
+        self._storing = None
         if len(victims) < n:
             return None
         self._order.discard_selected(victims)
@@ -80,6 +107,7 @@ class LRUCachePolicy(CachePolicy):
         return victims
 
     def clear(self) -> None:
+        self._storing = None
         self.blocks.clear()
         self._order.clear()
 

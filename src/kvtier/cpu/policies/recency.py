@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvtier.cpu.policies.base import BlockStatus
 
 
+_MAX_JOINED = 64
+"""Blocks of runs that are joined."""
+
+
 class Run:
     """The blocks that one request used last, in prompt order."""
 
@@ -78,8 +82,9 @@ class RecencyList:
 
     def reopen_run(self, owner: str) -> tuple[Run, Run | None]:
         """A new run for the request, most recent of all, and the one it had until now."""
-        former = self._by_owner.get(owner)
-        self.retire(owner)
+        former = self._by_owner.pop(owner, None)
+        if former is not None:
+            former.owner = None
         return self.open_run(owner), former
 
     def refresh_if_exactly(self, run: Run | None, keys: list[OffloadKey]) -> bool:
@@ -100,16 +105,31 @@ class RecencyList:
         run = self._by_owner.pop(owner, None)
         if run is not None:
             run.owner = None
-            self._close_if_empty(run)
+            self._join_with_older(run)
 
-    def _close_if_empty(self, run: Run) -> None:
-        """Forget a run that holds nothing and will not.
+    def _join_with_older(self, run: Run) -> None:
+        """Make one run of two small ones that follow each other: a run costs more than a block."""
+        newest_first = reversed(self._runs)
+        if next(newest_first) is not run:
+            return
+        older = next(newest_first, None)
+        if older is None or older.owner is not None:
+            return
+        if len(run.blocks) + len(older.blocks) > _MAX_JOINED:
+            return
+        for block in older.blocks.values():
+            block.place = run
+        run.blocks.update(older.blocks)  # behind its own: older ones leave first
+        run.idle += older.idle
+        run.num_dead += older.num_dead
+        del self._runs[older]
 
-        The run of a request that goes on keeps its place: the request's blocks may have been
-        taken over by others, and what it stores next must not become more recent than those.
-        """
-        if not run.blocks and run.owner is None:
+    def close_if_empty(self, run: Run) -> None:
+        """Forget a run that holds nothing."""
+        if not run.blocks:
             del self._runs[run]
+            if run.owner is not None:
+                del self._by_owner[run.owner]
 
     def append_new(self, owner: str | None, blocks: dict[OffloadKey, BlockStatus]) -> None:
         """Put blocks that are in no run, and that cannot be evicted yet, behind the request's.
@@ -133,16 +153,21 @@ class RecencyList:
         if block.ref_cnt == 0:
             run.idle -= 1
         self._size -= 1
-        self._close_if_empty(run)
+        self.close_if_empty(run)
 
-    def select(self, n: int, protected: Set[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]]:
-        """The first `n` blocks in order of eviction, or fewer if there are not that many."""
+    def select(
+        self, n: int, protected: Set[OffloadKey], protected_owner: str | None = None
+    ) -> list[tuple[OffloadKey, BlockStatus]]:
+        """The first `n` blocks in order of eviction, or fewer if there are not that many.
+
+        `protected_owner`: a request all of whose blocks are protected.
+        """
         selected: list[tuple[OffloadKey, BlockStatus]] = []
         for run in self._runs:
             missing = n - len(selected)
             if missing <= 0:
                 break
-            if not run.idle:
+            if not run.idle or run.owner == protected_owner is not None:
                 continue
             members = run.blocks
             if run.idle == len(members) <= missing and protected.isdisjoint(members):
@@ -168,7 +193,7 @@ class RecencyList:
             if last < end and selected[last][1].place is run:
                 run.blocks = {}
                 run.idle = run.num_dead = 0
-                self._close_if_empty(run)
+                self.close_if_empty(run)
                 i = last + 1
             else:
                 i = self._discard_some(run, selected, i)
@@ -213,7 +238,7 @@ def move(key: OffloadKey, block: BlockStatus, target: Run) -> None:
         source.recency._size -= 1
         target.recency._size += 1
     if not source.blocks:
-        source.recency._close_if_empty(source)
+        source.recency.close_if_empty(source)
 
 
 def count_idle(blocks: Iterable[BlockStatus], change: int) -> None:

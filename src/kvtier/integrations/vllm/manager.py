@@ -10,6 +10,7 @@ import logging
 from collections.abc import Collection, Iterable
 
 from kvtier.base import (
+    LoadStoreSpec,
     Locality,
     LookupResult,
     Medium,
@@ -21,6 +22,7 @@ from kvtier.base import (
     TierFilter,
     TierMatcher,
 )
+from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.integrations.vllm import vllm_api
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,12 @@ def tier_filter_from_vllm(tier_filter: vllm_api.TierFilter) -> TierFilter:
     )
 
 
+def _slots_of(spec: LoadStoreSpec) -> list[int]:
+    assert isinstance(spec, CPULoadStoreSpec)
+    slots: list[int] = spec.block_ids.tolist()
+    return slots
+
+
 class ManagerAdapter(vllm_api.OffloadingManager):
     """A kvtier manager, as vLLM's connector wants to see it. Scheduler thread only.
 
@@ -68,8 +76,16 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     of vLLM's own.
     """
 
-    def __init__(self, manager: OffloadingManager, metric_names: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        metric_names: Collection[str] = (),
+        *,
+        has_groups: bool = False,
+    ) -> None:
+        """`has_groups`: the model has more than one KV-cache group."""
         self._manager = manager
+        self._has_groups = has_groups
         self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in metric_names}
         self._undeclared: set[str] = set()
         # The hot path, without the attribute look-ups.
@@ -111,7 +127,14 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> object:
-        return self._manager.prepare_load(keys, self._context(req_context))
+        """Load, and report the whole prompt as used.
+
+        The head of it may be on the device, where vLLM finds it without asking. Not to be told
+        would let it grow old in host memory, and leave before its tail.
+        """
+        context = self._context(req_context)
+        self._manager.touch(vllm_api.keys_in_prompt_order(req_context), context)
+        return self._manager.prepare_load(keys, context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext) -> None:
         self._manager.complete_load(keys, self._context(req_context))
@@ -119,12 +142,18 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> vllm_api.PrepareStoreOutput | None:
-        output = self._manager.prepare_store(keys, self._context(req_context))
+        context = self._context(req_context)
+        ordered = vllm_api.in_prompt_order(keys, req_context) if self._has_groups else keys
+        output = self._manager.prepare_store(ordered, context)
         if output is None:
             return None
-        return vllm_api.PrepareStoreOutput(
-            output.keys_to_store, output.store_spec, output.evicted_keys
-        )
+        keys_to_store, spec = output.keys_to_store, output.store_spec
+        if self._has_groups:
+            # vLLM offers group by group, and wants the answer so.
+            slots = dict(zip(keys_to_store, _slots_of(spec), strict=True))
+            keys_to_store = [key for key in keys if key in slots]
+            spec = CPULoadStoreSpec([slots[key] for key in keys_to_store])
+        return vllm_api.PrepareStoreOutput(keys_to_store, spec, output.evicted_keys)
 
     def complete_store(
         self,

@@ -58,6 +58,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             self._manager = ManagerAdapter(
                 self._spec.get_manager(),
                 CPUOffloadingSpec.build_metric_definitions(self.extra_config),
+                has_groups=len(self.kvtier_config.groups) > 1,
             )
         return self._manager
 

@@ -7,6 +7,7 @@ warning; one that lacks a name used here is refused with a message that says so.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import vllm
 
@@ -88,6 +89,7 @@ __all__ = [
     "ScheduleEndContext",
     "TierFilter",
     "TransferResult",
+    "in_prompt_order",
     "keys_in_prompt_order",
     "warn_if_untested",
 ]
@@ -109,6 +111,12 @@ def keys_in_prompt_order(req_context: ReqContext) -> list[OffloadKey]:
     positions: dict[OffloadKey, int] = req_context._offload_key_positions
     # vLLM adds keys group by group, so that a stable sort by position keeps the groups' order.
     return sorted(positions, key=positions.__getitem__)
+
+
+def in_prompt_order(keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
+    """Keys of the request, likewise. vLLM gives them group by group."""
+    positions: dict[OffloadKey, int] = req_context._offload_key_positions
+    return sorted(keys, key=lambda key: positions.get(key, 0))
 
 
 _warned = False
