@@ -25,6 +25,12 @@ HIDDEN = "hunter2"
         {"secondary_tiers": [json.dumps({"type": "valkey", "password": HIDDEN})]},
         {"pasword": HIDDEN},
         {"api_key": HIDDEN},
+        {"authorization": f"Bearer {HIDDEN}"},
+        {"account_key": HIDDEN},
+        {"connection_string": HIDDEN},
+        {"passphrase": HIDDEN},
+        {"sas": HIDDEN},
+        {"secondary_tiers": f"https://host/container?sv=1&sig={HIDDEN}"},
     ],
 )
 def test_messages_hide_secrets(extra: dict[str, Any]) -> None:

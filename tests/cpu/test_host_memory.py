@@ -142,19 +142,27 @@ def show_level(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def v2_level(limit: str, usage: int, inactive_file: int) -> dict[str, str]:
+def v2_level(limit: str, usage: int, page_cache: int) -> dict[str, str]:
+    active = page_cache // 4
     return {
         "memory.max": f"{limit}\n",
         "memory.current": f"{usage}\n",
-        "memory.stat": f"anon 17\ninactive_file {inactive_file}\nactive_file 5\n",
+        "memory.stat": (
+            f"anon 17\ninactive_file {page_cache - 2 * active}\nactive_file {active}\n"
+            f"slab_reclaimable {active}\nunevictable 5\n"
+        ),
     }
 
 
-def v1_level(limit: int, usage: int, inactive_file: int) -> dict[str, str]:
+def v1_level(limit: int, usage: int, page_cache: int) -> dict[str, str]:
+    active = page_cache // 4
     return {
         "memory.limit_in_bytes": f"{limit}\n",
         "memory.usage_in_bytes": f"{usage}\n",
-        "memory.stat": f"inactive_file 3\ntotal_inactive_file {inactive_file}\n",
+        "memory.stat": (
+            f"inactive_file 3\ntotal_inactive_file {page_cache - active}\n"
+            f"total_active_file {active}\n"
+        ),
     }
 
 

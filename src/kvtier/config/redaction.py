@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from kvtier.config.numbers import as_int
 
 _LONGEST = 200
-_SECRET = r"pass?_?w|pwd|secret|credential|(?:access|api|private)_?key|token\b"
+_SECRET = (
+    r"pass?_?w|passphrase|pwd|secret|credential|auth|bearer|cookie|connection_?string"
+    r"|(?:access|account|api|private|shared)_?key|\bkey\b|token\b|\bsas\b|\bsig"
+)
 _SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
 # A list or object that shell quoting has turned into a text.
 _SECRET_IN_TEXT = re.compile(

@@ -35,11 +35,16 @@ class RoomLimit(NamedTuple):
 class _CgroupFiles(NamedTuple):
     limit: str
     usage: str
-    reclaimable: str
+    reclaimable: tuple[str, ...]
+    """What the kernel gives back before it kills: page cache, such as a model's weights."""
 
 
-_CGROUP_V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
-_CGROUP_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_CGROUP_V2 = _CgroupFiles(
+    "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")
+)
+_CGROUP_V1 = _CgroupFiles(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+)
 
 
 def format_bytes(count: int) -> str:
@@ -146,8 +151,8 @@ def _read_level(folder: Path, files: _CgroupFiles) -> Iterator[RoomLimit]:
     reclaimable = 0
     for line in statistics.splitlines():
         name, _, value = line.partition(" ")
-        if name == files.reclaimable:
-            reclaimable = int(value)
+        if name in files.reclaimable:
+            reclaimable += int(value)
     yield _memory_limit(
         max(0, int(limit_text) - usage + reclaimable),
         f"the memory limit of control group {folder}",
