@@ -6,6 +6,7 @@ import argparse
 import time
 
 from tests.bench import hit_ratios, host_copy, scale, scheduler_cost
+from tests.bench.report import missed
 
 BENCHMARKS = {
     "scheduler_cost": (scheduler_cost.run, "cost per block on the scheduler, against vLLM's own"),
@@ -31,6 +32,8 @@ def main() -> None:
         start = time.monotonic()
         BENCHMARKS[name][0]()
         print(f"  ({name} took {time.monotonic() - start:.0f} s)")
+    if missed:
+        raise SystemExit(f"missed: {'; '.join(missed)}")
 
 
 if __name__ == "__main__":

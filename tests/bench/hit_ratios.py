@@ -67,7 +67,7 @@ def run() -> None:
             ["policy", *(f"{percent:g}" for percent in capacities)],
             rows,
         )
-    print(f"  largest difference {largest:.2f} points: {verdict(largest, TOLERANCE)}")
+    print("  " + verdict("largest difference in points", largest, TOLERANCE))
     save("hit_ratios", {"hit_percent": result, "largest_difference": largest})
 
 

@@ -25,9 +25,16 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         print("  " + "  ".join([first, *others]).rstrip())
 
 
-def verdict(value: float, limit: float) -> str:
-    """Whether a figure that should be small is small enough."""
-    return f"{'ok' if value <= limit else 'MISSED'} (at most {limit:g})"
+missed: list[str] = []
+"""Figures of this run that are larger than they should be."""
+
+
+def verdict(what: str, value: float, limit: float) -> str:
+    """Whether a figure that should be small is small enough. If not, the run fails in the end."""
+    if value <= limit:
+        return f"{what}: ok ({value:.2f}, at most {limit:.4g})"
+    missed.append(what)
+    return f"{what}: MISSED ({value:.2f}, at most {limit:.4g})"
 
 
 def save(name: str, result: dict[str, Any]) -> None:

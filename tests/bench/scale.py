@@ -89,15 +89,16 @@ def run() -> None:
     bare = result["OrderedDict"]["growth"]
     for policy in ("lru", "arc"):
         growth = result[policy]["growth"]
-        print(
-            f"  {policy}: {verdict(growth, MAX_GROWTH)}, a bare OrderedDict grows {bare:.2f} times"
-        )
+        print("  " + verdict(f"{policy}, growth", growth, MAX_GROWTH))
+        print("  " + verdict(f"{policy}, growth against a bare OrderedDict's", growth, bare))
     rows = []
     for policy in ("lru", "arc"):
         size = measured_apart("memory", policy, SIZES[-1])
         result[policy]["bytes_per_block"] = size
-        rows.append([policy, f"{size:.0f}", verdict(size, MAX_BYTES)])
-    print_table("Memory: bytes per resident block beyond its key", ["", "bytes", ""], rows)
+        rows.append([policy, f"{size:.0f}"])
+    print_table("Memory: bytes per resident block beyond its key", ["", "bytes"], rows)
+    for policy in ("lru", "arc"):
+        print("  " + verdict(f"{policy}, bytes", result[policy]["bytes_per_block"], MAX_BYTES))
     save("scale", result)
 
 

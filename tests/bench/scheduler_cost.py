@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 
 from tests.bench.report import print_table, save, verdict
 from tests.bench.request_life import BLOCK_CALLS, PHASES
@@ -38,7 +37,8 @@ def run() -> None:
         )
     result = {}
     for policy, limit in LIMITS.items():
-        # Round by round, so that a busy minute of the machine hits both.
+        # Round by round, so that a busy minute of the machine hits both, and the best of each: a
+        # shared machine makes a process slower by half for as long as it lives, never faster.
         rounds = [
             (
                 measure_once(sys.executable, "kvtier", policy),
@@ -46,13 +46,11 @@ def run() -> None:
             )
             for _ in range(ROUNDS)
         ]
-        ours = {phase: median(round_[0][phase] for round_ in rounds) for phase in PHASES}
-        theirs = {phase: median(round_[1][phase] for round_ in rounds) for phase in PHASES}
+        ours = {phase: min(round_[0][phase] for round_ in rounds) for phase in PHASES}
+        theirs = {phase: min(round_[1][phase] for round_ in rounds) for phase in PHASES}
         total = sum(ours.values())
         their_blocks = sum(theirs[phase] for phase in BLOCK_CALLS)
-        ratio = median(
-            sum(our.values()) / sum(their[phase] for phase in BLOCK_CALLS) for our, their in rounds
-        )
+        ratio = total / their_blocks
         ratios = {phase: ours[phase] / theirs[phase] for phase in PHASES}
         # Of the others, some do nothing at all in vLLM, and none counts per block.
         slowest = max(BLOCK_CALLS, key=ratios.__getitem__)
@@ -73,10 +71,8 @@ def run() -> None:
             rows,
         )
         worst = ratios[slowest]
-        print(
-            f"  total: {verdict(ratio, limit)}; "
-            f"slowest block call ({slowest}): {verdict(worst, 1.0)}"
-        )
+        print("  " + verdict(f"{policy}, total against vLLM's block calls", ratio, limit))
+        print("  " + verdict(f"{policy}, slowest block call ({slowest})", worst, 1.0))
         result[policy] = {
             "kvtier_ns": ours,
             "vllm_ns": theirs,

@@ -176,16 +176,17 @@ class CPUOffloadingManager(OffloadingManager):
         if self._filter is not None:
             self._filter.count(keys, use.brought)
         get = self._get
-        num_brought = len(use.keys)
-        use.bring(dict.fromkeys(keys, 0))
-        is_new = len(use.keys) > num_brought or use.out_of_order
+        is_new = use.out_of_order
+        if list(use.keys) != keys:
+            use.bring(dict.fromkeys(keys, 0))
+            is_new = True
         for key in keys:
             block = get(key)
             if block is not None and use.keys[key] != block.generation:
                 use.keys[key] = block.generation
                 is_new = True
         self._settle()
-        if is_new or next(iter(use.keys), None) != next(iter(keys), None):
+        if is_new:
             self._policy.touch(use.keys, use.context)
         else:
             self._policy.renew(use.keys, use.context)
@@ -230,7 +231,7 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         use = self._use_of(req_context, keep=True)
         keys = list(keys)
-        once = dict.fromkeys(keys, 0)
+        once = dict.fromkeys(keys, 1)
         blocks = list(map(self._get, once))
         newly_pinned: list[BlockStatus] = []
         unreadable = 0
@@ -246,7 +247,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.pinned(newly_pinned)
         if unreadable:
             readable = [block for block in blocks if block is not None and block.is_ready]
-            once = dict.fromkeys([block.key for block in readable], 0)
+            once = dict.fromkeys([block.key for block in readable], 1)
         else:
             readable = cast("list[BlockStatus]", blocks)
         self._note_loading(once, readable, use)
@@ -263,13 +264,13 @@ class CPUOffloadingManager(OffloadingManager):
         use.has_loaded = True
         loading = use.loading
         if loading.keys().isdisjoint(keys):
-            loading.update(dict.fromkeys(keys, 1))
+            loading.update(keys)
         else:
             for key in keys:
                 loading[key] = loading.get(key, 0) + 1
         if use.keys and next(iter(use.keys)) != blocks[0].key:
             # It may have looked from the end of its prompt. Loads are in order.
-            use.bring(keys)
+            use.bring(dict.fromkeys(keys, 0))
             use.out_of_order = True
             if not use.fresh:
                 self._unsettled.append(use)
@@ -331,9 +332,10 @@ class CPUOffloadingManager(OffloadingManager):
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         offered = dict.fromkeys(keys, 0)
         new, present = self._split(offered)
-        use.bring(offered)
+        comes_last = use.bring(offered)
         if present:
             self._note_uses(present, use)
+            comes_last = False
         new = self._admitted(new)
         num_storable = self._num_storable(len(new), use)
         if num_storable is None:
@@ -351,7 +353,7 @@ class CPUOffloadingManager(OffloadingManager):
         if evicted is None:
             self._count("kvtier_cpu_refused_blocks", len(new))
             return None
-        closes_gap = use.has_used_behind(new[0])
+        closes_gap = not comes_last and use.has_used_behind(new[0])
         blocks = self._take_slots(new, use)
         use.keys.update(dict.fromkeys(new, self._generation))
         self._policy.insert_run(new, blocks, use.keys, req_context)

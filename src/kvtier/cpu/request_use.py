@@ -53,8 +53,10 @@ class RequestUse:
         self.fills_tier_since = -1
         """The generation in which it was found to leave no room for itself."""
 
-    def bring(self, keys: dict[OffloadKey, int]) -> None:
+    def bring(self, keys: dict[OffloadKey, int]) -> bool:
         """Take in keys of a later call, given in prompt order, each with 0.
+
+        Returns whether all of them come behind what was brought before.
 
         If all that was brought before is among them, their order is the right one. Otherwise,
         what was brought before stays in front of, or behind, the first key that is in both. If
@@ -63,7 +65,8 @@ class RequestUse:
         known = self.keys
         if known.keys().isdisjoint(keys):
             known.update(keys)
-        elif len(known) <= len(keys) and known.keys() <= keys.keys():
+            return True
+        if len(known) <= len(keys) and known.keys() <= keys.keys():
             self.keys = {**keys, **known}
         elif not keys.keys() <= known.keys():
             front: dict[OffloadKey, int] = {}
@@ -72,6 +75,7 @@ class RequestUse:
                     break
                 front[key] = 0
             self.keys = {**front, **keys, **known}
+        return False
 
     def has_used_behind(self, key: OffloadKey) -> bool:
         """Whether the request has used a block that comes after `key` in its prompt."""
