@@ -57,10 +57,11 @@ class CPUOffloadingManager(OffloadingManager):
     What a request that is running at a `reset_cache` has on the device was computed before it.
     Such a request stores nothing until it is preempted, after which it computes everything anew.
 
-    A slot that a transfer may be using when `reset_cache` is called is quarantined. Since only
-    a completion of a later transfer ends that, some slots must be left for it: at most
-    `num_blocks - reserve` slots are ever in transfers from the device at the same time, and
-    while slots are in quarantine a store takes at most half of the free ones.
+    A slot that a transfer may be using when `reset_cache` is called is quarantined until a
+    later transfer completes. Some slots must be left for that one: at most `num_blocks -
+    reserve` are ever in stores at the same time, and during a quarantine all stores together take
+    at most half of what was free. If nothing is left all the same, the quarantine ends with the
+    second step.
     """
 
     def __init__(
