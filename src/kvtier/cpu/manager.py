@@ -178,9 +178,10 @@ class CPUOffloadingManager(OffloadingManager):
             self._filter.count(keys, use.brought)
         get = self._get
         is_new = use.out_of_order
-        if list(use.keys) != keys:
+        if len(use.keys) != len(keys) or list(use.keys) != keys:
+            brought, num_brought = use.keys, len(use.keys)
             use.bring(dict.fromkeys(keys, 0))
-            is_new = True
+            is_new |= use.keys is not brought or len(use.keys) != num_brought
         for key in keys:
             block = get(key)
             if block is not None and use.keys[key] != block.generation:
