@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy
-from kvtier.cpu.policies.recency import RecencyList, count_idle, move
+from kvtier.cpu.policies.base import BlockStatus
+from kvtier.cpu.policies.recency import RecencyList, RunKeepingPolicy, move
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _Pair: TypeAlias = "tuple[OffloadKey, BlockStatus]"
 
 
-class ARCCachePolicy(CachePolicy):
+class ARCCachePolicy(RunKeepingPolicy):
     """Balances recency (`t1`) against frequency (`t2`) by what it regrets having evicted.
 
     `t1` holds blocks that one request has used, `t2` those that several have. `b1` and `b2`
@@ -168,18 +168,6 @@ class ARCCachePolicy(CachePolicy):
         self._storing = None
         self._returning.clear()
         self.target_t1_size = 0.0
-
-    def mark_evictable(self, key: OffloadKey) -> None:
-        self.blocks[key].place.idle += 1
-
-    def mark_non_evictable(self, key: OffloadKey) -> None:
-        self.blocks[key].place.idle -= 1
-
-    def pinned(self, blocks: Iterable[BlockStatus]) -> None:
-        count_idle(blocks, -1)
-
-    def unpinned(self, blocks: Iterable[BlockStatus]) -> None:
-        count_idle(blocks, +1)
 
     def _replace(self, from_t1: list[_Pair], from_t2: list[_Pair], n: int) -> int:
         """Decide how many of `n` blocks to replace are from `t1`, and remember all of them.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy
-from kvtier.cpu.policies.recency import RecencyList, count_idle, move
+from kvtier.cpu.policies.base import BlockStatus
+from kvtier.cpu.policies.recency import RecencyList, RunKeepingPolicy, move
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
 
 
-class LRUCachePolicy(CachePolicy):
+class LRUCachePolicy(RunKeepingPolicy):
     """Evicts the block whose last use is the longest ago; within a request, from the tail."""
 
     def __init__(self, cache_capacity: int) -> None:
@@ -110,15 +110,3 @@ class LRUCachePolicy(CachePolicy):
         self._storing = None
         self.blocks.clear()
         self._order.clear()
-
-    def mark_evictable(self, key: OffloadKey) -> None:
-        self.blocks[key].place.idle += 1
-
-    def mark_non_evictable(self, key: OffloadKey) -> None:
-        self.blocks[key].place.idle -= 1
-
-    def pinned(self, blocks: Iterable[BlockStatus]) -> None:
-        count_idle(blocks, -1)
-
-    def unpinned(self, blocks: Iterable[BlockStatus]) -> None:
-        count_idle(blocks, +1)

@@ -14,9 +14,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING
 
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy
+
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
-    from kvtier.cpu.policies.base import BlockStatus
 
 
 _MAX_JOINED = 64
@@ -239,6 +240,22 @@ def move(key: OffloadKey, block: BlockStatus, target: Run) -> None:
         target.recency._size += 1
     if not source.blocks:
         source.recency.close_if_empty(source)
+
+
+class RunKeepingPolicy(CachePolicy):
+    """What policies that keep their blocks in runs share: every run counts its idle blocks."""
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        self.blocks[key].place.idle += 1
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        self.blocks[key].place.idle -= 1
+
+    def pinned(self, blocks: Iterable[BlockStatus]) -> None:
+        count_idle(blocks, -1)
+
+    def unpinned(self, blocks: Iterable[BlockStatus]) -> None:
+        count_idle(blocks, +1)
 
 
 def count_idle(blocks: Iterable[BlockStatus], change: int) -> None:
