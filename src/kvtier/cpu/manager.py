@@ -231,7 +231,7 @@ class CPUOffloadingManager(OffloadingManager):
     # --- loads ------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        use = self._use_of(req_context, keep=True)
+        use = self._use_of(req_context)
         keys = list(keys)
         once = dict.fromkeys(keys, 1)
         blocks = list(map(self._get, once))
@@ -264,6 +264,7 @@ class CPUOffloadingManager(OffloadingManager):
         if not blocks:
             return
         use.has_loaded = True
+        self._uses[use.context.req_id] = use
         loading = use.loading
         if loading.keys().isdisjoint(keys):
             loading.update(keys)
@@ -326,7 +327,7 @@ class CPUOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         keys = list(keys)
-        use = self._use_of(req_context, keep=True)
+        use = self._use_of(req_context)
         if self._filter is not None:
             self._filter.count(keys, use.brought)
         if (use.is_stale or use.first_withheld is not None) and self._withholds(keys, use):
@@ -489,6 +490,7 @@ class CPUOffloadingManager(OffloadingManager):
             block.generation = generation
             block.writer = use
         use.num_writing += n
+        self._uses[use.context.req_id] = use
         self._num_writing += n
         self._allowance -= n
         return blocks
@@ -542,6 +544,7 @@ class CPUOffloadingManager(OffloadingManager):
             use.first_withheld = None
             use.fills_tier_since = -1
             self._forget_if_done(use)
+        self._last_context = self._last_use = None
         self._was_reset = True
         # Half of what is free stays for the time after another reset.
         self._allowance = (self._num_free() + 1) // 2
@@ -579,17 +582,14 @@ class CPUOffloadingManager(OffloadingManager):
 
     # --- common -----------------------------------------------------------------------------
 
-    def _use_of(self, req_context: ReqContext, keep: bool = False) -> RequestUse:
+    def _use_of(self, req_context: ReqContext) -> RequestUse:
         """What is known of the request. One that was not announced is known while it has transfers
-        under way (`keep`), and for as long as no other request is asked for."""
+        under way, and for as long as no other request is asked for."""
         if req_context is self._last_context:
-            use = self._last_use
-            assert use is not None
-        else:
-            use = self._uses.get(req_context.req_id) or RequestUse(req_context)
-            self._last_context, self._last_use = req_context, use
-        if keep and not use.announced:
-            self._uses[req_context.req_id] = use
+            assert self._last_use is not None
+            return self._last_use
+        use = self._uses.get(req_context.req_id) or RequestUse(req_context)
+        self._last_context, self._last_use = req_context, use
         return use
 
     def _forget_if_done(self, use: RequestUse) -> None:
