@@ -1,0 +1,157 @@
+"""The seal: what a block carries with it when it leaves host memory, and how it is checked.
+
+A seal is a header of `SEAL_BYTES` bytes in front of (or beside) a block's payload. It says what the
+payload is and proves that neither has changed. Whoever reads a block back says which block it
+expects; anything else is refused, with the reason.
+
+Made and checked on a tier's I/O threads, never on the scheduler's: the digest reads every byte.
+All functions are pure and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey
+
+__all__ = ["SEAL_BYTES", "Seal", "SealError", "SealFailure", "check", "make", "read"]
+
+SEAL_BYTES = 256
+"""Length of every seal. Part of the format, like everything below."""
+
+_MAGIC = b"KVTSEAL\x00"
+_VERSION = 1
+_MAX_KEY_BYTES = 128
+_MAX_WRITER_BYTES = 32
+
+# magic, version, key length, writer length, payload length, time, fingerprint, digest, writer, key
+_FIELDS = struct.Struct("<8sHHHxxQQ16s16s32s128s")
+_CHECKSUM = struct.Struct("<Q")
+_FINGERPRINT_BYTES = 16
+_PADDING = bytes(SEAL_BYTES - _FIELDS.size - _CHECKSUM.size)
+
+
+class SealFailure(StrEnum):
+    """Why a block was refused. In the order in which things are looked at."""
+
+    NOT_SEALED = "not_sealed"
+    """There is no seal: something else, or nothing, was written here."""
+    FORMAT = "format"
+    """A seal of another version."""
+    HEADER = "header"
+    """The seal itself is damaged."""
+    FINGERPRINT = "fingerprint"
+    """A block of another model, layout or epoch."""
+    KEY = "key"
+    """Another block."""
+    LENGTH = "length"
+    """The payload is longer or shorter than what was sealed."""
+    DIGEST = "digest"
+    """The payload is not what was sealed."""
+
+
+class SealError(Exception):
+    """A block that must not be used."""
+
+    def __init__(self, failure: SealFailure) -> None:
+        super().__init__(f"the block was refused: {failure}")
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What a seal says."""
+
+    fingerprint: bytes
+    """`OffloadingConfig.fingerprint` of the engine that wrote it."""
+    key: OffloadKey
+    payload_bytes: int
+    digest: bytes
+    writer: str
+    """The engine that wrote it; cut to what fits."""
+    time_ns: int
+    """When, in nanoseconds since 1970."""
+
+
+def make(key: OffloadKey, payload: memoryview, fingerprint: bytes, writer: str) -> bytes:
+    """The seal of a block. `payload` is contiguous.
+
+    Raises `ValueError` for a key or fingerprint that does not fit the format.
+    """
+    if len(key) > _MAX_KEY_BYTES:
+        raise ValueError(f"a key of {len(key)} bytes: at most {_MAX_KEY_BYTES} fit into a seal")
+    if len(fingerprint) != _FINGERPRINT_BYTES:
+        raise ValueError(
+            f"a fingerprint of {len(fingerprint)} bytes: give the {_FINGERPRINT_BYTES} of "
+            "OffloadingConfig.fingerprint()"
+        )
+    name = writer.encode("utf-8", "replace")[:_MAX_WRITER_BYTES]
+    fields = _FIELDS.pack(
+        _MAGIC,
+        _VERSION,
+        len(key),
+        len(name),
+        payload.nbytes,
+        time.time_ns(),
+        fingerprint,
+        xxh3_128_digest(payload),
+        name,
+        key,
+    )
+    return fields + _CHECKSUM.pack(xxh3_64_intdigest(fields)) + _PADDING
+
+
+def read(header: bytes | bytearray | memoryview) -> Seal:
+    """What a seal says, or `SealError`. Trusts nothing but the seal's own checksum."""
+    if len(header) < SEAL_BYTES:
+        raise SealError(SealFailure.NOT_SEALED)
+    fields = bytes(header[: _FIELDS.size])
+    magic, version, key_len, name_len, size, when, fingerprint, digest, name, key = _FIELDS.unpack(
+        fields
+    )
+    if magic != _MAGIC:
+        raise SealError(SealFailure.NOT_SEALED)
+    if version != _VERSION:
+        raise SealError(SealFailure.FORMAT)
+    rest = bytes(header[_FIELDS.size : SEAL_BYTES])
+    if rest != _CHECKSUM.pack(xxh3_64_intdigest(fields)) + _PADDING:
+        raise SealError(SealFailure.HEADER)
+    if key_len > _MAX_KEY_BYTES or name_len > _MAX_WRITER_BYTES:
+        raise SealError(SealFailure.HEADER)
+    return Seal(
+        fingerprint=fingerprint,
+        key=key[:key_len],
+        payload_bytes=size,
+        digest=digest,
+        writer=name[:name_len].decode("utf-8", "replace"),
+        time_ns=when,
+    )
+
+
+def check(
+    header: bytes | bytearray | memoryview,
+    payload: memoryview,
+    key: OffloadKey,
+    fingerprint: bytes,
+) -> SealFailure | None:
+    """Why `payload` is not the block of `key` under `fingerprint`; None if it is."""
+    try:
+        seal = read(header)
+    except SealError as error:
+        return error.failure
+    if seal.fingerprint != fingerprint:
+        return SealFailure.FINGERPRINT
+    if seal.key != key:
+        return SealFailure.KEY
+    if seal.payload_bytes != payload.nbytes:
+        return SealFailure.LENGTH
+    if seal.digest != xxh3_128_digest(payload):
+        return SealFailure.DIGEST
+    return None
