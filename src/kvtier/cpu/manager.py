@@ -101,7 +101,10 @@ class CPUOffloadingManager(OffloadingManager):
         self._slots: list[BlockStatus] = []
         """Every slot that was ever in use; made when first needed."""
         self._free: list[BlockStatus] = []
-        self._quarantine: list[BlockStatus] = []
+        self._quarantine: dict[BlockStatus, None] = {}
+        """Slots that transfers of the device from before a reset may be using."""
+        self._held: dict[BlockStatus, int] = {}
+        """Slots out of use for as long as that many transfers of other tiers may be using them."""
         self._generation = 0
         """Of the slots given away last. No two blocks of one key have the same."""
         self._num_writing = 0
@@ -350,19 +353,13 @@ class CPUOffloadingManager(OffloadingManager):
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
 
-        self._settle()
-        self._policy.on_store_miss(new, req_context)
-        evicted = self._make_room(len(new), use.keys.keys())
-        if evicted is None:
+        placed = self._place(new, use, comes_last, use)
+        if placed is None:
             self._count("kvtier_cpu_refused_blocks", len(new))
             return None
-        closes_gap = not comes_last and use.has_used_behind(new[0])
-        blocks = self._take_slots(new, use)
-        use.keys.update(dict.fromkeys(new, self._generation))
-        self._policy.insert_run(new, blocks, use.keys, req_context)
-        if closes_gap:
-            # They belong between the others, not behind them.
-            self._policy.touch(use.keys, use.context)
+        blocks, evicted = placed
+        use.num_writing += len(blocks)
+        self._uses[use.context.req_id] = use
         return PrepareStoreOutput(
             new, CPULoadStoreSpec([block.block_id for block in blocks]), evicted
         )
@@ -370,6 +367,12 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        self._complete_store(keys, req_context, success)
+
+    def _complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool
+    ) -> int:
+        """Returns how many blocks can be read from now on."""
         use = self._use_of(req_context)
         get = self._get
         ended: list[BlockStatus] = []
@@ -385,12 +388,35 @@ class CPUOffloadingManager(OffloadingManager):
             use.num_writing -= len(ended)
             self._num_writing -= len(ended)
             if success:
-                self._publish(ended)
+                self._publish(ended, "kvtier_cpu_stored_blocks")
             else:
                 self._abandon(ended, use)
+                self._count("kvtier_cpu_failed_stores", len(ended))
             self._end_quarantine()
         self._forget_if_done(use)
         self._record_misuse("stray completion of a store", stray, use, "complete each store once")
+        return len(ended) if success else 0
+
+    def _place(
+        self, new: list[OffloadKey], use: RequestUse, comes_last: bool, writer: object
+    ) -> tuple[list[BlockStatus], list[OffloadKey]] | None:
+        """Give slots to blocks that a request brings, and that `writer` is going to write.
+
+        Returns the blocks, and the keys of those that had to leave. None: not enough could.
+        """
+        self._settle()
+        self._policy.on_store_miss(new, use.context)
+        evicted = self._make_room(len(new), use.keys.keys())
+        if evicted is None:
+            return None
+        closes_gap = not comes_last and use.has_used_behind(new[0])
+        blocks = self._take_slots(new, writer)
+        use.keys.update(dict.fromkeys(new, self._generation))
+        self._policy.insert_run(new, blocks, use.keys, use.context)
+        if closes_gap:
+            # They belong between the others, not behind them.
+            self._policy.touch(use.keys, use.context)
+        return blocks, evicted
 
     def _withholds(self, keys: list[OffloadKey], use: RequestUse) -> bool:
         """Whether these blocks must not, or need not, be stored after a reset.
@@ -444,8 +470,9 @@ class CPUOffloadingManager(OffloadingManager):
             return wanted
         own = [block for key in use.keys if (block := self._get(key)) is not None]
         most_now = min(most_now, num_free + self._num_evictable - sum(b.ref_cnt == 0 for b in own))
-        wanted = min(wanted, self.num_blocks - max(self.reserve, len(own)))
-        if wanted == 0:
+        wanted = min(wanted, self.num_blocks - len(self._held) - max(self.reserve, len(own)))
+        if wanted <= 0:
+            wanted = 0
             use.fills_tier_since = self._generation
         return wanted if wanted <= most_now else None
 
@@ -469,8 +496,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._report(evicted, removed=True)
         return evicted
 
-    def _take_slots(self, keys: list[OffloadKey], use: RequestUse) -> list[BlockStatus]:
-        """Take a free slot for each of the blocks, which `use` is going to write."""
+    def _take_slots(self, keys: list[OffloadKey], writer: object) -> list[BlockStatus]:
+        """Take a free slot for each of the blocks, which `writer` is going to write."""
         free = self._free
         n = len(keys)
         if len(free) < n:
@@ -488,30 +515,32 @@ class CPUOffloadingManager(OffloadingManager):
             block.key = key
             block.ref_cnt = WRITING
             block.generation = generation
-            block.writer = use
-        use.num_writing += n
-        self._uses[use.context.req_id] = use
+            block.writer = writer
         self._num_writing += n
         self._allowance -= n
         return blocks
 
-    def _publish(self, written: list[BlockStatus]) -> None:
+    def _publish(self, written: list[BlockStatus], counter: str) -> None:
         """Make blocks readable."""
         for block in written:
             block.ref_cnt = 0
         self._num_evictable += len(written)
         self._policy.unpinned(written)
-        self._count("kvtier_cpu_stored_blocks", len(written))
+        self._count(counter, len(written))
         self._report([block.key for block in written], removed=False)
 
-    def _abandon(self, failed: list[BlockStatus], use: RequestUse) -> None:
+    def _abandon(self, failed: Iterable[BlockStatus], use: RequestUse) -> None:
         """Forget blocks whose write failed."""
         for block in failed:
-            self._policy.remove(block.key)
-            if block.key in use.keys:
-                use.keys[block.key] = 0
+            self._forget(block, use)
             self._release(block)
-        self._count("kvtier_cpu_failed_stores", len(failed))
+
+    def _forget(self, block: BlockStatus, use: RequestUse) -> None:
+        """Take a block that `use` has brought out of the cache. What becomes of its slot is the
+        caller's business."""
+        self._policy.remove(block.key)
+        if block.key in use.keys:
+            use.keys[block.key] = 0
 
     def _release(self, block: BlockStatus) -> None:
         block.ref_cnt = FREE
@@ -527,8 +556,9 @@ class CPUOffloadingManager(OffloadingManager):
             if block.ref_cnt == 0:
                 self._release(block)
             elif block.ref_cnt > 0 or block.ref_cnt == WRITING:
+                if self._is_used_by_device(block):
+                    self._quarantine[block] = None
                 block.ref_cnt = QUARANTINED
-                self._quarantine.append(block)
             block.writer = block.place = None
         self._report(removed, removed=True)
         self._policy.clear()
@@ -550,6 +580,10 @@ class CPUOffloadingManager(OffloadingManager):
         self._allowance = (self._num_free() + 1) // 2
         self._num_steps_in_quarantine = 0
 
+    def _is_used_by_device(self, block: BlockStatus) -> bool:
+        """Whether a device transfer may be using a slot that is pinned or being written."""
+        return True
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._events:
             return ()
@@ -566,7 +600,7 @@ class CPUOffloadingManager(OffloadingManager):
                 "kvtier_cpu_resident_blocks": self._num_evictable + self._num_pinned,
                 "kvtier_cpu_writing_blocks": self._num_writing,
                 "kvtier_cpu_pinned_blocks": self._num_pinned,
-                "kvtier_cpu_quarantined_slots": len(self._quarantine),
+                "kvtier_cpu_quarantined_slots": len(self._quarantine.keys() | self._held.keys()),
             },
         )
 
@@ -634,9 +668,9 @@ class CPUOffloadingManager(OffloadingManager):
         """A transfer that began after the last reset has ended, hence all earlier ones have."""
         if self._quarantine:
             for block in self._quarantine:
-                block.ref_cnt = FREE
-            self._free += self._quarantine
-            self._quarantine = []
+                if block not in self._held:
+                    self._release(block)
+            self._quarantine = {}
 
     def _count(self, name: str, n: int) -> None:
         self._counters[name] = self._counters.get(name, 0) + n

@@ -16,9 +16,15 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
         MetricKind.GAUGE, "Readable blocks that cannot be evicted because they are being read."
     ),
     "kvtier_cpu_quarantined_slots": MetricDefinition(
-        MetricKind.GAUGE, "Slots out of use because a transfer from before a reset may be active."
+        MetricKind.GAUGE, "Slots out of use because a transfer that was given up may still be active."
     ),
     "kvtier_cpu_stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored."),
+    "kvtier_cpu_promoted_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks brought up from a tier below."
+    ),
+    "kvtier_cpu_adopted_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks that came from a tier below after nobody waited any more."
+    ),
     "kvtier_cpu_loaded_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks loaded."),
     "kvtier_cpu_evicted_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks evicted."),
     "kvtier_cpu_failed_stores": MetricDefinition(
