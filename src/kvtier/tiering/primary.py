@@ -99,10 +99,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def prepare_read(
         self, job_id: int, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> CPULoadStoreSpec:
-        """Pin those of the blocks that can be read, in the order of `keys`, and say where they are.
+    ) -> tuple[Sequence[OffloadKey], CPULoadStoreSpec]:
+        """Pin those of the blocks that can be read, in the order of `keys`: which, and where.
 
-        Not a use: who is evicted first does not change. Keys that cannot be read are left out.
+        Not a use: who is evicted first does not change.
         """
         blocks = [block for key in keys if (block := self._get(key)) and block.ref_cnt >= 0]
         newly_pinned = []
@@ -115,7 +115,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             self._num_pinned += len(newly_pinned)
             self._policy.pinned(newly_pinned)
         self._transfers[job_id] = TierTransfer(job_id, blocks, False, req_context, self._num_resets)
-        return CPULoadStoreSpec([block.block_id for block in blocks])
+        return [block.key for block in blocks], CPULoadStoreSpec(
+            [block.block_id for block in blocks]
+        )
 
     def complete_read(self, job_id: int) -> None:
         """The tier does not read these blocks any more."""
@@ -152,12 +154,26 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             wanted = min(wanted, num_free + self._num_evictable - own)
         return max(wanted, 0)
 
-    def fits(self, wanted: int, req_context: ReqContext) -> bool:
-        """Whether so many blocks could ever be promoted for this request, beside those that it has
-        found here already."""
+    def num_fitting(self, req_context: ReqContext) -> int:
+        """How many blocks could ever be promoted for this request at the same time, beside those
+        that it has found here already."""
         own = len(self._use_of(req_context).keys)
-        most = self.num_blocks - self.reserve - len(self._held) - own
-        return wanted <= min(most, self.max_promoting)
+        return min(self.num_blocks - self.reserve - len(self._held) - own, self.max_promoting)
+
+    def has(self, key: OffloadKey) -> bool:
+        """Whether a block is here, or on its way here."""
+        return self._get(key) is not None
+
+    def is_ready(self, key: OffloadKey) -> bool:
+        """Whether a block can be read."""
+        block = self._get(key)
+        return block is not None and block.ref_cnt >= 0
+
+    def finish_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool
+    ) -> int:
+        """`complete_store`, and how many blocks can be read now that could not before."""
+        return self._complete_store(keys, req_context, success)
 
     def prepare_write(
         self, job_id: int, keys: Collection[OffloadKey], req_context: ReqContext

@@ -1,0 +1,56 @@
+"""How tiers are shut down: all at the same time, and none can hold up the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.tiering.base import SecondaryTierManager
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_SHARE = 0.5
+"""How much of the time a tier has for draining alone, before it is told to shut down."""
+
+
+def close_tiers(tiers: Sequence[SecondaryTierManager], timeout_s: float) -> None:
+    """Drain and shut down tiers; return when all have, or when the time is up.
+
+    Afterwards no tier can get at the primary tier's slots: asking for a row raises. A tier that
+    has not ended by then keeps a thread of its own, which does not keep the process alive.
+    """
+    start = time.monotonic()
+    drains = [_run(tier, "drain_jobs") for tier in tiers]
+    _join(drains, start + timeout_s * _SHUTDOWN_SHARE)
+    shutdowns = [_run(tier, "shutdown") for tier in tiers]
+    _join(shutdowns + drains, start + timeout_s)
+    for tier, drain, shutdown in zip(tiers, drains, shutdowns, strict=True):
+        if drain.is_alive() or shutdown.is_alive():
+            logger.error(
+                "Tier %r did not end within %g s: it is left behind. Blocks on their way to it are "
+                "lost.",
+                tier.tier_type,
+                timeout_s,
+            )
+        tier.rows.release()
+
+
+def _run(tier: SecondaryTierManager, method: str) -> threading.Thread:
+    def call() -> None:
+        try:
+            getattr(tier, method)()
+        except Exception:
+            logger.exception("Tier %r: %s raised", tier.tier_type, method)
+
+    thread = threading.Thread(target=call, name=f"kvtier-{method}-{tier.tier_type}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,26 @@
+"""What the orchestrator remembers of a job that a tier has not reported yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.tiering.base import TransferJob
+    from kvtier.tiering.request import TierRequest
+
+
+class Job:
+    """One job at one tier."""
+
+    __slots__ = ("deadline", "is_done", "is_late", "is_stale", "transfer", "wanters")
+
+    def __init__(self, transfer: TransferJob, deadline: float) -> None:
+        self.transfer = transfer
+        self.deadline = deadline
+        self.is_late = False
+        """Whether it has missed its deadline: nobody waits for it any more."""
+        self.is_stale = False
+        """Whether it is from before a reset: what it brings is of no use."""
+        self.is_done = False
+        self.wanters: dict[TierRequest, None] = {}
+        """A promotion: the requests that wait for it."""

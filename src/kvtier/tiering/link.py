@@ -1,0 +1,380 @@
+"""The orchestrator's side of one tier: every call to it, every job at it, and how it is doing.
+
+Whatever a tier does (raise, answer nonsense, report what it was never given, not report at all,
+take its time), it ends here: it is counted, logged once for each kind, and cuts the tier off when
+it happens too often.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from kvtier.base import LookupResult, OffloadingEvent, OffloadingStats
+from kvtier.tiering.base import JobResult, TransferJob
+from kvtier.tiering.guard import TransferEstimate
+from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
+from kvtier.tiering.jobs import Job
+from kvtier.tiering.write_policy import WriteThrough
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey, ReqContext
+    from kvtier.tiering.base import SecondaryTierManager
+    from kvtier.tiering.request import TierRequest
+    from kvtier.tiering.write_policy import WritePolicy
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LONGEST_CALL_S = 0.1
+"""A call that takes longer has waited for something, on the scheduler's thread."""
+
+_STORES = object()
+"""Stands for all stores where a breaker asks who wants to use the tier."""
+
+_EXPLORE_EVERY_S = 10.0
+_EXPLORED_BLOCKS = 8
+
+
+class TierLink:
+    """One tier, guarded. Scheduler thread only."""
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        position: int,
+        settings: TierSettings,
+        max_pinned: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.tier = tier
+        self.settings = settings
+        self.name = f"tier {position} ({tier.tier_type})"
+        self.prefix = metric_prefix(position, tier.tier_type)
+        self.max_pinned = max_pinned
+        self.write_policy: WritePolicy = WriteThrough()
+        self.breaker = CircuitBreaker(settings.breaker)
+        """Of the tier as a whole: lookups and loads."""
+        self.store_breaker = CircuitBreaker(settings.breaker)
+        """Of its stores: a tier that is full or read-only can still be read."""
+        self.is_broken = False
+        """Whether it must not be used any more, because its namespace could not be changed."""
+        self.estimate = TransferEstimate()
+        self.num_pinned = 0
+        """Slots that its stores are reading."""
+        self.num_loading = 0
+        """Slots that its loads are writing."""
+        self._clock = clock
+        self._jobs: dict[int, Job] = {}
+        self._loads: deque[Job] = deque()
+        self._stores: deque[Job] = deque()
+        """Each in order of deadlines; those that are done leave when they come to the front."""
+        self._explore_at = 0.0
+        self._said: set[str] = set()
+        self._counters: Counter[str] = Counter()
+        self._load_seconds: list[float] = []
+        self._store_seconds: list[float] = []
+
+    # --- calls to the tier ----------------------------------------------------------------------
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there is anything to tell the tier about."""
+        return not self.is_broken and (
+            self.breaker.state is not BreakerState.OPEN or bool(self._jobs)
+        )
+
+    def lets(self, request: TierRequest, now: float) -> bool:
+        """Whether this request may look into the tier."""
+        if self.breaker.state is BreakerState.CLOSED:
+            return not self.is_broken
+        return not self.is_broken and self.breaker.lets(request, now)
+
+    def look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
+        """The tier's answer, or MISS if it has none."""
+        start = self._clock()
+        try:
+            answer = self.tier.lookup(key, context)
+        except Exception as error:
+            self._raised("lookup", error)
+            return LookupResult.MISS
+        if self._clock() - start > _LONGEST_CALL_S:
+            self._blocked("lookup")
+        if type(answer) is LookupResult:
+            return answer
+        self.violated(f"lookup answered {answer!r}")
+        return LookupResult.MISS
+
+    def look_up_batch(
+        self, keys: Sequence[OffloadKey], context: ReqContext
+    ) -> Sequence[LookupResult]:
+        """The tier's answers, at most one for each key."""
+        none: Sequence[LookupResult] = ()
+        answers = self.call("lookup_batch", self.tier.lookup_batch, keys, context, default=none)
+        if not isinstance(answers, (list, tuple)) or len(answers) > len(keys):
+            self.violated(f"lookup_batch answered {answers!r} for {len(keys)} keys")
+            return none
+        return answers
+
+    def call(self, what: str, method: Callable[..., T], *args: object, default: T) -> T:
+        """Call the tier; `default`, if that fails."""
+        start = self._clock()
+        try:
+            answer = method(*args)
+        except Exception as error:
+            self._raised(what, error)
+            return default
+        if self._clock() - start > _LONGEST_CALL_S:
+            self._blocked(what)
+        return answer
+
+    def _raised(self, what: str, error: Exception) -> None:
+        self._counters["errors"] += 1
+        self._say(f"{what} raised", f"{what} raised {type(error).__name__} ({error})")
+        self.breaker.failed(self._clock())
+
+    def _blocked(self, what: str) -> None:
+        self._counters["blocking_calls"] += 1
+        self._say(
+            f"{what} blocked",
+            f"{what} kept the scheduler waiting for more than {_LONGEST_CALL_S:g} s; a tier must "
+            "wait and copy on threads of its own",
+        )
+        self.breaker.failed(self._clock(), is_timeout=True)
+
+    def violated(self, what: str) -> None:
+        """The tier has broken its contract: cut it off."""
+        self._counters["violations"] += 1
+        self._say(what.split(maxsplit=1)[0], f"{what}. It is cut off for a while")
+        self.breaker.trip(self._clock())
+
+    def _say(self, kind: str, message: str) -> None:
+        """Log what is worth knowing, once for each kind."""
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("%s: %s. Further ones are counted, not logged.", self.name, message)
+
+    # --- jobs -----------------------------------------------------------------------------------
+
+    def num_storable(self, wanted: int, now: float) -> int:
+        """How many of `wanted` blocks may be stored now; the others are counted by reason."""
+        if (
+            self.is_broken
+            or not self.breaker.lets(_STORES, now)
+            or not self.store_breaker.lets(_STORES, now)
+        ):
+            self._counters["shed_blocks"] += wanted
+            return 0
+        allowed = min(wanted, self.max_pinned - self.num_pinned)
+        if allowed < wanted:
+            self._counters["dropped_blocks"] += wanted - allowed
+        return allowed
+
+    def submit_store(self, transfer: TransferJob, now: float) -> Job:
+        """Send a cascade. The slots are pinned until `harvest` yields it."""
+        job = self._enter(transfer, now + self.settings.store_timeout_s, self._stores)
+        self.num_pinned += len(transfer.keys)
+        self.store_breaker.submitted(transfer.job_id)
+        # If it raises, it may have begun all the same: only its report ends the job.
+        self.call("submit_store", self.tier.submit_store, transfer, default=None)
+        return job
+
+    def submit_load(self, transfer: TransferJob, now: float) -> Job:
+        """Send a promotion. The slots are the tier's until `harvest` yields it.
+
+        `is_late`, if the tier raised: then nobody should wait, but it may have begun all the same.
+        """
+        job = self._enter(transfer, now + self.settings.load_timeout_s, self._loads)
+        self.num_loading += len(transfer.keys)
+        job.is_late = self.call("submit_load", self._submit_load, transfer, default=True)
+        return job
+
+    def _submit_load(self, transfer: TransferJob) -> bool:
+        self.tier.submit_load(transfer)
+        return False
+
+    def _enter(self, transfer: TransferJob, deadline: float, queue: deque[Job]) -> Job:
+        job = self._jobs[transfer.job_id] = Job(transfer, deadline)
+        queue.append(job)
+        self.breaker.submitted(transfer.job_id)
+        return job
+
+    def harvest(self, now: float) -> Iterator[tuple[Job, JobResult, Collection[OffloadKey]]]:
+        """What the tier has finished since the last time: the job, its result, and the keys of the
+        blocks that were really moved."""
+        if not self._jobs and not self.breaker.is_closed:
+            return
+        none: list[JobResult] = []
+        results = self.call("get_finished_jobs", self._finished_jobs, default=none)
+        for result in results:
+            job = self._jobs.pop(result.job_id, None) if type(result) is JobResult else None
+            if job is None:
+                self.violated(f"get_finished_jobs reported {result!r}, which it was never given")
+                continue
+            moved = self._moved(job, result)
+            self._settle(job, result, moved, now)
+            yield job, result, moved
+
+    def _finished_jobs(self) -> list[JobResult]:
+        return list(self.tier.get_finished_jobs())
+
+    def _moved(self, job: Job, result: JobResult) -> Collection[OffloadKey]:
+        if result.success:
+            return job.transfer.keys
+        if not result.successful_keys:
+            return ()
+        keys = set(job.transfer.keys)
+        return [key for key in result.successful_keys if key in keys]
+
+    def _settle(
+        self, job: Job, result: JobResult, moved: Collection[OffloadKey], now: float
+    ) -> None:
+        """Count what a job has come to."""
+        job.is_done = True
+        job_id, num_blocks = job.transfer.job_id, len(job.transfer.keys)
+        seconds = result.transfer_time
+        is_promotion = job.transfer.is_promotion
+        kind = "load" if is_promotion else "store"
+        self._counters[f"{kind}ed_blocks" if is_promotion else "stored_blocks"] += len(moved)
+        self._counters[f"failed_{kind}s"] += num_blocks - len(moved)
+        if is_promotion:
+            self.num_loading -= num_blocks
+        else:
+            self.num_pinned -= num_blocks
+        if seconds is not None:
+            (self._load_seconds if is_promotion else self._store_seconds).append(seconds)
+            if is_promotion and moved:
+                self.estimate.note(num_blocks, seconds)
+        if job.is_late:
+            return
+        timeout = self.settings.load_timeout_s if is_promotion else self.settings.store_timeout_s
+        is_slow = seconds is not None and seconds > timeout
+        is_good = not is_slow and (result.success or bool(moved))
+        for breaker in (self.breaker,) if is_promotion else (self.breaker, self.store_breaker):
+            if is_good:
+                breaker.succeeded(job_id)
+            elif is_promotion or breaker is self.store_breaker or breaker.probe == job_id:
+                # A store that fails says nothing about loads, unless it was to be the proof.
+                breaker.failed(now, job_id, is_timeout=is_slow)
+
+    def take_late(self, now: float) -> Iterator[Job]:
+        """Promotions that have missed their deadline. Call after `harvest`."""
+        for queue, breaker in ((self._loads, self.breaker), (self._stores, self.store_breaker)):
+            while queue and (queue[0].is_done or queue[0].is_late or queue[0].deadline <= now):
+                job = queue.popleft()
+                if job.is_done or job.is_late:
+                    continue
+                job.is_late = True
+                job_id = job.transfer.job_id
+                breaker.failed(now, job_id, is_timeout=True)
+                if job.transfer.is_promotion:
+                    self._counters["late_loads"] += 1
+                    yield job
+                else:
+                    self._counters["late_stores"] += 1
+                    if self.breaker.probe == job_id:
+                        self.breaker.failed(now, job_id, is_timeout=True)
+
+    def lookup_is_late(self, now: float) -> None:
+        """The tier did not find out in time whether it has a block."""
+        self._counters["late_lookups"] += 1
+        self.breaker.failed(now, is_timeout=True)
+
+    def has_active_jobs(self, now: float) -> bool:
+        """Whether a job is under way that may still end in time."""
+        return any(not job.is_late and now < job.deadline for job in self._jobs.values())
+
+    def begin_epoch(self, fingerprint: bytes | None) -> None:
+        """Nothing kept before is valid. `fingerprint`: the new namespace; None if it stays."""
+        for job in self._jobs.values():
+            job.is_stale = True
+            job.wanters.clear()
+        if fingerprint is None:
+            return
+        num_errors = self._counters["errors"]
+        self.call("begin_epoch", self.tier.begin_epoch, fingerprint, default=None)
+        if self._counters["errors"] > num_errors or self.tier.fingerprint != fingerprint:
+            self.is_broken = True
+            logger.error(
+                "%s did not take its new namespace, so it could serve blocks from before the "
+                "reset: it is not used any more. Mend its begin_epoch.",
+                self.name,
+            )
+
+    def explores(self, now: float) -> bool:
+        """Whether to try a tier again that was found slower than computing. Now and then."""
+        if now < self._explore_at:
+            return False
+        self._explore_at = now + _EXPLORE_EVERY_S
+        return True
+
+    @property
+    def explored_blocks(self) -> int:
+        """How many blocks are risked for that."""
+        return _EXPLORED_BLOCKS
+
+    def step_ended(self) -> None:
+        """A scheduling step has ended."""
+        for breaker in (self.breaker, self.store_breaker):
+            prober = breaker.prober
+            if prober is not None and (prober is _STORES or not self._is_asking(prober)):
+                breaker.step_ended()
+
+    def _is_asking(self, prober: object) -> bool:
+        asking: dict[TierLink, float] = getattr(prober, "asking", {})
+        return self in asking
+
+    # --- figures --------------------------------------------------------------------------------
+
+    def count(self, name: str, n: int) -> None:
+        """Count something under the tier's name."""
+        self._counters[name] += n
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """The tier's own events, if they are wanted."""
+        if not self.settings.enable_kv_events:
+            return []
+        none: list[object] = []
+        events = self.call("take_events", self._taken_events, default=none)
+        return [event for event in events if isinstance(event, OffloadingEvent)]
+
+    def _taken_events(self) -> list[object]:
+        return list(self.tier.take_events())
+
+    def add_stats(self, stats: OffloadingStats) -> None:
+        """Add the tier's figures, and the tier's own, to those of the others."""
+        for reason, n in self.tier.take_seal_failures().items():
+            self._counters[f"seal_{reason}"] += n
+        for name, count in self._counters.items():
+            if count:
+                stats.counters[self.prefix + name] = count
+        self._counters.clear()
+        stats.gauges[self.prefix + "breaker_state"] = self.breaker.state.value
+        stats.gauges[self.prefix + "store_breaker_state"] = self.store_breaker.state.value
+        stats.gauges[self.prefix + "pinned_blocks"] = self.num_pinned
+        stats.gauges[self.prefix + "loading_blocks"] = self.num_loading
+        for name, seconds in (
+            ("load_seconds", self._load_seconds),
+            ("store_seconds", self._store_seconds),
+        ):
+            if seconds:
+                stats.histograms[self.prefix + name] = list(seconds)
+                seconds.clear()
+        own = self.call("get_stats", self.tier.get_stats, default=None)
+        if isinstance(own, OffloadingStats):
+            # Two tiers of one type have the same names for their own figures.
+            for name, value in own.counters.items():
+                stats.counters[name] = stats.counters.get(name, 0) + value
+            for name, value in own.gauges.items():
+                stats.gauges[name] = stats.gauges.get(name, 0) + value
+            for name, values in own.histograms.items():
+                stats.histograms.setdefault(name, []).extend(values)
+
+
+def metric_prefix(position: int, tier_type: str) -> str:
+    """What the names of a tier's figures begin with."""
+    return f"kvtier_tier_{position}_{re.sub('[^a-z0-9]+', '_', tier_type.lower())}_"

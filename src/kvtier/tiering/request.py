@@ -1,0 +1,118 @@
+"""What the orchestrator remembers of one request, for as long as a tier may be asked for it."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.base import LookupResult, OffloadKey, ReqContext
+    from kvtier.tiering.link import TierLink
+
+
+class TierRequest:
+    """One request, as the tiers below the primary one see it."""
+
+    __slots__ = (
+        "asking",
+        "avoided",
+        "context",
+        "declined",
+        "ended",
+        "finished",
+        "given_up",
+        "is_announced",
+        "last_wait",
+        "last_wait_step",
+        "leases",
+        "links",
+        "max_wanted",
+        "most_wait",
+        "num_parked",
+        "num_wanted",
+        "prepared",
+        "request_level",
+        "sources",
+        "step",
+        "waits_since",
+        "wanted",
+    )
+
+    def __init__(self, context: ReqContext) -> None:
+        self.context = context
+        self.is_announced = True
+        """Whether the engine has announced it, and will say when it has finished."""
+        self.finished = False
+        self.links: tuple[TierLink, ...] = ()
+        """Tiers that know of it."""
+        self.sources: tuple[TierLink, ...] = ()
+        """Those of them that it may load from, in lookup order."""
+        self.request_level: tuple[TierLink, ...] = ()
+        """Those of them that want all of its blocks, also those that were there already."""
+        self.most_wait = 0.0
+        """How long it may be kept waiting in all, in seconds."""
+
+        # What it asked for in the step `step`:
+        self.step = -1
+        self.wanted: dict[bytes, dict[OffloadKey, TierLink | None]] = {}
+        """By group, in the order asked: blocks found below, and in which tier. In a windowed group
+        also those that are in the primary tier (None)."""
+        self.ended: dict[bytes, LookupResult] = {}
+        """Groups in which nothing more can be a hit (MISS), or is known to be one (RETRY)."""
+        self.num_wanted = 0
+        self.max_wanted = 0
+        """How many blocks could ever be promoted for it."""
+
+        # How long it has been waiting:
+        self.waits_since = 0.0
+        self.last_wait = -inf
+        self.last_wait_step = -2
+        self.given_up = False
+        """Whether nothing that is not there yet is a hit for it."""
+        self.asking: dict[TierLink, float] = {}
+        """Tiers that do not know yet whether they have a block, and since when."""
+
+        self.declined: set[TierLink] = set()
+        """Tiers from which loading would take longer than computing."""
+        self.avoided: dict[OffloadKey, set[TierLink]] = {}
+        """Blocks that tiers said they had, but could not deliver."""
+        self.prepared: list[list[OffloadKey]] = []
+        """Blocks on their way from the device, one list for each store."""
+        self.num_parked = 0
+        """Blocks to be cascaded for it as soon as someone else has written them."""
+        self.leases: set[int] = set()
+
+    def begin_step(self, step: int, max_wanted: int) -> None:
+        """Forget what it asked for in earlier steps."""
+        self.step = step
+        self.wanted = {}
+        self.ended = {}
+        self.num_wanted = 0
+        self.max_wanted = max_wanted
+
+    def may_wait(self, now: float, step: int) -> bool:
+        """Whether it could be told to wait. Not if it has waited long enough.
+
+        A request that has not been kept waiting for a while starts anew.
+        """
+        if step > self.last_wait_step + 1 and now > self.last_wait + self.most_wait:
+            self.waits_since = now
+            self.given_up = False
+            self.asking = {}
+        elif now - self.waits_since > self.most_wait:
+            self.given_up = True
+        return not self.given_up
+
+    def waits(self, now: float, step: int) -> None:
+        """It is told to wait."""
+        self.last_wait = now
+        self.last_wait_step = step
+
+    def goes_on(self) -> None:
+        """It does not wait any more: what it waits for next is another wait."""
+        self.last_wait_step = -2
+        self.last_wait = -inf
+        self.given_up = False
+        self.asking = {}
+        self.declined = set()
+        self.avoided = {}
