@@ -14,7 +14,7 @@ import struct
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
@@ -110,21 +110,7 @@ def make(key: OffloadKey, payload: memoryview, fingerprint: bytes, writer: str) 
 
 def read(header: bytes | bytearray | memoryview) -> Seal:
     """What a seal says, or `SealError`. Trusts nothing but the seal's own checksum."""
-    if len(header) < SEAL_BYTES:
-        raise SealError(SealFailure.NOT_SEALED)
-    fields = bytes(header[: _FIELDS.size])
-    magic, version, key_len, name_len, size, when, fingerprint, digest, name, key = _FIELDS.unpack(
-        fields
-    )
-    if magic != _MAGIC:
-        raise SealError(SealFailure.NOT_SEALED)
-    if version != _VERSION:
-        raise SealError(SealFailure.FORMAT)
-    rest = bytes(header[_FIELDS.size : SEAL_BYTES])
-    if rest != _CHECKSUM.pack(xxh3_64_intdigest(fields)) + _PADDING:
-        raise SealError(SealFailure.HEADER)
-    if key_len > _MAX_KEY_BYTES or name_len > _MAX_WRITER_BYTES:
-        raise SealError(SealFailure.HEADER)
+    _, _, key_len, name_len, size, when, fingerprint, digest, name, key = _fields_of(header)
     return Seal(
         fingerprint=fingerprint,
         key=key[:key_len],
@@ -143,15 +129,34 @@ def check(
 ) -> SealFailure | None:
     """Why `payload` is not the block of `key` under `fingerprint`; None if it is."""
     try:
-        seal = read(header)
+        _, _, key_len, _, size, _, sealed_for, digest, _, sealed_key = _fields_of(header)
     except SealError as error:
         return error.failure
-    if seal.fingerprint != fingerprint:
+    if sealed_for != fingerprint:
         return SealFailure.FINGERPRINT
-    if seal.key != key:
+    if sealed_key[:key_len] != key:
         return SealFailure.KEY
-    if seal.payload_bytes != payload.nbytes:
+    if size != payload.nbytes:
         return SealFailure.LENGTH
-    if seal.digest != xxh3_128_digest(payload):
+    if digest != xxh3_128_digest(payload):
         return SealFailure.DIGEST
     return None
+
+
+def _fields_of(header: bytes | bytearray | memoryview) -> tuple[Any, ...]:
+    """The fields in the order in which they are packed, or `SealError`."""
+    if len(header) < SEAL_BYTES:
+        raise SealError(SealFailure.NOT_SEALED)
+    header = bytes(header[:SEAL_BYTES])
+    packed = header[: _FIELDS.size]
+    fields = _FIELDS.unpack(packed)
+    magic, version, key_len, name_len = fields[:4]
+    if magic != _MAGIC:
+        raise SealError(SealFailure.NOT_SEALED)
+    if version != _VERSION:
+        raise SealError(SealFailure.FORMAT)
+    if header[_FIELDS.size :] != _CHECKSUM.pack(xxh3_64_intdigest(packed)) + _PADDING:
+        raise SealError(SealFailure.HEADER)
+    if key_len > _MAX_KEY_BYTES or name_len > _MAX_WRITER_BYTES:
+        raise SealError(SealFailure.HEADER)
+    return fields

@@ -11,6 +11,7 @@ import logging
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.base import LookupResult, OffloadingEvent, OffloadingStats
@@ -22,6 +23,7 @@ from kvtier.tiering.write_policy import WriteThrough
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
+    from kvtier.seal import SealFailure
     from kvtier.tiering.base import SecondaryTierManager
     from kvtier.tiering.request import TierRequest
     from kvtier.tiering.write_policy import WritePolicy
@@ -73,6 +75,8 @@ class TierLink:
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
         """Each in order of deadlines; those that are done leave when they come to the front."""
+        self._num_late_blocks = 0
+        """Slots of loads that have missed their deadline and were not reported."""
         self._explore_at = 0.0
         self._said: set[str] = set()
         self._counters: Counter[str] = Counter()
@@ -190,12 +194,27 @@ class TierLink:
         """
         job = self._enter(transfer, now + self.settings.load_timeout_s, self._loads)
         self.num_loading += len(transfer.keys)
-        job.is_late = self.call("submit_load", self._submit_load, transfer, default=True)
+        if self.call("submit_load", self._submit_load, transfer, default=True):
+            self._is_late(job)
         return job
 
     def _submit_load(self, transfer: TransferJob) -> bool:
         self.tier.submit_load(transfer)
         return False
+
+    def num_loadable(self, wanted: int) -> int:
+        """How many of `wanted` blocks may be loaded now.
+
+        A tier that has not given back slots in time gets no more than its share of them.
+        """
+        if self._num_late_blocks:
+            return max(0, min(wanted, self.max_pinned - self.num_loading))
+        return wanted
+
+    def _is_late(self, job: Job) -> None:
+        job.is_late = True
+        if job.transfer.is_promotion:
+            self._num_late_blocks += len(job.transfer.keys)
 
     def _enter(self, transfer: TransferJob, deadline: float, queue: deque[Job]) -> Job:
         job = self._jobs[transfer.job_id] = Job(transfer, deadline)
@@ -227,8 +246,12 @@ class TierLink:
             return job.transfer.keys
         if not result.successful_keys:
             return ()
-        keys = set(job.transfer.keys)
-        return [key for key in result.successful_keys if key in keys]
+        try:
+            named = set(result.successful_keys)
+        except TypeError:
+            self.violated(f"get_finished_jobs named {result.successful_keys!r} as keys")
+            return ()
+        return [key for key in job.transfer.keys if key in named]
 
     def _settle(
         self, job: Job, result: JobResult, moved: Collection[OffloadKey], now: float
@@ -237,12 +260,16 @@ class TierLink:
         job.is_done = True
         job_id, num_blocks = job.transfer.job_id, len(job.transfer.keys)
         seconds = result.transfer_time
+        if not isinstance(seconds, (int, float)) or not 0 <= seconds < inf:
+            seconds = None
         is_promotion = job.transfer.is_promotion
-        kind = "load" if is_promotion else "store"
-        self._counters[f"{kind}ed_blocks" if is_promotion else "stored_blocks"] += len(moved)
-        self._counters[f"failed_{kind}s"] += num_blocks - len(moved)
+        self._counters["loaded_blocks" if is_promotion else "stored_blocks"] += len(moved)
+        self._counters["failed_loads" if is_promotion else "failed_stores"] += num_blocks - len(
+            moved
+        )
         if is_promotion:
             self.num_loading -= num_blocks
+            self._num_late_blocks -= num_blocks * job.is_late
         else:
             self.num_pinned -= num_blocks
         if seconds is not None:
@@ -268,7 +295,7 @@ class TierLink:
                 job = queue.popleft()
                 if job.is_done or job.is_late:
                     continue
-                job.is_late = True
+                self._is_late(job)
                 job_id = job.transfer.job_id
                 breaker.failed(now, job_id, is_timeout=True)
                 if job.transfer.is_promotion:
@@ -347,7 +374,9 @@ class TierLink:
 
     def add_stats(self, stats: OffloadingStats) -> None:
         """Add the tier's figures, and the tier's own, to those of the others."""
-        for reason, n in self.tier.take_seal_failures().items():
+        none: Counter[SealFailure] = Counter()
+        refused = self.call("take_seal_failures", self.tier.take_seal_failures, default=none)
+        for reason, n in refused.items():
             self._counters[f"seal_{reason}"] += n
         for name, count in self._counters.items():
             if count:
@@ -364,8 +393,11 @@ class TierLink:
             if seconds:
                 stats.histograms[self.prefix + name] = list(seconds)
                 seconds.clear()
-        own = self.call("get_stats", self.tier.get_stats, default=None)
-        if isinstance(own, OffloadingStats):
+        self.call("get_stats", self._add_own_stats, stats, default=None)
+
+    def _add_own_stats(self, stats: OffloadingStats) -> None:
+        own = self.tier.get_stats()
+        if own is not None:
             # Two tiers of one type have the same names for their own figures.
             for name, value in own.counters.items():
                 stats.counters[name] = stats.counters.get(name, 0) + value

@@ -518,6 +518,7 @@ class TieringOffloadingManager(OffloadingManager):
                 request.declined.add(link)
                 return False
             del keys[link.explored_blocks :]
+        del keys[link.num_loadable(len(keys)) :]
         del keys[self.primary_tier.num_writable(len(keys), request.context) :]
         if not keys:
             return False
@@ -539,7 +540,8 @@ class TieringOffloadingManager(OffloadingManager):
         if tokens_per_s is None:
             return True
         load_time = link.estimate.predict(len(keys) + link.num_loading)
-        return load_time is None or load_time * tokens_per_s <= self._num_tokens(keys)
+        num_tokens = self._num_tokens(keys)
+        return not load_time or not num_tokens or load_time * tokens_per_s <= num_tokens
 
     def _num_tokens(self, keys: Sequence[OffloadKey]) -> int:
         """The tokens that these blocks stand for: groups hold the same tokens."""

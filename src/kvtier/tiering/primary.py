@@ -80,7 +80,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self._transfers: dict[int, TierTransfer] = {}
         self._num_resets = 0
         self._num_promoting = 0
-        """Slots of promotions that are under way, given up or not."""
+        """Slots of promotions that someone may be waiting for."""
         self.max_promoting = min(
             max(1, int(num_blocks * _MAX_PROMOTED_SHARE)), max(1, num_blocks - self.reserve)
         )
@@ -208,9 +208,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         else has stored them or there was a reset. Returns how many. The others are forgotten.
         """
         transfer = self._transfers.pop(job_id)
-        self._num_promoting -= len(transfer.blocks)
         if transfer.is_detached:
             return self._adopt(transfer, set(successful_keys))
+        self._num_promoting -= len(transfer.blocks)
         if len(successful_keys) == len(transfer.blocks):
             written, failed = transfer.blocks, []
         else:
@@ -239,6 +239,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             block.ref_cnt = QUARANTINED
             self._held[block] = 1
         self._num_writing -= len(transfer.blocks)
+        self._num_promoting -= len(transfer.blocks)
 
     def writer_of(self, key: OffloadKey) -> int | None:
         """The job that is promoting this block, if one is."""
@@ -284,6 +285,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         super().reset_cache()
         for transfer in self._transfers.values():
             transfer.is_detached = True
+        self._num_promoting = 0
         self._num_resets += 1
 
     def _is_used_by_device(self, block: BlockStatus) -> bool:
