@@ -463,7 +463,7 @@ class CPUOffloadingManager(OffloadingManager):
             return min(wanted, self._allowance) if self._allowance else None
         if use.fills_tier_since == self._generation:
             return 0
-        in_transfer = self._num_writing + self._num_pinned
+        in_transfer = self._num_writing + self._num_pinned + len(self._held)
         most_now = self.num_blocks - self.reserve - in_transfer
         # Counting the request's own blocks takes a while, and hardly ever matters.
         if wanted <= min(num_free + max(self._num_evictable - len(use.keys), 0), most_now):

@@ -83,12 +83,16 @@ class CircuitBreaker:
         """Whether nothing is held back."""
         return self.state is BreakerState.CLOSED
 
+    def is_pausing(self, now: float) -> bool:
+        """Whether nobody may use the tier now, and for some time to come."""
+        return self.state is BreakerState.OPEN and now - self._opened_at < self._pause
+
     def lets(self, user: object, now: float) -> bool:
         """Whether `user` may use the tier now."""
         if self.state is BreakerState.CLOSED:
             return True
         if self.state is BreakerState.OPEN:
-            if now - self._opened_at < self._pause:
+            if self.is_pausing(now):
                 return False
             self.state = BreakerState.HALF_OPEN
             self.probe = self.prober = None

@@ -14,18 +14,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
-from kvtier.base import LookupResult, OffloadingEvent, OffloadingStats
+from kvtier.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadingStats,
+    OffloadPolicy,
+    RequestOffloadingContext,
+)
 from kvtier.tiering.base import JobResult, TransferJob
 from kvtier.tiering.guard import TransferEstimate
 from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
 from kvtier.tiering.jobs import Job
+from kvtier.tiering.request import TierRequest
 from kvtier.tiering.write_policy import WriteThrough
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
     from kvtier.seal import SealFailure
     from kvtier.tiering.base import SecondaryTierManager
-    from kvtier.tiering.request import TierRequest
     from kvtier.tiering.write_policy import WritePolicy
 
 logger = logging.getLogger(__name__)
@@ -92,6 +98,10 @@ class TierLink:
             self.breaker.state is not BreakerState.OPEN or bool(self._jobs)
         )
 
+    def is_cut_off(self, now: float) -> bool:
+        """Whether the tier is not to be bothered at all."""
+        return self.is_broken or self.breaker.is_pausing(now)
+
     def lets(self, request: TierRequest, now: float) -> bool:
         """Whether this request may look into the tier."""
         if self.breaker.state is BreakerState.CLOSED:
@@ -123,6 +133,15 @@ class TierLink:
             self.violated(f"lookup_batch answered {answers!r} for {len(keys)} keys")
             return none
         return answers
+
+    def wants_whole_requests(self, context: ReqContext) -> bool:
+        """Announce a request; whether the tier wants all of its blocks."""
+        plain = RequestOffloadingContext()
+        answer = self.call("on_new_request", self.tier.on_new_request, context, default=plain)
+        if type(answer) is not RequestOffloadingContext:
+            self.violated(f"on_new_request answered {answer!r}")
+            return False
+        return answer.policy is OffloadPolicy.REQUEST_LEVEL
 
     def call(self, what: str, method: Callable[..., T], *args: object, default: T) -> T:
         """Call the tier; `default`, if that fails."""
@@ -227,8 +246,9 @@ class TierLink:
         blocks that were really moved."""
         if not self._jobs and not self.breaker.is_closed:
             return
-        none: list[JobResult] = []
-        results = self.call("get_finished_jobs", self._finished_jobs, default=none)
+        results: list[JobResult] = []
+        # Not at once: what is reported before it raises has been reported.
+        self.call("get_finished_jobs", self._collect_finished, results, default=None)
         for result in results:
             job = self._jobs.pop(result.job_id, None) if type(result) is JobResult else None
             if job is None:
@@ -238,8 +258,9 @@ class TierLink:
             self._settle(job, result, moved, now)
             yield job, result, moved
 
-    def _finished_jobs(self) -> list[JobResult]:
-        return list(self.tier.get_finished_jobs())
+    def _collect_finished(self, results: list[JobResult]) -> None:
+        for result in self.tier.get_finished_jobs():
+            results.append(result)  # noqa: PERF402
 
     def _moved(self, job: Job, result: JobResult) -> Collection[OffloadKey]:
         if result.success:
@@ -348,12 +369,8 @@ class TierLink:
         """A scheduling step has ended."""
         for breaker in (self.breaker, self.store_breaker):
             prober = breaker.prober
-            if prober is not None and (prober is _STORES or not self._is_asking(prober)):
+            if not isinstance(prober, TierRequest) or not prober.is_asking(self):
                 breaker.step_ended()
-
-    def _is_asking(self, prober: object) -> bool:
-        asking: dict[TierLink, float] = getattr(prober, "asking", {})
-        return self in asking
 
     # --- figures --------------------------------------------------------------------------------
 

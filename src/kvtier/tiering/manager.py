@@ -172,14 +172,12 @@ class TieringOffloadingManager(OffloadingManager):
             self._withdraw(former)
             self._tell_finished(former)
         self._unannounced.pop(context.req_id, None)
+        now = self._clock()
         links, request_level = [], []
         for link in self._links:
-            if link.lets(request, self._now):
+            if not link.is_cut_off(now):
                 links.append(link)
-                answer = link.call(
-                    "on_new_request", link.tier.on_new_request, context, default=None
-                )
-                if answer is not None and answer.policy is OffloadPolicy.REQUEST_LEVEL:
+                if link.wants_whole_requests(context):
                     request_level.append(link)
         request.links = tuple(links)
         request.request_level = tuple(request_level)
@@ -368,37 +366,53 @@ class TieringOffloadingManager(OffloadingManager):
         while end < stop and not has(keys[end]):
             end += 1
         asked = keys[start:end]
-        first = next((link for link in request.sources if link.lets(request, self._now)), None)
-        answers: Sequence[LookupResult] = ()
-        if first is not None and first not in request.declined and not request.given_up:
-            answers = first.look_up_batch(asked, request.context)
         group = asked[0][-4:]
+        first = self._first_source(request)
+        answers: Sequence[LookupResult] = ()
+        if first is not None:
+            answers = first.look_up_batch(asked, request.context)
         for n, answer in enumerate(answers):
-            key = asked[n]
-            if answer is _HIT and first is not None and key not in request.avoided:
-                yield self._want(key, group, first, request)
-            else:
-                yield self._look_up_below(key, group, request)
+            yield self._look_up_below(asked[n], group, request, first, answer)
         if not answers:
             yield self._look_up_below(asked[0], group, request)
 
-    def _look_up_below(self, key: OffloadKey, group: bytes, request: TierRequest) -> LookupResult:
-        """Ask the tiers, in their order, for a block that is not in the primary tier."""
+    def _first_source(self, request: TierRequest) -> TierLink | None:
+        """The first tier that is asked for this request."""
+        if request.may_wait(self._now, self._step):
+            for link in request.sources:
+                if link not in request.declined and link.lets(request, self._now):
+                    return link
+        return None
+
+    def _look_up_below(
+        self,
+        key: OffloadKey,
+        group: bytes,
+        request: TierRequest,
+        asked: TierLink | None = None,
+        its_answer: LookupResult = _MISS,
+    ) -> LookupResult:
+        """Ask the tiers, in their order, for a block that is not in the primary tier.
+
+        `asked`: one that has answered already.
+        """
         now = self._now
         result = _MISS
         if request.sources and request.may_wait(now, self._step):
             for link in request.sources:
-                if not link.lets(request, now) or link in request.declined:
+                if link in request.declined or not link.lets(request, now):
                     continue
                 if request.avoided and link in request.avoided.get(key, ()):
                     continue
-                answer = link.look_up(key, request.context)
+                answer = its_answer if link is asked else link.look_up(key, request.context)
+                if answer is _RETRY or answer is _HIT_PENDING:
+                    if self._may_ask_again(link, key, request):
+                        result = _RETRY
+                    continue
+                if request.asking:
+                    request.asking.pop((link, key), None)
                 if answer is _HIT:
-                    if request.asking:
-                        request.asking.pop(link, None)
                     return self._want(key, group, link, request)
-                if answer is not _MISS and self._may_ask_again(link, request):
-                    result = _RETRY
         if request.step != self._step:
             self._begin_asking(request)
         if request.ended.get(group) is not _MISS:
@@ -407,14 +421,16 @@ class TieringOffloadingManager(OffloadingManager):
             request.waits(now, self._step)
         return result
 
-    def _may_ask_again(self, link: TierLink, request: TierRequest) -> bool:
+    def _may_ask_again(self, link: TierLink, key: OffloadKey, request: TierRequest) -> bool:
         """Whether a tier that does not know yet has time left to find out."""
-        since = request.asking.setdefault(link, self._now)
+        since = request.asking.setdefault((link, key), self._now)
         if self._now - since <= link.settings.lookup_timeout_s:
             return True
         link.lookup_is_late(self._now)
         request.declined.add(link)
-        del request.asking[link]
+        request.asking = {
+            asked: when for asked, when in request.asking.items() if asked[0] is not link
+        }
         return False
 
     def _begin_asking(self, request: TierRequest) -> None:
@@ -601,11 +617,12 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if not self._step_has_begun:
-            self._begin_step()
         keys = list(keys)
         output = self.primary_tier.prepare_store(keys, req_context)
         request = self._request_of(req_context)
+        if output is None and not self._step_has_begun:
+            self._begin_step()  # a tier may have let go of slots
+            output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             return None
         new = output.keys_to_store
@@ -621,8 +638,6 @@ class TieringOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        if not self._step_has_begun:
-            self._begin_step()
         request = self._request_of(req_context)
         num_stored = self.primary_tier.finish_store(keys, req_context, success)
         in_order = _take_prepared(request.prepared, keys)
@@ -641,16 +656,17 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """Send blocks that can be read down to tiers, one job for each."""
         context = request.context
+        now = self._clock()
         for link in links:
             chosen = link.write_policy.select(keys, moment, context)
-            n = link.num_storable(len(chosen), self._now) if chosen else 0
+            n = link.num_storable(len(chosen), now) if chosen else 0
             if not n:
                 continue
             if n < len(chosen):
                 chosen = chosen[:n]
             self._job_id += 1
             kept, spec = self.primary_tier.prepare_read(self._job_id, chosen, context)
-            link.submit_store(self._transfer(kept, spec, False, context), self._now)
+            link.submit_store(self._transfer(kept, spec, False, context), now)
 
     def _transfer(
         self,

@@ -69,7 +69,7 @@ class TierRequest:
         self.last_wait_step = -2
         self.given_up = False
         """Whether nothing that is not there yet is a hit for it."""
-        self.asking: dict[TierLink, float] = {}
+        self.asking: dict[tuple[TierLink, OffloadKey], float] = {}
         """Tiers that do not know yet whether they have a block, and since when."""
 
         self.declined: set[TierLink] = set()
@@ -107,6 +107,10 @@ class TierRequest:
         """It is told to wait."""
         self.last_wait = now
         self.last_wait_step = step
+
+    def is_asking(self, link: TierLink) -> bool:
+        """Whether it waits for this tier to find out."""
+        return any(asked is link for asked, _ in self.asking)
 
     def goes_on(self) -> None:
         """It does not wait any more: what it waits for next is another wait."""

@@ -1,0 +1,228 @@
+"""Names of tiers to their classes, and entries of `secondary_tiers` to running tiers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from traceback import clear_frames
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvtier.config import TIER_KEYS, ConfigError, OptionReader, Problem, TierConfig
+from kvtier.config.kinds import OPAQUE, Kind
+from kvtier.config.redaction import describe, without_secrets
+from kvtier.factory import ClassRegistry
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadingSpec
+    from kvtier.tiering.base import SecondaryTierManager
+
+__all__ = ["SecondaryTierFactory", "TierStartError"]
+
+_GIVEN_BY_THE_FACTORY = ("offloading_spec", "primary_kv_view", "tier_type")
+_NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+_ANY_VALUE: Kind[Any] = Kind("a value", OPAQUE.parse)
+
+
+class TierStartError(RuntimeError):
+    """A tier could not start, for a reason that is not in its configuration alone."""
+
+
+def _load_tier_base() -> type[SecondaryTierManager]:
+    from kvtier.tiering.base import SecondaryTierManager
+
+    return SecondaryTierManager
+
+
+class SecondaryTierFactory:
+    """Makes the tier that an entry of `secondary_tiers` describes.
+
+    Further tiers come from entry points of the group `kvtier.tiers`.
+    """
+
+    _registry: ClassVar[ClassRegistry[SecondaryTierManager]] = ClassRegistry(
+        kind="tier",
+        load_base=_load_tier_base,
+        entry_point_group="kvtier.tiers",
+        name_key="type",
+        module_path_key="module_path",
+    )
+
+    @classmethod
+    def register_secondary_tier(
+        cls,
+        type: str,  # noqa: A002 - the user's key
+        module_path: str,
+        class_name: str,
+    ) -> None:
+        """Let `type` mean `class_name` of `module_path`, imported when first needed."""
+        cls._registry.register(type, module_path, class_name)
+
+    @classmethod
+    def get_secondary_tier_cls(
+        cls, tier_config: TierConfig | Mapping[str, Any]
+    ) -> type[SecondaryTierManager]:
+        """The class of the tier, or `ConfigError`."""
+        tier = _parsed(tier_config)
+        return cls._registry.resolve(tier.type, tier.module_path, tier.at)
+
+    @classmethod
+    def create_secondary_tier(
+        cls,
+        tier_config: TierConfig | Mapping[str, Any],
+        primary_kv_view: memoryview,
+        offloading_spec: OffloadingSpec,
+    ) -> SecondaryTierManager:
+        """The tier itself, started. Called while an engine starts, on the scheduler's side.
+
+        `tier_config` is parsed, or an entry as the user writes it. `ConfigError`: the entry cannot
+        work. `TierStartError`: the tier's constructor failed otherwise. Neither keeps hold of the
+        view, unless the tier itself does.
+        """
+        config = _parsed(tier_config)
+        tier_cls = cls.get_secondary_tier_cls(config)
+        _require_fitting_class(tier_cls, config)
+        keys = _keys_for(tier_cls, config)
+        try:
+            tier = tier_cls(
+                offloading_spec=offloading_spec,
+                primary_kv_view=primary_kv_view,
+                tier_type=config.type,
+                **keys,
+            )
+        except Exception as error:
+            # The frames of the constructor hold a half-made tier, and with it the view.
+            for link in _chain(error):
+                clear_frames(link.__traceback__)
+            raise _refusal(error, tier_cls, config) from _cause_to_show(error, config)
+        if config.locality is not None:
+            tier.locality = config.locality
+        return tier
+
+
+def _parsed(tier_config: TierConfig | Mapping[str, Any]) -> TierConfig:
+    if isinstance(tier_config, TierConfig):
+        return tier_config
+    return TierConfig.from_entry(tier_config)
+
+
+def _own_parameters(tier_cls: type[SecondaryTierManager]) -> dict[str, inspect.Parameter]:
+    """What the constructor takes by name, and maybe `**anything`; less what it always gets."""
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(tier_cls).parameters.items()
+        if name not in _GIVEN_BY_THE_FACTORY and parameter.kind not in _NOT_BY_NAME
+    }
+
+
+def _require_fitting_class(tier_cls: type[SecondaryTierManager], config: TierConfig) -> None:
+    """Refuse a class that cannot be called as tiers are."""
+    parameters = inspect.signature(tier_cls).parameters
+    old = parameters.get("vllm_config")
+    if old is not None and ("offloading_spec" not in parameters or old.default is old.empty):
+        raise _unfit_class(
+            tier_cls,
+            config,
+            "a tier whose constructor takes offloading_spec; this one takes vllm_config",
+            "Take offloading_spec instead; what the engine wants to pass on is in "
+            "offloading_spec.config.engine_config",
+        )
+    by_name = {name for name, parameter in parameters.items() if parameter.kind not in _NOT_BY_NAME}
+    missing = [name for name in _GIVEN_BY_THE_FACTORY if name not in by_name]
+    if missing and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise _unfit_class(
+            tier_cls,
+            config,
+            f"a tier whose constructor takes {', '.join(_GIVEN_BY_THE_FACTORY)} by name",
+            f"Let {tier_cls.__qualname__} take {' and '.join(missing)}",
+        )
+
+
+def _keys_for(tier_cls: type[SecondaryTierManager], config: TierConfig) -> dict[str, Any]:
+    """What the constructor gets: the tier's own keys, and those of every tier that it names.
+
+    `ConfigError`, if there are others, or too few.
+    """
+    parameters = _own_parameters(tier_cls)
+    shared = {name: getattr(config, name) for name in TIER_KEYS if name in parameters}
+    keys = dict(config.options)
+    keys |= {name: value for name, value in shared.items() if value is not None}
+    reader = OptionReader(keys, config.at)
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            for key in {str(key) for key in keys}.difference(_GIVEN_BY_THE_FACTORY):
+                reader.optional(key, OPAQUE)
+        elif parameter.default is parameter.empty:
+            reader.required(name, _ANY_VALUE)
+        else:
+            reader.optional(name, OPAQUE)
+    for name in TIER_KEYS:
+        reader.optional(name, OPAQUE)
+    reader.refuse_unread(f"Remove it; the tier {describe(config.type)} does not know it")
+    reader.raise_problems()
+    return keys
+
+
+def _unfit_class(
+    tier_cls: type[SecondaryTierManager], config: TierConfig, allowed: str, remedy: str
+) -> ConfigError:
+    given = f"{describe(config.type)} ({tier_cls.__module__}.{tier_cls.__qualname__})"
+    return ConfigError(Problem(f"{config.at}.type", given, allowed, remedy))
+
+
+def _refusal(
+    error: Exception, tier_cls: type[SecondaryTierManager], config: TierConfig
+) -> ConfigError | TierStartError:
+    """What to raise in place of what a tier's constructor raised."""
+    if isinstance(error, ConfigError):
+        own = {*_own_parameters(tier_cls), *config.options}
+        return ConfigError(*(_placed(problem, own, config) for problem in error.problems))
+    reason = without_secrets(str(error), config.options)
+    if isinstance(error, ValueError):
+        return ConfigError(_value_problem(reason, config))
+    return TierStartError(
+        f"{config.at}: the tier {describe(config.type)} could not start: "
+        f"{type(error).__name__}: {reason}. Mend that, or remove the tier"
+    )
+
+
+def _placed(problem: Problem, own_keys: set[str], config: TierConfig) -> Problem:
+    """The problem under its whole path. A tier knows its type, but not where its entry stands."""
+    path = problem.key.removeprefix(f"{config.type}.")
+    is_own = re.split(r"[.\[]", path)[0] in own_keys
+    return replace(problem, key=f"{config.at}.{path}") if is_own else problem
+
+
+def _value_problem(reason: str, config: TierConfig) -> Problem:
+    remedy = reason.rstrip(".") or "Its constructor gives no reason: look there"
+    allowed = f"what the tier {describe(config.type)} accepts"
+    named = [key for key in config.options if re.search(rf"\b{re.escape(str(key))}\b", reason)]
+    if len(named) != 1:
+        entry = {"type": config.type, **config.options}
+        return Problem(config.at, describe(entry), allowed, remedy)
+    (key,) = named
+    return Problem(f"{config.at}.{key}", describe(config.options[key], key), allowed, remedy)
+
+
+def _cause_to_show(error: Exception, config: TierConfig) -> Exception | None:
+    """None where its message, printed above ours, would say the same again or show a secret."""
+    texts = [str(link) for link in _chain(error)]
+    secret = any(without_secrets(text, config.options) != text for text in texts)
+    return None if secret or isinstance(error, ConfigError) else error
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and all that led to it."""
+    links, seen = [error], set[int]()
+    while links:
+        link = links.pop()
+        if id(link) not in seen:
+            seen.add(id(link))
+            yield link
+            links += [other for other in (link.__cause__, link.__context__) if other is not None]
+
+
+SecondaryTierFactory.register_secondary_tier(
+    "example", "kvtier.tiering.example.manager", "ExampleSecondaryTierManager"
+)

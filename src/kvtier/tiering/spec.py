@@ -1,0 +1,133 @@
+"""Host memory with tiers below it: from a configuration to the manager that runs them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from kvtier.base import MetricDefinition
+from kvtier.config import AttentionKind, ResetScope, new_epoch, read_secondary_tiers
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.cpu.spec import CPUOffloadingSpec
+from kvtier.tiering.closing import close_tiers
+from kvtier.tiering.factory import SecondaryTierFactory
+from kvtier.tiering.health import TierSettings
+from kvtier.tiering.manager import GroupShape, TieringOffloadingManager
+from kvtier.tiering.metrics import METRIC_DEFINITIONS, tier_metric_definitions
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+
+if TYPE_CHECKING:
+    from kvtier.config import OffloadingConfig, OffloadingGroupConfig, TierConfig
+    from kvtier.tiering.base import SecondaryTierManager
+
+__all__ = ["TieringOffloadingSpec", "settings_of", "shape_of"]
+
+
+class TieringOffloadingSpec(CPUOffloadingSpec):
+    """The CPU tier's spec, with the tiers of `secondary_tiers` on the scheduler's side.
+
+    A rank's side is that of the CPU tier: no worker ever sees a tier, or needs its code. The
+    scheduler's side opens the region too, since tiers read and write the slots themselves.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._tiering_manager: TieringOffloadingManager | None = None
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: Mapping[str, Any]
+    ) -> dict[str, MetricDefinition]:
+        """Every figure of the manager; or `ConfigError`, if there are tiers that cannot be."""
+        definitions = super().build_metric_definitions(extra_config) | METRIC_DEFINITIONS
+        for tier in read_secondary_tiers(extra_config):
+            tier_cls = SecondaryTierFactory.get_secondary_tier_cls(tier)
+            definitions |= tier_cls.build_metric_definitions(tier.options)
+            definitions |= tier_metric_definitions(tier.position, tier.type)
+        return definitions
+
+    # The CPU tier's manager is one part of this one, which is no kind of it.
+    def get_manager(self) -> TieringOffloadingManager:  # type: ignore[override]
+        """The manager with all tiers started, and all memory reserved.
+
+        Raises, and leaves nothing behind, when a tier's keys are wrong (`ConfigError`), when a
+        tier cannot start (`TierStartError`), or when there is no room (`NotEnoughMemory`).
+        """
+        if self._tiering_manager is None:
+            self._tiering_manager = self._start()
+        return self._tiering_manager
+
+    def _start(self) -> TieringOffloadingManager:
+        config, options = self.config, self.config.options
+        shutdown_timeout_s = options.shutdown_timeout_ms / 1000
+        with ExitStack() as undo:
+            region = SharedOffloadRegion(
+                config.engine_id, config.num_blocks, None, config.row_bytes, config.cpu_page_size
+            )
+            undo.callback(region.cleanup)
+            primary = CPUPrimaryTierOffloadingManager(
+                config.num_blocks,
+                region,
+                options.eviction_policy,
+                options.cache_policy_module_path,
+                config.enable_kv_cache_events,
+                options.store_threshold,
+                options.max_tracker_size,
+            )
+            tiers: list[SecondaryTierManager] = []
+            undo.callback(close_tiers, tiers, shutdown_timeout_s)
+            for tier_config in options.secondary_tiers:
+                view = primary.get_kv_memoryview()
+                tiers.append(SecondaryTierFactory.create_secondary_tier(tier_config, view, self))
+            manager = TieringOffloadingManager(
+                primary,
+                tiers,
+                settings=[settings_of(tier_config) for tier_config in options.secondary_tiers],
+                groups={
+                    group.group_id: shape_of(group, config.cache.blocks_per_chunk)
+                    for group in config.groups
+                },
+                new_fingerprint=self._new_fingerprint,
+                prefill_tokens_per_s=options.prefill_tokens_per_s,
+                shutdown_timeout_s=shutdown_timeout_s,
+            )
+            undo.pop_all()
+        return manager
+
+    @property
+    def _new_fingerprint(self) -> Callable[[], bytes] | None:
+        """Makes the namespace of the time after a reset; None if tiers keep the one they have."""
+        if self.config.options.reset_scope is ResetScope.PRIMARY:
+            return None
+        return lambda: self.config.fingerprint(new_epoch())
+
+
+def shape_of(group: OffloadingGroupConfig, blocks_per_chunk: int) -> GroupShape:
+    """How the engine looks for the offloaded blocks of a group."""
+    tokens = group.tokens_per_block * blocks_per_chunk
+    if group.kind is AttentionKind.STATE_SPACE:
+        return GroupShape(tokens, window_blocks=1)
+    if group.window_tokens is None:
+        return GroupShape(tokens)
+    # The token that is computed next is itself part of a sliding window.
+    sliding = group.kind is AttentionKind.SLIDING_WINDOW
+    earlier_tokens = group.window_tokens - 1 if sliding else group.window_tokens
+    return GroupShape(tokens, window_blocks=max(1, -(-earlier_tokens // tokens)))
+
+
+def settings_of(tier: TierConfig) -> TierSettings:
+    """How to treat a tier: what the user has not set is as `TierSettings` has it."""
+    default = TierSettings()
+    share = tier.max_pinned_share
+    return TierSettings(
+        lookup_timeout_s=_seconds(tier.lookup_timeout_ms, default.lookup_timeout_s),
+        load_timeout_s=_seconds(tier.load_timeout_ms, default.load_timeout_s),
+        store_timeout_s=_seconds(tier.store_timeout_ms, default.store_timeout_s),
+        max_pinned_share=default.max_pinned_share if share is None else share,
+        enable_kv_events=tier.enable_kv_events,
+    )
+
+
+def _seconds(milliseconds: float | None, default: float) -> float:
+    return default if milliseconds is None else milliseconds / 1000

@@ -1,0 +1,242 @@
+"""A tier that breaks its contract is cut off, and the engine does not notice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvtier.base import OffloadingStats
+from kvtier.cpu.policies.base import SlotState
+from kvtier.tiering.base import JobResult, TransferJob
+from kvtier.tiering.health import BreakerSettings
+from tests.tiering.rig import HandTier, Rig, keys
+
+METHODS = [
+    "lookup",
+    "lookup_batch",
+    "submit_store",
+    "submit_load",
+    "get_finished_jobs",
+    "touch",
+    "on_new_request",
+    "on_request_finished",
+    "on_schedule_end",
+    "has_pending_work",
+    "take_events",
+    "get_stats",
+    "begin_epoch",
+    "take_seal_failures",
+]
+
+
+def live(rig: Rig, number: int) -> None:
+    """A request that does all that requests do."""
+    request = rig.begin(f"r{number}")
+    blocks = keys(*range(number % 5, number % 5 + 4))
+    rig.look_up(blocks, request)
+    rig.manager.lookup_prefix(blocks, request)
+    rig.store(blocks, request)
+    rig.step()
+    if rig.look_up(blocks, request) == "HHHH":
+        rig.load(blocks, request)
+    rig.manager.touch(blocks, request)
+    rig.manager.has_pending_work()
+    rig.manager.on_request_finished(request)
+    list(rig.manager.take_events())
+    rig.manager.get_stats()
+    rig.step(seconds=0.1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_that_raises_does_not_reach_the_engine(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("the disk is gone")
+
+    rig = Rig(num_blocks=100, num_tiers=2)
+    broken, sound = rig.tiers
+    sound.at_once = True
+    monkeypatch.setattr(broken, method, fail)
+    for number in range(20):
+        live(rig, number)
+        if number == 10:
+            rig.manager.reset_cache()
+            rig.step()
+    assert sound.holds(*keys(0, 1, 2, 3, 4, 5, 6, 7))
+
+
+GARBAGE = [None, 42, "HIT", [], object()]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=repr)
+@pytest.mark.parametrize(
+    "method", ["lookup", "lookup_batch", "get_finished_jobs", "on_new_request", "get_stats"]
+)
+def test_an_answer_that_is_none_does_not_reach_the_engine(
+    method: str, garbage: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(num_blocks=12)
+    monkeypatch.setattr(rig.tiers[0], method, lambda *args: garbage)
+    for number in range(10):
+        live(rig, number)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        JobResult(10**9, success=True),
+        None,
+        "done",
+        JobResult([], success=True),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
+def test_a_report_of_a_job_never_given_isolates_the_tier(result: Any) -> None:
+    rig = Rig()
+    rig.tiers[0].results.append(result)
+    rig.step()
+    assert rig.stat("breaker_state") == 2
+    assert rig.look_up(keys(1), rig.begin("r")) == "M"
+
+
+def test_a_second_report_isolates_the_tier_and_changes_nothing_else() -> None:
+    rig = Rig()
+    tier = rig.tiers[0]
+    tier.at_once = True
+    rig.store(keys(1, 2), rig.begin("r"))
+    tier.results *= 2
+    rig.step()
+    assert rig.stat("cpu_pinned_blocks") == 0
+    assert rig.stat("breaker_state") == 2
+
+
+@pytest.mark.parametrize(
+    "named", [42, [[]], [b"stranger"], keys(7)], ids=["number", "unhashable", "bytes", "other"]
+)
+def test_keys_that_were_not_in_the_job_do_not_count(named: Any) -> None:
+    rig = Rig()
+    rig.keep_below(keys(1))
+    request = rig.begin("r")
+    rig.look_up(keys(1), request)
+    rig.step()
+    (job,) = rig.tiers[0].loads()
+    rig.tiers[0].waiting.clear()
+    rig.tiers[0].results.append(JobResult(job.job_id, False, named))
+    assert rig.look_up(keys(1), request) == "M"
+    assert rig.primary.slot_states()[SlotState.FREE] == 8
+
+
+@pytest.mark.parametrize("seconds", ["long", float("nan"), float("inf"), -1.0])
+def test_a_time_that_is_none_counts_as_unknown(seconds: Any) -> None:
+    rig = Rig()
+    rig.store(keys(1), rig.begin("r"))
+    rig.tiers[0].finish(transfer_time=seconds)
+    rig.step()
+    assert rig.stat("cpu_pinned_blocks") == 0
+    assert rig.stat("breaker_state") == 0
+
+
+def test_what_was_reported_before_it_raised_counts() -> None:
+    class Halfway(HandTier):
+        def get_finished_jobs(self) -> Any:
+            return self.halfway()
+
+        def halfway(self) -> Iterator[JobResult]:
+            yield from super().get_finished_jobs()
+            raise ConnectionError
+
+    rig = Rig()
+    rig.tiers[0].__class__ = Halfway
+    rig.tiers[0].at_once = True
+    rig.store(keys(1), rig.begin("r"))
+    rig.step()
+    assert rig.stat("cpu_pinned_blocks") == 0
+
+
+def test_nobody_waits_for_a_load_that_could_not_be_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    rig.keep_below(keys(1))
+    tier = rig.tiers[0]
+    accepted: list[TransferJob] = []
+
+    def fail(job: TransferJob) -> None:
+        accepted.append(job)
+        raise RuntimeError("queue full")
+
+    monkeypatch.setattr(tier, "submit_load", fail)
+    request = rig.begin("r")
+    rig.look_up(keys(1), request)
+    rig.step()
+    assert rig.look_up(keys(1), request) == "M"
+    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 1, "it may have begun"
+    rig.step()
+    tier.results.append(JobResult(accepted[0].job_id, success=False))
+    rig.step()
+    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 0
+
+
+def test_calls_that_block_cut_a_tier_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(breaker=BreakerSettings(max_timeouts_in_a_row=3))
+    tier = rig.tiers[0]
+    answer = tier.lookup
+
+    def slow(*args: Any) -> Any:
+        rig.clock.now += 0.5
+        return answer(*args)
+
+    monkeypatch.setattr(tier, "lookup", slow)
+    request = rig.begin("r")
+    start = rig.clock.now
+    rig.look_up(keys(*range(100)), request)
+    assert rig.clock.now - start == 1.5
+    assert rig.stat("blocking_calls") == 3
+
+
+def test_a_tier_that_keeps_its_old_namespace_is_never_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.tiers[0], "begin_epoch", lambda fingerprint: None)
+    rig.keep_below(keys(1))
+    with caplog.at_level(logging.ERROR):
+        rig.manager.reset_cache()
+    assert "begin_epoch" in caplog.text
+    for _ in range(5):
+        rig.step(seconds=1000.0)
+        request = rig.begin("r")
+        assert rig.look_up(keys(1), request) == "M"
+        rig.store(keys(2), request)
+        rig.manager.on_request_finished(request)
+    assert rig.tiers[0].waiting == []
+
+
+def test_each_kind_of_trouble_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("the disk is gone")
+
+    rig = Rig(breaker=BreakerSettings(min_failures=10**6))
+    monkeypatch.setattr(rig.tiers[0], "lookup", fail)
+    with caplog.at_level(logging.WARNING):
+        rig.look_up(keys(*range(50)), rig.begin("r"))
+    assert caplog.text.count("the disk is gone") == 1
+    assert "tier 0 (hand0)" in caplog.text
+    assert rig.stat("errors") == 50
+
+
+def test_figures_of_two_tiers_of_one_type_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(num_tiers=2)
+    for tier in rig.tiers:
+        stats = OffloadingStats({"own_count": 2}, {"own_level": 3}, {"own_times": [0.1]})
+        monkeypatch.setattr(tier, "get_stats", lambda stats=stats: stats)
+    stats = rig.manager.get_stats()
+    assert stats.counters["own_count"] == 4
+    assert stats.gauges["own_level"] == 6
+    assert stats.histograms["own_times"] == [0.1, 0.1]
