@@ -122,6 +122,8 @@ class SecondaryTierManager(ABC):
         self.tier_type = tier_type
         self.locality: Locality | None = None
         """Set by the tier; what the user gives in `locality` replaces it."""
+        self.enable_kv_events = True
+        """Whether anyone takes the events; set by the orchestrator. While False, record none."""
         self.rows = PrimaryRows(primary_kv_view)
         self.fingerprint: bytes = offloading_spec.config.fingerprint()
         """The namespace of what is looked up now. See `begin_epoch`."""

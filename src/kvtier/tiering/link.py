@@ -60,6 +60,7 @@ class TierLink:
         clock: Callable[[], float],
     ) -> None:
         self.tier = tier
+        tier.enable_kv_events = settings.enable_kv_events
         self.settings = settings
         self.name = f"tier {position} ({tier.tier_type})"
         self.prefix = metric_prefix(position, tier.tier_type)

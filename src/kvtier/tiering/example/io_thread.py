@@ -31,8 +31,8 @@ class IOThread:
         self._stores: deque[tuple[float, Transfer]] = deque()
         self._ended: list[Transfer] = []
         self._stopping = False
-        # Not a daemon: it must not be writing into slots when the process takes them down.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
+        # A daemon: an engine that ends without a shutdown must not wait for it.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, transfer: Transfer) -> None:

@@ -7,7 +7,7 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["ExampleSecondaryTierManager"]
 
 logger = logging.getLogger(__name__)
+
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 
 RESIDENT = "kvtier_example_resident_blocks"
 EVICTED = "kvtier_example_evicted_blocks"
@@ -98,8 +100,6 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         self._loss = loss
         self._chance = random.Random(int(seed))
         self._results: list[JobResult] = []
-        self.enable_kv_events = True
-        """Whether anyone takes the events. If not, they must not pile up."""
         self._events: list[OffloadingEvent] = []
         self._counters = dict.fromkeys((EVICTED, REFUSED, FORGOTTEN), 0)
         self._latency_s = latency_ms / 1000
@@ -113,15 +113,15 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
     # --- what is kept: scheduler thread --------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return LookupResult.HIT if key in self.blocks else LookupResult.MISS
+        return _HIT if key in self.blocks else _MISS
 
     def lookup_batch(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> Sequence[LookupResult]:
         num_hits = len(list(takewhile(self.blocks.__contains__, keys)))
-        answers = [LookupResult.HIT] * num_hits
+        answers = [_HIT] * num_hits
         if num_hits < len(keys):
-            answers.append(LookupResult.MISS)
+            answers.append(_MISS)
         return answers
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -136,12 +136,17 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         self._report_event(list(self.blocks), removed=True)
         self.blocks.clear()
 
-    def _make_room(self, num_blocks: int) -> None:
-        num_evicted = len(self.blocks) + self._num_reserved + num_blocks - self.max_blocks
-        evicted = [self.blocks.popitem(last=False)[0] for _ in range(num_evicted)]
-        self._counters[EVICTED] += len(evicted)
-        self._report_event(evicted, removed=True)
+    def _make_room(self, num_blocks: int) -> list[SealedBlock]:
+        """Returns what had to leave."""
+        blocks = self.blocks
+        num_evicted = len(blocks) + self._num_reserved + num_blocks - self.max_blocks
         self._num_reserved += num_blocks
+        if num_evicted <= 0:
+            return []
+        evicted = list(islice(blocks, num_evicted))
+        self._counters[EVICTED] += num_evicted
+        self._report_event(evicted, removed=True)
+        return [blocks.pop(key) for key in evicted]
 
     def _report_event(self, keys: list[OffloadKey], removed: bool) -> None:
         if keys and self.enable_kv_events:
@@ -159,20 +164,21 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         if job.fingerprint != self.fingerprint:
             self._finish(Transfer(job, deque()))
             return
-        # What is here of this prompt leaves last, and its tail before its head: then room is never
-        # made for the tail at the cost of the head.
-        self.touch(job.keys, job.req_context)
         blocks = self.blocks
+        slots = job.block_ids.tolist()
         fitting = job.keys[: self.max_blocks - self._num_reserved]
-        todo = deque(
-            (key, slot)
-            for key, slot in zip(fitting, job.block_ids.tolist(), strict=False)
-            if key not in blocks
-        )
-        self._make_room(len(todo))
-        here = [key for key in job.keys if key in blocks]
-        self._counters[REFUSED] += len(job.keys) - len(here) - len(todo)
-        self._start(Transfer(job, todo, done=here, num_reserved=len(todo)))
+        todo = deque(zip(fitting, slots, strict=False))
+        here: list[OffloadKey] = []
+        if not blocks.keys().isdisjoint(job.keys):
+            # What is here of this prompt leaves last, and its tail before its head: then room is
+            # never made for the tail at the cost of the head.
+            self.touch(job.keys, job.req_context)
+            todo = deque((key, slot) for key, slot in todo if key not in blocks)
+        evicted = self._make_room(len(todo))
+        if len(todo) < len(job.keys):
+            here = [key for key in job.keys if key in blocks]
+            self._counters[REFUSED] += len(job.keys) - len(here) - len(todo)
+        self._start(Transfer(job, todo, done=here, num_reserved=len(todo), replaced=evicted))
 
     def submit_load(self, job: TransferJob) -> None:
         found: dict[OffloadKey, SealedBlock] = {}
@@ -234,9 +240,12 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         job = transfer.job
         if job.fingerprint != self.fingerprint:
             return  # an epoch ended meanwhile, and what was stored in it is gone
-        new = [key for key in transfer.blocks if key not in self.blocks]
-        self.blocks.update((key, transfer.blocks[key]) for key in new)
-        self.touch(job.keys, job.req_context)
+        blocks = self.blocks
+        new = [key for key in transfer.blocks if key not in blocks]
+        for key in reversed(new):  # as in `touch`
+            blocks[key] = transfer.blocks[key]
+        if len(new) < len(job.keys):
+            self.touch(job.keys, job.req_context)
         self._report_event(new, removed=False)
 
     # --- the bytes: I/O thread -----------------------------------------------------------------
@@ -244,6 +253,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
     def _move_block(self, transfer: Transfer) -> None:
         """Move the next block of a job. Never raises: that would end the I/O thread."""
         started = time.perf_counter()
+        transfer.replaced.clear()
         key, slot = transfer.todo.popleft()
         move = self._load_block if transfer.job.is_promotion else self._store_block
         try:

@@ -39,5 +39,7 @@ class Transfer:
     """The blocks that could not be moved, or were not what they should be."""
     num_reserved: int = 0
     """A store: how many blocks room was made for."""
+    replaced: list[SealedBlock] = field(default_factory=list)
+    """A store: what had to leave for it. Freed by the I/O thread: that takes time, too."""
     seconds: float | None = None
     """Time spent on moving so far. None: nothing was tried."""
