@@ -138,7 +138,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._wanting: dict[TierRequest, None] = {}
         """Requests that have found blocks below in this step."""
         self._promoting: dict[int, Job] = {}
-        self._parked: dict[OffloadKey, list[tuple[TierRequest, TierLink]]] = {}
+        self._parked: dict[OffloadKey, dict[tuple[TierRequest, TierLink], None]] = {}
         """Blocks to be cascaded to a request-level tier once they are written."""
         self._leases = Leases(primary_tier)
         self._counters: dict[str, int] = {}
@@ -333,8 +333,10 @@ class TieringOffloadingManager(OffloadingManager):
         while True:
             num_present, all_ready = look_up_run(keys[start:] if start else keys, req_context)
             if not all_ready:
-                is_final = False
-                num_present = self._await_writers(keys[start : start + num_present], request)
+                num_present, all_ready = self._await_writers(
+                    keys[start : start + num_present], request
+                )
+                is_final = is_final and all_ready
             start += num_present
             num_hits += num_present * is_counting
             if start == len(keys) or self.primary_tier.has(keys[start]):
@@ -349,12 +351,16 @@ class TieringOffloadingManager(OffloadingManager):
             batch *= 4
         return PrefixLookup(num_hits, is_final)
 
-    def _await_writers(self, keys: Sequence[OffloadKey], request: TierRequest) -> int:
-        """How many of these blocks, which are there or being written, are worth waiting for."""
+    def _await_writers(self, keys: Sequence[OffloadKey], request: TierRequest) -> tuple[int, bool]:
+        """How many of these blocks, which are there or being written, are worth waiting for; and
+        whether none of those has to be waited for."""
+        all_ready = True
         for n, key in enumerate(keys):
-            if not self.primary_tier.is_ready(key) and self._await_writer(key, request) is _MISS:
-                return n
-        return len(keys)
+            if not self.primary_tier.is_ready(key):
+                if self._await_writer(key, request) is _MISS:
+                    return n, all_ready
+                all_ready = False
+        return len(keys), all_ready
 
     def _look_up_batch_below(
         self, keys: Sequence[OffloadKey], start: int, most: int, request: TierRequest
@@ -620,9 +626,6 @@ class TieringOffloadingManager(OffloadingManager):
         keys = list(keys)
         output = self.primary_tier.prepare_store(keys, req_context)
         request = self._request_of(req_context)
-        if output is None and not self._step_has_begun:
-            self._begin_step()  # a tier may have let go of slots
-            output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             return None
         new = output.keys_to_store
@@ -686,9 +689,11 @@ class TieringOffloadingManager(OffloadingManager):
             if self.primary_tier.is_ready(key):
                 ready.append(key)
             elif self.primary_tier.has(key):
-                waiting = self._parked.setdefault(key, [])
-                waiting += [(request, link) for link in request.request_level]
-                request.num_parked += len(request.request_level)
+                waiting = self._parked.setdefault(key, {})
+                for link in request.request_level:
+                    if (request, link) not in waiting:
+                        waiting[request, link] = None
+                        request.num_parked += 1
         if ready:
             self._cascade(ready, request.request_level, WriteMoment.HIT, request)
 
