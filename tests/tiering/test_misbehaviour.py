@@ -191,9 +191,9 @@ def test_calls_that_block_cut_a_tier_off(monkeypatch: pytest.MonkeyPatch) -> Non
         return answer(*args)
 
     monkeypatch.setattr(tier, "lookup", slow)
-    request = rig.begin("r")
     start = rig.clock.now
-    rig.look_up(keys(*range(100)), request)
+    for number in range(100):
+        rig.look_up(keys(number), rig.begin(f"r{number}"))
     assert rig.clock.now - start == 1.5
     assert rig.stat("blocking_calls") == 3
 
@@ -225,7 +225,8 @@ def test_each_kind_of_trouble_is_logged_once(
     rig = Rig(breaker=BreakerSettings(min_failures=10**6))
     monkeypatch.setattr(rig.tiers[0], "lookup", fail)
     with caplog.at_level(logging.WARNING):
-        rig.look_up(keys(*range(50)), rig.begin("r"))
+        for number in range(50):
+            rig.look_up(keys(number), rig.begin(f"r{number}"))
     assert caplog.text.count("the disk is gone") == 1
     assert "tier 0 (hand0)" in caplog.text
     assert rig.stat("errors") == 50

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Leases:
 
     def begin(
         self,
-        keys: Collection[OffloadKey],
+        keys: Sequence[OffloadKey],
         requests: Collection[TierRequest],
         context: ReqContext,
         expires: float,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
@@ -98,6 +98,11 @@ class TierLink:
         return not self.is_broken and (
             self.breaker.state is not BreakerState.OPEN or bool(self._jobs)
         )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether everyone may look into the tier."""
+        return self.breaker.state is BreakerState.CLOSED and not self.is_broken
 
     def is_cut_off(self, now: float) -> bool:
         """Whether the tier is not to be bothered at all."""
@@ -242,9 +247,9 @@ class TierLink:
         self.breaker.submitted(transfer.job_id)
         return job
 
-    def harvest(self, now: float) -> Iterator[tuple[Job, JobResult, Collection[OffloadKey]]]:
-        """What the tier has finished since the last time: the job, its result, and the keys of the
-        blocks that were really moved."""
+    def harvest(self, now: float) -> Iterator[tuple[Job, Sequence[OffloadKey]]]:
+        """What the tier has finished since the last time: the job, and the keys of the blocks that
+        were really moved."""
         if not self._jobs and not self.breaker.is_closed:
             return
         results: list[JobResult] = []
@@ -257,13 +262,13 @@ class TierLink:
                 continue
             moved = self._moved(job, result)
             self._settle(job, result, moved, now)
-            yield job, result, moved
+            yield job, moved
 
     def _collect_finished(self, results: list[JobResult]) -> None:
         for result in self.tier.get_finished_jobs():
             results.append(result)  # noqa: PERF402
 
-    def _moved(self, job: Job, result: JobResult) -> Collection[OffloadKey]:
+    def _moved(self, job: Job, result: JobResult) -> Sequence[OffloadKey]:
         if result.success:
             return job.transfer.keys
         if not result.successful_keys:
@@ -275,9 +280,7 @@ class TierLink:
             return ()
         return [key for key in job.transfer.keys if key in named]
 
-    def _settle(
-        self, job: Job, result: JobResult, moved: Collection[OffloadKey], now: float
-    ) -> None:
+    def _settle(self, job: Job, result: JobResult, moved: Sequence[OffloadKey], now: float) -> None:
         """Count what a job has come to."""
         job.is_done = True
         job_id, num_blocks = job.transfer.job_id, len(job.transfer.keys)

@@ -24,7 +24,7 @@ from kvtier.base import (
 from kvtier.tiering.base import TransferJob
 from kvtier.tiering.closing import close_tiers
 from kvtier.tiering.guard import PrefillRate
-from kvtier.tiering.health import TierSettings
+from kvtier.tiering.health import BreakerState, TierSettings
 from kvtier.tiering.leases import Leases
 from kvtier.tiering.link import TierLink
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -33,7 +33,7 @@ from kvtier.tiering.write_policy import WriteMoment
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext, ScheduleEndContext
-    from kvtier.tiering.base import JobResult, SecondaryTierManager
+    from kvtier.tiering.base import SecondaryTierManager
     from kvtier.tiering.jobs import Job
 
 __all__ = ["CPUPrimaryTierOffloadingManager", "GroupShape", "TieringOffloadingManager"]
@@ -44,6 +44,7 @@ _HIT = LookupResult.HIT
 _MISS = LookupResult.MISS
 _HIT_PENDING = LookupResult.HIT_PENDING
 _RETRY = LookupResult.RETRY
+_CLOSED = BreakerState.CLOSED
 
 _MIN_PINNED = 32
 """So many slots may be pinned by the stores of a tier, however small its share is."""
@@ -132,6 +133,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._now = clock()
         self._step = 0
         self._step_has_begun = False
+        self._all_closed = True
+        """Whether every tier was in use when the step began."""
         self._job_id = 0
         self._requests: dict[str, TierRequest] = {}
         self._unannounced: dict[str, None] = {}
@@ -259,13 +262,14 @@ class TieringOffloadingManager(OffloadingManager):
         self._step_has_begun = True
         self._now = now = self._clock()
         for link in self._links:
-            for job, result, moved in link.harvest(now):
+            for job, moved in link.harvest(now):
                 if job.transfer.is_promotion:
-                    self._end_promotion(job, result, moved, link)
+                    self._end_promotion(job, moved, link)
                 else:
                     self.primary_tier.complete_read(job.transfer.job_id)
             for job in link.take_late(now):
                 self._give_up_promotion(job)
+        self._all_closed = all(link.is_closed for link in self._links)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if not self._step_has_begun:
@@ -373,22 +377,16 @@ class TieringOffloadingManager(OffloadingManager):
             end += 1
         asked = keys[start:end]
         group = asked[0][-4:]
-        first = self._first_source(request)
+        if request.step != self._step:
+            self._begin_asking(request)
         answers: Sequence[LookupResult] = ()
-        if first is not None:
+        first = request.open[0] if request.open else None
+        if first is not None and first.lets(request, self._now) and group not in request.ended:
             answers = first.look_up_batch(asked, request.context)
         for n, answer in enumerate(answers):
             yield self._look_up_below(asked[n], group, request, first, answer)
         if not answers:
             yield self._look_up_below(asked[0], group, request)
-
-    def _first_source(self, request: TierRequest) -> TierLink | None:
-        """The first tier that is asked for this request."""
-        if request.may_wait(self._now, self._step):
-            for link in request.sources:
-                if link not in request.declined and link.lets(request, self._now):
-                    return link
-        return None
 
     def _look_up_below(
         self,
@@ -402,29 +400,29 @@ class TieringOffloadingManager(OffloadingManager):
 
         `asked`: one that has answered already.
         """
-        now = self._now
-        result = _MISS
-        if request.sources and request.may_wait(now, self._step):
-            for link in request.sources:
-                if link in request.declined or not link.lets(request, now):
-                    continue
-                if request.avoided and link in request.avoided.get(key, ()):
-                    continue
-                answer = its_answer if link is asked else link.look_up(key, request.context)
-                if answer is _RETRY or answer is _HIT_PENDING:
-                    if self._may_ask_again(link, key, request):
-                        result = _RETRY
-                    continue
-                if request.asking:
-                    request.asking.pop((link, key), None)
-                if answer is _HIT:
-                    return self._want(key, group, link, request)
         if request.step != self._step:
             self._begin_asking(request)
-        if request.ended.get(group) is not _MISS:
-            request.ended[group] = result
+        elif request.ended and request.ended.get(group) is _MISS:
+            # Nothing behind a miss can be a hit. But it may be asked again for what is before it.
+            return _HIT_PENDING if key in request.wanted.get(group, ()) else _MISS
+        result = _MISS
+        for link in request.open:
+            if link.breaker.state is not _CLOSED and not link.lets(request, self._now):
+                continue
+            if request.avoided and link in request.avoided.get(key, ()):
+                continue
+            answer = its_answer if link is asked else link.look_up(key, request.context)
+            if answer is _RETRY or answer is _HIT_PENDING:
+                if self._may_ask_again(link, key, request):
+                    result = _RETRY
+                continue
+            if request.asking:
+                request.asking.pop((link, key), None)
+            if answer is _HIT:
+                return self._want(key, group, link, request)
+        request.ended[group] = result
         if result is _RETRY:
-            request.waits(now, self._step)
+            request.waits(self._now, self._step)
         return result
 
     def _may_ask_again(self, link: TierLink, key: OffloadKey, request: TierRequest) -> bool:
@@ -433,37 +431,43 @@ class TieringOffloadingManager(OffloadingManager):
         if self._now - since <= link.settings.lookup_timeout_s:
             return True
         link.lookup_is_late(self._now)
-        request.declined.add(link)
-        request.asking = {
-            asked: when for asked, when in request.asking.items() if asked[0] is not link
-        }
+        request.decline(link)
         return False
 
     def _begin_asking(self, request: TierRequest) -> None:
-        request.begin_step(self._step, self.primary_tier.num_fitting(request.context))
+        """A request asks for something for the first time in this step."""
+        request.begin_step(self._step)
+        now = self._now
+        if not request.may_wait(now, self._step):
+            request.open = ()
+        elif self._all_closed and not request.declined:
+            request.open = request.sources
+        else:
+            request.open = tuple(
+                link
+                for link in request.sources
+                if link.lets(request, now) and link not in request.declined
+            )
 
     def _want(
         self, key: OffloadKey, group: bytes, link: TierLink, request: TierRequest
     ) -> LookupResult:
         """A block was found below: bring it up at the end of the step, if it can be of use."""
-        if request.step != self._step:
-            self._begin_asking(request)
+        if request not in self._wanting:
+            self._wanting[request] = None
+            request.max_wanted = self.primary_tier.num_fitting(request.context)
+            request.waits(self._now, self._step)
         wanted = request.wanted.get(group)
         if wanted is None:
             wanted = request.wanted[group] = {}
-        if key not in wanted:
-            ended = request.ended.get(group)
-            if ended is _MISS:
-                return _MISS  # nothing behind a miss can be a hit
-            if ended is None:
-                if request.num_wanted >= request.max_wanted:
-                    self._count("kvtier_tiering_no_room_blocks", 1)
-                    request.ended[group] = _MISS
-                    return _MISS
-                wanted[key] = link
-                request.num_wanted += 1
-                self._wanting[request] = None
-        request.waits(self._now, self._step)
+        # What is behind a block that may be missing is not promoted before that is known.
+        if key not in wanted and group not in request.ended:
+            if request.num_wanted >= request.max_wanted:
+                self._count("kvtier_tiering_no_room_blocks", 1)
+                request.ended[group] = _MISS
+                return _MISS
+            wanted[key] = link
+            request.num_wanted += 1
         return _HIT_PENDING
 
     def _await_writer(self, key: OffloadKey, request: TierRequest) -> LookupResult:
@@ -537,7 +541,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._is_worth_it(keys, link):
             if not link.explores(self._now):
                 link.count("declined_blocks", wanted)
-                request.declined.add(link)
+                request.decline(link)
                 return False
             del keys[link.explored_blocks :]
         del keys[link.num_loadable(len(keys)) :]
@@ -575,9 +579,7 @@ class TieringOffloadingManager(OffloadingManager):
                 tokens[group] = tokens.get(group, 0) + shape.tokens_per_block
         return max(tokens.values(), default=0)
 
-    def _end_promotion(
-        self, job: Job, result: JobResult, moved: Collection[OffloadKey], link: TierLink
-    ) -> None:
+    def _end_promotion(self, job: Job, moved: Sequence[OffloadKey], link: TierLink) -> None:
         transfer = job.transfer
         del self._promoting[transfer.job_id]
         self.primary_tier.complete_write(transfer.job_id, moved)

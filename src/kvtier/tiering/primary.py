@@ -98,26 +98,25 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     # --- reads: a tier copies blocks out of their slots -----------------------------------------
 
     def prepare_read(
-        self, job_id: int, keys: Collection[OffloadKey], req_context: ReqContext
+        self, job_id: int, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> tuple[Sequence[OffloadKey], CPULoadStoreSpec]:
         """Pin those of the blocks that can be read, in the order of `keys`: which, and where.
 
         Not a use: who is evicted first does not change.
         """
-        blocks = [block for key in keys if (block := self._get(key)) and block.ref_cnt >= 0]
-        newly_pinned = []
+        found = list(map(self._get, keys))
+        blocks = [block for block in found if block is not None and block.ref_cnt >= 0]
+        newly_pinned = [block for block in blocks if block.ref_cnt == 0]
         for block in blocks:
-            if block.ref_cnt == 0:
-                newly_pinned.append(block)
             block.ref_cnt += 1
         if newly_pinned:
             self._num_evictable -= len(newly_pinned)
             self._num_pinned += len(newly_pinned)
             self._policy.pinned(newly_pinned)
         self._transfers[job_id] = TierTransfer(job_id, blocks, False, req_context, self._num_resets)
-        return [block.key for block in blocks], CPULoadStoreSpec(
-            [block.block_id for block in blocks]
-        )
+        if len(blocks) < len(keys):
+            keys = [block.key for block in blocks]
+        return keys, CPULoadStoreSpec([block.block_id for block in blocks])
 
     def complete_read(self, job_id: int) -> None:
         """The tier does not read these blocks any more."""

@@ -30,6 +30,7 @@ class TierRequest:
         "most_wait",
         "num_parked",
         "num_wanted",
+        "open",
         "prepared",
         "request_level",
         "sources",
@@ -59,6 +60,8 @@ class TierRequest:
         also those that are in the primary tier (None)."""
         self.ended: dict[bytes, LookupResult] = {}
         """Groups in which nothing more can be a hit (MISS), or is known to be one (RETRY)."""
+        self.open: tuple[TierLink, ...] = ()
+        """The tiers that it asks."""
         self.num_wanted = 0
         self.max_wanted = 0
         """How many blocks could ever be promoted for it."""
@@ -82,13 +85,20 @@ class TierRequest:
         """Blocks to be cascaded for it as soon as someone else has written them."""
         self.leases: set[int] = set()
 
-    def begin_step(self, step: int, max_wanted: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Forget what it asked for in earlier steps."""
         self.step = step
-        self.wanted = {}
-        self.ended = {}
         self.num_wanted = 0
-        self.max_wanted = max_wanted
+        if self.wanted:
+            self.wanted = {}
+        if self.ended:
+            self.ended = {}
+
+    def decline(self, link: TierLink) -> None:
+        """It does not ask this tier any more."""
+        self.declined.add(link)
+        self.open = tuple(other for other in self.open if other is not link)
+        self.asking = {asked: when for asked, when in self.asking.items() if asked[0] is not link}
 
     def may_wait(self, now: float, step: int) -> bool:
         """Whether it could be told to wait. Not if it has waited long enough.
