@@ -108,7 +108,9 @@ class SecondaryTierManager(ABC):
     them: a tier checks them and raises `kvtier.config.ConfigError` or `ValueError`.
 
     Every submitted job is reported by `get_finished_jobs` exactly once: also when there was nothing
-    to do because all blocks were there, when there was no room, and when it failed.
+    to do because all blocks were there, when there was no room, and when it failed. A submit that
+    raises counts as begun: nobody waits for the job, but its slots are the tier's until it reports
+    it.
     """
 
     medium: ClassVar[Medium | None] = None

@@ -109,7 +109,11 @@ class CircuitBreaker:
 
     def step_ended(self) -> None:
         """A prober that has found nothing to try makes room for another one."""
-        if self.probe is None:
+        self.let_go(self.prober)
+
+    def let_go(self, user: object) -> None:
+        """`user` does not want to try any more."""
+        if self.prober is user and self.probe is None:
             self.prober = None
 
     def succeeded(self, job_id: int) -> None:

@@ -29,6 +29,9 @@ class Leases:
         self._last_id = 0
         self.num_blocks = 0
 
+    def __len__(self) -> int:
+        return len(self._leases)
+
     def begin(
         self,
         keys: Sequence[OffloadKey],

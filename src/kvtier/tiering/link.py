@@ -336,17 +336,27 @@ class TierLink:
         self._counters["late_lookups"] += 1
         self.breaker.failed(now, is_timeout=True)
 
-    def has_active_jobs(self, now: float) -> bool:
-        """Whether a job is under way that may still end in time."""
-        return any(not job.is_late and now < job.deadline for job in self._jobs.values())
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that the tier has not reported."""
+        return len(self._jobs)
 
-    def begin_epoch(self, fingerprint: bytes | None) -> None:
-        """Nothing kept before is valid. `fingerprint`: the new namespace; None if it stays."""
+    def has_pending_work(self, now: float) -> bool:
+        """Whether a job is under way that may still end in time, or the tier has other work."""
+        if any(not job.is_late and now < job.deadline for job in self._jobs.values()):
+            return True
+        return self.is_closed and bool(
+            self.call("has_pending_work", self.tier.has_pending_work, default=False)
+        )
+
+    def forget_jobs(self) -> None:
+        """Nothing that jobs under way will bring is of any use."""
         for job in self._jobs.values():
             job.is_stale = True
             job.wanters.clear()
-        if fingerprint is None:
-            return
+
+    def begin_epoch(self, fingerprint: bytes) -> None:
+        """Nothing kept before is valid any more: `fingerprint` is the new namespace."""
         num_errors = self._counters["errors"]
         self.call("begin_epoch", self.tier.begin_epoch, fingerprint, default=None)
         if self._counters["errors"] > num_errors or self.tier.fingerprint != fingerprint:

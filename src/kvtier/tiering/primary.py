@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.base import PrepareStoreOutput
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.base import QUARANTINED, WRITING, BlockStatus
@@ -175,30 +174,27 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         return self._complete_store(keys, req_context, success)
 
     def prepare_write(
-        self, job_id: int, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
-        """Make room for blocks that a tier is going to write, given in prompt order.
+        self, job_id: int, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> tuple[Sequence[OffloadKey], CPULoadStoreSpec] | None:
+        """Make room for blocks that a tier is going to write, given in prompt order: for which of
+        them, and where. Keys already here are left out.
 
-        Keys already here are left out. None, and nothing changed: too few slots can be freed now.
+        None, and nothing changed: there is nothing to write, or too few slots can be freed now.
         """
         use = self._use_of(req_context)
         offered = dict.fromkeys(keys, 0)
         new, present = self._split(offered)
-        if not new:
-            return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
-        if self.num_writable(len(new), req_context) < len(new):
+        if not new or self.num_writable(len(new), req_context) < len(new):
             return None
         comes_last = use.bring(offered) and not present
         transfer = TierTransfer(job_id, [], True, req_context, self._num_resets)
         placed = self._place(new, use, comes_last, transfer)
         if placed is None:
             return None
-        transfer.blocks, evicted = placed
+        transfer.blocks, _ = placed
         self._transfers[job_id] = transfer
         self._num_promoting += len(new)
-        return PrepareStoreOutput(
-            new, CPULoadStoreSpec([block.block_id for block in transfer.blocks]), evicted
-        )
+        return new, CPULoadStoreSpec([block.block_id for block in transfer.blocks])
 
     def complete_write(self, job_id: int, successful_keys: Collection[OffloadKey]) -> int:
         """The tier does not write these blocks any more, and has verified `successful_keys`.

@@ -21,7 +21,7 @@ class TierRequest:
         "ended",
         "finished",
         "given_up",
-        "is_announced",
+        "is_withdrawn",
         "last_wait",
         "last_wait_step",
         "leases",
@@ -41,9 +41,10 @@ class TierRequest:
 
     def __init__(self, context: ReqContext) -> None:
         self.context = context
-        self.is_announced = True
-        """Whether the engine has announced it, and will say when it has finished."""
         self.finished = False
+        """Whether the engine has said that it has ended."""
+        self.is_withdrawn = False
+        """Whether it wants nothing any more from below."""
         self.links: tuple[TierLink, ...] = ()
         """Tiers that know of it."""
         self.sources: tuple[TierLink, ...] = ()

@@ -1,0 +1,68 @@
+"""For those who write tiers: the conformance kit, and faults to be injected into any tier.
+
+A tier passes when a test suite with this class in it does:
+
+    class TestMyTier(TierConformance):
+        def make_tier(self, spec, view):
+            return MyTier(offloading_spec=spec, primary_kv_view=view, tier_type="my")
+
+Only the kit needs pytest, and loads it when it is asked for. See docs/writing-a-tier.md.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.testing.conformance import TierConformance
+    from kvtier.testing.damage import BackingBytes, Damage, inflict
+    from kvtier.testing.example_backing import ExampleBacking
+    from kvtier.testing.faults import (
+        Fault,
+        FaultKind,
+        FaultSchedule,
+        FaultyTier,
+        InjectedFault,
+    )
+    from kvtier.testing.harness import TierHarness
+    from kvtier.testing.payload import payload_of
+
+__all__ = [
+    "BackingBytes",
+    "Damage",
+    "ExampleBacking",
+    "Fault",
+    "FaultKind",
+    "FaultSchedule",
+    "FaultyTier",
+    "InjectedFault",
+    "TierConformance",
+    "TierHarness",
+    "inflict",
+    "payload_of",
+]
+
+_HOMES = {
+    "BackingBytes": "kvtier.testing.damage",
+    "Damage": "kvtier.testing.damage",
+    "ExampleBacking": "kvtier.testing.example_backing",
+    "TierConformance": "kvtier.testing.conformance",
+    "TierHarness": "kvtier.testing.harness",
+    "inflict": "kvtier.testing.damage",
+    "payload_of": "kvtier.testing.payload",
+}
+
+# Hidden from type checkers: with it in sight, they would accept any misspelt name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_HOMES.get(name, "kvtier.testing.faults")), name)
+        globals()[name] = value  # the next access finds it without coming here
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

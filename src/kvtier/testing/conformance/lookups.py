@@ -1,0 +1,123 @@
+"""Lookups in one piece, one by one, and as events tell it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvtier.base import LookupResult, OffloadKey
+from kvtier.testing.conformance.hooks import ConformanceHooks
+from kvtier.testing.harness import TierHarness
+from kvtier.testing.job_ledger import demand
+
+__all__ = ["LookupChecks"]
+
+
+class LookupChecks(ConformanceHooks):
+    """What a tier says it has."""
+
+    def test_lookup_batch_agrees_with_lookup(self) -> None:
+        """`lookup_batch` gives what `lookup` would, key by key, at least up to the first MISS."""
+        with self.harness() as harness:
+            present = harness.keys(self.fitting(6))
+            absent = harness.keys(3, start=1000)
+            harness.wait_for(harness.store(present))
+            for asked in (
+                present,
+                absent,
+                [*present[:2], absent[0], *present[2:], *absent[1:]],
+                [absent[0], *present],
+                present[:1],
+                [],
+            ):
+                batch = harness.look_up_batch(asked)
+                single = [harness.look_up(key) for key in asked]
+                demand(
+                    len(batch) <= len(asked),
+                    f"lookup_batch gave {len(batch)} answers for {len(asked)} keys",
+                )
+                demand(
+                    len(batch) == len(asked) or batch[-1:] == [LookupResult.MISS],
+                    f"lookup_batch gave {len(batch)} answers for {len(asked)} keys, and the last "
+                    "is no MISS: answers may end at the first MISS only",
+                )
+                names = [answer.name for answer in batch], [answer.name for answer in single]
+                demand(
+                    batch == single[: len(batch)],
+                    f"lookup_batch answered {names[0]}, and lookup, key by key, {names[1]}",
+                )
+
+    def test_a_lookup_is_no_promise_and_no_obstacle(self) -> None:
+        """A key that was a MISS is a HIT once it has been stored: an earlier answer is not kept
+        past a store."""
+        with self.harness() as harness:
+            (key,) = harness.keys(1)
+            demand(harness.look_up(key) is LookupResult.MISS, "an empty tier answered HIT")
+            harness.wait_for(harness.store([key]))
+            demand(
+                harness.look_up(key) is LookupResult.HIT,
+                "a block is a MISS after it was stored, as it was before: forget the answer of an "
+                "earlier lookup when a block is stored",
+            )
+
+    def test_events_tell_what_lookups_tell(self) -> None:
+        """A tier that emits events emits all of them: what they say is there is what is a HIT.
+        Routers send requests to where events say that blocks are."""
+        with self.harness() as harness:
+            keys = harness.keys(2 * self.fitting(20))
+            for start in range(0, len(keys), 4):
+                harness.wait_for(harness.store(keys[start : start + 4]))
+            if not harness.events:
+                pytest.skip("this tier emits no events")
+            self._demand_agreement(harness, keys)
+            harness.begin_epoch(bytes(16))
+            self._demand_agreement(harness, keys)
+
+    def test_events_that_nobody_takes_are_not_recorded(self) -> None:
+        """While `enable_kv_events` is False the tier records no events: nobody takes them, and they
+        would pile up."""
+        with self.harness() as harness:
+            harness.tier.enable_kv_events = False
+            keys = harness.keys(self.fitting(8))
+            harness.wait_for(harness.store(keys))
+            harness.begin_epoch(bytes(16))
+            harness.step()
+            demand(
+                not harness.events,
+                f"{len(harness.events)} events were recorded while enable_kv_events was False",
+            )
+
+    def _demand_agreement(self, harness: TierHarness, keys: list[OffloadKey]) -> None:
+        deadline = time.monotonic() + self.patience_s
+        while (told := _present(harness)) != (kept := harness.hits(keys)):
+            demand(
+                time.monotonic() < deadline,
+                f"by its events the tier has {len(told)} blocks, by its lookups {len(kept)}; "
+                f"{len(told - kept)} of the former are a MISS, {len(kept - told)} of the latter "
+                "have no event",
+            )
+            harness.step()
+
+
+def _present(harness: TierHarness) -> set[OffloadKey]:
+    """What is in the tier, by its events."""
+    tier, present = harness.tier, set[OffloadKey]()
+    for event in harness.events:
+        demand(
+            tier.medium is None or event.medium == tier.medium,
+            f"an event names the medium {event.medium}, and the tier's own is {tier.medium}",
+        )
+        demand(
+            event.locality == tier.locality,
+            f"an event names the locality {event.locality}, and the tier's own is {tier.locality}",
+        )
+        if event.removed:
+            demand(
+                present.issuperset(event.keys),
+                "an event removes a block that no earlier event has added",
+            )
+            present.difference_update(event.keys)
+        else:
+            present.update(event.keys)
+    return present

@@ -1,0 +1,301 @@
+"""Any tier, with faults."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from kvtier import seal
+from kvtier.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    MetricDefinition,
+    OffloadingEvent,
+    OffloadingStats,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from kvtier.testing.damage import BackingBytes
+from kvtier.testing.faults.bit_rot import BitRot
+from kvtier.testing.faults.job_faults import JobFaults, random_of
+from kvtier.testing.faults.kinds import Fault, FaultKind, InjectedFault
+from kvtier.testing.faults.schedule import FaultSchedule
+from kvtier.tiering.base import JobResult, PrimaryRows, SecondaryTierManager, TransferJob
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadingSpec
+
+__all__ = ["FaultyTier"]
+
+T = TypeVar("T")
+
+_GARBAGE: tuple[Any, ...] = ("garbage", None, 7, object())
+
+
+class FaultyTier(SecondaryTierManager):
+    """Stands in for `tier` and does what it does, except where `schedule` has a fault.
+
+    Its faults happen on the thread that calls it, so over a tier without threads everything is
+    deterministic. What a job will suffer is decided when it is submitted.
+    """
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        schedule: FaultSchedule | None = None,
+        *,
+        backing: BackingBytes | None = None,
+    ) -> None:
+        """`backing`: how to reach the bytes that `tier` keeps; needed for faults `corrupt`."""
+        # Not the base's own constructor: all that it sets up, the tier below has already.
+        self.tier = tier
+        self.schedule = FaultSchedule() if schedule is None else schedule
+        if self.schedule.can_have(FaultKind.CORRUPT) and backing is None:
+            raise ValueError(
+                "the schedule has faults 'corrupt', and nothing says where the tier keeps its "
+                "bytes: give `backing`"
+            )
+        self.injected: list[Fault] = []
+        """Every fault so far, in order. `FaultSchedule(faults=...)` of it does them again."""
+        self._jobs = JobFaults(tier, self.schedule)
+        self._bit_rot = None if backing is None else BitRot(backing)
+        self._is_dark = False
+        self._answering = threading.Event()
+        """Clear while `drain_jobs` does not return."""
+        self._answering.set()
+        self._is_shut_down = False
+
+    # --- faults that are switched by hand ------------------------------------------------------
+
+    def go_dark(self) -> None:
+        """Become a black hole: lookups are answered RETRY, jobs are accepted and neither carried
+        out nor reported, `drain_jobs` does not return. Until `recover`."""
+        self._is_dark = True
+        self._answering.clear()
+
+    def recover(self) -> None:
+        """End `go_dark` and every `hang`: jobs that hung are carried out at the next poll."""
+        self._is_dark = False
+        self._jobs.let_go()
+        self._answering.set()
+
+    # --- lookups -------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        fault = self._fault_of("lookup")
+        if self._is_dark or (fault is not None and fault.kind is FaultKind.DELAY):
+            return LookupResult.RETRY
+        if fault is not None:
+            return cast("LookupResult", _garbage_of(fault))
+        return self.tier.lookup(key, req_context)
+
+    def lookup_batch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> Sequence[LookupResult]:
+        fault = self._fault_of("lookup_batch")
+        if self._is_dark:
+            return [LookupResult.RETRY] * len(keys)
+        answers = list(self.tier.lookup_batch(keys, req_context))
+        if fault is None:
+            return answers
+        chance = random_of(fault)
+        if fault.kind is FaultKind.DELAY:
+            if answers:
+                answers[chance.randrange(len(answers))] = LookupResult.RETRY
+            return answers
+        spoilt: list[Any] = [
+            _garbage_of(fault),
+            [_garbage_of(fault)] * len(keys),
+            [LookupResult.HIT] * (len(keys) + 1),
+        ]
+        return cast("Sequence[LookupResult]", chance.choice(spoilt))
+
+    # --- jobs ----------------------------------------------------------------------------------
+
+    def submit_store(self, job: TransferJob) -> None:
+        self._submit(job, "submit_store")
+        if self._bit_rot is not None:
+            self._bit_rot.note_stored(job)
+
+    def submit_load(self, job: TransferJob) -> None:
+        self._submit(job, "submit_load")
+
+    def _submit(self, job: TransferJob, method: str) -> None:
+        fault = self.schedule.next_fault(method)
+        if self._is_dark:
+            self._jobs.hang(job)
+            return
+        if fault is not None and fault.kind is FaultKind.CORRUPT:
+            damaged = self._bit_rot is not None and self._bit_rot.damage_one_of(job, fault)
+            fault = fault if damaged else None
+        if fault is not None:
+            self.injected.append(fault)
+            if fault.kind is FaultKind.RAISE:
+                raise InjectedFault(f"{method}: job {job.job_id} was refused")
+        self._jobs.submit(job, fault)
+        if self._jobs.any_hangs:
+            self._answering.clear()
+        if fault is not None and fault.kind is FaultKind.RAISE_AFTER:
+            raise InjectedFault(f"{method}: job {job.job_id} was accepted all the same")
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        fault = self.schedule.next_fault("get_finished_jobs")
+        self._jobs.count_poll()
+        if self._is_dark:
+            return ()
+        if fault is not None and fault.kind is FaultKind.RAISE:
+            self.injected.append(fault)
+            raise InjectedFault("get_finished_jobs")
+        results = self._jobs.take_finished()
+        return results if fault is None else self._spoilt(results, fault)
+
+    def _spoilt(self, results: list[JobResult], fault: Fault) -> Iterable[JobResult]:
+        chance = random_of(fault)
+        if fault.kind is FaultKind.REORDER:
+            if len(results) < 2:
+                return results
+            shift = chance.randrange(1, len(results))
+            results = results[shift:] + results[:shift]
+        elif fault.kind is FaultKind.UNKNOWN_JOB:
+            # No engine counts backwards.
+            results.insert(chance.randint(0, len(results)), JobResult(-1 - fault.call, True))
+        elif chance.random() < 0.5:
+            results.insert(chance.randint(0, len(results)), _garbage_of(fault))
+        else:
+            self._jobs.put_back(results)
+            results = _garbage_of(fault)
+        self.injected.append(fault)
+        return results
+
+    def drain_jobs(self) -> None:
+        """What comes late comes now. What hangs is waited for, until `recover` or `shutdown`."""
+        fault = self._fault_of("drain_jobs")
+        if fault is not None:
+            self._answering.clear()
+        self._answering.wait()
+        if not self._is_shut_down:
+            self._jobs.drain()
+
+    def shutdown(self) -> None:
+        """Jobs that were not carried out never will be."""
+        fault = self.schedule.next_fault("shutdown")
+        if fault is not None:
+            self.injected.append(fault)
+            if fault.kind is FaultKind.HANG:
+                self._answering.clear()
+                self._answering.wait()
+        self._is_shut_down = True
+        self._answering.set()
+        self.tier.shutdown()
+        if fault is not None and fault.kind is FaultKind.RAISE:
+            raise InjectedFault("shutdown")
+
+    # --- calls that can raise, or answer nonsense ----------------------------------------------
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._fault_of("touch")
+        self.tier.touch(keys, req_context)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return self._answer("on_new_request", lambda: self.tier.on_new_request(req_context))
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._fault_of("on_request_finished")
+        self.tier.on_request_finished(req_context)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._fault_of("on_schedule_end")
+        self.tier.on_schedule_end(context)
+
+    def has_pending_work(self) -> bool:
+        return self._answer("has_pending_work", self.tier.has_pending_work)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._answer("take_events", self.tier.take_events)
+
+    def get_stats(self) -> OffloadingStats | None:
+        return self._answer("get_stats", self.tier.get_stats)
+
+    def begin_epoch(self, fingerprint: bytes) -> None:
+        self._fault_of("begin_epoch")
+        self.tier.begin_epoch(fingerprint)
+
+    def take_seal_failures(self) -> Counter[seal.SealFailure]:
+        return self._answer("take_seal_failures", self.tier.take_seal_failures)
+
+    def _answer(self, method: str, ask: Callable[[], T]) -> T:
+        fault = self._fault_of(method)
+        return ask() if fault is None else cast("T", _garbage_of(fault))
+
+    def _fault_of(self, method: str) -> Fault | None:
+        """The fault of a call that is not about jobs. Raises if that is the fault."""
+        fault = self.schedule.next_fault(method)
+        if fault is not None:
+            self.injected.append(fault)
+            if fault.kind is FaultKind.RAISE:
+                raise InjectedFault(method)
+        return fault
+
+    # --- the tier's own, without faults --------------------------------------------------------
+
+    @property
+    def medium(self) -> Medium | None:  # type: ignore[override]
+        return self.tier.medium
+
+    @property
+    def locality(self) -> Locality | None:
+        return self.tier.locality
+
+    @locality.setter
+    def locality(self, locality: Locality | None) -> None:
+        self.tier.locality = locality
+
+    @property
+    def enable_kv_events(self) -> bool:
+        return self.tier.enable_kv_events
+
+    @enable_kv_events.setter
+    def enable_kv_events(self, enable: bool) -> None:
+        self.tier.enable_kv_events = enable
+
+    @property
+    def offloading_spec(self) -> OffloadingSpec:  # type: ignore[override]
+        return self.tier.offloading_spec
+
+    @property
+    def tier_type(self) -> str:  # type: ignore[override]
+        return self.tier.tier_type
+
+    @property
+    def rows(self) -> PrimaryRows:  # type: ignore[override]
+        return self.tier.rows
+
+    @property
+    def fingerprint(self) -> bytes:  # type: ignore[override]
+        return self.tier.fingerprint
+
+    def build_metric_definitions(  # type: ignore[override]
+        self, tier_options: Mapping[str, Any]
+    ) -> dict[str, MetricDefinition]:
+        return self.tier.build_metric_definitions(tier_options)
+
+    def seal_block(self, job: TransferJob, key: OffloadKey, payload: memoryview) -> bytes:
+        return self.tier.seal_block(job, key, payload)
+
+    def verify_block(
+        self,
+        job: TransferJob,
+        key: OffloadKey,
+        header: bytes | bytearray | memoryview,
+        payload: memoryview,
+    ) -> bool:
+        return self.tier.verify_block(job, key, header, payload)
+
+
+def _garbage_of(fault: Fault) -> Any:
+    return random_of(fault).choice(_GARBAGE)

@@ -1,0 +1,161 @@
+"""Brings blocks up from the tiers, for the requests that want them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.base import LookupResult
+from kvtier.tiering.leases import Leases
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey
+    from kvtier.tiering.groups import Groups
+    from kvtier.tiering.guard import PrefillRate
+    from kvtier.tiering.jobs import Job
+    from kvtier.tiering.link import TierLink
+    from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+    from kvtier.tiering.request import TierRequest
+    from kvtier.tiering.step import Step
+    from kvtier.tiering.transfers import TransferFactory
+
+
+class Promotions:
+    """All promotions that are wanted, under way, or kept for those who wanted them.
+
+    Scheduler thread only.
+    """
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        transfers: TransferFactory,
+        groups: Groups,
+        prefill: PrefillRate,
+        step: Step,
+    ) -> None:
+        self._primary = primary
+        self._transfers = transfers
+        self._groups = groups
+        self._prefill = prefill
+        self._step = step
+        self.wanting: dict[TierRequest, None] = {}
+        """Requests that have found blocks below in this step."""
+        self.jobs: dict[int, Job] = {}
+        """Those that are under way, late ones included."""
+        self.leases = Leases(primary)
+        self.num_given_up = 0
+        """Requests that did not wait any longer for a promotion."""
+
+    def await_writer(self, key: OffloadKey, request: TierRequest) -> LookupResult:
+        """A block is on its way into the primary tier: HIT_PENDING, if it is worth waiting for."""
+        job_id = self._primary.writer_of(key)
+        if job_id is None:
+            return LookupResult.HIT_PENDING  # from the device
+        step = self._step
+        if not request.may_wait(step.now, step.number):
+            return LookupResult.MISS
+        self.jobs[job_id].wanters[request] = None
+        request.waits(step.now, step.number)
+        return LookupResult.HIT_PENDING
+
+    def send(self) -> None:
+        """Send one job for each tier and request that found blocks there in this step."""
+        for request in self.wanting:
+            for link, keys in self._by_link(request).items():
+                if not self._promote(keys, link, request):
+                    break  # what comes behind would be of no use
+        self.wanting = {}
+
+    def _by_link(self, request: TierRequest) -> dict[TierLink, list[OffloadKey]]:
+        """What to bring up for a request, in prompt order, by tier."""
+        by_link: dict[TierLink, list[OffloadKey]] = {}
+        for group, wanted in request.wanted.items():
+            keys = list(wanted)
+            window = self._groups.windows.get(group)
+            if window is not None:
+                if group in request.ended:
+                    continue  # it is not known yet which window it will be
+                keys = keys[-window:][::-1]
+            for key in keys:
+                link = wanted[key]
+                if link is None:
+                    continue
+                if not self._primary.has(key):
+                    by_link.setdefault(link, []).append(key)
+                elif not self._primary.is_ready(key):
+                    self.await_writer(key, request)
+        return by_link
+
+    def _promote(self, keys: list[OffloadKey], link: TierLink, request: TierRequest) -> bool:
+        """Bring up blocks, or the head of them. Whether all of them are on their way."""
+        now = self._step.now
+        if not link.lets(request, now):
+            return False
+        wanted = len(keys)
+        if not self._is_worth_it(keys, link):
+            if not link.explores(now):
+                link.count("declined_blocks", wanted)
+                request.decline(link)
+                return False
+            del keys[link.explored_blocks :]
+        del keys[link.num_loadable(len(keys)) :]
+        del keys[self._primary.num_writable(len(keys), request.context) :]
+        if not keys:
+            return False
+        job_id = self._transfers.new_id()
+        placed = self._primary.prepare_write(job_id, keys, request.context)
+        if placed is None:
+            return False
+        placed_keys, spec = placed
+        transfer = self._transfers.make(job_id, placed_keys, spec, True, request.context)
+        job = self.jobs[job_id] = link.submit_load(transfer, now)
+        job.wanters[request] = None
+        if job.is_late:
+            self.give_up(job)
+        return len(keys) == wanted
+
+    def _is_worth_it(self, keys: Sequence[OffloadKey], link: TierLink) -> bool:
+        """Whether loading is not slower than computing, as far as is known."""
+        tokens_per_s = self._prefill.tokens_per_s
+        if tokens_per_s is None:
+            return True
+        load_time = link.estimate.predict(len(keys) + link.num_loading)
+        num_tokens = self._groups.num_tokens(keys)
+        return not load_time or not num_tokens or load_time * tokens_per_s <= num_tokens
+
+    def end(self, job: Job, moved: Sequence[OffloadKey], link: TierLink) -> None:
+        """A tier has reported a promotion; `moved` are the blocks that it has verified."""
+        transfer = job.transfer
+        del self.jobs[transfer.job_id]
+        self._primary.complete_write(transfer.job_id, moved)
+        if job.is_stale:
+            return
+        wanters = [request for request in job.wanters if not request.is_withdrawn]
+        if len(moved) < len(transfer.keys):
+            failed = set(transfer.keys).difference(moved)
+            for request in wanters:
+                for key in failed:
+                    request.avoided.setdefault(key, set()).add(link)
+        if moved and wanters:
+            expires = self._step.now + link.settings.load_timeout_s
+            self.leases.begin(moved, wanters, transfer.req_context, expires)
+
+    def give_up(self, job: Job) -> None:
+        """It is late. Those who wait for it do not, and the slots wait for the tier."""
+        self._primary.give_up_write(job.transfer.job_id)
+        self.num_given_up += len(job.wanters)
+        for request in job.wanters:
+            request.given_up = True
+        job.wanters.clear()
+
+    def withdraw(self, request: TierRequest) -> None:
+        """A request waits for nothing any more."""
+        request.is_withdrawn = True
+        self.wanting.pop(request, None)
+        self.leases.end_for(request)
+
+    def forget_all(self) -> None:
+        """Nothing that is wanted or kept is valid any more."""
+        self.wanting = {}
+        self.leases.end_all()

@@ -1,0 +1,534 @@
+"""Tiers that are wrong, each in one way that a tier's author could well have written."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvtier import seal
+from kvtier.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadingStats,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+)
+from kvtier.tiering.base import JobResult, TransferJob
+from kvtier.tiering.example.io_thread import IOThread
+from kvtier.tiering.example.manager import ExampleSecondaryTierManager
+from kvtier.tiering.example.transfer import SealedBlock, Transfer
+from tests.testing.gated_tier import GatedTier
+
+Example = ExampleSecondaryTierManager
+
+# --- reporting ---------------------------------------------------------------------------------
+
+
+class LeaksWhatIsThere(Example):
+    def submit_store(self, job: TransferJob) -> None:
+        if job.keys and all(key in self.blocks for key in job.keys):
+            return
+        super().submit_store(job)
+
+
+class LeaksWithoutRoom(Example):
+    def submit_store(self, job: TransferJob) -> None:
+        if len(job.keys) <= self.max_blocks:
+            super().submit_store(job)
+
+
+class LeaksEmptyJobs(Example):
+    def submit_store(self, job: TransferJob) -> None:
+        if job.keys:
+            super().submit_store(job)
+
+
+class RaisesForUnknownBlocks(Example):
+    def submit_load(self, job: TransferJob) -> None:
+        for key in job.keys:
+            self.blocks[key]
+        super().submit_load(job)
+
+
+class SaysAllArrived(Example):
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [JobResult(result.job_id, True) for result in super().get_finished_jobs()]
+
+
+class NamesNothingOfAPart(Example):
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [JobResult(result.job_id, result.success) for result in super().get_finished_jobs()]
+
+
+class GivesUpEarly(Example):
+    """A load ends at the first block that is not there."""
+
+    def submit_load(self, job: TransferJob) -> None:
+        if all(key in self.blocks for key in job.keys):
+            super().submit_load(job)
+        else:
+            self._results.append(JobResult(job.job_id, False))
+
+
+class ReportsBeforeItWrites(Example):
+    _to_write: TransferJob | None = None
+
+    def submit_load(self, job: TransferJob) -> None:
+        self._to_write = job
+        self._results.append(JobResult(job.job_id, all(key in self.blocks for key in job.keys)))
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if self._to_write is not None:
+            super().submit_load(self._to_write)
+            self._results.clear()
+            self._to_write = None
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+
+class LoadsInSlotOrder(Example):
+    """Takes the slots of a job for a row of neighbours."""
+
+    def submit_load(self, job: TransferJob) -> None:
+        super().submit_load(replace(job, block_ids=np.sort(job.block_ids)))
+
+
+class WritesIntoSlotsItReads(Example):
+    def submit_store(self, job: TransferJob) -> None:
+        super().submit_store(job)
+        for slot in job.block_ids.tolist():
+            self.rows[slot][0] ^= 1
+
+
+class ReadsSlotsTooLate(Example):
+    """Puts stores aside, and copies the blocks after it has reported them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._aside: list[TransferJob] = []
+
+    def submit_store(self, job: TransferJob) -> None:
+        self._aside.append(job)
+        self._results.append(JobResult(job.job_id, True))
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        for job in self._aside:
+            super().submit_store(job)
+            self._results.pop()
+        self._aside.clear()
+
+
+class LoadsOnlyOnce(Example):
+    def submit_load(self, job: TransferJob) -> None:
+        super().submit_load(job)
+        for key in job.keys:
+            self.blocks.pop(key, None)
+
+
+class IgnoresTheGroup(Example):
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        known = {kept[:-4] for kept in self.blocks}
+        return LookupResult.HIT if key[:-4] in known else LookupResult.MISS
+
+
+class ReplacesInPlace(GatedTier):
+    """Drops a block that is stored again, and then stores it."""
+
+    def submit_store(self, job: TransferJob) -> None:
+        for key in job.keys:
+            self.blocks.pop(key, None)
+        super().submit_store(job)
+
+
+class KeepsLess(Example):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.max_blocks = 500
+
+
+class LoadsByKey(Example):
+    """Takes down where a block is wanted, by its key: of two loads of it, the second wins."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._slot_of: dict[OffloadKey, int] = {}
+        self._waiting: list[JobResult] = []
+
+    def submit_load(self, job: TransferJob) -> None:
+        found = [key for key in job.keys if key in self.blocks]
+        self._slot_of.update(zip(job.keys, job.block_ids.tolist(), strict=True))
+        self._waiting.append(JobResult(job.job_id, len(found) == len(job.keys), found))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        for key, slot in self._slot_of.items():
+            if key in self.blocks:
+                self.rows[slot][:] = self.blocks[key].payload.data
+        self._slot_of.clear()
+        results = [*super().get_finished_jobs(), *self._waiting]
+        self._waiting.clear()
+        return results
+
+
+class TakesTwoForNone(GatedTier):
+    """Takes a second store of a block, under way with the first, for a reason to drop it."""
+
+    def _keep(self, transfer: Transfer) -> None:
+        twice = [key for key in transfer.blocks if key in self.blocks]
+        super()._keep(transfer)
+        for key in twice:
+            del self.blocks[key]
+
+
+# --- capacity ----------------------------------------------------------------------------------
+
+
+class KeepsMore(Example):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.max_blocks += 1
+
+
+class ForgetsWhatIsUnderWay(GatedTier):
+    """Makes room for each store as if it were the only one."""
+
+    def submit_store(self, job: TransferJob) -> None:
+        super().submit_store(job)
+        self._num_reserved = 0
+
+    def _keep(self, transfer: Transfer) -> None:
+        transfer.num_reserved = 0
+        super()._keep(transfer)
+
+
+# --- lookups and events ------------------------------------------------------------------------
+
+
+class PromisesEverythingInBatches(Example):
+    def lookup_batch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> Sequence[LookupResult]:
+        return [LookupResult.HIT] * len(keys)
+
+
+class EndsBatchesTooSoon(Example):
+    def lookup_batch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> Sequence[LookupResult]:
+        return super().lookup_batch(keys, req_context)[:2]
+
+
+class RemembersMisses(Example):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._missed: set[OffloadKey] = set()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        answer = super().lookup(key, req_context)
+        if answer is LookupResult.MISS or key in self._missed:
+            self._missed.add(key)
+            return LookupResult.MISS
+        return answer
+
+
+class NeverKnows(Example):
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.RETRY
+
+
+class RecordsEventsForNobody(Example):
+    def _report_event(self, keys: list[OffloadKey], removed: bool) -> None:
+        self.enable_kv_events = True
+        super()._report_event(keys, removed)
+
+
+class DoesNotTellWhoLeft(Example):
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [event for event in super().take_events() if not event.removed]
+
+
+# --- the end -----------------------------------------------------------------------------------
+
+
+class DrainsNothing(GatedTier):
+    """A drain that returns while its thread is at work."""
+
+    def drain_jobs(self) -> None:
+        return
+
+    def _move_block(self, transfer: Transfer) -> None:
+        time.sleep(0.01)
+        super()._move_block(transfer)
+
+
+class DrainsForEver(Example):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ended = threading.Event()
+
+    def drain_jobs(self) -> None:
+        self._ended.wait()
+
+    def shutdown(self) -> None:
+        self._ended.set()
+        super().shutdown()
+
+
+class WritesAgain(Example):
+    """Writes into the slots of a load after it has reported it."""
+
+    _last_slot: int | None = None
+
+    def submit_load(self, job: TransferJob) -> None:
+        super().submit_load(job)
+        self._last_slot = job.block_ids.tolist()[-1] if job.keys else None
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if self._last_slot is not None:
+            self.rows[self._last_slot][0] = 1
+
+
+class WritesAfterShutdown(Example):
+    """Has a thread that goes on with its last load."""
+
+    left: ClassVar[list[threading.Event]] = []
+
+    def submit_load(self, job: TransferJob) -> None:
+        super().submit_load(job)
+        ended = threading.Event()
+        self.left.append(ended)
+        row = self.rows[job.block_ids.tolist()[0]]
+        threading.Thread(target=self._write, args=[row, ended], daemon=True).start()
+
+    @staticmethod
+    def _write(row: memoryview, ended: threading.Event) -> None:
+        while not ended.wait(0.001):
+            row[0] = 1
+
+
+class ShutsDownOnlyOnce(Example):
+    def shutdown(self) -> None:
+        super().shutdown()
+        del self.max_blocks
+
+
+class ShutsDownOnlyWhenUsed(Example):
+    """Waits for its last job, and there was none."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._first_job = threading.Event()
+
+    def submit_store(self, job: TransferJob) -> None:
+        self._first_job.set()
+        super().submit_store(job)
+
+    def shutdown(self) -> None:
+        self._first_job.wait(1.0)
+        super().shutdown()
+
+
+class KeepsARow(Example):
+    def submit_load(self, job: TransferJob) -> None:
+        super().submit_load(job)
+        self.kept_row = self.rows[job.block_ids.tolist()[0]]
+
+
+class KeepsAnArray(Example):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.kept_array = np.asarray(args[1])
+
+
+class LeavesAThread(Example):
+    left: ClassVar[list[threading.Event]] = []
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        ended = threading.Event()
+        self.left.append(ended)
+        threading.Thread(target=ended.wait, name="left-behind", daemon=True).start()
+
+
+class LeavesADescriptor(Example):
+    left: ClassVar[list[int]] = []
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.left.append(os.open(os.devnull, os.O_RDONLY))
+
+
+def clean_up_after_broken_tiers() -> None:
+    """End what these tiers leave behind on purpose."""
+    for events in (LeavesAThread.left, WritesAfterShutdown.left):
+        for ended in events:
+            ended.set()
+        events.clear()
+    for descriptor in LeavesADescriptor.left:
+        os.close(descriptor)
+    LeavesADescriptor.left.clear()
+
+
+# --- seals -------------------------------------------------------------------------------------
+
+
+class IgnoresSeals(Example):
+    def verify_block(
+        self,
+        job: TransferJob,
+        key: OffloadKey,
+        header: bytes | bytearray | memoryview,
+        payload: memoryview,
+    ) -> bool:
+        return True
+
+
+class DoesNotCountRefusals(Example):
+    def verify_block(
+        self,
+        job: TransferJob,
+        key: OffloadKey,
+        header: bytes | bytearray | memoryview,
+        payload: memoryview,
+    ) -> bool:
+        return seal.check(header, payload, key, job.fingerprint) is None
+
+
+class RefusesTheWholeJob(Example):
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [JobResult(result.job_id, result.success) for result in super().get_finished_jobs()]
+
+
+class KeepsRefusedBlocks(Example):
+    def _forget(self, keys: list[OffloadKey]) -> None:
+        return
+
+
+# --- epochs ------------------------------------------------------------------------------------
+
+
+class IgnoresTheEpoch(Example):
+    def begin_epoch(self, fingerprint: bytes) -> None:
+        self.fingerprint = fingerprint
+
+
+class KeepsUnderItsOwnEpoch(GatedTier):
+    """Keeps what a store brings in the epoch of the time when it ends."""
+
+    def _keep(self, transfer: Transfer) -> None:
+        transfer.job = replace(transfer.job, fingerprint=self.fingerprint)
+        super()._keep(transfer)
+
+
+class IgnoresTheFingerprint(Example):
+    def submit_store(self, job: TransferJob) -> None:
+        super().submit_store(replace(job, fingerprint=self.fingerprint))
+
+
+class SharesWithoutFingerprint(Example):
+    """Several tiers on one storage, and a block's name there is its key alone."""
+
+    storage: ClassVar[dict[OffloadKey, SealedBlock]] = {}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.blocks.update(self.storage)
+
+    def shutdown(self) -> None:
+        self.storage.update(self.blocks)
+        super().shutdown()
+
+
+# --- calls -------------------------------------------------------------------------------------
+
+
+class WaitsInSubmit(Example):
+    def submit_store(self, job: TransferJob) -> None:
+        time.sleep(0.03)
+        super().submit_store(job)
+
+
+class HoldsTheLockDuringIO(GatedTier):
+    """Lookups wait while a block is moved."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._lock = threading.Lock()
+        super().__init__(*args, **options)
+
+    def _move_block(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._gate.wait(0.05)
+            Example._move_block(self, transfer)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        with self._lock:
+            return super().lookup(key, req_context)
+
+
+class LoadsBehindStores(GatedTier):
+    """One queue for everything, first come, first served."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert isinstance(self._io, IOThread)
+        self._io._loads = _Diversion(self._io._stores)
+
+
+class _Diversion(deque[Any]):
+    """A queue that is always empty: what is put into it goes into another."""
+
+    def __init__(self, other: deque[Any]) -> None:
+        super().__init__()
+        self._other = other
+
+    def append(self, item: Any) -> None:
+        self._other.append(item)
+
+
+class KnowsOnlyItsRequests(Example):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._requests: set[str] = set()
+
+    def on_new_request(self, req_context: ReqContext) -> Any:
+        self._requests.add(req_context.req_id)
+        return super().on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._requests.remove(req_context.req_id)
+
+
+class AnswersNothing(Example):
+    def on_new_request(self, req_context: ReqContext) -> Any:
+        return None
+
+
+class ReportsAnUndefinedFigure(Example):
+    def get_stats(self) -> OffloadingStats:
+        return OffloadingStats(counters={"made_up": 1.0})
+
+
+# --- across restarts ---------------------------------------------------------------------------
+
+
+class Persistent(Example):
+    """Not wrong: what it keeps outlives it, under its fingerprint."""
+
+    storage: ClassVar[dict[bytes, dict[OffloadKey, SealedBlock]]] = {}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.blocks.update(self.storage.get(self.fingerprint, {}))
+
+    def shutdown(self) -> None:
+        if self.blocks:
+            self.storage[self.fingerprint] = dict(self.blocks)
+        super().shutdown()

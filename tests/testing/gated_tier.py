@@ -1,0 +1,41 @@
+"""The example tier with a gate before its storage, to have jobs in flight for as long as needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvtier.base import OffloadingSpec
+from kvtier.tiering.example.manager import ExampleSecondaryTierManager
+from kvtier.tiering.example.transfer import Transfer
+
+
+class GatedTier(ExampleSecondaryTierManager):
+    """Moves blocks on its own thread, and only while the gate is open."""
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        max_blocks: int = 1000,
+    ) -> None:
+        self._gate = threading.Event()
+        self._gate.set()
+        super().__init__(
+            offloading_spec, primary_kv_view, tier_type, max_blocks, simulate_async=True
+        )
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Inside, no block is moved."""
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._gate.set()
+
+    def _move_block(self, transfer: Transfer) -> None:
+        self._gate.wait()
+        super()._move_block(transfer)
