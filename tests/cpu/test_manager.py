@@ -284,6 +284,22 @@ def test_a_request_does_not_evict_its_own_head_for_its_tail(policy: str) -> None
     assert engine.look_up(keys) == 8
 
 
+def test_a_request_that_filled_the_tier_may_store_again_after_a_failed_store() -> None:
+    manager = CPUOffloadingManager(1)
+    writer, other = ReqContext("writer"), ReqContext("other")
+    keys = prompt("p", 2)
+    for context in (writer, other):
+        manager.on_new_request(context)
+    assert manager.prepare_store(keys[:1], writer) is not None
+    output = manager.prepare_store(keys, other)
+    assert output is not None
+    assert output.keys_to_store == [], "its own head, which is being written, fills the tier"
+    manager.complete_store(keys[:1], writer, success=False)
+    output = manager.prepare_store(keys, other)
+    assert output is not None
+    assert output.keys_to_store == keys[:1]
+
+
 def test_a_key_offered_twice_in_one_call_is_stored_once() -> None:
     manager = CPUOffloadingManager(8)
     keys = prompt("a", 2)

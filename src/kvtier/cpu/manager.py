@@ -541,6 +541,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.remove(block.key)
         if block.key in use.keys:
             use.keys[block.key] = 0
+        self._generation += 1  # a request that was found to fill the tier may do so no more
 
     def _release(self, block: BlockStatus) -> None:
         block.ref_cnt = FREE

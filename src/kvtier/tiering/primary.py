@@ -290,6 +290,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def _let_go(self, blocks: Sequence[BlockStatus]) -> None:
         """A transfer from below has ended that held these slots."""
+        self._generation += 1  # see `_forget`
         for block in blocks:
             self._held[block] -= 1
             if not self._held[block]:
