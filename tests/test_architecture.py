@@ -56,7 +56,7 @@ MAY_NAME_IN_TYPES: dict[str, frozenset[str]] = {
     # A spec holds a configuration, and a configuration speaks in the contract's terms.
     "base": frozenset({"config"}),
     # The public names, loaded on first use.
-    ROOT: frozenset({"base", "config", "cpu", "factory"}),
+    ROOT: frozenset({"base", "config", "cpu", "factory", "tiering"}),
 }
 
 # Names that say nothing about what is inside.

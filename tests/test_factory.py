@@ -112,8 +112,9 @@ def test_nothing_is_loaded_before_it_is_asked_for(
 
 def test_the_factories_load_neither_numpy_nor_what_they_name() -> None:
     probe = (
-        "import sys, kvtier.factory, kvtier.cpu.policies.factory\n"
-        "unwanted = {'numpy', 'kvtier.base', 'kvtier.cpu.spec', 'kvtier.cpu.policies.lru'}\n"
+        "import sys, kvtier.factory, kvtier.cpu.policies.factory, kvtier.tiering.factory\n"
+        "unwanted = {'numpy', 'kvtier.base', 'kvtier.cpu.spec', 'kvtier.cpu.policies.lru',\n"
+        "            'kvtier.tiering.base', 'kvtier.tiering.example.manager'}\n"
         "print(sorted(unwanted & {*sys.modules}))"
     )
     loaded = subprocess.run(
@@ -325,21 +326,19 @@ def test_an_unknown_spec_is_refused_by_its_key() -> None:
     assert message.endswith('Did you mean "CPUOffloadingSpec"?')
 
 
-def test_tiers_that_no_spec_has_are_refused_by_the_key_the_user_wrote() -> None:
-    options = options_of({"secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]})
-    with pytest.raises(ConfigError) as refused:
-        OffloadingSpecFactory.get_spec_cls(options)
-    assert str(refused.value) == (
-        'secondary_tiers: got "fs"; allowed: none yet: this version offloads to host memory alone. '
-        "Remove secondary_tiers."
-    )
+def test_tiers_need_the_spec_that_has_them() -> None:
+    tiers = {"secondary_tiers": [{"type": "example"}]}
+    for named in ({}, {"spec_name": "TieringOffloadingSpec"}):
+        found = OffloadingSpecFactory.get_spec_cls(options_of(tiers | named))
+        assert (found.__module__, found.__name__) == (
+            "kvtier.tiering.spec",
+            "TieringOffloadingSpec",
+        )
 
 
-def test_tiers_go_to_a_spec_that_someone_brings_under_the_name(site: Path) -> None:
-    write_module(site, "my_tiering", SPEC_SOURCE.replace("MySpec", "TieringOffloadingSpec"))
-    tiers = {"secondary_tiers": [{"type": "fs"}]}
-    named = {"spec_name": "TieringOffloadingSpec", "spec_module_path": "my_tiering"}
-    assert OffloadingSpecFactory.get_spec_cls(options_of(tiers | named)).__module__ == "my_tiering"
-    value = "my_tiering:TieringOffloadingSpec"
-    install(site, "my-tiering", "kvtier.specs", {"TieringOffloadingSpec": value})
-    assert OffloadingSpecFactory.get_spec_cls(options_of(tiers)).__module__ == "my_tiering"
+def test_tiers_go_to_a_spec_of_one_s_own(site: Path) -> None:
+    write_module(site, "my_tiering", SPEC_SOURCE)
+    tiers = {"secondary_tiers": [{"type": "known to MySpec alone"}]}
+    named = {"spec_name": "MySpec", "spec_module_path": "my_tiering"}
+    found = OffloadingSpecFactory.get_spec_cls(options_of(tiers | named))
+    assert found.__module__ == "my_tiering"

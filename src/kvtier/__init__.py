@@ -55,6 +55,12 @@ if TYPE_CHECKING:
     from kvtier.cpu.manager import CPUOffloadingManager
     from kvtier.cpu.spec import CPUOffloadingSpec
     from kvtier.factory import OffloadingSpecFactory
+    from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+    from kvtier.tiering.example.manager import ExampleSecondaryTierManager
+    from kvtier.tiering.factory import SecondaryTierFactory
+    from kvtier.tiering.manager import TieringOffloadingManager
+    from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+    from kvtier.tiering.spec import TieringOffloadingSpec
 
 __version__ = "0.1.0"
 
@@ -63,11 +69,14 @@ __all__ = [
     "BlockIDsLoadStoreSpec",
     "CPUOffloadingManager",
     "CPUOffloadingSpec",
+    "CPUPrimaryTierOffloadingManager",
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
     "ConfigError",
+    "ExampleSecondaryTierManager",
     "GPULoadStoreSpec",
+    "JobResult",
     "LoadStoreSpec",
     "Locality",
     "LookupResult",
@@ -92,8 +101,13 @@ __all__ = [
     "ReqContext",
     "RequestOffloadingContext",
     "ScheduleEndContext",
+    "SecondaryTierFactory",
+    "SecondaryTierManager",
     "TierFilter",
     "TierMatcher",
+    "TieringOffloadingManager",
+    "TieringOffloadingSpec",
+    "TransferJob",
     "TransferResult",
     "__version__",
     "get_offload_block_hash",
@@ -107,13 +121,21 @@ _HOMES = {
     "AttentionKind": "kvtier.config",
     "CPUOffloadingManager": "kvtier.cpu.manager",
     "CPUOffloadingSpec": "kvtier.cpu.spec",
+    "CPUPrimaryTierOffloadingManager": "kvtier.tiering.primary",
     "ConfigError": "kvtier.config",
+    "ExampleSecondaryTierManager": "kvtier.tiering.example.manager",
+    "JobResult": "kvtier.tiering.base",
     "OffloadingCacheConfig": "kvtier.config",
     "OffloadingConfig": "kvtier.config",
     "OffloadingGroupConfig": "kvtier.config",
     "OffloadingModelConfig": "kvtier.config",
     "OffloadingParallelConfig": "kvtier.config",
     "OffloadingSpecFactory": "kvtier.factory",
+    "SecondaryTierFactory": "kvtier.tiering.factory",
+    "SecondaryTierManager": "kvtier.tiering.base",
+    "TieringOffloadingManager": "kvtier.tiering.manager",
+    "TieringOffloadingSpec": "kvtier.tiering.spec",
+    "TransferJob": "kvtier.tiering.base",
     "load_user_config": "kvtier.config",
 }
 

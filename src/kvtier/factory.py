@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from kvtier.config.errors import ConfigError, Problem
-from kvtier.config.options import CPU_SPEC, TIERING_SPEC, tiers_refusal
+from kvtier.config.options import CPU_SPEC, TIERING_SPEC
 from kvtier.config.reader import nearest
 from kvtier.config.redaction import describe
 
@@ -70,10 +70,6 @@ class ClassRegistry(Generic[T]):
                 f"{'.'.join(self._registered[name])}: register {class_name} under another name"
             )
         self._registered[name] = (module_path, class_name)
-
-    def knows(self, name: str) -> bool:
-        """Whether `name` means something without a module path."""
-        return name in self._registered or name in self._entry_points().names
 
     def resolve(self, name: str, module_path: str | None = None, at: str = "") -> type[T]:
         """The class that `name` means, or `ConfigError`. Called while an engine starts.
@@ -253,12 +249,7 @@ class OffloadingSpecFactory:
     @classmethod
     def get_spec_cls(cls, options: OffloadingOptions) -> type[OffloadingSpec]:
         """The class of the spec, or `ConfigError`."""
-        name, module_path = options.spec_name, options.spec_module_path
-        by_default = name == TIERING_SPEC and module_path is None
-        # By its name the refusal would speak of a key that the user need not have written.
-        if by_default and options.secondary_tiers and not cls._registry.knows(name):
-            raise ConfigError(tiers_refusal(options))
-        return cls._registry.resolve(name, module_path)
+        return cls._registry.resolve(options.spec_name, options.spec_module_path)
 
     @classmethod
     def create_spec(cls, config: OffloadingConfig) -> OffloadingSpec:
@@ -267,3 +258,4 @@ class OffloadingSpecFactory:
 
 
 OffloadingSpecFactory.register_spec(CPU_SPEC, "kvtier.cpu.spec", "CPUOffloadingSpec")
+OffloadingSpecFactory.register_spec(TIERING_SPEC, "kvtier.tiering.spec", "TieringOffloadingSpec")

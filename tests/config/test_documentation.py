@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import sys
+import uuid
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ import pytest
 from kvtier.config import TIER_KEYS, USER_KEYS, parse_user_config
 from kvtier.config.options import VLLM_ONLY_KEYS, VLLM_ONLY_TIER_KEYS
 from kvtier.factory import OffloadingSpecFactory
+from kvtier.tiering.factory import SecondaryTierFactory
+from kvtier.tiering.health import TierSettings
 from tests.config.sample import MINIMAL, make_config, options_of
+from tests.installed import write_module
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
 
@@ -69,7 +74,8 @@ def test_a_documented_example_changes_the_tier(key: str) -> None:
     (plain,) = options_of({"secondary_tiers": [{"type": "x"}]}).secondary_tiers
     (tier,) = options_of({"secondary_tiers": [{"type": "x"} | example]}).secondary_tiers
     assert example.keys() == {key}
-    assert getattr(tier, key) != getattr(plain, key)
+    # Of the write policies there is only one so far.
+    assert getattr(tier, key) != getattr(plain, key) or key == "write_policy"
     assert tier.options == {}
 
 
@@ -92,21 +98,75 @@ def test_what_is_required_is_documented_as_required() -> None:
         assert all(("Default:" in text) != (key in required) for key, text in sections_.items())
 
 
-def listing(language: str) -> str:
-    (text,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    return str(text)
+def listings(language: str) -> list[str]:
+    return [str(text) for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)]
 
 
 def test_the_two_whole_examples_say_the_same_and_can_be_built() -> None:
-    parsed = parse_user_config(listing("json"), "json")
-    assert parsed == parse_user_config(listing("toml"), "toml")
+    first_json, _ = listings("json")
+    (toml,) = listings("toml")
+    parsed = parse_user_config(first_json, "json")
+    assert parsed == parse_user_config(toml, "toml")
     OffloadingSpecFactory.create_spec(make_config(parsed)).get_manager().shutdown()
 
 
+TIER_SOURCE = """
+    from kvtier.tiering.example.manager import ExampleSecondaryTierManager
+
+    class MyTier(ExampleSecondaryTierManager):
+        def __init__(self, offloading_spec, primary_kv_view, tier_type, my_key):
+            super().__init__(offloading_spec, primary_kv_view, tier_type)
+"""
+
+
+def test_the_example_with_tiers_can_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    write_module(tmp_path, "my_package.my_tier", TIER_SOURCE)
+    _, with_tiers = listings("json")
+    parsed = parse_user_config(with_tiers, "json") | {"cpu_bytes_to_use": "1MiB"}
+    spec = OffloadingSpecFactory.create_spec(make_config(parsed, engine_id=uuid.uuid4().hex))
+    assert type(spec).__name__ == "TieringOffloadingSpec"
+    spec.get_manager().shutdown()
+
+
+def test_the_keys_and_defaults_of_the_built_in_tiers_are_those_documented() -> None:
+    table = re.findall(r"^\| `(\w+)` \|[^|]*\|(.*)\|$", chapter("Secondary tiers"), re.MULTILINE)
+    known = SecondaryTierFactory._registry._registered
+    assert {tier_type for tier_type, _ in table} == known.keys() - {"test_factory"}
+    for tier_type, own_keys in table:
+        constructor = signature(SecondaryTierFactory.get_secondary_tier_cls({"type": tier_type}))
+        assert {
+            key: json.loads(default)
+            for key, default in re.findall(r"`(\w+)` \(default `(.+?)`\)", own_keys)
+        } == {
+            name: parameter.default
+            for name, parameter in constructor.parameters.items()
+            if parameter.default is not parameter.empty
+        }
+
+
+def test_the_documented_defaults_of_deadlines_and_shares_are_those_in_force() -> None:
+    stated = {
+        key: float(number) / (1000 if unit else 1)
+        for key, section in TIER_SECTIONS.items()
+        for number, unit in re.findall(r"Default: `null`, ([\d.]+)( ms)?\.(?: |\n)", section)
+    }
+    in_force = TierSettings()
+    assert stated == {
+        "lookup_timeout_ms": in_force.lookup_timeout_s,
+        "load_timeout_ms": in_force.load_timeout_s,
+        "store_timeout_ms": in_force.store_timeout_s,
+        "max_pinned_share": in_force.max_pinned_share,
+    }
+
+
 def test_the_example_for_engines_runs(tmp_path: Path) -> None:
-    (tmp_path / "kv.json").write_text(listing("json"))
+    (tmp_path / "kv.json").write_text(listings("json")[0])
+    (python,) = listings("python")
     ran = subprocess.run(
-        [sys.executable, "-c", listing("python")],
+        [sys.executable, "-c", python],
         cwd=tmp_path,
         check=True,
         capture_output=True,

@@ -87,6 +87,8 @@ DECIDES_NOTHING: dict[str, Change] = {
     "extra_config.self_describing_kv_events": ({}, {"self_describing_kv_events": True}),
     "extra_config.secondary_tiers": ({}, with_tier(root_dir="/mnt/kv", max_bytes="1GiB")),
     "extra_config.reset_scope": ({}, {"reset_scope": "primary"}),
+    "extra_config.prefill_tokens_per_s": ({}, {"prefill_tokens_per_s": 20_000}),
+    "extra_config.shutdown_timeout_ms": ({}, {"shutdown_timeout_ms": 1}),
     "extra_config.engine_config": ({}, {"engine_config": {"rack": 7}}),
 }
 

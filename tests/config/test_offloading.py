@@ -24,6 +24,8 @@ from kvtier.config import (
     OffloadingParallelConfig,
     ResetScope,
     TierConfig,
+    WritePolicyName,
+    read_secondary_tiers,
 )
 from tests.config.sample import GROUP, MINIMAL, GiB, group_with, make_config, options_of
 
@@ -44,6 +46,8 @@ def test_a_minimal_configuration_has_the_documented_defaults() -> None:
         secondary_tiers=(),
         cache_namespace=None,
         reset_scope=ResetScope.ALL,
+        prefill_tokens_per_s=None,
+        shutdown_timeout_ms=10_000.0,
         engine_config=None,
     )
 
@@ -74,11 +78,15 @@ def test_every_key_reaches_its_option() -> None:
                 "lookup_timeout_ms": 2.5,
                 "load_timeout_ms": 500,
                 "store_timeout_ms": 5000,
+                "max_pinned_share": 1,
+                "write_policy": "through",
             },
             {"type": "MyTier", "module_path": "my_package.tier"},
         ],
         "cache_namespace": "these weights",
         "reset_scope": "primary",
+        "prefill_tokens_per_s": 0,
+        "shutdown_timeout_ms": 500,
         "engine_config": {"rack": 7},
     }
     config = make_config(given, enable_kv_cache_events=True)
@@ -102,12 +110,16 @@ def test_every_key_reaches_its_option() -> None:
                 lookup_timeout_ms=2.5,
                 load_timeout_ms=500.0,
                 store_timeout_ms=5000.0,
+                max_pinned_share=1.0,
+                write_policy=WritePolicyName.THROUGH,
                 options={"root_dir": "/mnt/kv"},
             ),
             TierConfig(type="MyTier", position=1, module_path="my_package.tier"),
         ),
         cache_namespace="these weights",
         reset_scope=ResetScope.PRIMARY,
+        prefill_tokens_per_s=0.0,
+        shutdown_timeout_ms=500.0,
         engine_config={"rack": 7},
     )
     assert config.extra_config == given
@@ -124,6 +136,28 @@ def test_secondary_tiers_select_the_spec_that_has_them() -> None:
     assert options_of({"secondary_tiers": tiers}).spec_name == "TieringOffloadingSpec"
     assert options_of({"secondary_tiers": []}).spec_name == "CPUOffloadingSpec"
     assert options_of({"secondary_tiers": tiers, "spec_name": "Mine"}).spec_name == "Mine"
+
+
+def test_tiers_are_read_without_the_rest_of_the_configuration() -> None:
+    entries = [{"type": "example"}, {"type": "fs", "root_dir": "/mnt/kv", "load_timeout_ms": 5}]
+    extra = {"secondary_tiers": entries, "quux": 1}
+    assert read_secondary_tiers(extra) == options_of({"secondary_tiers": entries}).secondary_tiers
+    assert read_secondary_tiers({}) == ()
+    with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]\.type: got nothing"):
+        read_secondary_tiers({"secondary_tiers": [{"type": "example"}, {}]})
+    with pytest.raises(ConfigError, match=r"^extra_config: got 7"):
+        read_secondary_tiers(7)  # type: ignore[arg-type]
+
+
+def test_one_entry_is_read_like_those_of_a_configuration() -> None:
+    entry = {"type": "fs", "root_dir": "/mnt/kv", "max_pinned_share": 0.5}
+    (tier,) = options_of({"secondary_tiers": [entry]}).secondary_tiers
+    assert TierConfig.from_entry(entry) == tier
+    assert TierConfig.from_entry(entry, position=3).at == "secondary_tiers[3]"
+    with pytest.raises(ConfigError) as refused:
+        TierConfig.from_entry({"locality": "x"}, position=3)
+    keys = [problem.key for problem in refused.value.problems]
+    assert keys == ["secondary_tiers[3].type", "secondary_tiers[3].locality"]
 
 
 def test_a_threshold_of_zero_stores_every_block_as_in_vllm() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.config import ConfigError, OptionReader
 from kvtier.config.kinds import TEXT
+from kvtier.config.redaction import without_secrets
 from tests.config.sample import make_config, refusal_of
 
 HIDDEN = "hunter2"
@@ -61,6 +62,33 @@ def test_a_configuration_shown_in_a_log_hides_the_tiers_own_keys() -> None:
     config = make_config({"secondary_tiers": [tier], "engine_config": {"key": HIDDEN}})
     assert "valkey" in repr(config)
     assert HIDDEN not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"password": HIDDEN}, f"the server does not like {HIDDEN!r}"),
+        ({"password": 20221224}, "the server does not like 20221224"),
+        ({"auth": {"user": "me", "tokens": [HIDDEN]}}, f"[{HIDDEN}] is too short"),
+        ({"url": f"valkey://me:{HIDDEN}@host"}, f"{HIDDEN} is wrong"),
+        ({"urls": [f"https://{HIDDEN}:@host", f"https://a:{HIDDEN}@b"]}, f"{HIDDEN} is wrong"),
+        ({}, f"valkey://me:{HIDDEN}@host does not answer"),
+        ({}, f"password={HIDDEN} does not fit"),
+    ],
+)
+def test_what_others_say_about_a_configuration_hides_secrets(
+    options: dict[str, Any], text: str
+) -> None:
+    shown = without_secrets(text, options)
+    assert "***" in shown
+    assert HIDDEN not in shown
+    assert "20221224" not in shown
+
+
+def test_what_others_say_is_otherwise_left_alone() -> None:
+    options = {"root_dir": "/mnt/kv", "password": "or", "auth": True, "secret": None}
+    text = "True or None: /mnt/kv is a file"
+    assert without_secrets(text, options) == text
 
 
 def test_a_long_value_is_cut() -> None:

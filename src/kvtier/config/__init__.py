@@ -29,6 +29,8 @@ from kvtier.config.options import (
     OffloadingOptions,
     ResetScope,
     TierConfig,
+    WritePolicyName,
+    read_secondary_tiers,
 )
 from kvtier.config.reader import OptionReader
 from kvtier.config.sizes import SizeError, format_size, parse_size
@@ -50,9 +52,11 @@ __all__ = [
     "ResetScope",
     "SizeError",
     "TierConfig",
+    "WritePolicyName",
     "format_size",
     "load_user_config",
     "new_epoch",
     "parse_size",
     "parse_user_config",
+    "read_secondary_tiers",
 ]

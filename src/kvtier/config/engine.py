@@ -16,6 +16,8 @@ class AttentionKind(StrEnum):
     """The tokens since the last multiple of `window_tokens`."""
     STATE_SPACE = "state_space"
     """None of them: a state takes their place."""
+    UNKNOWN = "unknown"
+    """The engine does not say."""
 
     @property
     def has_window(self) -> bool:

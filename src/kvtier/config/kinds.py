@@ -108,12 +108,30 @@ def _size(value: object) -> int:
 
 
 def _milliseconds(value: object) -> float:
-    number = value if isinstance(value, float) else as_int(value)
+    number = _number(value)
     if number is None:
         raise Unfit("Write a number of milliseconds without quotes or unit, such as 500")
-    if not math.isfinite(number) or number <= 0:
+    if not 0 < number < math.inf:
         raise Unfit("Write a number of milliseconds above 0, or leave it out")
-    return float(number)
+    return number
+
+
+def _share(value: object) -> float:
+    number = _number(value)
+    if number is None:
+        raise Unfit("Write a number without quotes or percent sign, such as 0.25")
+    if not 0 < number <= 1:
+        raise Unfit("Write a part of 1, such as 0.25 for a quarter, or leave it out")
+    return number
+
+
+def _rate(value: object) -> float:
+    number = _number(value)
+    if number is None:
+        raise Unfit("Write a number without quotes or unit, such as 20000")
+    if not 0 <= number < math.inf:
+        raise Unfit("Write 0 or more, or leave it out")
+    return number
 
 
 BOOLEAN = Kind("true or false", _boolean)
@@ -122,11 +140,24 @@ REQUIRED_TEXT = Kind(TEXT.allowed, _required_text)
 MODULE_PATH = Kind('an importable module such as "my_package.my_module"', _module_path)
 SIZE = Kind('a size above 0, in bytes or as a text such as "8GiB" or "1.5GB"', _size)
 MILLISECONDS = Kind("a number of milliseconds above 0", _milliseconds)
+SHARE = Kind("a number above 0 and at most 1", _share)
+RATE = Kind("a number, 0 or more", _rate)
 OPAQUE: Kind[Any] = Kind("anything", lambda value: value)
 
 
 def _is_dotted_name(path: str) -> bool:
     return all(part.isidentifier() for part in path.split("."))
+
+
+def _number(value: object) -> float | None:
+    """`value` as a float, or None if it is no number. True is none, and neither is "8"."""
+    number = value if isinstance(value, float) else as_int(value)
+    if number is None:
+        return None
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def _whole_number_remedy(value: object, minimum: int) -> str:

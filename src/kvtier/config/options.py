@@ -15,7 +15,9 @@ from kvtier.config.kinds import (
     MILLISECONDS,
     MODULE_PATH,
     OPAQUE,
+    RATE,
     REQUIRED_TEXT,
+    SHARE,
     SIZE,
     TEXT,
     Kind,
@@ -35,7 +37,7 @@ TIERING_SPEC = "TieringOffloadingSpec"
 
 VLLM_ONLY_KEYS = {
     "canonical_layout": "kvtier stores blocks in the layout of the engine's own cache",
-    "backpressure": "kvtier bounds a slow tier by its lookup, load and store timeouts",
+    "backpressure": "kvtier bounds a slow tier by its timeouts and its max_pinned_share",
 }
 """Keys of vLLM 0.32's offloading that kvtier has no use for, each with the reason."""
 
@@ -52,6 +54,13 @@ class ResetScope(StrEnum):
     """Only the primary tier is emptied."""
 
 
+class WritePolicyName(StrEnum):
+    """When blocks go from the primary tier to a tier below."""
+
+    THROUGH = "through"
+    """As soon as they are stored in the primary tier."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierConfig:
     """One entry of `secondary_tiers`: the keys all tiers share, and the tier's own."""
@@ -65,9 +74,12 @@ class TierConfig:
     locality: Locality | None = None
     """None: the tier decides."""
     lookup_timeout_ms: float | None = None
-    """None, for this and the other timeouts: the default for this type of tier."""
+    """None, for this and the next three: what `kvtier.tiering.health.TierSettings` says."""
     load_timeout_ms: float | None = None
     store_timeout_ms: float | None = None
+    max_pinned_share: float | None = None
+    """Part of the primary tier's slots that stores to this tier may pin at once."""
+    write_policy: WritePolicyName = WritePolicyName.THROUGH
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The tier's own keys, unparsed. Not in `repr`: it may hold passwords."""
 
@@ -75,6 +87,15 @@ class TierConfig:
     def at(self) -> str:
         """Where the entry stands, for messages about its keys."""
         return f"secondary_tiers[{self.position}]"
+
+    @classmethod
+    def from_entry(cls, entry: Mapping[str, Any], position: int = 0) -> TierConfig:
+        """Parse one entry as a user writes it, or raise `ConfigError` with all its problems."""
+        problems: list[Problem] = []
+        tier = _read_tier(problems, entry, position)
+        if problems:
+            raise ConfigError(*problems)
+        return tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +120,10 @@ class OffloadingOptions:
     """In lookup order."""
     cache_namespace: str | None = None
     reset_scope: ResetScope = ResetScope.ALL
+    prefill_tokens_per_s: float | None = None
+    """How fast the engine computes a prompt. None: learnt while it runs. 0: not to be asked."""
+    shutdown_timeout_ms: float = 10_000.0
+    """How long the tiers together may take to end."""
     engine_config: Any = field(default=None, repr=False)
     """Opaque to kvtier; tiers find it through the spec."""
 
@@ -109,15 +134,7 @@ class OffloadingOptions:
         Checks what can be checked without knowing the engine; `OffloadingConfig` does the rest.
         Later changes to `extra_config` do not reach the result.
         """
-        if not isinstance(extra_config, Mapping):
-            raise ConfigError(
-                Problem(
-                    "extra_config",
-                    describe(extra_config),
-                    "an object with the user's keys",
-                    'Write {"cpu_bytes_to_use": "8GiB"}, for one',
-                )
-            )
+        _require_object(extra_config)
         reader = OptionReader(_without_vllm_only(extra_config, VLLM_ONLY_KEYS, at=""))
         tiers = _read_tiers(reader)
         options = cls(
@@ -136,6 +153,8 @@ class OffloadingOptions:
             secondary_tiers=tiers,
             cache_namespace=reader.optional("cache_namespace", TEXT),
             reset_scope=reader.get("reset_scope", one_of(ResetScope), ResetScope.ALL),
+            prefill_tokens_per_s=reader.optional("prefill_tokens_per_s", RATE),
+            shutdown_timeout_ms=reader.get("shutdown_timeout_ms", MILLISECONDS, 10_000.0),
             engine_config=reader.optional("engine_config", OPAQUE),
         )
         _refuse_contradictions(reader, options)
@@ -155,17 +174,28 @@ TIER_KEYS = tuple(key.name for key in fields(TierConfig) if key.name not in ("po
 """Every key that all entries of `secondary_tiers` understand."""
 
 
-def tiers_refusal(options: OffloadingOptions) -> Problem:
-    """What is said by those who have no tiers below host memory to offer.
+def read_secondary_tiers(extra_config: Mapping[str, Any]) -> tuple[TierConfig, ...]:
+    """The tiers of a user's configuration, in lookup order, or `ConfigError`.
 
-    Better no engine than one that quietly keeps nothing where the user wants it kept.
+    For those who have no other use for it: nothing else is looked at, or needs to be there.
     """
-    return Problem(
-        "secondary_tiers",
-        ", ".join(describe(tier.type) for tier in options.secondary_tiers),
-        "none yet: this version offloads to host memory alone",
-        "Remove secondary_tiers",
-    )
+    _require_object(extra_config)
+    reader = OptionReader(extra_config)
+    tiers = _read_tiers(reader)
+    reader.raise_problems()
+    return tiers
+
+
+def _require_object(extra_config: object) -> None:
+    if not isinstance(extra_config, Mapping):
+        raise ConfigError(
+            Problem(
+                "extra_config",
+                describe(extra_config),
+                "an object with the user's keys",
+                'Write {"cpu_bytes_to_use": "8GiB"}, for one',
+            )
+        )
 
 
 def _parse_locality(value: object) -> Locality:
@@ -189,14 +219,14 @@ def _read_tiers(reader: OptionReader) -> tuple[TierConfig, ...]:
             "Put the one tier in brackets" if isinstance(entries, Mapping) else "Write a list",
         )
         return ()
-    return tuple(_read_tier(reader, entry, place) for place, entry in enumerate(entries))
+    return tuple(_read_tier(reader.problems, entry, place) for place, entry in enumerate(entries))
 
 
-def _read_tier(parent: OptionReader, entry: object, position: int) -> TierConfig:
+def _read_tier(problems: list[Problem], entry: object, position: int) -> TierConfig:
     at = f"secondary_tiers[{position}]"
     if not isinstance(entry, Mapping):
         kind = entry if isinstance(entry, str) and entry.isidentifier() else "fs"
-        parent.problems.append(
+        problems.append(
             Problem(at, describe(entry), 'an object with a "type"', f'Write {{"type": "{kind}"}}')
         )
         return TierConfig(type="", position=position)
@@ -210,9 +240,11 @@ def _read_tier(parent: OptionReader, entry: object, position: int) -> TierConfig
         lookup_timeout_ms=reader.optional("lookup_timeout_ms", MILLISECONDS),
         load_timeout_ms=reader.optional("load_timeout_ms", MILLISECONDS),
         store_timeout_ms=reader.optional("store_timeout_ms", MILLISECONDS),
+        max_pinned_share=reader.optional("max_pinned_share", SHARE),
+        write_policy=reader.get("write_policy", one_of(WritePolicyName), WritePolicyName.THROUGH),
         options=deepcopy(reader.unread()),
     )
-    parent.problems.extend(reader.problems)
+    problems.extend(reader.problems)
     return tier
 
 
@@ -249,4 +281,9 @@ def _refuse_contradictions(reader: OptionReader, options: OffloadingOptions) -> 
             "Set eviction_policy to the class's name",
         )
     if options.secondary_tiers and options.spec_name == CPU_SPEC:
-        reader.problems.append(tiers_refusal(options))
+        # Better no engine than one that quietly keeps nothing where the user wants it kept.
+        reader.refuse(
+            "spec_name",
+            f'"{TIERING_SPEC}", since there are secondary_tiers: {CPU_SPEC} has none',
+            "Remove spec_name, or remove secondary_tiers",
+        )

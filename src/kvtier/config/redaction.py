@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kvtier.config.numbers import as_int
 
 _LONGEST = 200
+_SHORTEST_SECRET = 4
 _SECRET = (
     r"pass?_?w|passphrase|pwd|secret|credential|auth|bearer|cookie|connection_?string"
     r"|(?:access|account|api|private|shared)_?key|\bkey\b|token\b|\bsas\b|\bsig"
@@ -29,16 +30,45 @@ def describe(value: object, key: str = "") -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def without_secrets(text: str, options: Mapping[str, object]) -> str:
+    """`text`, written by someone who has seen `options`, as a message may show it."""
+    for secret in sorted(_secrets_in(options, ""), key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    return _without_marked_secrets(text)
+
+
+def _secrets_in(value: object, key: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _secrets_in(item, f"{key} {name}" if _SECRET_KEY.search(key) else str(name))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _secrets_in(item, key)
+    elif _SECRET_KEY.search(key) and not isinstance(value, bool | None):
+        # What is shorter protects nothing, and its letters are in every other word.
+        if len(str(value)) >= _SHORTEST_SECRET:
+            yield str(value)
+    elif isinstance(value, str):
+        for user_info in _URL_USER_INFO.findall(value):
+            password = user_info[:-1].partition(":")[2]
+            if len(password) >= _SHORTEST_SECRET:
+                yield password
+
+
+def _without_marked_secrets(text: str) -> str:
+    return _SECRET_IN_TEXT.sub(rf"\1{_HIDDEN}", _URL_USER_INFO.sub(f"{_HIDDEN}@", text))
+
+
 def _unknown_to_json(value: object) -> int | str:
     number = as_int(value)
-    return repr(value) if number is None else number
+    return _without_marked_secrets(repr(value)) if number is None else number
 
 
 def _redacted(value: object, key: str) -> object:
     if _SECRET_KEY.search(key) and value is not None:
         return _HIDDEN
     if isinstance(value, str):
-        return _SECRET_IN_TEXT.sub(rf"\1{_HIDDEN}", _URL_USER_INFO.sub(f"{_HIDDEN}@", value))
+        return _without_marked_secrets(value)
     if isinstance(value, Mapping):
         return {str(name): _redacted(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, cast
 
 from kvtier.admission.reuse import ReuseFilter
@@ -40,6 +40,9 @@ _HIT_PENDING = LookupResult.HIT_PENDING
 
 _MAX_UNSETTLED = 4096
 """Requests whose uses are kept back before the policy is told."""
+
+_FIRST_RUN = 16
+"""How many keys of a prompt are looked at first. Most prompts end with their first miss."""
 
 NO_BLOCK = -1
 """The slot number in a load spec for a block that is not there. Its transfer must fail."""
@@ -213,23 +216,45 @@ class CPUOffloadingManager(OffloadingManager):
         return _HIT if block.ref_cnt >= 0 else _HIT_PENDING
 
     def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrefixLookup:
+        if self._filter is not None:
+            return super().lookup_prefix(keys, req_context)
         use = self._use_of(req_context)
-        get = self._get
-        used = use.keys.get
+        keys = list(keys)
         num_hits = 0
         is_final = True
-        for key in keys:
-            if self._filter is not None:
-                self._filter.count((key,), use.brought)
-            block = get(key)
-            if block is None:
+        size = _FIRST_RUN
+        while num_hits < len(keys):
+            run = keys[num_hits : num_hits + size]
+            found = list(map(self._get, run))
+            num_asked = len(run)
+            if not all(found):
+                del found[found.index(None) :], run[len(found) :]
+            blocks = cast("list[BlockStatus]", found)
+            is_final = self._note_run(run, blocks, use) and is_final
+            num_hits += len(run)
+            if len(run) < num_asked:
                 break
-            num_hits += 1
-            if block.ref_cnt < 0:
-                is_final = False
-            if used(key) != block.generation:
-                self._note_use(block, use)
+            size *= 4
         return PrefixLookup(num_hits, is_final)
+
+    def _note_run(
+        self, keys: Sequence[OffloadKey], blocks: list[BlockStatus], use: RequestUse
+    ) -> bool:
+        """The request uses these blocks, in prompt order. Whether all of them can be read."""
+        generations = [block.generation for block in blocks if block.ref_cnt >= 0]
+        all_ready = len(generations) == len(blocks)
+        if not all_ready:
+            generations = [block.generation for block in blocks]
+        known = use.keys
+        if known.keys().isdisjoint(keys):
+            if keys:
+                if not use.fresh:
+                    self._expect_fresh(use)
+                known.update(zip(keys, generations, strict=True))
+                use.fresh += keys
+        elif list(map(known.get, keys)) != generations:
+            self._note_uses(blocks, use)
+        return all_ready
 
     # --- loads ------------------------------------------------------------------------------
 
@@ -640,13 +665,17 @@ class CPUOffloadingManager(OffloadingManager):
     def _note_use(self, block: BlockStatus, use: RequestUse) -> None:
         """The request uses a block; the policy is told before it is next asked."""
         if not use.fresh:
-            if len(self._unsettled) >= _MAX_UNSETTLED:  # an engine that reports no steps
-                self._settle()
-            self._unsettled.append(use)
+            self._expect_fresh(use)
         if block.key in use.keys:
             use.out_of_order = True
         use.keys[block.key] = block.generation
         use.fresh.append(block.key)
+
+    def _expect_fresh(self, use: RequestUse) -> None:
+        """The policy is to be told of uses by this request, which has had none to tell of."""
+        if len(self._unsettled) >= _MAX_UNSETTLED:  # an engine that reports no steps
+            self._settle()
+        self._unsettled.append(use)
 
     def _note_uses(self, blocks: Iterable[BlockStatus], use: RequestUse) -> None:
         used = use.keys.get

@@ -16,7 +16,8 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
         MetricKind.GAUGE, "Readable blocks that cannot be evicted because they are being read."
     ),
     "kvtier_cpu_quarantined_slots": MetricDefinition(
-        MetricKind.GAUGE, "Slots out of use because a transfer that was given up may still be active."
+        MetricKind.GAUGE,
+        "Slots out of use: a transfer that was given up may be active.",
     ),
     "kvtier_cpu_stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored."),
     "kvtier_cpu_promoted_blocks": MetricDefinition(

@@ -22,6 +22,8 @@ class GroupShape:
     window_blocks: int | None = None
     """How many blocks in a row a hit needs, where blocks are looked up from the end of the prompt
     backwards. None: all of them, looked up from the start."""
+    is_uncertain: bool = False
+    """Whether the engine does not say which of the two it is."""
 
 
 class Groups:
@@ -37,6 +39,9 @@ class Groups:
             if shape.window_blocks is not None
         }
         """Of the groups that are looked up backwards: how many blocks a search may end with."""
+        self.uncertain = frozenset(
+            index.to_bytes(4, "big") for index, shape in shapes.items() if shape.is_uncertain
+        )
 
     def num_tokens(self, keys: Sequence[OffloadKey]) -> int:
         """The tokens that blocks stand for; 0, if that is not known. Groups hold the same ones."""

@@ -10,6 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtier.config.options import WritePolicyName
+
 __all__ = ["BreakerSettings", "BreakerState", "CircuitBreaker", "TierSettings"]
 
 
@@ -43,6 +45,8 @@ class TierSettings:
     """A store that takes longer stops further ones, until it ends."""
     max_pinned_share: float = 0.25
     """The share of the primary tier's slots that stores to this tier may pin."""
+    write_policy: WritePolicyName = WritePolicyName.THROUGH
+    """When blocks go to this tier."""
     enable_kv_events: bool = False
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
 
@@ -58,6 +62,9 @@ class BreakerState(Enum):
     """It is not, until the pause is over."""
 
 
+_CLOSED, _OPEN = BreakerState.CLOSED, BreakerState.OPEN
+
+
 class CircuitBreaker:
     """Cuts off what keeps failing, and tries again after a while. Scheduler thread only.
 
@@ -71,7 +78,7 @@ class CircuitBreaker:
         self._timeouts_in_a_row = 0
         self._pause = settings.first_pause_s
         self._opened_at = 0.0
-        self.state = BreakerState.CLOSED
+        self.state = _CLOSED
         self.probe: int | None = None
         """The job that decides, while half-open."""
         self.prober: object = None
@@ -81,17 +88,17 @@ class CircuitBreaker:
     @property
     def is_closed(self) -> bool:
         """Whether nothing is held back."""
-        return self.state is BreakerState.CLOSED
+        return self.state is _CLOSED
 
     def is_pausing(self, now: float) -> bool:
         """Whether nobody may use the tier now, and for some time to come."""
-        return self.state is BreakerState.OPEN and now - self._opened_at < self._pause
+        return self.state is _OPEN and now - self._opened_at < self._pause
 
     def lets(self, user: object, now: float) -> bool:
         """Whether `user` may use the tier now."""
-        if self.state is BreakerState.CLOSED:
+        if self.state is _CLOSED:
             return True
-        if self.state is BreakerState.OPEN:
+        if self.state is _OPEN:
             if self.is_pausing(now):
                 return False
             self.state = BreakerState.HALF_OPEN
@@ -119,17 +126,17 @@ class CircuitBreaker:
     def succeeded(self, job_id: int) -> None:
         """A job has ended well, in time."""
         self._timeouts_in_a_row = 0
-        if self.state is BreakerState.CLOSED:
+        if self.state is _CLOSED:
             self._outcomes.append(True)
         elif job_id == self.probe:
-            self.state = BreakerState.CLOSED
+            self.state = _CLOSED
             self._outcomes.clear()
             self._pause = self._settings.first_pause_s
             self.probe = self.prober = None
 
     def failed(self, now: float, job_id: int | None = None, is_timeout: bool = False) -> None:
         """Something went wrong: a job (named), or a call."""
-        if self.state is BreakerState.OPEN:
+        if self.state is _OPEN:
             return
         if self.state is BreakerState.HALF_OPEN:
             # Jobs from before it was cut off say nothing about the probe.
@@ -148,7 +155,7 @@ class CircuitBreaker:
 
     def trip(self, now: float) -> None:
         """Cut it off at once: it has broken the contract, or failed too often."""
-        self.state = BreakerState.OPEN
+        self.state = _OPEN
         self._opened_at = now
         self._outcomes.clear()
         self._timeouts_in_a_row = 0

@@ -26,17 +26,19 @@ from kvtier.tiering.guard import TransferEstimate
 from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
 from kvtier.tiering.jobs import Job
 from kvtier.tiering.request import TierRequest
-from kvtier.tiering.write_policy import WriteThrough
+from kvtier.tiering.write_policy import WRITE_POLICIES
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
     from kvtier.seal import SealFailure
     from kvtier.tiering.base import SecondaryTierManager
-    from kvtier.tiering.write_policy import WritePolicy
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MISS = LookupResult.MISS
+_CLOSED, _OPEN = BreakerState.CLOSED, BreakerState.OPEN
 
 _LONGEST_CALL_S = 0.1
 """A call that takes longer has waited for something, on the scheduler's thread."""
@@ -65,7 +67,7 @@ class TierLink:
         self.name = f"tier {position} ({tier.tier_type})"
         self.prefix = metric_prefix(position, tier.tier_type)
         self.max_pinned = max_pinned
-        self.write_policy: WritePolicy = WriteThrough()
+        self.write_policy = WRITE_POLICIES[settings.write_policy]()
         self.breaker = CircuitBreaker(settings.breaker)
         """Of the tier as a whole: lookups and loads."""
         self.store_breaker = CircuitBreaker(settings.breaker)
@@ -95,14 +97,12 @@ class TierLink:
     @property
     def is_in_use(self) -> bool:
         """Whether there is anything to tell the tier about."""
-        return not self.is_broken and (
-            self.breaker.state is not BreakerState.OPEN or bool(self._jobs)
-        )
+        return not self.is_broken and (self.breaker.state is not _OPEN or bool(self._jobs))
 
     @property
     def is_closed(self) -> bool:
         """Whether everyone may look into the tier."""
-        return self.breaker.state is BreakerState.CLOSED and not self.is_broken
+        return self.breaker.state is _CLOSED and not self.is_broken
 
     def is_cut_off(self, now: float) -> bool:
         """Whether the tier is not to be bothered at all."""
@@ -110,7 +110,7 @@ class TierLink:
 
     def lets(self, request: TierRequest, now: float) -> bool:
         """Whether this request may look into the tier."""
-        if self.breaker.state is BreakerState.CLOSED:
+        if self.breaker.state is _CLOSED:
             return not self.is_broken
         return not self.is_broken and self.breaker.lets(request, now)
 
@@ -121,13 +121,13 @@ class TierLink:
             answer = self.tier.lookup(key, context)
         except Exception as error:
             self._raised("lookup", error)
-            return LookupResult.MISS
+            return _MISS
         if self._clock() - start > _LONGEST_CALL_S:
             self._blocked("lookup")
         if type(answer) is LookupResult:
             return answer
         self.violated(f"lookup answered {answer!r}")
-        return LookupResult.MISS
+        return _MISS
 
     def look_up_batch(
         self, keys: Sequence[OffloadKey], context: ReqContext

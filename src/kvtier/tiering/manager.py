@@ -129,8 +129,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _max_pinned(self, settings: TierSettings) -> int:
         num_blocks = self.primary_tier.num_blocks
-        least = max(1, min(_MIN_PINNED, num_blocks - self.primary_tier.reserve))
-        return max(int(settings.max_pinned_share * num_blocks), least)
+        most = max(1, num_blocks - self.primary_tier.reserve)
+        return min(most, max(int(settings.max_pinned_share * num_blocks), _MIN_PINNED))
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -274,8 +274,8 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._step_has_begun:
             self._begin_step()
         result = self._look_up_in_primary(key, req_context)
-        if result is _HIT and not self._windows:
-            return _HIT
+        if (result is _HIT and not self._windows) or not self._links:
+            return result
         if req_context is self._last_context:
             request = self._last_request
             assert request is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.cpu.common import CPULoadStoreSpec
@@ -157,6 +157,16 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         that it has found here already."""
         own = len(self._use_of(req_context).keys)
         return min(self.num_blocks - self.reserve - len(self._held) - own, self.max_promoting)
+
+    def blocks_of(self, keys: Iterable[OffloadKey]) -> list[BlockStatus | None]:
+        """Each block, if it is here or on its way here. Not a use."""
+        return list(map(self._get, keys))
+
+    def note_run(
+        self, keys: Sequence[OffloadKey], blocks: list[BlockStatus], req_context: ReqContext
+    ) -> bool:
+        """A request uses these blocks, in prompt order. Whether all of them can be read."""
+        return self._note_run(keys, blocks, self._use_of(req_context))
 
     def has(self, key: OffloadKey) -> bool:
         """Whether a block is here, or on its way here."""

@@ -95,6 +95,12 @@ class TierRequest:
         if self.ended:
             self.ended = {}
 
+    def drop_wanted(self, group: bytes) -> None:
+        """What it has found in this group in this step cannot be a hit."""
+        run = self.wanted.pop(group, None)
+        if run:
+            self.num_wanted -= sum(link is not None for link in run.values())
+
     def decline(self, link: TierLink) -> None:
         """It does not ask this tier any more."""
         self.declined.add(link)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from kvtier.base import LookupResult, PrefixLookup
 from kvtier.tiering.health import BreakerState
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
+    from kvtier.cpu.policies.base import BlockStatus
     from kvtier.tiering.groups import Groups
     from kvtier.tiering.link import TierLink
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -33,7 +34,8 @@ class Search:
     What is found goes into the `wanted` of its request; `Promotions` brings it up at the end of the
     step. A prompt is looked up from its start, and its first miss ends it: nothing behind that can
     be a hit in this step, and no tier is asked for it. Groups with a window are looked up
-    backwards, and there a miss only begins the window anew.
+    backwards, and there a miss only begins the window anew; so it does where it is not known in
+    which direction a group is looked up.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Search:
     ) -> None:
         self._primary = primary
         self._promotions = promotions
-        self._windows = groups.windows
+        self._uncertain = groups.uncertain
         self._step = step
         self.num_without_room = 0
         """Blocks found below that do not fit into the primary tier."""
@@ -66,8 +68,11 @@ class Search:
         if request.step != step.number:
             self._begin(request)
         elif request.ended and request.ended.get(group) is _MISS:
-            # But it may be asked again for what is before the miss.
-            return _HIT_PENDING if key in request.wanted.get(group, ()) else _MISS
+            if group not in self._uncertain:
+                # But it may be asked again for what is before the miss.
+                return _HIT_PENDING if key in request.wanted.get(group, ()) else _MISS
+            del request.ended[group]
+            request.drop_wanted(group)
         result = _MISS
         for link in request.open:
             if link.breaker.state is not _CLOSED and not link.lets(request, step.now):
@@ -100,64 +105,129 @@ class Search:
             if request.ended.get(group) is _MISS:
                 del request.ended[group]  # a miss closer to the end
             result = self.look_up(key, group, request)
-        run = request.wanted.setdefault(group, {})
         if result is _HIT or result is _HIT_PENDING:
             # Another scan may ask for it again: the last one counts.
+            run = request.wanted.setdefault(group, {})
             run[key] = run.pop(key, None)
         else:
-            request.num_wanted -= sum(link is not None for link in run.values())
-            run.clear()
+            request.drop_wanted(group)
         return result
 
     def look_up_prefix(self, keys: Sequence[OffloadKey], request: TierRequest) -> PrefixLookup:
         """How many leading keys hit, here or below. For groups looked up from the start."""
-        start, batch = 0, _FIRST_BATCH
-        num_hits, is_counting, is_final = 0, True, True
-        while True:
-            here = keys[start:] if start else keys
-            num_here, all_ready = self._primary.lookup_prefix(here, request.context)
-            if not all_ready:
-                num_here, all_ready = self._await_writers(here[:num_here], request)
-                is_final = is_final and all_ready
-            start += num_here
-            num_hits += num_here * is_counting
-            if start == len(keys) or self._primary.has(keys[start]):
-                break  # the end; or what is being promoted, and not waited for any more
-            for result in self._look_up_batch(keys, start, batch, request):
-                if result is _MISS:
-                    return PrefixLookup(num_hits, is_final)
-                is_final = False
-                is_counting = is_counting and result is _HIT_PENDING
-                num_hits += is_counting
-                start += 1
-            batch *= 4
-        return PrefixLookup(num_hits, is_final)
-
-    def _look_up_batch(
-        self, keys: Sequence[OffloadKey], start: int, most: int, request: TierRequest
-    ) -> Iterator[LookupResult]:
-        """Answers for up to `most` keys from `start` on, until one that is in the primary tier."""
-        has = self._primary.has
-        stop = min(start + most, len(keys))
-        end = start + 1
-        while end < stop and not has(keys[end]):
-            end += 1
-        asked = keys[start:end]
-        group = asked[0][-4:]
         if request.step != self._step.number:
             self._begin(request)
+        group = keys[0][-4:]
+        # The first keys alone: most prompts end with their first miss.
+        num_hits, is_final, size = 0, True, _FIRST_BATCH
+        while num_hits < len(keys):
+            if group in request.ended or request.asking or request.avoided:
+                rest = self._look_up_one_by_one(keys[num_hits:], group, request)
+                return PrefixLookup(num_hits + rest.num_hits, is_final and rest.is_final)
+            chunk = keys[num_hits : num_hits + size]
+            num_found, all_ready = self._look_up_chunk(chunk, group, request)
+            num_hits += num_found
+            is_final = is_final and all_ready
+            if num_found < len(chunk) and request.ended.get(group) is not _RETRY:
+                break
+            size *= 4
+        return PrefixLookup(num_hits, is_final)
+
+    def _look_up_chunk(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> tuple[int, bool]:
+        """How many of the keys, from the first on, are hits; and whether all of those can be read.
+
+        Ends with what is missing, or, then with `request.ended` set to RETRY, not known yet.
+        """
+        primary, context = self._primary, request.context
+        blocks = primary.blocks_of(keys)
+        if all(blocks):
+            if primary.note_run(keys, cast("list[BlockStatus]", blocks), context):
+                return len(keys), True
+            return self._await_writers(keys, request)
+        missing = [key for key, block in zip(keys, blocks, strict=True) if block is None]
+        num_found = self._find_below(missing, group, request)
+        if num_found < len(missing):
+            end = keys.index(missing[num_found])
+            keys, blocks = keys[:end], blocks[:end]
+        here = [block for block in blocks if block is not None]
+        if here and not primary.note_run([block.key for block in here], here, context):
+            return self._await_writers(keys, request)
+        return len(keys), not num_found
+
+    def _find_below(self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest) -> int:
+        """How many of the keys, from the first on, tiers have."""
+        num_found = 0
+        while num_found < len(keys):
+            rest = keys[num_found:] if num_found else keys
+            num_wanted = self._find_run(rest, group, request)
+            if not num_wanted:
+                return num_found
+            num_found += num_wanted
+        return num_found
+
+    def _find_run(self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest) -> int:
+        """The same, up to where another tier has to be asked."""
+        result = _MISS
+        for link in request.open:
+            if link.breaker.state is not _CLOSED and not link.lets(request, self._step.now):
+                continue
+            answers = link.look_up_batch(keys, request.context)
+            num_hits = _num_leading_hits(answers)
+            if num_hits:
+                found = keys[:num_hits] if num_hits < len(keys) else keys
+                return self._want_run(found, group, link, request)
+            if answers and answers[0] is not _MISS:
+                result = _RETRY
+        request.ended[group] = result
+        return 0
+
+    def _want_run(
+        self, keys: Sequence[OffloadKey], group: bytes, link: TierLink, request: TierRequest
+    ) -> int:
+        """Blocks were found below: bring them up at the end of the step. Returns how many fit."""
+        self._expect(request)
+        wanted = request.wanted.setdefault(group, {})
+        num_fitting = request.max_wanted - request.num_wanted
+        if not wanted.keys().isdisjoint(keys):
+            known = [key in wanted for key in keys]
+            num_fitting += sum(known)  # those behind the last known one come later, or never
+        if num_fitting < len(keys):
+            self.num_without_room += 1
+            request.ended[group] = _MISS
+            keys = keys[: max(num_fitting, 0)]
+        num_wanted = len(wanted)
+        wanted.update(dict.fromkeys(keys, link))
+        request.num_wanted += len(wanted) - num_wanted
+        return len(keys)
+
+    def _look_up_one_by_one(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> PrefixLookup:
+        """The same with every tier asked for every key, where they do not know yet, or have failed.
+        But the first tier is asked for all of them at once."""
         first = request.open[0] if request.open else None
-        answers: Sequence[LookupResult] = ()
-        if (
-            first is not None
-            and first.lets(request, self._step.now)
-            and request.ended.get(group) is not _MISS
-        ):
-            answers = first.look_up_batch(asked, request.context)
-        for n, answer in enumerate(answers):
-            yield self.look_up(asked[n], group, request, first, answer)
-        if not answers:
-            yield self.look_up(asked[0], group, request)
+        missing = [key for key in keys if not self._primary.has(key)]
+        answers: dict[OffloadKey, LookupResult] = {}
+        if first is not None and first.lets(request, self._step.now):
+            told = first.look_up_batch(missing, request.context)
+            answers = dict(zip(missing, told, strict=False))
+        num_hits, is_counting, is_final = 0, True, True
+        for key in keys:
+            result = self._primary.lookup(key, request.context)
+            if result is _HIT_PENDING:
+                result = self._promotions.await_writer(key, request)
+            elif result is _MISS:
+                answer = answers.get(key)
+                asked = None if answer is None else first
+                result = self.look_up(key, group, request, asked, answer or _MISS)
+            if result is _MISS:
+                break
+            is_final = is_final and result is _HIT
+            is_counting = is_counting and result is not _RETRY
+            num_hits += is_counting
+        return PrefixLookup(num_hits, is_final)
 
     def _await_writers(self, keys: Sequence[OffloadKey], request: TierRequest) -> tuple[int, bool]:
         """How many of these blocks, which are there or being written, are worth waiting for; and
@@ -199,10 +269,7 @@ class Search:
         self, key: OffloadKey, group: bytes, link: TierLink, request: TierRequest
     ) -> LookupResult:
         """A block was found below: bring it up at the end of the step, if it can be of use."""
-        if request not in self._promotions.wanting:
-            self._promotions.wanting[request] = None
-            request.max_wanted = self._primary.num_fitting(request.context)
-            request.waits(self._step.now, self._step.number)
+        self._expect(request)
         wanted = request.wanted.get(group)
         if wanted is None:
             wanted = request.wanted[group] = {}
@@ -215,3 +282,17 @@ class Search:
             wanted[key] = link
             request.num_wanted += 1
         return _HIT_PENDING
+
+    def _expect(self, request: TierRequest) -> None:
+        """Something is brought up for the request at the end of the step."""
+        if request not in self._promotions.wanting:
+            self._promotions.wanting[request] = None
+            request.max_wanted = self._primary.num_fitting(request.context)
+            request.waits(self._step.now, self._step.number)
+
+
+def _num_leading_hits(answers: Sequence[LookupResult]) -> int:
+    num_hits = answers.count(_HIT)
+    if num_hits == len(answers) or (num_hits == len(answers) - 1 and answers[-1] is not _HIT):
+        return num_hits
+    return next(n for n, answer in enumerate(answers) if answer is not _HIT)

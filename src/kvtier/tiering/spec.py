@@ -67,13 +67,13 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             )
             undo.callback(region.cleanup)
             primary = CPUPrimaryTierOffloadingManager(
-                config.num_blocks,
-                region,
-                options.eviction_policy,
-                options.cache_policy_module_path,
-                config.enable_kv_cache_events,
-                options.store_threshold,
-                options.max_tracker_size,
+                num_blocks=config.num_blocks,
+                mmap_region=region,
+                cache_policy=options.eviction_policy,
+                cache_policy_module_path=options.cache_policy_module_path,
+                enable_events=config.enable_kv_cache_events,
+                store_threshold=options.store_threshold,
+                max_tracker_size=options.max_tracker_size,
             )
             tiers: list[SecondaryTierManager] = []
             undo.callback(close_tiers, tiers, shutdown_timeout_s)
@@ -109,7 +109,7 @@ def shape_of(group: OffloadingGroupConfig, blocks_per_chunk: int) -> GroupShape:
     if group.kind is AttentionKind.STATE_SPACE:
         return GroupShape(tokens, window_blocks=1)
     if group.window_tokens is None:
-        return GroupShape(tokens)
+        return GroupShape(tokens, is_uncertain=group.kind is AttentionKind.UNKNOWN)
     # The token that is computed next is itself part of a sliding window.
     sliding = group.kind is AttentionKind.SLIDING_WINDOW
     earlier_tokens = group.window_tokens - 1 if sliding else group.window_tokens
@@ -125,6 +125,7 @@ def settings_of(tier: TierConfig) -> TierSettings:
         load_timeout_s=_seconds(tier.load_timeout_ms, default.load_timeout_s),
         store_timeout_s=_seconds(tier.store_timeout_ms, default.store_timeout_s),
         max_pinned_share=default.max_pinned_share if share is None else share,
+        write_policy=tier.write_policy,
         enable_kv_events=tier.enable_kv_events,
     )
 

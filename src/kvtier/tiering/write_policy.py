@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvtier.config.options import WritePolicyName
+
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
 
@@ -40,3 +42,7 @@ class WriteThrough(WritePolicy):
         self, keys: Sequence[OffloadKey], moment: WriteMoment, req_context: ReqContext
     ) -> Sequence[OffloadKey]:
         return keys
+
+
+WRITE_POLICIES: dict[WritePolicyName, type[WritePolicy]] = {WritePolicyName.THROUGH: WriteThrough}
+"""By the user's word for them."""

@@ -151,13 +151,11 @@ def failed_transfers() -> dict[str, str]:
 
 
 def refused_configuration() -> str:
-    """What is said to a user who asks for a tier that is not there yet."""
+    """What is said to a user who asks for a tier that does not exist."""
     try:
         KVTierOffloadingSpec(
-            vllm_config(
-                secondary_tiers=[{"type": "fs", "root_dir": "/x"}], spec_name="KVTierOffloadingSpec"
-            )
-        )
+            vllm_config(secondary_tiers=[{"type": "exampel"}], spec_name="KVTierOffloadingSpec")
+        ).get_manager()
     except kvtier.ConfigError as error:
         return str(error)
     return ""

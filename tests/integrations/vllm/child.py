@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -19,6 +20,7 @@ from typing import Any
 
 from kvtier.integrations.vllm import demo
 from kvtier.integrations.vllm.comparison import (
+    OffloadedAnswers,
     PlainAnswers,
     compare,
     random_prompts,
@@ -27,6 +29,7 @@ from kvtier.integrations.vllm.comparison import (
 )
 from kvtier.integrations.vllm.in_process import (
     BLOCK_TOKENS,
+    Answer,
     InProcessEngine,
     contained_environment,
 )
@@ -99,6 +102,47 @@ def small_tier(models: Models) -> dict[str, Any]:
     return result | {"evictions": sum(bool(store and store["evicted"]) for store in stores)}
 
 
+def tier_below(models: Models, model: TinyModel, blocks_per_prompt: int) -> dict[str, Any]:
+    """Host memory has room for two of the four prompts, a tier below for all of them."""
+    path, plain = models.get(model)
+    slots = 2 * blocks_per_prompt
+    tier = {
+        "type": "example",
+        "simulate_async": True,
+        "latency_ms": 5,
+        # Nothing is to depend on how fast this machine is.
+        "load_timeout_ms": 60_000,
+        "store_timeout_ms": 60_000,
+        "max_pinned_share": 1,
+    }
+    extra_config = {
+        "cpu_bytes_to_use": slots * model.bytes_per_block(BLOCK_TOKENS),
+        "prefill_tokens_per_s": 0,
+        "secondary_tiers": [tier],
+    }
+    threads = set(threading.enumerate())
+    answers: dict[str, list[Answer]] = {"cold": [], "warm": []}
+    with InProcessEngine(path, extra_config, **_ENGINE_ARGS, disable_log_stats=False) as engine:
+        for name, collected in answers.items():
+            for index, prompt in enumerate(PROMPTS):
+                collected.append(engine.generate(f"{name}-{index}", prompt))
+                engine.settle()
+            engine.reset_device_cache()
+        shown = engine.metrics()
+    comparison = compare(PROMPTS, plain, OffloadedAnswers(**answers))
+    return asdict(comparison) | {
+        "figures": {
+            metric.name.removeprefix("vllm:kvtier_"): metric.value
+            for metric in shown
+            if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value")
+        },
+        "threads_left": [thread.name for thread in set(threading.enumerate()) - threads],
+        "memory_left": [
+            line for line in Path("/proc/self/maps").read_text().splitlines() if "kvtier-" in line
+        ],
+    }
+
+
 def one_wrong_bit(models: Models) -> dict[str, Any]:
     """The comparison has to fail."""
     from tests.integrations.vllm import corrupting_spec
@@ -153,6 +197,9 @@ PARTS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "hybrid": lambda models: compared(models, GEMMA3_HYBRID),
     "hybrid_chunks": lambda models: compared(models, GEMMA3_HYBRID, blocks_per_chunk=4),
     "small_tier": small_tier,
+    "tier_below": lambda models: tier_below(models, LLAMA, blocks_per_prompt=32),
+    # Of the two groups with a window of 128 tokens, vLLM keeps the last four blocks.
+    "hybrid_tier_below": lambda models: tier_below(models, GEMMA3_HYBRID, 32 + 2 * 4),
     "one_wrong_bit": one_wrong_bit,
 }
 

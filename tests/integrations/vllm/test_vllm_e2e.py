@@ -59,6 +59,31 @@ def test_a_tier_too_small_for_everything(report: dict[str, Any]) -> None:
     assert part["host_tokens"] == WHOLE_BLOCKS // 2
 
 
+@pytest.mark.parametrize(("scenario", "blocks"), [("tier_below", 128), ("hybrid_tier_below", 160)])
+def test_what_host_memory_has_no_room_for_comes_back_from_a_tier(
+    report: dict[str, Any], scenario: str, blocks: int
+) -> None:
+    part = report[scenario]
+    assert part["tokens_identical"]
+    assert part["logprobs_identical"]
+    assert part["prompts_from_host"] == 4
+    assert part["host_tokens"] == WHOLE_BLOCKS
+    figures = part["figures"]
+    # Room for two prompts, which return in the order in which they came: none is there still.
+    assert figures["cpu_slots"] == blocks // 2
+    assert figures["tier_0_example_stored_blocks"] == blocks
+    assert figures["tier_0_example_loaded_blocks"] == blocks
+    assert figures["tier_0_example_pinned_blocks"] == 0
+    assert figures["tier_0_example_breaker_state"] == 0
+    assert figures["example_resident_blocks"] == blocks
+
+
+@pytest.mark.parametrize("scenario", ["tier_below", "hybrid_tier_below"])
+def test_vllm_shuts_the_tiers_down(report: dict[str, Any], scenario: str) -> None:
+    assert report[scenario]["threads_left"] == []
+    assert report[scenario]["memory_left"] == []
+
+
 def test_one_wrong_bit_would_be_noticed(report: dict[str, Any]) -> None:
     part = report["one_wrong_bit"]
     assert part["host_tokens"] == WHOLE_BLOCKS
@@ -109,8 +134,10 @@ def test_a_failed_transfer_stops_the_engine(report: dict[str, Any]) -> None:
     assert "load from host memory failed" in failed["load"]
 
 
-def test_tiers_are_refused_as_long_as_there_are_none(report: dict[str, Any]) -> None:
-    assert report["adapters"]["refused"].startswith('secondary_tiers: got "fs"')
+def test_a_tier_that_does_not_exist_is_refused(report: dict[str, Any]) -> None:
+    message = report["adapters"]["refused"]
+    assert message.startswith('secondary_tiers[0].type: got "exampel"')
+    assert message.endswith('Did you mean "example"?')
 
 
 def test_an_unknown_vllm_is_warned_about_once(report: dict[str, Any]) -> None:

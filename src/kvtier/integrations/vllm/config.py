@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtier.config import (
+    AttentionKind,
     OffloadingCacheConfig,
     OffloadingConfig,
     OffloadingGroupConfig,
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 def config_from_vllm(config: vllm_api.OffloadingConfig) -> OffloadingConfig:
     """The same in kvtier's terms, or `ConfigError`. Called while the engine starts, on every rank.
 
-    A vLLM spec is not told the revision of the weights, nor the attention kind of a group: the
-    weights are therefore not identified, and every group counts as full attention. Neither
-    matters to host memory, which ends with the process.
+    A vLLM spec is not told the revision of the weights, nor the attention kind of a group. So a
+    tier that outlives the process asks for `cache_namespace`, and a miss in a tier does not end the
+    search for blocks of its group. Neither matters to host memory.
     """
     parallel = config.parallel
     return OffloadingConfig(
@@ -30,6 +31,7 @@ def config_from_vllm(config: vllm_api.OffloadingConfig) -> OffloadingConfig:
                 tokens_per_block=group.tokens_per_block,
                 layer_names=group.layer_names,
                 group_id=group.group_id,
+                kind=AttentionKind.UNKNOWN,
             )
             for group in config.groups
         ),

@@ -121,7 +121,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def get_load_source(
         self, key: OffloadKey, req_context: vllm_api.ReqContext
     ) -> vllm_api.CacheHitSource:
-        """Where a block that was a hit comes from: always host memory, the only tier so far."""
+        """Where a block that was a hit comes from: host memory, whatever tier it was in before."""
         return vllm_api.CacheHitSource.HOST
 
     def prepare_load(

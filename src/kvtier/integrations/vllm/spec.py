@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtier.base import MetricDefinition, MetricKind
-from kvtier.config import ConfigError
-from kvtier.config.options import tiers_refusal
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.config import config_from_vllm
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.worker import WorkerAdapter, kv_caches_from_vllm
+from kvtier.tiering.spec import TieringOffloadingSpec
 
 
 def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMetadata:
@@ -26,8 +25,13 @@ def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMet
     )
 
 
+def kvtier_spec_cls(extra_config: Mapping[str, Any]) -> type[CPUOffloadingSpec]:
+    """What the user's keys ask for. `spec_name`, which says it elsewhere, is vLLM's here."""
+    return TieringOffloadingSpec if extra_config.get("secondary_tiers") else CPUOffloadingSpec
+
+
 class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
-    """kvtier's CPU tier inside vLLM.
+    """kvtier's CPU tier inside vLLM, with the tiers below it.
 
     vLLM makes one on the scheduler side and calls `get_manager`, and one in every worker and calls
     `get_worker`; where engine and worker are one process, there are still two.
@@ -38,18 +42,17 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, vllm_api.OffloadingMetricMetadata]:
         """Called by whoever exports vLLM's metrics, maybe without any spec being made."""
+        definitions = kvtier_spec_cls(extra_config).build_metric_definitions(extra_config)
         return {
             vllm_api.METRIC_PREFIX + name: metric_to_vllm(definition)
-            for name, definition in CPUOffloadingSpec.build_metric_definitions(extra_config).items()
+            for name, definition in definitions.items()
         }
 
     def __init__(self, config: vllm_api.OffloadingConfig) -> None:
         super().__init__(config)
         vllm_api.warn_if_untested()
         self.kvtier_config = config_from_vllm(config)
-        if self.kvtier_config.options.secondary_tiers:
-            raise ConfigError(tiers_refusal(self.kvtier_config.options))
-        self._spec = CPUOffloadingSpec(self.kvtier_config)
+        self._spec = kvtier_spec_cls(config.extra_config)(self.kvtier_config)
         self._manager: ManagerAdapter | None = None
         self._worker: WorkerAdapter | None = None
 
@@ -57,7 +60,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
         if self._manager is None:
             self._manager = ManagerAdapter(
                 self._spec.get_manager(),
-                CPUOffloadingSpec.build_metric_definitions(self.extra_config),
+                self._spec.build_metric_definitions(self.extra_config),
                 has_groups=len(self.kvtier_config.groups) > 1,
             )
         return self._manager

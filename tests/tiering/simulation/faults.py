@@ -1,0 +1,83 @@
+"""How tiers misbehave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Weather(Enum):
+    """What a tier's surroundings are like. Changes from step to step."""
+
+    FAIR = auto()
+    BLACK_HOLE = auto()
+    """Nothing is answered and nothing moves, until it is over."""
+    STORM = auto()
+    """Everything raises or fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """One kind of tier. Rates are per call, per job or per block; 0 throughout: a tier as it
+    should be."""
+
+    raises: float = 0.0
+    """Per call, from any method."""
+    slow: float = 0.0
+    """Per job and per question: takes many times as long as the deadline allows."""
+    hangs: float = 0.0
+    """Per job: does not move until the tier recovers."""
+    drops: float = 0.0
+    """Per job: ended, but not reported until the tier recovers."""
+    duplicates: float = 0.0
+    """Per job: reported again later."""
+    invents: float = 0.0
+    """Per poll: reports jobs of nobody, of another tier, or of the future."""
+    fails: float = 0.0
+    """Per job: nothing is moved, or something else is."""
+    fails_partly: float = 0.0
+    """Per block."""
+    garbage: float = 0.0
+    """Per answer: not what the contract says."""
+    corrupts: float = 0.0
+    """Per block kept: its bytes, or whose they are, do not stay what they were."""
+    vanishes: float = 0.0
+    """Per block to be loaded: is no longer there."""
+    forgets_epochs: bool = False
+    """Keeps all epochs in one namespace."""
+    weather: float = 0.0
+    """Per step: the weather changes."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the tier does all that a tier should, in time."""
+        return self == Faults(vanishes=self.vanishes)
+
+
+CHARACTERS: dict[str, Faults] = {
+    "sound": Faults(),
+    "evicting": Faults(vanishes=0.1),
+    "slow": Faults(slow=0.3, vanishes=0.02),
+    "stuck": Faults(hangs=0.2, slow=0.1),
+    "lossy": Faults(drops=0.15, duplicates=0.05, slow=0.05),
+    "misreporting": Faults(duplicates=0.3, invents=0.3, garbage=0.05, slow=0.1),
+    "raising": Faults(raises=0.05),
+    "failing": Faults(fails=0.2, fails_partly=0.1, vanishes=0.1),
+    "corrupt": Faults(corrupts=0.4, forgets_epochs=True, slow=0.1),
+    "garbage": Faults(garbage=0.2, fails_partly=0.05),
+    "black hole": Faults(weather=0.06, slow=0.05),
+    "everything": Faults(
+        raises=0.01,
+        slow=0.1,
+        hangs=0.03,
+        drops=0.03,
+        duplicates=0.1,
+        invents=0.1,
+        fails=0.05,
+        fails_partly=0.05,
+        garbage=0.02,
+        corrupts=0.1,
+        vanishes=0.05,
+        weather=0.03,
+    ),
+}

@@ -1,0 +1,303 @@
+"""One life: an engine, its tiers and its faults, all of it out of one seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.base import Locality
+from kvtier.tiering.health import BreakerSettings, TierSettings
+from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from tests.tiering.simulation.calls import WatchedCalls
+from tests.tiering.simulation.engine import Engine, Habits
+from tests.tiering.simulation.faults import CHARACTERS
+from tests.tiering.simulation.invariants import Inspector
+from tests.tiering.simulation.memory import Memory, SlotUses, Truth, plain_memory
+from tests.tiering.simulation.request import Group, PromptTree
+from tests.tiering.simulation.tier import SimulatedStorage, SimulatedTier
+from tests.tiering.simulation.traits import TierTraits
+from tests.tiering.simulation.violation import Violation, Witness
+from tests.tiering.simulation.world import World
+
+_PATIENCE = 400
+"""Steps in which all must be over that was going to be over."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a life went."""
+
+    seed: int
+    num_steps: int
+    seconds: float
+    """Of virtual time."""
+    digest: int
+    tally: Counter[str]
+    violation: Violation | None
+    trace: list[str]
+
+
+def live(seed: int, keeps_trace: bool = False) -> Outcome:
+    """Live one life. The same seed is the same life."""
+    life = Life(seed, keeps_trace)
+    violation = None
+    try:
+        life.run()
+    except Violation as seen:
+        violation = seen
+    except Exception as error:
+        error.add_note(f"in the simulation itself, with seed {seed}")
+        raise
+    world = life.world
+    return Outcome(
+        seed, world.step, world.time.now, world.digest, world.tally, violation, world.trace
+    )
+
+
+class Life:
+    """Everything that takes part in one life."""
+
+    def __init__(
+        self,
+        seed: int,
+        keeps_trace: bool = False,
+        make_memory: Callable[[int], Memory] = plain_memory,
+    ) -> None:
+        """`make_memory` makes so many slots."""
+        rng = random.Random(seed)
+        num_blocks = rng.choice((rng.randint(1, 4), 6, 8, 12, 16, 20, 24, 32))
+        witness = Witness()
+        memory = make_memory(num_blocks)
+        uses, truth = SlotUses(num_blocks, witness), Truth(memory.row_bytes)
+        self.world = world = World(rng, memory, witness, uses, truth, keeps_trace=keeps_trace)
+        world.resets_change_weights = rng.random() < 0.85
+        self.primary = CPUPrimaryTierOffloadingManager(
+            num_blocks,
+            memory.region,
+            cache_policy=rng.choice(("lru", "arc")),
+            enable_events=True,
+            store_threshold=rng.choice((1,) * 9 + (2,)),
+            strict=True,
+        )
+        self._groups = groups = _groups(rng)
+        scale = 10 ** rng.uniform(-2, 0)
+        self.tiers = [
+            self._tier(position, scale) for position in range(rng.choice((1, 1, 2, 2, 3)))
+        ]
+        self.manager = TieringOffloadingManager(
+            self.primary,
+            self.tiers,
+            settings=[tier.traits.settings for tier in self.tiers],
+            groups={group.index: group.shape() for group in groups},
+            new_fingerprint=world.fingerprint if world.resets_change_weights else None,
+            prefill_tokens_per_s=rng.choice((0.0,) * 8 + (None, 10 ** rng.uniform(0, 4))),
+            shutdown_timeout_s=5.0,
+            clock=world.time,
+        )
+        for tier, link in zip(self.tiers, self.manager._links, strict=True):
+            tier.rules.breaker = link.breaker
+            share = int(tier.traits.settings.max_pinned_share * num_blocks)
+            least = max(1, min(32, num_blocks - self.primary.reserve))
+            tier.rules.max_pinned = max(share, least)
+            tier.neighbours = [other for other in self.tiers if other is not tier]
+        self.inspector = Inspector(world, self.manager, self.primary, self.tiers)
+        self.calls = WatchedCalls(world, self.manager, self.inspector.after_call)
+        num_nodes = max(4, int(num_blocks * 10 ** rng.uniform(0.0, 0.8)))
+        self._prompts = PromptTree(rng, num_nodes, rng.random())
+        self.engine = Engine(
+            world,
+            self.calls,
+            _habits(rng, groups, scale),
+            self._prompts,
+            self.inspector.on_wait,
+        )
+        world.note(
+            f"seed {seed}: {num_blocks} slots, groups {groups}, "
+            f"{[(tier.traits.character, tier.traits.settings) for tier in self.tiers]}"
+        )
+
+    def _tier(self, position: int, scale: float) -> SimulatedTier:
+        rng = self.world.rng
+        names = list(CHARACTERS)
+        character = rng.choice(names + ["sound"] * 4 + ["black hole"])
+        is_quick = character in ("sound", "evicting")
+        traits = TierTraits(
+            character=character,
+            faults=CHARACTERS[character],
+            settings=TierSettings(
+                lookup_timeout_s=scale * 10 ** rng.uniform(-1, 0.5),
+                load_timeout_s=scale * 10 ** rng.uniform(-0.5, 1),
+                store_timeout_s=scale * 10 ** rng.uniform(0, 1.5),
+                max_pinned_share=rng.choice((0.1, 0.25, 0.5, 1.0)),
+                enable_kv_events=rng.random() < 0.3,
+                breaker=BreakerSettings(
+                    first_pause_s=scale * rng.choice((0.5, 3.0)), longest_pause_s=scale * 20
+                ),
+            ),
+            capacity=rng.choice((0, 4, 20) + (1000,) * 9),
+            latency=rng.choice((0.01, 0.3)) if is_quick else rng.choice((0.01, 0.3, 0.9)),
+            answers_at_once=rng.random() < 0.5,
+            is_shared=rng.random() < 0.8,
+            wants_whole_requests=rng.random() < 0.2,
+            has_own_batch=rng.random() < 0.5,
+            remembers_answers=rng.random() < 0.5,
+            reports_lazily=rng.random() < 0.3,
+            locality=rng.choice((None, Locality.LOCAL, Locality.REMOTE)),
+        )
+        cls = rng.choice((SimulatedTier, SimulatedStorage))
+        return cls(self.world, self.primary.get_kv_memoryview(), position, traits)
+
+    # --- from the beginning to the end ---------------------------------------------------------
+
+    def run(self) -> None:
+        """Live."""
+        rng = self.world.rng
+        self.share(12)
+        num_resets = 0
+        for _ in range(rng.choice((15, 30, 60))):
+            was_reset = self.world.num_resets != num_resets
+            num_resets = self.world.num_resets
+            if was_reset or rng.random() < 0.1:
+                self.share(12 if was_reset else 1)
+            self.engine.arrive()
+            if not self.engine.requests and not self.engine.device.under_way:
+                if not self.calls.has_pending_work():
+                    self.engine.idle(10 ** rng.uniform(-3, 1))
+                    continue
+            self.step()
+        ending = rng.choice((self.end_recovered, self.end_with_the_dead, self.end_abruptly))
+        ending()
+        self.shut_down()
+
+    def share(self, most: int) -> None:
+        """Other engines store prompts, up to so many, in shared tiers."""
+        rng = self.world.rng
+        for tier in self.tiers:
+            if tier.traits.is_shared:
+                for _ in range(rng.randint(0, most)):
+                    chunks = self._prompts.prompt(rng, num_own=0)
+                    for group in self._groups:
+                        for key in group.keys(chunks):
+                            tier.backing.receive(key)
+
+    def step(self) -> None:
+        """One step of the engine, and a look at everything."""
+        self.engine.step()
+        for tier in self.tiers:
+            tier.change_weather()
+        self.inspector.after_step()
+        if self.world.happens(0.5):
+            self.inspector.note_events(list(self.calls.take_events()))
+            self.inspector.note_stats(self.calls.get_stats())
+
+    def wind_down(self) -> None:
+        """No further requests come: those that are there end, whatever the tiers do."""
+        self.world.note("wind down")
+        waits = self.inspector.longest_wait()
+        self.engine.shortest_step = waits / 8
+        for number in range(_PATIENCE):
+            if not self.engine.requests and not self.engine.device.under_way:
+                self.engine.is_at_peace = False
+                return
+            self.engine.is_at_peace = number > _PATIENCE // 8
+            self.step()
+        raise self.inspector.broken(f"{len(self.engine.requests)} requests never end")
+
+    def end_abruptly(self) -> None:
+        """The engine is shut down in the middle of everything."""
+        self.world.tally["abrupt ends"] += 1
+
+    def end_with_the_dead(self) -> None:
+        """Some tiers never come back: nobody waits for them."""
+        self.wind_down()
+        for tier in self.tiers:
+            if self.world.happens(0.6):
+                tier.die()
+                self.world.tally["dead tiers"] += 1
+        patience = max(
+            max(tier.traits.settings.store_timeout_s, tier.traits.settings.load_timeout_s)
+            for tier in self.tiers
+        )
+        self.engine.shortest_step = patience / 8
+        self._step_until_idle(patience)
+        self._lift_quarantine()
+        self._step_until_idle(patience)
+        self.inspector.check_only_the_dead_hold()
+
+    def _step_until_idle(self, patience: float) -> None:
+        deadline = self.world.time.now + patience
+        while self.calls.has_pending_work():
+            if self.world.time.now > deadline:
+                raise self.inspector.broken("there is pending work that nobody will end")
+            self.step()
+
+    def end_recovered(self) -> None:
+        """All tiers come back and report everything: nothing is left."""
+        self.wind_down()
+        for tier in self.tiers:
+            tier.recover()
+        self._take_in_everything()
+        self._lift_quarantine()
+        self._take_in_everything()
+        self.inspector.note_events(list(self.calls.take_events()))
+        self.inspector.note_stats(self.calls.get_stats())
+        self.inspector.check_all_returned()
+
+    def _take_in_everything(self) -> None:
+        for _ in range(_PATIENCE):
+            if not any(tier.unreported for tier in self.tiers):
+                self.step()
+                return
+            self.step()
+        raise self.inspector.broken("jobs have ended, but their results are not taken in")
+
+    def _lift_quarantine(self) -> None:
+        """After a reset, slots that the device used are free only when a later transfer ends."""
+        self.engine.is_at_peace = True
+        self.engine.arrive_twice(num_own_chunks=2)
+        for _ in range(_PATIENCE):
+            if not self.engine.requests and not self.engine.device.under_way:
+                break
+            self.step()
+        else:
+            raise self.inspector.broken("the last request never ends")
+
+    def shut_down(self) -> None:
+        """Nobody can get at the slots afterwards."""
+        self.engine.device.stop()
+        self.world.memory.release()
+        self.calls.shutdown()
+        for tier in self.tiers:
+            try:
+                tier.rows[0]
+            except ValueError:
+                continue
+            raise self.inspector.broken(f"{tier.tier_type} can read slots after the end")
+        self.world.witness.testify()
+
+
+def _groups(rng: random.Random) -> list[Group]:
+    groups = [Group(0)]
+    if rng.random() < 0.35:
+        groups.append(Group(1, rng.choice((1, 1, 2)), rng.choice((1, 2, 3))))
+    return groups
+
+
+def _habits(rng: random.Random, groups: list[Group], scale: float) -> Habits:
+    return Habits(
+        groups=groups,
+        max_requests=rng.choice((2, 4, 8)),
+        arrivals=rng.choice((0.3, 0.6, 0.9)),
+        num_own_chunks=rng.choice((0, 1, 4)),
+        chunks_per_step=rng.choice((1, 4, 50)),
+        step_scale=scale * 10 ** rng.uniform(-2, 0.5),
+        asks_by_prefix=rng.random() < 0.5,
+        offers_again_after_preemption=rng.random() < 0.5,
+        preemptions=rng.choice((0.0, 0.02, 0.2)),
+        aborts=rng.choice((0.0, 0.01, 0.1)),
+        resets=rng.choice((0.0, 0.02, 0.1)),
+        filters=rng.choice((0.0, 0.2)),
+        reused_ids=rng.choice((0.0, 0.3)),
+    )

@@ -1,0 +1,85 @@
+"""What the engine and the tiers of one life have in common."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_128_digest
+
+from kvtier.base import OffloadKey, ReqContext
+from tests.tiering.simulation.memory import Memory, SlotUses, Truth
+from tests.tiering.simulation.violation import Witness
+from tests.tiering.simulation.virtual_time import VirtualTime
+
+
+@dataclass(slots=True)
+class Promotion:
+    """A load of one block that a tier has not reported yet."""
+
+    job_id: int
+    overdue_at: float
+    num_resets: int
+
+
+@dataclass(slots=True)
+class World:
+    """One life: its randomness, its time, its memory, and what has happened so far."""
+
+    rng: random.Random
+    memory: Memory
+    witness: Witness
+    uses: SlotUses
+    truth: Truth
+    resets_change_weights: bool = True
+    keeps_trace: bool = False
+    time: VirtualTime = field(default_factory=VirtualTime)
+    tally: Counter[str] = field(default_factory=Counter)
+    version: int = 0
+    """Of the weights. Blocks computed with other ones are wrong."""
+    num_resets: int = 0
+    step: int = 0
+    step_began: float = 0.0
+    promoting: dict[OffloadKey, Promotion] = field(default_factory=dict)
+    leases: dict[tuple[ReqContext, OffloadKey], float] = field(default_factory=dict)
+    """Blocks brought up for a request in time, and until when they must stay there for it."""
+    trace: list[str] = field(default_factory=list)
+    digest: int = 0
+    """Of everything that happened. Equal lives have equal digests."""
+    _versions: dict[bytes, int] = field(default_factory=dict)
+
+    def fingerprint(self) -> bytes:
+        """Names the weights of now."""
+        made = xxh3_128_digest(b"weights" + self.version.to_bytes(4, "big"))
+        self._versions[made] = self.version
+        return made
+
+    def version_of(self, fingerprint: bytes) -> int:
+        """The weights that a fingerprint names."""
+        return self._versions[fingerprint]
+
+    def expected(self, key: OffloadKey) -> bytes:
+        """What a readable block must hold now."""
+        return self.truth.payload(key, self.version)
+
+    def end_leases(self, context: ReqContext) -> None:
+        """A request has loaded its blocks, or does not want them any more."""
+        for lease in [lease for lease in self.leases if lease[0] is context]:
+            del self.leases[lease]
+
+    def note(self, what: str) -> None:
+        """Remember what happened."""
+        self.digest = zlib.crc32(what.encode(), self.digest)
+        if self.keeps_trace:
+            self.trace.append(f"{self.time.now:12.6f} {what}")
+
+    def happens(self, rate: float) -> bool:
+        """Whether something does that happens at this rate."""
+        return rate > 0 and self.rng.random() < rate
+
+
+def name(key: OffloadKey) -> str:
+    """A key, short enough to be read."""
+    return f"{key[:4].hex()}.{key[-1]}"
