@@ -173,6 +173,7 @@ def test_pending_work_is_work_that_can_still_end() -> None:
     assert rig.manager.has_pending_work()
     rig.clock.now += 3.1
     assert not rig.manager.has_pending_work()
+    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 1, "it was found to be late"
 
 
 def test_a_late_store_keeps_its_slots_but_not_the_engine() -> None:

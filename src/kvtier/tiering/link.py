@@ -341,6 +341,10 @@ class TierLink:
         """Jobs that the tier has not reported."""
         return len(self._jobs)
 
+    def has_overdue_jobs(self, now: float) -> bool:
+        """Whether a job has missed its deadline, and was not found to be late yet."""
+        return any(not job.is_late and job.deadline <= now for job in self._jobs.values())
+
     def has_pending_work(self, now: float) -> bool:
         """Whether a job is under way that may still end in time, or the tier has other work."""
         if any(not job.is_late and now < job.deadline for job in self._jobs.values()):

@@ -40,6 +40,7 @@ __all__ = ["CPUPrimaryTierOffloadingManager", "GroupShape", "TieringOffloadingMa
 logger = logging.getLogger(__name__)
 
 _HIT = LookupResult.HIT
+_MISS = LookupResult.MISS
 _HIT_PENDING = LookupResult.HIT_PENDING
 
 _MIN_PINNED = 32
@@ -120,7 +121,9 @@ class TieringOffloadingManager(OffloadingManager):
         # Calls for one request come in a row: remembering the last one saves a look-up.
         self._last_context: ReqContext | None = None
         self._last_request: TierRequest | None = None
-        self._look_up_in_primary = primary_tier.lookup
+        self._get_block = primary_tier.get_block
+        self._note_use = primary_tier.note_use
+        self._counts_keys = primary_tier.counts_keys
         if tiers and self._prefill.tokens_per_s is None:
             logger.info(
                 "The prefill rate is %s: promotions are made whatever they take.",
@@ -143,7 +146,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _announce(self, context: ReqContext) -> TierRequest:
         """Make a request known to the tiers that are in use."""
-        request = TierRequest(context)
+        request = TierRequest(context, self.primary_tier.use_of(context))
         former = self._requests.get(context.req_id)
         if former is not None:
             # The id is used again while stores of the request that had it are under way.
@@ -264,6 +267,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         now = self._clock()
+        if not self._step_has_begun and any(link.has_overdue_jobs(now) for link in self._links):
+            self._begin_step()  # the engine may not take another one
         return bool(self._promotions.wanting) or any(
             link.has_pending_work(now) for link in self._links
         )
@@ -273,22 +278,27 @@ class TieringOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if not self._step_has_begun:
             self._begin_step()
-        result = self._look_up_in_primary(key, req_context)
-        if (result is _HIT and not self._windows) or not self._links:
-            return result
         if req_context is self._last_context:
             request = self._last_request
             assert request is not None
         else:
             request = self._request_of(req_context)
-        group = key[-4:]
-        if group in self._windows:
-            return self._search.look_up_in_window(key, group, result, request)
-        if result is _HIT:
-            return _HIT
+        # Not by the primary tier's own `lookup`: most answers are a HIT, and come by the thousand.
+        if self._counts_keys:
+            self.primary_tier.count_key(key, request.use)
+        block = self._get_block(key)
+        result = _MISS
+        if block is not None:
+            if request.use.keys.get(key) != block.generation:
+                self._note_use(block, request.use)
+            result = _HIT if block.ref_cnt >= 0 else _HIT_PENDING
+        if self._windows and key[-4:] in self._windows:
+            return self._search.look_up_in_window(key, key[-4:], result, request)
+        if result is _MISS and request.sources:
+            return self._search.look_up(key, key[-4:], request)
         if result is _HIT_PENDING:
             return self._promotions.await_writer(key, request)
-        return self._search.look_up(key, group, request)
+        return result
 
     def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrefixLookup:
         keys = list(keys)

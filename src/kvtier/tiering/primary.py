@@ -76,6 +76,13 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         )
         self._region = mmap_region
         self._kv_memoryview = mmap_region.create_kv_memoryview()
+        # What `lookup` consists of, for an orchestrator that has its own.
+        self.get_block = self._get
+        """The block of a key, readable or not, if it is here."""
+        self.note_use = self._note_use
+        """A request uses a block, for the first time in this generation of it."""
+        self.counts_keys = self._filter is not None
+        """Whether keys that are looked up have to be counted."""
         self._transfers: dict[int, TierTransfer] = {}
         self._num_resets = 0
         self._num_promoting = 0
@@ -167,6 +174,15 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     ) -> bool:
         """A request uses these blocks, in prompt order. Whether all of them can be read."""
         return self._note_run(keys, blocks, self._use_of(req_context))
+
+    def count_key(self, key: OffloadKey, use: RequestUse) -> None:
+        """A request brings this key, for the reuse filter."""
+        if self._filter is not None:
+            self._filter.count((key,), use.brought)
+
+    def use_of(self, req_context: ReqContext) -> RequestUse:
+        """What a request has used."""
+        return self._use_of(req_context)
 
     def has(self, key: OffloadKey) -> bool:
         """Whether a block is here, or on its way here."""

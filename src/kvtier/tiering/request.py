@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtier.base import LookupResult, OffloadKey, ReqContext
+    from kvtier.cpu.request_use import RequestUse
     from kvtier.tiering.link import TierLink
 
 
@@ -35,12 +36,15 @@ class TierRequest:
         "request_level",
         "sources",
         "step",
+        "use",
         "waits_since",
         "wanted",
     )
 
-    def __init__(self, context: ReqContext) -> None:
+    def __init__(self, context: ReqContext, use: RequestUse) -> None:
         self.context = context
+        self.use = use
+        """What it has used of the primary tier."""
         self.finished = False
         """Whether the engine has said that it has ended."""
         self.is_withdrawn = False
