@@ -1,0 +1,129 @@
+"""What an engine tells the outside about offloaded blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from kvtier.base import (
+    Locality,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from kvtier.config import AttentionKind
+
+if TYPE_CHECKING:
+    from kvtier.connector.request_state import RequestOffloadState
+
+__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventTranslator", "KVCacheEvent"]
+
+_MAX_DESCRIBED = 64_000
+"""Blocks whose tokens are remembered, for events that describe themselves."""
+
+
+@dataclass(slots=True)
+class BlockStored:
+    """Blocks can be loaded from a medium."""
+
+    block_hashes: list[bytes]
+    group_indices: list[int]
+    """The KV-cache group of each: blocks of several groups may share an event."""
+    medium: Medium
+    locality: Locality | None = None
+    block_size: int = 0
+    """Tokens of one block; 0: not said, for blocks of different groups may differ."""
+    parent_block_hash: bytes | None = None
+    """The block before, where the event describes itself; None at the start of a prompt."""
+    token_ids: list[int] = field(default_factory=list)
+    """What the block stands for, where the event describes itself."""
+    group_kind: AttentionKind | None = None
+    """Of the group, where the event describes itself."""
+
+
+@dataclass(slots=True)
+class BlockRemoved:
+    """Blocks are gone from a medium."""
+
+    block_hashes: list[bytes]
+    group_indices: list[int]
+    medium: Medium
+    locality: Locality | None = None
+
+
+@dataclass(slots=True)
+class AllBlocksCleared:
+    """Nothing that was offloaded before can be loaded any more, from any medium."""
+
+
+KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _Description(NamedTuple):
+    parent: bytes | None
+    token_ids: list[int]
+    kind: AttentionKind
+
+
+class EventTranslator:
+    """Turns a manager's events into the engine's. Scheduler thread only."""
+
+    def __init__(self, self_describing: bool) -> None:
+        self._self_describing = self_describing
+        self._descriptions: OrderedDict[OffloadKey, _Description] = OrderedDict()
+
+    def describe(self, state: RequestOffloadState) -> None:
+        """Remember what a request's blocks stand for, in case they are stored or promoted."""
+        if not self._self_describing:
+            return
+        tokens = state.req.token_ids
+        for group in state.group_states:
+            size = group.geometry.tokens_per_chunk
+            for chunk in range(group.num_described, len(group.keys)):
+                parent = get_offload_block_hash(group.keys[chunk - 1]) if chunk else None
+                token_ids = list(tokens[chunk * size : (chunk + 1) * size])
+                self._descriptions[group.keys[chunk]] = _Description(
+                    parent, token_ids, group.geometry.kind
+                )
+                self._descriptions.move_to_end(group.keys[chunk])
+            group.num_described = len(group.keys)
+        while len(self._descriptions) > _MAX_DESCRIBED:
+            self._descriptions.popitem(last=False)
+
+    def translate(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
+        """The same, for the outside."""
+        translated: list[KVCacheEvent] = []
+        for event in events:
+            if event.removed:
+                translated.append(BlockRemoved(*_named(event.keys), event.medium, event.locality))
+            else:
+                translated += self._stored(event)
+        return translated
+
+    def _stored(self, event: OffloadingEvent) -> Iterable[BlockStored]:
+        plain = [key for key in event.keys if key not in self._descriptions]
+        if plain:
+            yield BlockStored(*_named(plain), event.medium, event.locality)
+        for key in event.keys:
+            described = self._descriptions.get(key)
+            if described is not None:
+                yield BlockStored(
+                    *_named([key]),
+                    event.medium,
+                    event.locality,
+                    len(described.token_ids),
+                    described.parent,
+                    described.token_ids,
+                    described.kind,
+                )
+
+
+def _named(keys: list[OffloadKey]) -> tuple[list[bytes], list[int]]:
+    return (
+        [get_offload_block_hash(key) for key in keys],
+        [get_offload_group_idx(key) for key in keys],
+    )

@@ -1,0 +1,69 @@
+"""The connector's half in each worker process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.base import TransferResult
+from kvtier.connector.common import ConnectorMetadata, WorkerOutput
+
+if TYPE_CHECKING:
+    from kvtier.base import CanonicalKVCaches, OffloadingSpec, OffloadingWorker
+
+__all__ = ["OffloadingConnectorWorker"]
+
+
+class OffloadingConnectorWorker:
+    """Carries out what the scheduler's half has decided, for one rank. The worker's main thread.
+
+    In every step: `start_kv_transfers`, the model, `get_finished`.
+    """
+
+    def __init__(self, spec: OffloadingSpec) -> None:
+        self._spec = spec
+        self._rank = spec.config.parallel.rank
+        self._worker: OffloadingWorker | None = None
+        self._refused: list[TransferResult] = []
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches) -> None:
+        """This rank's device caches. Once, before anything else."""
+        self._worker = self._spec.get_worker(kv_caches)
+
+    def start_kv_transfers(self, metadata: ConnectorMetadata) -> None:
+        """Before the model runs. Waits only for transfers that the model, or a load, would run
+        over."""
+        worker = self._the_worker()
+        if metadata.flush:
+            worker.wait(metadata.flush)
+        for job_id, device, offloaded in metadata.stores:
+            if not worker.submit_store(job_id, device, offloaded):
+                self._refuse(job_id)
+        if metadata.wait_for:
+            worker.wait(metadata.wait_for)
+        for job_id, device, offloaded in metadata.loads:
+            if not worker.submit_load(job_id, offloaded, device):
+                self._refuse(job_id)
+
+    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
+        """For engines that give preempted requests' blocks away before `start_kv_transfers`: wait
+        for the transfers that still use them."""
+        self._the_worker().wait([*metadata.flush, *metadata.wait_for])
+
+    def get_finished(self) -> WorkerOutput:
+        """Transfers that ended since the last call, failed ones included. Does not wait."""
+        refused, self._refused = self._refused, []
+        return WorkerOutput(self._rank, [*refused, *self._the_worker().get_finished()])
+
+    def shutdown(self) -> None:
+        """End all transfers and release the caches."""
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def _refuse(self, job_id: int) -> None:
+        # The scheduler waits for an answer from every rank.
+        self._refused.append(TransferResult(job_id, success=False))
+
+    def _the_worker(self) -> OffloadingWorker:
+        if self._worker is None:
+            raise RuntimeError("call register_kv_caches first")
+        return self._worker
