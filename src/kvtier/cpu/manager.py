@@ -396,8 +396,8 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool
-    ) -> int:
-        """Returns how many blocks can be read from now on."""
+    ) -> list[BlockStatus]:
+        """Returns the blocks that can be read from now on."""
         use = self._use_of(req_context)
         get = self._get
         ended: list[BlockStatus] = []
@@ -420,7 +420,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._end_quarantine()
         self._forget_if_done(use)
         self._record_misuse("stray completion of a store", stray, use, "complete each store once")
-        return len(ended) if success else 0
+        return ended if success else []
 
     def _place(
         self, new: list[OffloadKey], use: RequestUse, comes_last: bool, writer: object

@@ -9,6 +9,7 @@ from kvtier.tiering.write_policy import WriteMoment
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
+    from kvtier.cpu.policies.base import BlockStatus
     from kvtier.tiering.link import TierLink
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
     from kvtier.tiering.request import TierRequest
@@ -30,11 +31,14 @@ class Cascades:
         self.parked: dict[OffloadKey, dict[tuple[TierRequest, TierLink], None]] = {}
         """Blocks that tiers want which want whole requests, once someone else has written them."""
 
-    def store(self, keys: Collection[OffloadKey], num_stored: int, request: TierRequest) -> None:
+    def store(self, keys: Collection[OffloadKey], success: bool, request: TierRequest) -> None:
         """A store by the device has ended: its blocks go to every tier of the request."""
         in_order = _take_prepared(request.prepared, keys)
-        if num_stored and request.links:
-            self._send(in_order, request.links, WriteMoment.STORED, request)
+        stored = self._primary.finish_store(in_order, request.context, success)
+        if stored and request.links:
+            if len(stored) < len(in_order):
+                in_order = [block.key for block in stored]
+            self._send(in_order, request.links, WriteMoment.STORED, request, stored)
 
     def offer_again(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
         """A request brings blocks that are there already, or that someone else is writing: they go
@@ -71,8 +75,10 @@ class Cascades:
         links: Iterable[TierLink],
         moment: WriteMoment,
         request: TierRequest,
+        blocks: list[BlockStatus] | None = None,
     ) -> None:
-        """Send blocks that can be read to tiers, one job for each."""
+        """Send blocks that can be read to tiers, one job for each. `blocks`: those of `keys`, if
+        they are at hand."""
         context = request.context
         # Not the time of the step: that may have begun long before.
         now = self._clock()
@@ -84,7 +90,8 @@ class Cascades:
             if n < len(chosen):
                 chosen = chosen[:n]
             job_id = self._transfers.new_id()
-            kept, spec = self._primary.prepare_read(job_id, chosen, context)
+            at_hand = blocks if chosen is keys else None
+            kept, spec = self._primary.prepare_read(job_id, chosen, context, at_hand)
             link.submit_store(self._transfers.make(job_id, kept, spec, False, context), now)
 
 
@@ -92,13 +99,12 @@ def _take_prepared(
     prepared: list[list[OffloadKey]], keys: Collection[OffloadKey]
 ) -> Sequence[OffloadKey]:
     """The store that has ended, in prompt order; `keys`, if it is not clear which one has."""
-    num_keys = len(keys)
+    ended = keys if isinstance(keys, (set, frozenset)) else set(keys)
     for i, store in enumerate(prepared):
-        if len(store) == num_keys and store[0] in keys and store[-1] in keys:
+        if len(store) == len(ended) and store[0] in ended and ended.issuperset(store):
             del prepared[i]
             return store
     # Some of several stores: what is left of each is still to come.
-    ended = set(keys)
     # Not in place: the lists are the engine's as well.
     prepared[:] = [
         left for store in prepared if (left := [key for key in store if key not in ended])

@@ -289,8 +289,15 @@ class TieringOffloadingManager(OffloadingManager):
         block = self._get_block(key)
         result = _MISS
         if block is not None:
-            if request.use.keys.get(key) != block.generation:
-                self._note_use(block, request.use)
+            use = request.use
+            known = use.keys.get(key)
+            if known != block.generation:
+                if known is None and use.fresh:
+                    # What `note_use` does for one of many: a call for each would show.
+                    use.keys[key] = block.generation
+                    use.fresh.append(key)
+                else:
+                    self._note_use(block, use)
             result = _HIT if block.ref_cnt >= 0 else _HIT_PENDING
         if self._windows and key[-4:] in self._windows:
             return self._search.look_up_in_window(key, key[-4:], result, request)
@@ -306,7 +313,11 @@ class TieringOffloadingManager(OffloadingManager):
             return super().lookup_prefix(keys, req_context)
         if not self._step_has_begun:
             self._begin_step()
-        return self._search.look_up_prefix(keys, self._request_of(req_context))
+        request = self._request_of(req_context)
+        if self._counts_keys:
+            for key in keys:
+                self.primary_tier.count_key(key, request.use)
+        return self._search.look_up_prefix(keys, request)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
@@ -343,8 +354,7 @@ class TieringOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         request = self._request_of(req_context)
-        num_stored = self.primary_tier.finish_store(keys, req_context, success)
-        self._cascades.store(keys, num_stored, request)
+        self._cascades.store(keys, success, request)
         self._send_parked(keys)
         self._tell_if_finished(request)
 

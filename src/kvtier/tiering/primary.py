@@ -104,14 +104,20 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     # --- reads: a tier copies blocks out of their slots -----------------------------------------
 
     def prepare_read(
-        self, job_id: int, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        job_id: int,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        blocks: list[BlockStatus] | None = None,
     ) -> tuple[Sequence[OffloadKey], CPULoadStoreSpec]:
         """Pin those of the blocks that can be read, in the order of `keys`: which, and where.
 
-        Not a use: who is evicted first does not change.
+        Not a use: who is evicted first does not change. `blocks`: those of `keys`, if they are at
+        hand and known to be readable.
         """
-        found = list(map(self._get, keys))
-        blocks = [block for block in found if block is not None and block.ref_cnt >= 0]
+        if blocks is None:
+            found = list(map(self._get, keys))
+            blocks = [block for block in found if block is not None and block.ref_cnt >= 0]
         newly_pinned = [block for block in blocks if block.ref_cnt == 0]
         for block in blocks:
             block.ref_cnt += 1
@@ -195,8 +201,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def finish_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool
-    ) -> int:
-        """`complete_store`, and how many blocks can be read now that could not before."""
+    ) -> list[BlockStatus]:
+        """`complete_store`; the blocks that can be read now and could not before, in this order."""
         return self._complete_store(keys, req_context, success)
 
     def prepare_write(

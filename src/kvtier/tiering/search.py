@@ -120,56 +120,67 @@ class Search:
         group = keys[0][-4:]
         # The first keys alone: most prompts end with their first miss.
         num_hits, is_final, size = 0, True, _FIRST_BATCH
+        is_known = not (group in request.ended or request.asking or request.avoided)
         while num_hits < len(keys):
-            if group in request.ended or request.asking or request.avoided:
+            if not is_known:
                 rest = self._look_up_one_by_one(keys[num_hits:], group, request)
                 return PrefixLookup(num_hits + rest.num_hits, is_final and rest.is_final)
             chunk = keys[num_hits : num_hits + size]
-            num_found, all_ready = self._look_up_chunk(chunk, group, request)
+            num_found, all_ready, is_known = self._look_up_chunk(chunk, group, request)
             num_hits += num_found
             is_final = is_final and all_ready
-            if num_found < len(chunk) and request.ended.get(group) is not _RETRY:
+            if num_found < len(chunk) and is_known:
                 break
             size *= 4
         return PrefixLookup(num_hits, is_final)
 
     def _look_up_chunk(
         self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
-    ) -> tuple[int, bool]:
-        """How many of the keys, from the first on, are hits; and whether all of those can be read.
-
-        Ends with what is missing, or, then with `request.ended` set to RETRY, not known yet.
-        """
+    ) -> tuple[int, bool, bool]:
+        """How many of the keys, from the first on, are hits; whether all of those can be read; and
+        whether it is known that the next one is none."""
         primary, context = self._primary, request.context
         blocks = primary.blocks_of(keys)
         if all(blocks):
             if primary.note_run(keys, cast("list[BlockStatus]", blocks), context):
-                return len(keys), True
-            return self._await_writers(keys, request)
+                return len(keys), True, True
+            return *self._await_writers(keys, request), True
+        num_head = blocks.index(None)
+        if num_head:
+            # First: what it uses here leaves less room for what is brought up.
+            head = cast("list[BlockStatus]", blocks[:num_head])
+            primary.note_run(keys[:num_head], head, context)
         missing = [key for key, block in zip(keys, blocks, strict=True) if block is None]
-        num_found = self._find_below(missing, group, request)
+        num_found, is_known = self._find_below(missing, group, request)
         if num_found < len(missing):
             end = keys.index(missing[num_found])
             keys, blocks = keys[:end], blocks[:end]
         here = [block for block in blocks if block is not None]
-        if here and not primary.note_run([block.key for block in here], here, context):
-            return self._await_writers(keys, request)
-        return len(keys), not num_found
+        if not here or primary.note_run([block.key for block in here], here, context):
+            return len(keys), not num_found, is_known
+        num_hits, all_ready = self._await_writers(keys, request)
+        return num_hits, all_ready, is_known or num_hits < len(keys)
 
-    def _find_below(self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest) -> int:
-        """How many of the keys, from the first on, tiers have."""
+    def _find_below(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> tuple[int, bool]:
+        """How many of the keys, from the first on, tiers have; and whether the next is known."""
         num_found = 0
         while num_found < len(keys):
             rest = keys[num_found:] if num_found else keys
-            num_wanted = self._find_run(rest, group, request)
+            num_wanted, is_known = self._find_run(rest, group, request)
             if not num_wanted:
-                return num_found
+                return num_found, is_known
             num_found += num_wanted
-        return num_found
+        return num_found, True
 
-    def _find_run(self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest) -> int:
+    def _find_run(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> tuple[int, bool]:
         """The same, up to where another tier has to be asked."""
-        result = _MISS
+        if group in request.ended:
+            return 0, True  # no room for more
+        is_known = True
         for link in request.open:
             if link.breaker.state is not _CLOSED and not link.lets(request, self._step.now):
                 continue
@@ -177,11 +188,12 @@ class Search:
             num_hits = _num_leading_hits(answers)
             if num_hits:
                 found = keys[:num_hits] if num_hits < len(keys) else keys
-                return self._want_run(found, group, link, request)
+                return self._want_run(found, group, link, request), True
             if answers and answers[0] is not _MISS:
-                result = _RETRY
-        request.ended[group] = result
-        return 0
+                is_known = False
+        if is_known:
+            request.ended[group] = _MISS
+        return 0, is_known
 
     def _want_run(
         self, keys: Sequence[OffloadKey], group: bytes, link: TierLink, request: TierRequest

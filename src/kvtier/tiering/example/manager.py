@@ -125,8 +125,10 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         return answers
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        # Tail first: of one prompt, the head is the last to leave.
         blocks = self.blocks
+        if blocks.keys().isdisjoint(keys):
+            return
+        # Tail first: of one prompt, the head is the last to leave.
         for key in reversed(tuple(keys)):
             if key in blocks:
                 blocks.move_to_end(key)
