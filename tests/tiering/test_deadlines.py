@@ -348,3 +348,61 @@ def test_late_bytes_land_in_quarantine_only() -> None:
     assert rig.primary.slot_states()[SlotState.QUARANTINED] == 0
     assert (rig.memory.rows[int(job.block_ids[0])] != payload(key(1))).any()
     assert rig.look_up(keys(1), rig.begin("next")) == "P", "it has to be read again"
+
+
+@pytest.mark.parametrize("seconds", [0.15, 5.0, 60.0])
+def test_with_long_steps_a_quick_tier_still_serves(seconds: float) -> None:
+    rig = Rig(lookup_timeout_s=0.02, load_timeout_s=0.1)
+    rig.keep_below(keys(1, 2))
+    tier = rig.tiers[0]
+    tier.unknown.update(keys(1, 2))
+    request = rig.begin("r")
+    assert rig.look_up(keys(1, 2), request) == "RR"
+    tier.unknown.clear()  # it knows in no time, and is asked after the step
+    rig.step(seconds)
+    assert rig.look_up(keys(1, 2), request) == "PP"
+    rig.step(seconds)
+    tier.finish(transfer_time=0.01)
+    assert rig.look_up(keys(1, 2), request) == "HH"
+    assert rig.stat("breaker_state") == 0
+
+
+def test_tiers_that_never_give_back_leave_slots_for_stores() -> None:
+    rig = Rig(num_blocks=100, num_tiers=2, load_timeout_s=2.0)
+    for place, tier in enumerate(rig.tiers):
+        rig.keep_below(keys(*range(100 * place, 100 * place + 80)), tier)
+    for place in (0, 1, 0, 1):
+        request = rig.begin(f"r{place}")
+        blocks = keys(*range(100 * place, 100 * place + 80))
+        rig.look_up(blocks, request)
+        rig.step(seconds=2.1)
+        rig.look_up(blocks, request)
+        rig.manager.on_request_finished(request)
+        rig.manager.reset_cache()
+        for tier in rig.tiers:
+            rig.keep_below(blocks, tier)
+        rig.step()
+    assert rig.primary.slot_states()[SlotState.QUARANTINED] <= 75
+    assert rig.store(keys(*range(900, 910)), rig.begin("stores")) == keys(*range(900, 910))
+
+
+def test_leases_leave_slots_for_stores() -> None:
+    rig = Rig(num_blocks=100, load_timeout_s=60.0)
+    for number in range(5):
+        blocks = keys(*range(100 * number, 100 * number + 30))
+        rig.keep_below(blocks)
+        rig.look_up(blocks, rig.begin(f"r{number}"))
+        rig.step()
+        rig.tiers[0].finish()
+        rig.step()
+    assert rig.stat("leased_blocks") <= 75
+    assert rig.store(keys(*range(900, 910)), rig.begin("stores")) == keys(*range(900, 910))
+
+
+def test_blocks_that_are_not_there_take_no_room() -> None:
+    rig = Rig(num_blocks=100)
+    blocks = keys(*range(60))
+    rig.keep_below(blocks)
+    request = rig.begin("r")
+    rig.manager.touch(blocks, request)
+    assert rig.look_up(blocks, request) == "P" * 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -241,3 +242,107 @@ def test_figures_of_two_tiers_of_one_type_add_up(monkeypatch: pytest.MonkeyPatch
     assert stats.counters["own_count"] == 4
     assert stats.gauges["own_level"] == 6
     assert stats.histograms["own_times"] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("method", ["get_finished_jobs", "take_events", "get_stats", "touch"])
+def test_a_tier_that_blocks_is_called_less_and_less(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(num_blocks=100, breaker=BreakerSettings(max_timeouts_in_a_row=3))
+    tier = rig.tiers[0]
+    answer = getattr(tier, method)
+    num_calls = 0
+
+    def slow(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        rig.clock.now += 0.5
+        return answer(*args)
+
+    request = rig.begin("hangs")
+    rig.store(keys(99), request)  # a job that is never reported
+    monkeypatch.setattr(tier, method, slow)
+    for number in range(300):
+        live(rig, number)
+    assert num_calls < 30
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), GeneratorExit(), BaseException("x")])
+@pytest.mark.parametrize("method", ["lookup", "submit_load", "get_finished_jobs"])
+def test_not_even_exceptions_of_another_kind_reach_the_engine(
+    method: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    rig = Rig(num_blocks=100)
+    rig.keep_below(keys(*range(9)))
+    monkeypatch.setattr(rig.tiers[0], method, fail)
+    for number in range(10):
+        live(rig, number)
+
+
+def test_an_interrupt_by_the_user_does_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    rig = Rig()
+    monkeypatch.setattr(rig.tiers[0], "lookup", fail)
+    with pytest.raises(KeyboardInterrupt):
+        rig.look_up(keys(1), rig.begin("r"))
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
+def test_what_cannot_be_shown_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise Unspeakable
+
+    rig = Rig(num_tiers=2)
+    monkeypatch.setattr(rig.tiers[0], "lookup", fail)
+    monkeypatch.setattr(rig.tiers[1], "lookup", lambda *args: Unspeakable())
+    with caplog.at_level(logging.WARNING):
+        assert rig.look_up(keys(1), rig.begin("r")) == "M"
+    assert caplog.text.count("Unspeakable that cannot be shown") == 2
+
+
+def test_results_behind_a_broken_one_are_taken_in() -> None:
+    rig = Rig(num_blocks=16)
+    tier = rig.tiers[0]
+    tier.at_once = True
+    rig.store(keys(1), rig.begin("r"))
+    tier.results.insert(0, JobResult([], success=True))  # type: ignore[arg-type]
+    rig.step()
+    assert rig.stat("cpu_pinned_blocks") == 0
+
+
+@pytest.mark.parametrize("answers", [["yes"], [None], [[1]]], ids=repr)
+def test_answers_of_a_batch_that_are_none_cut_a_tier_off(
+    answers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.tiers[0], "lookup_batch", lambda *args: answers)
+    assert rig.manager.lookup_prefix(keys(1, 2), rig.begin("r")).num_hits == 0
+    assert rig.stat("breaker_state") == 2
+
+
+def test_a_prober_that_goes_away_makes_room_for_another() -> None:
+    rig = Rig(breaker=BreakerSettings(first_pause_s=1.0))
+    tier = rig.tiers[0]
+    tier.results.append(JobResult(10**9, success=True))
+    rig.step(seconds=2.0)
+    assert rig.stat("breaker_state") == 2
+    tier.unknown.update(keys(1))
+    prober = rig.begin("prober")
+    assert rig.look_up(keys(1), prober) == "R"
+    rig.step()
+    rig.step()  # it goes on without asking again
+    rig.keep_below(keys(2))
+    assert rig.look_up(keys(2), rig.begin("other")) == "P"

@@ -137,12 +137,13 @@ class CircuitBreaker:
     def failed(self, now: float, job_id: int | None = None, is_timeout: bool = False) -> None:
         """Something went wrong: a job (named), or a call."""
         if self.state is _OPEN:
+            if job_id is None and not self.is_pausing(now):
+                self._pause_longer(now)  # a call, before anyone was let through
             return
         if self.state is BreakerState.HALF_OPEN:
             # Jobs from before it was cut off say nothing about the probe.
             if job_id is None or job_id == self.probe:
-                self._pause = min(self._pause * 2, self._settings.longest_pause_s)
-                self.trip(now)
+                self._pause_longer(now)
             return
         self._outcomes.append(False)
         self._timeouts_in_a_row = self._timeouts_in_a_row + 1 if is_timeout else 0
@@ -152,6 +153,10 @@ class CircuitBreaker:
             and num_failures >= self._settings.max_failure_rate * len(self._outcomes)
         ):
             self.trip(now)
+
+    def _pause_longer(self, now: float) -> None:
+        self._pause = min(self._pause * 2, self._settings.longest_pause_s)
+        self.trip(now)
 
     def trip(self, now: float) -> None:
         """Cut it off at once: it has broken the contract, or failed too often."""

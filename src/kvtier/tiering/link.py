@@ -21,6 +21,7 @@ from kvtier.base import (
     OffloadPolicy,
     RequestOffloadingContext,
 )
+from kvtier.seal import SealFailure
 from kvtier.tiering.base import JobResult, TransferJob
 from kvtier.tiering.guard import TransferEstimate
 from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
@@ -30,7 +31,6 @@ from kvtier.tiering.write_policy import WRITE_POLICIES
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
-    from kvtier.seal import SealFailure
     from kvtier.tiering.base import SecondaryTierManager
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,12 @@ _STORES = object()
 
 _EXPLORE_EVERY_S = 10.0
 _EXPLORED_BLOCKS = 8
+
+_MOST_TOLD = 64
+"""How many requests that have ended a tier is told of in one step, after a rest."""
+_MAX_UNTOLD = 10_000
+_MAX_SHOWN = 200
+_ONLY_RESULTS = frozenset({LookupResult})
 
 
 class TierLink:
@@ -84,6 +90,10 @@ class TierLink:
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
         """Each in order of deadlines; those that are done leave when they come to the front."""
+        self._is_blocking = False
+        """Whether a call has kept the scheduler waiting since it was last asked for jobs."""
+        self._untold: deque[ReqContext] = deque(maxlen=_MAX_UNTOLD)
+        """Requests that have ended while it was resting."""
         self._num_late_blocks = 0
         """Slots of loads that have missed their deadline and were not reported."""
         self._explore_at = 0.0
@@ -94,10 +104,17 @@ class TierLink:
 
     # --- calls to the tier ----------------------------------------------------------------------
 
+    def is_resting(self, now: float) -> bool:
+        """Whether the tier is not called at all: it has kept the scheduler waiting, and the pause
+        is not over. Its finished jobs can wait as well."""
+        return self._is_blocking and self.breaker.is_pausing(now)
+
     @property
     def is_in_use(self) -> bool:
         """Whether there is anything to tell the tier about."""
-        return not self.is_broken and (self.breaker.state is not _OPEN or bool(self._jobs))
+        if self.is_broken or self.is_resting(self._clock()):
+            return False
+        return self.breaker.state is not _OPEN or bool(self._jobs)
 
     @property
     def is_closed(self) -> bool:
@@ -119,14 +136,16 @@ class TierLink:
         start = self._clock()
         try:
             answer = self.tier.lookup(key, context)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             self._raised("lookup", error)
             return _MISS
         if self._clock() - start > _LONGEST_CALL_S:
             self._blocked("lookup")
         if type(answer) is LookupResult:
             return answer
-        self.violated(f"lookup answered {answer!r}")
+        self.violated(f"lookup answered {_shown(answer)}")
         return _MISS
 
     def look_up_batch(
@@ -135,8 +154,12 @@ class TierLink:
         """The tier's answers, at most one for each key."""
         none: Sequence[LookupResult] = ()
         answers = self.call("lookup_batch", self.tier.lookup_batch, keys, context, default=none)
-        if not isinstance(answers, (list, tuple)) or len(answers) > len(keys):
-            self.violated(f"lookup_batch answered {answers!r} for {len(keys)} keys")
+        if (
+            not isinstance(answers, (list, tuple))
+            or len(answers) > len(keys)
+            or not set(map(type, answers)) <= _ONLY_RESULTS
+        ):
+            self.violated(f"lookup_batch answered {_shown(answers)} for {len(keys)} keys")
             return none
         return answers
 
@@ -145,7 +168,7 @@ class TierLink:
         plain = RequestOffloadingContext()
         answer = self.call("on_new_request", self.tier.on_new_request, context, default=plain)
         if type(answer) is not RequestOffloadingContext:
-            self.violated(f"on_new_request answered {answer!r}")
+            self.violated(f"on_new_request answered {_shown(answer)}")
             return False
         return answer.policy is OffloadPolicy.REQUEST_LEVEL
 
@@ -154,19 +177,22 @@ class TierLink:
         start = self._clock()
         try:
             answer = method(*args)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a client library's panic, a cancelled task
             self._raised(what, error)
             return default
         if self._clock() - start > _LONGEST_CALL_S:
             self._blocked(what)
         return answer
 
-    def _raised(self, what: str, error: Exception) -> None:
+    def _raised(self, what: str, error: BaseException) -> None:
         self._counters["errors"] += 1
-        self._say(f"{what} raised", f"{what} raised {type(error).__name__} ({error})")
+        self._say(f"{what} raised", f"{what} raised {_shown(error)}")
         self.breaker.failed(self._clock())
 
     def _blocked(self, what: str) -> None:
+        self._is_blocking = True
         self._counters["blocking_calls"] += 1
         self._say(
             f"{what} blocked",
@@ -212,16 +238,19 @@ class TierLink:
         self.call("submit_store", self.tier.submit_store, transfer, default=None)
         return job
 
-    def submit_load(self, transfer: TransferJob, now: float) -> Job:
-        """Send a promotion. The slots are the tier's until `harvest` yields it.
+    def expect_load(self, transfer: TransferJob, now: float) -> Job:
+        """Enter a promotion that is about to be sent."""
+        job = self._enter(transfer, now + self.settings.load_timeout_s, self._loads)
+        self.num_loading += len(transfer.keys)
+        return job
+
+    def submit_load(self, job: Job) -> None:
+        """Send it. The slots are the tier's until `harvest` yields it.
 
         `is_late`, if the tier raised: then nobody should wait, but it may have begun all the same.
         """
-        job = self._enter(transfer, now + self.settings.load_timeout_s, self._loads)
-        self.num_loading += len(transfer.keys)
-        if self.call("submit_load", self._submit_load, transfer, default=True):
+        if self.call("submit_load", self._submit_load, job.transfer, default=True):
             self._is_late(job)
-        return job
 
     def _submit_load(self, transfer: TransferJob) -> bool:
         self.tier.submit_load(transfer)
@@ -250,15 +279,17 @@ class TierLink:
     def harvest(self, now: float) -> Iterator[tuple[Job, Sequence[OffloadKey]]]:
         """What the tier has finished since the last time: the job, and the keys of the blocks that
         were really moved."""
-        if not self._jobs and not self.breaker.is_closed:
+        if (not self._jobs and not self.breaker.is_closed) or self.is_resting(now):
             return
+        self._is_blocking = False
         results: list[JobResult] = []
         # Not at once: what is reported before it raises has been reported.
         self.call("get_finished_jobs", self._collect_finished, results, default=None)
         for result in results:
-            job = self._jobs.pop(result.job_id, None) if type(result) is JobResult else None
+            is_one = type(result) is JobResult and type(result.job_id) is int
+            job = self._jobs.pop(result.job_id, None) if is_one else None
             if job is None:
-                self.violated(f"get_finished_jobs reported {result!r}, which it was never given")
+                self.violated(f"get_finished_jobs reported {_shown(result)}, never given to it")
                 continue
             moved = self._moved(job, result)
             self._settle(job, result, moved, now)
@@ -269,14 +300,12 @@ class TierLink:
             results.append(result)  # noqa: PERF402
 
     def _moved(self, job: Job, result: JobResult) -> Sequence[OffloadKey]:
-        if result.success:
+        if result.success is True:
             return job.transfer.keys
-        if not result.successful_keys:
-            return ()
         try:
-            named = set(result.successful_keys)
-        except TypeError:
-            self.violated(f"get_finished_jobs named {result.successful_keys!r} as keys")
+            named = set(result.successful_keys or ())
+        except Exception:
+            self.violated(f"get_finished_jobs named {_shown(result.successful_keys)} as keys")
             return ()
         return [key for key in job.transfer.keys if key in named]
 
@@ -305,7 +334,7 @@ class TierLink:
             return
         timeout = self.settings.load_timeout_s if is_promotion else self.settings.store_timeout_s
         is_slow = seconds is not None and seconds > timeout
-        is_good = not is_slow and (result.success or bool(moved))
+        is_good = not is_slow and (result.success is True or bool(moved))
         for breaker in (self.breaker,) if is_promotion else (self.breaker, self.store_breaker):
             if is_good:
                 breaker.succeeded(job_id)
@@ -383,12 +412,24 @@ class TierLink:
         """How many blocks are risked for that."""
         return _EXPLORED_BLOCKS
 
-    def step_ended(self) -> None:
+    def step_ended(self, step: int) -> None:
         """A scheduling step has ended."""
         for breaker in (self.breaker, self.store_breaker):
             prober = breaker.prober
-            if not isinstance(prober, TierRequest) or not prober.is_asking(self):
+            is_asking = (
+                isinstance(prober, TierRequest) and prober.step == step and prober.is_asking(self)
+            )
+            if not is_asking:
                 breaker.step_ended()
+        for _ in range(min(len(self._untold), _MOST_TOLD)):
+            self.tell_finished(self._untold.popleft())
+
+    def tell_finished(self, context: ReqContext) -> None:
+        """A request has ended. A tier that is resting hears of it later."""
+        if self.is_resting(self._clock()):
+            self._untold.append(context)
+        else:
+            self.call("on_request_finished", self.tier.on_request_finished, context, default=None)
 
     # --- figures --------------------------------------------------------------------------------
 
@@ -398,7 +439,7 @@ class TierLink:
 
     def take_events(self) -> list[OffloadingEvent]:
         """The tier's own events, if they are wanted."""
-        if not self.settings.enable_kv_events:
+        if not self.settings.enable_kv_events or self.is_resting(self._clock()):
             return []
         none: list[object] = []
         events = self.call("take_events", self._taken_events, default=none)
@@ -409,10 +450,9 @@ class TierLink:
 
     def add_stats(self, stats: OffloadingStats) -> None:
         """Add the tier's figures, and the tier's own, to those of the others."""
-        none: Counter[SealFailure] = Counter()
-        refused = self.call("take_seal_failures", self.tier.take_seal_failures, default=none)
-        for reason, n in refused.items():
-            self._counters[f"seal_{reason}"] += n
+        if not self.is_resting(self._clock()):
+            self.call("take_seal_failures", self._count_seal_failures, default=None)
+            self.call("get_stats", self._add_own_stats, stats, default=None)
         for name, count in self._counters.items():
             if count:
                 stats.counters[self.prefix + name] = count
@@ -428,7 +468,10 @@ class TierLink:
             if seconds:
                 stats.histograms[self.prefix + name] = list(seconds)
                 seconds.clear()
-        self.call("get_stats", self._add_own_stats, stats, default=None)
+
+    def _count_seal_failures(self) -> None:
+        for reason, n in self.tier.take_seal_failures().items():
+            self._counters[f"seal_{SealFailure(reason)}"] += int(n)
 
     def _add_own_stats(self, stats: OffloadingStats) -> None:
         own = self.tier.get_stats()
@@ -440,6 +483,15 @@ class TierLink:
                 stats.gauges[name] = stats.gauges.get(name, 0) + value
             for name, values in own.histograms.items():
                 stats.histograms.setdefault(name, []).extend(values)
+
+
+def _shown(thing: object) -> str:
+    """What a tier has answered or raised, for the log: short, whatever it is."""
+    try:
+        text = repr(thing)
+    except Exception:
+        text = f"a {type(thing).__name__} that cannot be shown"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def metric_prefix(position: int, tier_type: str) -> str:

@@ -61,9 +61,10 @@ class TieringOffloadingManager(OffloadingManager):
     it, give up, or have not come back for it in the time a load may take.
 
     Deadlines. A request is kept waiting for at most the longest `lookup_timeout_s` and the longest
-    `load_timeout_s` of its tiers together; then what is not there yet is a MISS. Time is read at
-    the start and at the end of a step. Tiers are asked for finished jobs once in a step, before
-    anyone is judged late.
+    `load_timeout_s` of its tiers together; then what is not there yet is a MISS. Of a single step
+    no more than the longer of the two counts, so that a long one does not end what has just begun.
+    Time is read at the start and at the end of a step. Tiers are asked for finished jobs once in a
+    step, before anyone is judged late.
 
     Health. Every tier has a breaker. One that raises, answers nonsense, reports what it was never
     given, is late or does not report is cut off for a while. Slots it may still be writing are
@@ -161,9 +162,10 @@ class TieringOffloadingManager(OffloadingManager):
             link for link in links if allows(link.tier.medium, link.tier.locality)
         )
         if request.sources:
-            request.most_wait = max(
-                link.settings.lookup_timeout_s for link in request.sources
-            ) + max(link.settings.load_timeout_s for link in request.sources)
+            lookup_timeout = max(link.settings.lookup_timeout_s for link in request.sources)
+            load_timeout = max(link.settings.load_timeout_s for link in request.sources)
+            request.most_wait = lookup_timeout + load_timeout
+            request.most_step = max(lookup_timeout, load_timeout)
         self._requests[context.req_id] = request
         self._last_context, self._last_request = context, request
         return request
@@ -208,9 +210,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _tell_finished(self, request: TierRequest) -> None:
         req_id = request.context.req_id
         for link in request.links:
-            link.call(
-                "on_request_finished", link.tier.on_request_finished, request.context, default=None
-            )
+            link.tell_finished(request.context)
         request.links = request.sources = request.request_level = ()
         if self._requests.get(req_id) is request:
             del self._requests[req_id]
@@ -261,7 +261,7 @@ class TieringOffloadingManager(OffloadingManager):
         for link in self._links:
             if link.is_in_use:
                 link.call("on_schedule_end", link.tier.on_schedule_end, context, default=None)
-                link.step_ended()
+                link.step_ended(step.number)
         step.number += 1
         self._step_has_begun = False
 

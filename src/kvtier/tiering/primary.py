@@ -148,9 +148,13 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     # --- writes: a tier copies blocks into slots ------------------------------------------------
 
-    def num_writable(self, wanted: int, req_context: ReqContext) -> int:
-        """How many slots, up to `wanted`, a promotion for this request could have now."""
-        wanted = min(wanted, self.max_promoting - self._num_promoting)
+    def num_writable(self, wanted: int, num_leased: int, req_context: ReqContext) -> int:
+        """How many slots, up to `wanted`, a promotion for this request could have now.
+
+        `num_leased`: slots of earlier ones, kept for those who wanted them.
+        """
+        in_use = self._num_promoting + len(self._held) + num_leased
+        wanted = min(wanted, self.max_promoting - in_use)
         if self._quarantine:
             # The store that ends the quarantine needs one.
             wanted = min(wanted, self._allowance - 1)
@@ -168,8 +172,13 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     def num_fitting(self, req_context: ReqContext) -> int:
         """How many blocks could ever be promoted for this request at the same time, beside those
         that it has found here already."""
-        own = len(self._use_of(req_context).keys)
-        return min(self.num_blocks - self.reserve - len(self._held) - own, self.max_promoting)
+        use = self._use_of(req_context)
+        most = self.num_blocks - self.reserve - len(self._held)
+        fitting = self.max_promoting - len(self._held)
+        if most - len(use.keys) < fitting:
+            own = sum(1 for key in use.keys if self._get(key) is not None)
+            fitting = min(fitting, most - own)
+        return fitting
 
     def blocks_of(self, keys: Iterable[OffloadKey]) -> list[BlockStatus | None]:
         """Each block, if it is here or on its way here. Not a use."""
@@ -216,7 +225,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         use = self._use_of(req_context)
         offered = dict.fromkeys(keys, 0)
         new, present = self._split(offered)
-        if not new or self.num_writable(len(new), req_context) < len(new):
+        if not new or self.num_writable(len(new), 0, req_context) < len(new):
             return None
         comes_last = use.bring(offered) and not present
         transfer = TierTransfer(job_id, [], True, req_context, self._num_resets)

@@ -100,7 +100,8 @@ class Promotions:
                 return False
             del keys[link.explored_blocks :]
         del keys[link.num_loadable(len(keys)) :]
-        del keys[self._primary.num_writable(len(keys), request.context) :]
+        num_leased = self.leases.num_blocks
+        del keys[self._primary.num_writable(len(keys), num_leased, request.context) :]
         if not keys:
             return False
         job_id = self._transfers.new_id()
@@ -109,8 +110,9 @@ class Promotions:
             return False
         placed_keys, spec = placed
         transfer = self._transfers.make(job_id, placed_keys, spec, True, request.context)
-        job = self.jobs[job_id] = link.submit_load(transfer, now)
+        job = self.jobs[job_id] = link.expect_load(transfer, now)
         job.wanters[request] = None
+        link.submit_load(job)
         if job.is_late:
             self.give_up(job)
         return len(keys) == wanted

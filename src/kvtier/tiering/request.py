@@ -28,6 +28,7 @@ class TierRequest:
         "leases",
         "links",
         "max_wanted",
+        "most_step",
         "most_wait",
         "num_parked",
         "num_wanted",
@@ -37,7 +38,7 @@ class TierRequest:
         "sources",
         "step",
         "use",
-        "waits_since",
+        "waited",
         "wanted",
     )
 
@@ -57,6 +58,9 @@ class TierRequest:
         """Those of them that want all of its blocks, also those that were there already."""
         self.most_wait = 0.0
         """How long it may be kept waiting in all, in seconds."""
+        self.most_step = 0.0
+        """How much of that a single step counts, however long it takes: the longest time that a
+        tier may take for one thing. What takes a tier no time must be possible with long steps."""
 
         # What it asked for in the step `step`:
         self.step = -1
@@ -72,7 +76,7 @@ class TierRequest:
         """How many blocks could ever be promoted for it."""
 
         # How long it has been waiting:
-        self.waits_since = 0.0
+        self.waited = 0.0
         self.last_wait = -inf
         self.last_wait_step = -2
         self.given_up = False
@@ -117,15 +121,17 @@ class TierRequest:
         A request that has not been kept waiting for a while starts anew.
         """
         if step > self.last_wait_step + 1 and now > self.last_wait + self.most_wait:
-            self.waits_since = now
+            self.waited = 0.0
+            self.last_wait = now
             self.given_up = False
             self.asking = {}
-        elif now - self.waits_since > self.most_wait:
+        elif self.waited + min(now - self.last_wait, self.most_step) > self.most_wait:
             self.given_up = True
         return not self.given_up
 
     def waits(self, now: float, step: int) -> None:
         """It is told to wait."""
+        self.waited += min(now - self.last_wait, self.most_step)
         self.last_wait = now
         self.last_wait_step = step
 

@@ -57,6 +57,9 @@ class WatchedCalls:
         until = self._world.leases.get((context, key))
         if until is not None and self._world.time.now < until and answer is not LookupResult.HIT:
             raise self._world.witness.saw(f"{name(key)} was brought for {context.req_id}, and left")
+        is_pending = answer in (LookupResult.HIT_PENDING, LookupResult.RETRY)
+        if self._world.must_not_wait([key], context) and is_pending:
+            raise self._world.witness.saw(f"{context.req_id} is to wait for {name(key)} again")
         return answer
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], context: ReqContext) -> PrefixLookup:
@@ -65,12 +68,14 @@ class WatchedCalls:
             f"lookup_prefix {context.req_id} {' '.join(map(name, keys))}: "
             f"{answer.num_hits} {answer.is_final}"
         )
+        if self._world.must_not_wait(keys, context) and not answer.is_final:
+            raise self._world.witness.saw(f"{context.req_id} is to wait again")
         if not 0 <= answer.num_hits <= len(keys):
             raise self._world.witness.saw(f"{answer.num_hits} hits among {len(keys)} keys")
         return answer
 
     def prepare_load(self, keys: list[OffloadKey], context: ReqContext) -> list[int]:
-        self._world.end_leases(context)
+        self._world.end_wait(context)
         spec = self._call("prepare_load", self._manager.prepare_load, keys, context)
         assert isinstance(spec, BlockIDsLoadStoreSpec)
         slots: list[int] = spec.block_ids.tolist()
@@ -113,7 +118,7 @@ class WatchedCalls:
 
     def on_request_finished(self, context: ReqContext) -> None:
         self._world.note(f"on_request_finished {context.req_id}")
-        self._world.end_leases(context)
+        self._world.end_wait(context)
         self._call("on_request_finished", self._manager.on_request_finished, context)
 
     def on_schedule_end(self, new: list[str], preempted: list[str]) -> None:
@@ -137,6 +142,7 @@ class WatchedCalls:
     def reset_cache(self) -> None:
         self._world.note("reset_cache")
         self._world.leases.clear()
+        self._world.given_up.clear()
         self._call("reset_cache", self._manager.reset_cache)
 
     def shutdown(self) -> None:

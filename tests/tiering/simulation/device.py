@@ -50,6 +50,8 @@ class Device:
         transfer.delay = self._world.rng.choice((0, 0, 0, 1, 1, 2, 5))
         request.num_transfers += 1
         self.under_way.append(transfer)
+        if is_store:
+            self._world.being_stored.update(keys)
 
     def start_all(self, longest: float) -> None:
         """Flush what is from before a reset, then start what was accepted."""
@@ -87,6 +89,8 @@ class Device:
             self.under_way.remove(transfer)
             transfer.request.num_transfers -= 1
             self._world.uses.end(transfer.use)
+            if transfer.is_store:
+                self._world.being_stored.subtract(transfer.keys)
         return ended
 
     def reset(self) -> None:
@@ -95,6 +99,7 @@ class Device:
             transfer.request.num_transfers -= 1
         self.bygone += self.under_way
         self.under_way = []
+        self._world.being_stored.clear()
 
     def _start(self, transfer: DeviceTransfer, duration: float) -> Piecework:
         move = self._writes if transfer.is_store else self._reads

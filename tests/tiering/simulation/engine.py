@@ -54,6 +54,7 @@ class Habits:
     resets: float
     filters: float
     reused_ids: float
+    unannounced: float
 
 
 class Engine:
@@ -65,7 +66,7 @@ class Engine:
         calls: WatchedCalls,
         habits: Habits,
         prompts: PromptTree,
-        on_wait: Callable[[Engine, Request], None],
+        on_wait: Callable[[Request], None],
     ) -> None:
         """`on_wait` is called whenever a request is told to wait."""
         self._world = world
@@ -80,6 +81,11 @@ class Engine:
         """Whether nothing is preempted, aborted or reset any more."""
         self._used_ids: list[str] = []
         self._num_requests = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a request, or a transfer whose end is awaited."""
+        return bool(self.requests or self.device.under_way)
 
     # --- between steps -------------------------------------------------------------------------
 
@@ -105,7 +111,9 @@ class Engine:
             req_id = req_id if again in live else again
         chosen = rng.choice(_FILTERS) if rng.random() < habits.filters else TierFilter.ALL
         context = ReqContext(req_id, load_tier_filter=chosen)
-        policy = self._calls.on_new_request(context)
+        policy = OffloadPolicy.BLOCK_LEVEL
+        if not self._world.happens(habits.unannounced):
+            policy = self._calls.on_new_request(context)
         self.requests.append(Request(context, chunks, habits.groups, policy))
         self._used_ids.append(req_id)
         self._world.tally["requests"] += 1
@@ -184,7 +192,7 @@ class Engine:
                     preempted.append(request)
         for request in preempted:
             request.lose_device_blocks()
-            self._world.end_leases(request.context)
+            self._world.end_wait(request.context)
             if self._habits.offers_again_after_preemption:
                 request.num_offered = [0] * len(request.groups)
             self._world.tally["preemptions"] += 1
@@ -209,7 +217,7 @@ class Engine:
         found = self._look_up(request)
         world, rng = self._world, self._world.rng
         if found is None:
-            self._on_wait(self, request)
+            self._on_wait(request)
             return
         request.waits_since = None
         if found and rng.random() < 0.08:

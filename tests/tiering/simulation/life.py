@@ -162,11 +162,10 @@ class Life:
             if was_reset or rng.random() < 0.1:
                 self.share(12 if was_reset else 1)
             self.engine.arrive()
-            if not self.engine.requests and not self.engine.device.under_way:
-                if not self.calls.has_pending_work():
-                    self.engine.idle(10 ** rng.uniform(-3, 1))
-                    continue
-            self.step()
+            if self.engine.is_busy or self.calls.has_pending_work():
+                self.step()
+            else:
+                self.engine.idle(10 ** rng.uniform(-3, 1))
         ending = rng.choice((self.end_recovered, self.end_with_the_dead, self.end_abruptly))
         ending()
         self.shut_down()
@@ -198,7 +197,7 @@ class Life:
         waits = self.inspector.longest_wait()
         self.engine.shortest_step = waits / 8
         for number in range(_PATIENCE):
-            if not self.engine.requests and not self.engine.device.under_way:
+            if not self.engine.is_busy:
                 self.engine.is_at_peace = False
                 return
             self.engine.is_at_peace = number > _PATIENCE // 8
@@ -224,6 +223,7 @@ class Life:
         self._step_until_idle(patience)
         self._lift_quarantine()
         self._step_until_idle(patience)
+        self.step()  # what is late is given up when a step begins
         self.inspector.check_only_the_dead_hold()
 
     def _step_until_idle(self, patience: float) -> None:
@@ -258,7 +258,7 @@ class Life:
         self.engine.is_at_peace = True
         self.engine.arrive_twice(num_own_chunks=2)
         for _ in range(_PATIENCE):
-            if not self.engine.requests and not self.engine.device.under_way:
+            if not self.engine.is_busy:
                 break
             self.step()
         else:
@@ -279,13 +279,16 @@ class Life:
 
 
 def _groups(rng: random.Random) -> list[Group]:
-    groups = [Group(0)]
+    are_known = rng.random() < 0.85
+    groups = [Group(0, is_known=are_known)]
     if rng.random() < 0.35:
-        groups.append(Group(1, rng.choice((1, 1, 2)), rng.choice((1, 2, 3))))
+        size, window = rng.choice((1, 1, 2)), rng.choice((1, 2, 3))
+        groups.append(Group(1, size, window, is_known=are_known))
     return groups
 
 
 def _habits(rng: random.Random, groups: list[Group], scale: float) -> Habits:
+    resets = rng.choice((0.0, 0.02, 0.1))
     return Habits(
         groups=groups,
         max_requests=rng.choice((2, 4, 8)),
@@ -297,7 +300,9 @@ def _habits(rng: random.Random, groups: list[Group], scale: float) -> Habits:
         offers_again_after_preemption=rng.random() < 0.5,
         preemptions=rng.choice((0.0, 0.02, 0.2)),
         aborts=rng.choice((0.0, 0.01, 0.1)),
-        resets=rng.choice((0.0, 0.02, 0.1)),
+        resets=resets,
         filters=rng.choice((0.0, 0.2)),
         reused_ids=rng.choice((0.0, 0.3)),
+        # What a stranger has on the device cannot be known to be from before a reset.
+        unannounced=0.0 if resets else rng.choice((0.0, 0.1)),
     )

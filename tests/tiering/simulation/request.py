@@ -21,10 +21,15 @@ class Group:
     index: int
     chunks_per_block: int = 1
     window_blocks: int | None = None
+    is_known: bool = True
+    """Whether the manager is told in which direction it is looked up."""
 
     def shape(self) -> GroupShape:
         """The same for the manager."""
-        return GroupShape(TOKENS_PER_CHUNK * self.chunks_per_block, self.window_blocks)
+        tokens = TOKENS_PER_CHUNK * self.chunks_per_block
+        if not self.is_known:
+            return GroupShape(tokens, is_uncertain=True)
+        return GroupShape(tokens, self.window_blocks)
 
     def keys(self, chunks: Sequence[bytes]) -> list[OffloadKey]:
         """The blocks of a prompt, named after the last chunk in each."""
@@ -95,6 +100,7 @@ class Request:
     num_transfers: int = 0
     """Of which the completion has not been delivered."""
     waits_since: float | None = None
+    waited: float = 0.0
 
     def __post_init__(self) -> None:
         self.keys = [group.keys(self.chunks) for group in self.groups]

@@ -28,7 +28,7 @@ from tests.tiering.simulation.faults import Faults, Weather
 from tests.tiering.simulation.memory import Use
 from tests.tiering.simulation.piecework import Piecework
 from tests.tiering.simulation.traits import TierTraits, spec_of
-from tests.tiering.simulation.world import World, name
+from tests.tiering.simulation.world import GivenUp, World, name
 
 _SLOWNESS = (1.1, 1.5, 4.0, 20.0)
 """How many deadlines something takes that is slow."""
@@ -50,6 +50,7 @@ class RunningJob:
     begun: float
     due: float
     num_resets: int
+    num_waits: int
     is_given_up: bool = False
     """Whether it was late, and not reported, when the manager asked."""
     is_hung: bool = False
@@ -266,7 +267,8 @@ class SimulatedTier(SecondaryTierManager):
         use = Use(f"{self.tier_type} job {job.job_id}", slots, writes=job.is_promotion)
         world.uses.begin(use)
         due = now + self._duration(timeout)
-        running = RunningJob(job, use, now, due, world.num_resets)
+        num_waits = world.num_waits[job.req_context]
+        running = RunningJob(job, use, now, due, world.num_resets, num_waits)
         running.is_hung = world.happens(self.faults.hangs)
         running.is_dropped = world.happens(self.faults.drops)
         self.unreported[job.job_id] = running
@@ -374,9 +376,15 @@ class SimulatedTier(SecondaryTierManager):
 
     def _give_up_late_jobs(self) -> None:
         """What is late and was not reported when the manager asked, nobody waits for."""
-        now, timeout = self.world.time.now, self.traits.settings.load_timeout_s
+        world, timeout = self.world, self.traits.settings.load_timeout_s
         for running in self.unreported.values():
-            running.is_given_up |= now >= running.begun + timeout
+            if running.is_given_up or world.time.now < running.begun + timeout:
+                continue
+            running.is_given_up = True
+            context = running.job.req_context
+            is_same_wait = running.num_waits == world.num_waits[context]
+            if running.use.writes and is_same_wait and running.num_resets == world.num_resets:
+                world.given_up.setdefault(context, GivenUp()).keys.update(running.job.keys)
 
     def _duration(self, timeout: float) -> float:
         rng = self.world.rng

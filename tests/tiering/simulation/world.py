@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from xxhash import xxh3_128_digest
@@ -22,6 +23,15 @@ class Promotion:
     job_id: int
     overdue_at: float
     num_resets: int
+
+
+@dataclass(slots=True)
+class GivenUp:
+    """Blocks that came too late for a request: it must not be kept waiting for them."""
+
+    keys: set[OffloadKey] = field(default_factory=set)
+    step: int | None = None
+    """When it has first asked after that."""
 
 
 @dataclass(slots=True)
@@ -45,6 +55,11 @@ class World:
     promoting: dict[OffloadKey, Promotion] = field(default_factory=dict)
     leases: dict[tuple[ReqContext, OffloadKey], float] = field(default_factory=dict)
     """Blocks brought up for a request in time, and until when they must stay there for it."""
+    given_up: dict[ReqContext, GivenUp] = field(default_factory=dict)
+    num_waits: Counter[ReqContext] = field(default_factory=Counter)
+    """How often each request has begun to wait anew."""
+    being_stored: Counter[OffloadKey] = field(default_factory=Counter)
+    """Blocks on their way from the device: tiers have no part in that."""
     trace: list[str] = field(default_factory=list)
     digest: int = 0
     """Of everything that happened. Equal lives have equal digests."""
@@ -64,10 +79,23 @@ class World:
         """What a readable block must hold now."""
         return self.truth.payload(key, self.version)
 
-    def end_leases(self, context: ReqContext) -> None:
+    def end_wait(self, context: ReqContext) -> None:
         """A request has loaded its blocks, or does not want them any more."""
         for lease in [lease for lease in self.leases if lease[0] is context]:
             del self.leases[lease]
+        self.given_up.pop(context, None)
+        self.num_waits[context] += 1
+
+    def must_not_wait(self, keys: Sequence[OffloadKey], context: ReqContext) -> bool:
+        """Whether a request asks again for what has missed its deadline."""
+        late = self.given_up.get(context)
+        if late is None:
+            return False
+        late.step = late.step or self.step
+        if late.step < self.step:
+            del self.given_up[context]
+            return False
+        return not late.keys.isdisjoint(keys) and not any(self.being_stored[key] for key in keys)
 
     def note(self, what: str) -> None:
         """Remember what happened."""
