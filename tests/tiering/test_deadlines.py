@@ -308,7 +308,7 @@ def test_a_slow_tier_trips_by_the_time_it_stamps() -> None:
     for number in range(2):
         rig.keep_below(keys(number))
         rig.look_up(keys(number), rig.begin(f"r{number}"))
-        rig.step()
+        rig.step(seconds=1.9)
         rig.tiers[0].finish(transfer_time=2.5)
         rig.step()
     assert rig.stat("breaker_state") == 2

@@ -28,11 +28,24 @@ def test_idle_steps_and_pauses_do_not_lower_the_rate() -> None:
     rate = PrefillRate(None)
     now = 0.0
     for step in range(200):
-        now += 0.1 if step % 7 else 30.0
+        now += 0.1 if step % 50 else 30.0
         if step % 3 == 0:
             rate.note_computed(512)
         rate.step_ended(now)
     assert rate.tokens_per_s == pytest.approx(5120)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2])
+def test_a_burst_between_short_steps_is_not_taken_for_the_rate(shift: int) -> None:
+    """A prefill of 0.4 s among decoding steps of 0.01 s, offered before, in or after its step."""
+    rate = PrefillRate(None)
+    now = 0.0
+    for step in range(300):
+        now += 0.4 if step % 10 == 5 else 0.01
+        if step % 10 == 4 + shift:
+            rate.note_computed(8192)
+        rate.step_ended(now)
+    assert rate.tokens_per_s == pytest.approx(20480)
 
 
 def test_a_clock_that_stands_still_teaches_nothing() -> None:

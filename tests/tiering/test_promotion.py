@@ -327,8 +327,8 @@ def test_without_a_rate_everything_is_promoted() -> None:
 def test_the_rate_is_learnt_from_stores() -> None:
     rig = Rig(num_blocks=64, num_tiers=0, groups={0: GroupShape(16)}, prefill_tokens_per_s=None)
     request = rig.begin("r")
-    for number in range(12):
-        assert rig.stat("prefill_tokens_per_s") == (0 if number < 9 else pytest.approx(640))
+    for number in range(14):
+        assert rig.stat("prefill_tokens_per_s") == (0 if number < 11 else pytest.approx(640))
         rig.store(keys(*range(4 * number, 4 * number + 4)), request)
         rig.step(seconds=0.1)
 

@@ -6,14 +6,17 @@ from collections import deque
 
 _MIN_SAMPLES = 8
 _DECAY = 0.95
+_STEPS_AROUND = 3
 
 
 class PrefillRate:
     """How many prompt tokens the engine computes in a second. Scheduler thread only.
 
-    Configured, or learnt from the cadence of stores: what is offered in one step was computed since
-    the step before. Idle time and decoding make single samples too low, so a high percentile of the
-    last ones counts. None while it is not known.
+    Configured, or learnt from the cadence of stores. What is offered in one step was computed in
+    the step before, in that step or in the next one: engines differ. The longest of the three is
+    taken for it: rather too slow a rate than a burst that never was. Idle time and decoding make
+    single samples too low, so a high percentile of the last ones counts. None while it is not
+    known.
     """
 
     def __init__(self, configured: float | None) -> None:
@@ -22,6 +25,9 @@ class PrefillRate:
         self.tokens_per_s: float | None = configured or None
         self._samples: deque[float] = deque(maxlen=64)
         self._tokens_in_step = 0
+        self._tokens_before = 0
+        """Of the last step: its own time and those around it are known now."""
+        self._step_times: deque[float] = deque(maxlen=_STEPS_AROUND)
         self._last_step_end: float | None = None
 
     def note_computed(self, num_tokens: int) -> None:
@@ -30,11 +36,16 @@ class PrefillRate:
 
     def step_ended(self, now: float) -> None:
         """A scheduling step has ended."""
-        tokens, self._tokens_in_step = self._tokens_in_step, 0
+        before, self._tokens_before = self._tokens_before, self._tokens_in_step
+        self._tokens_in_step = 0
         last, self._last_step_end = self._last_step_end, now
-        if not self.is_learnt or not tokens or last is None or now <= last:
+        if not self.is_learnt or last is None:
             return
-        self._samples.append(tokens / (now - last))
+        self._step_times.append(now - last)
+        longest = max(self._step_times)
+        if not before or not longest or len(self._step_times) < _STEPS_AROUND:
+            return
+        self._samples.append(before / longest)
         if len(self._samples) >= _MIN_SAMPLES:
             self.tokens_per_s = sorted(self._samples)[len(self._samples) * 9 // 10]
 

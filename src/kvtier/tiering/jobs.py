@@ -12,10 +12,19 @@ if TYPE_CHECKING:
 class Job:
     """One job at one tier."""
 
-    __slots__ = ("deadline", "is_done", "is_late", "is_stale", "transfer", "wanters")
+    __slots__ = (
+        "deadline",
+        "is_done",
+        "is_late",
+        "is_stale",
+        "submitted",
+        "transfer",
+        "wanters",
+    )
 
-    def __init__(self, transfer: TransferJob, deadline: float) -> None:
+    def __init__(self, transfer: TransferJob, submitted: float, deadline: float) -> None:
         self.transfer = transfer
+        self.submitted = submitted
         self.deadline = deadline
         self.is_late = False
         """Whether it has missed its deadline: nobody waits for it any more."""

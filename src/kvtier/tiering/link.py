@@ -11,7 +11,6 @@ import logging
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.base import (
@@ -53,6 +52,8 @@ _MOST_TOLD = 64
 """How many requests that have ended a tier is told of in one step, after a rest."""
 _MAX_UNTOLD = 10_000
 _MAX_SHOWN = 200
+_MAX_TIMES = 4096
+_CLOCK_SLACK_S = 1.0
 _ONLY_RESULTS = frozenset({LookupResult})
 
 
@@ -99,8 +100,8 @@ class TierLink:
         self._explore_at = 0.0
         self._said: set[str] = set()
         self._counters: Counter[str] = Counter()
-        self._load_seconds: list[float] = []
-        self._store_seconds: list[float] = []
+        self._load_seconds: deque[float] = deque(maxlen=_MAX_TIMES)
+        self._store_seconds: deque[float] = deque(maxlen=_MAX_TIMES)
 
     # --- calls to the tier ----------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class TierLink:
 
     def submit_store(self, transfer: TransferJob, now: float) -> Job:
         """Send a cascade. The slots are pinned until `harvest` yields it."""
-        job = self._enter(transfer, now + self.settings.store_timeout_s, self._stores)
+        job = self._enter(transfer, now, self.settings.store_timeout_s, self._stores)
         self.num_pinned += len(transfer.keys)
         self.store_breaker.submitted(transfer.job_id)
         # If it raises, it may have begun all the same: only its report ends the job.
@@ -240,7 +241,7 @@ class TierLink:
 
     def expect_load(self, transfer: TransferJob, now: float) -> Job:
         """Enter a promotion that is about to be sent."""
-        job = self._enter(transfer, now + self.settings.load_timeout_s, self._loads)
+        job = self._enter(transfer, now, self.settings.load_timeout_s, self._loads)
         self.num_loading += len(transfer.keys)
         return job
 
@@ -270,8 +271,8 @@ class TierLink:
         if job.transfer.is_promotion:
             self._num_late_blocks += len(job.transfer.keys)
 
-    def _enter(self, transfer: TransferJob, deadline: float, queue: deque[Job]) -> Job:
-        job = self._jobs[transfer.job_id] = Job(transfer, deadline)
+    def _enter(self, transfer: TransferJob, now: float, timeout: float, queue: deque[Job]) -> Job:
+        job = self._jobs[transfer.job_id] = Job(transfer, now, now + timeout)
         queue.append(job)
         self.breaker.submitted(transfer.job_id)
         return job
@@ -313,9 +314,7 @@ class TierLink:
         """Count what a job has come to."""
         job.is_done = True
         job_id, num_blocks = job.transfer.job_id, len(job.transfer.keys)
-        seconds = result.transfer_time
-        if not isinstance(seconds, (int, float)) or not 0 <= seconds < inf:
-            seconds = None
+        seconds = _possible(result.transfer_time, now - job.submitted)
         is_promotion = job.transfer.is_promotion
         self._counters["loaded_blocks" if is_promotion else "stored_blocks"] += len(moved)
         self._counters["failed_loads" if is_promotion else "failed_stores"] += num_blocks - len(
@@ -483,6 +482,13 @@ class TierLink:
                 stats.gauges[name] = stats.gauges.get(name, 0) + value
             for name, values in own.histograms.items():
                 stats.histograms.setdefault(name, []).extend(values)
+
+
+def _possible(seconds: object, elapsed: float) -> float | None:
+    """The time that a tier has stamped, if a job of that age can have taken it."""
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds <= elapsed + _CLOCK_SLACK_S:
+        return None
+    return float(seconds)
 
 
 def _shown(thing: object) -> str:

@@ -165,13 +165,15 @@ class Search:
         self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
     ) -> tuple[int, bool]:
         """How many of the keys, from the first on, tiers have; and whether the next is known."""
-        num_found = 0
+        num_found, size = 0, _FIRST_BATCH
         while num_found < len(keys):
-            rest = keys[num_found:] if num_found else keys
-            num_wanted, is_known = self._find_run(rest, group, request)
+            # Not all the rest at once: tiers may have the blocks in turns.
+            run = keys[num_found : num_found + size]
+            num_wanted, is_known = self._find_run(run, group, request)
             if not num_wanted:
                 return num_found, is_known
             num_found += num_wanted
+            size = size * 4 if num_wanted == len(run) else _FIRST_BATCH
         return num_found, True
 
     def _find_run(
