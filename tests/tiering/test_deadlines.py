@@ -406,3 +406,25 @@ def test_blocks_that_are_not_there_take_no_room() -> None:
     request = rig.begin("r")
     rig.manager.touch(blocks, request)
     assert rig.look_up(blocks, request) == "P" * 60
+
+
+def test_a_wait_after_a_load_in_the_same_step_is_another_one() -> None:
+    rig = Rig(num_blocks=16, lookup_timeout_s=0.25, load_timeout_s=2.0)
+    rig.store(keys(1), rig.begin("stores"))
+    rig.keep_below(keys(2), rig.tiers[0])
+    request = rig.begin("r")
+    assert rig.look_up(keys(1), request) == "H"
+    rig.load(keys(1), request)
+    assert rig.look_up(keys(2), request) == "P"
+    rig.step(seconds=1.0)
+    assert rig.look_up(keys(2), request) == "P", "it may take two seconds"
+
+
+def test_a_late_store_that_was_the_probe_ends_the_trial() -> None:
+    rig = with_open_breaker()
+    rig.clock.now += 5.0
+    rig.step()
+    rig.store(keys(7), rig.begin("r"))
+    rig.step(seconds=11.0)
+    rig.step()
+    assert rig.stat("breaker_state") == 2

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.base import OffloadingStats
@@ -346,3 +347,47 @@ def test_a_prober_that_goes_away_makes_room_for_another() -> None:
     rig.step()  # it goes on without asking again
     rig.keep_below(keys(2))
     assert rig.look_up(keys(2), rig.begin("other")) == "P"
+
+
+def test_a_namespace_that_was_set_before_it_raised_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    tier = rig.tiers[0]
+
+    def fail(fingerprint: bytes) -> None:
+        HandTier.begin_epoch(tier, fingerprint)
+        raise OSError("half-way")
+
+    monkeypatch.setattr(tier, "begin_epoch", fail)
+    request = rig.begin("r")
+    rig.look_up(keys(1), request)
+    rig.manager.reset_cache()
+    rig.keep_below(keys(1))
+    assert rig.look_up(keys(1), request) == "M"
+    rig.step(seconds=1000.0)
+    assert rig.look_up(keys(1), rig.begin("next")) == "M"
+    polls = tier.num_polls
+    for _ in range(10):
+        rig.step()
+    assert tier.num_polls == polls, "it has nothing to report"
+
+
+def test_a_success_may_be_numpys() -> None:
+    rig = Rig()
+    rig.store(keys(1), rig.begin("r"))
+    (job,) = rig.tiers[0].waiting
+    rig.tiers[0].results.append(JobResult(job.job_id, np.bool_(True)))  # type: ignore[arg-type]
+    rig.step()
+    assert rig.stat("stored_blocks") == 1
+
+
+def test_reports_without_end_do_not_hold_up_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless() -> Iterator[JobResult]:
+        while True:
+            yield JobResult(10**9, success=True)
+
+    rig = Rig()
+    monkeypatch.setattr(rig.tiers[0], "get_finished_jobs", endless)
+    rig.step()
+    assert rig.stat("breaker_state") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.base import LookupResult
 from kvtier.cpu.policies.base import SlotState
 from kvtier.tiering.manager import GroupShape
 from tests.tiering.rig import Rig, keys
@@ -344,3 +345,51 @@ def test_slots_are_all_accounted_for() -> None:
     rig.step()
     states = rig.primary.slot_states()
     assert (states[SlotState.READY], states[SlotState.FREE]) == (2, 6)
+
+
+def test_the_queue_before_it_counts_in_the_time_a_load_takes() -> None:
+    rig = trained(tokens_per_s=1600, seconds_per_block=0.009)
+    rig.keep_below(keys(*range(100, 140)))
+    rig.look_up(keys(*range(100, 120)), rig.begin("first"))
+    rig.step()
+    assert len(rig.tiers[0].loads()) == 1
+    rig.clock.now += 0.001
+    rig.manager._links[0]._explore_at = rig.clock.now + 60
+    second = rig.begin("second")
+    rig.look_up(keys(*range(120, 140)), second)
+    rig.step()
+    assert rig.look_up(keys(*range(120, 140)), second) == "M" * 20
+
+
+def test_stores_do_not_teach_how_long_loads_take() -> None:
+    rig = trained(tokens_per_s=1600, seconds_per_block=0.005)
+    for number in range(30):
+        rig.store(keys(500 + number), rig.begin(f"stores {number}"))
+        rig.tiers[0].finish(transfer_time=0.5)
+        rig.step()
+    rig.keep_below(keys(*range(100, 120)))
+    rig.look_up(keys(*range(100, 120)), rig.begin("r"))
+    rig.step()
+    (job,) = rig.tiers[0].loads()
+    assert len(job.keys) == 20
+
+
+def test_of_a_long_scan_backwards_no_more_than_the_window_is_promoted() -> None:
+    rig = Rig(num_blocks=100, groups=WINDOWED)
+    blocks = keys(*range(50), group=1)
+    rig.keep_below(blocks)
+    rig.look_up(blocks[::-1], rig.begin("r"))
+    rig.step()
+    (job,) = rig.tiers[0].loads()
+    assert list(job.keys) == blocks[:4]
+
+
+def test_a_tier_that_says_pending_is_asked_again() -> None:
+    rig = Rig()
+    tier = rig.tiers[0]
+    answers = [LookupResult.HIT_PENDING, LookupResult.HIT]
+    tier.lookup = lambda *args: answers.pop(0)  # type: ignore[method-assign]
+    request = rig.begin("r")
+    assert rig.look_up(keys(1), request) == "R"
+    rig.step()
+    assert rig.look_up(keys(1), request) == "P"

@@ -33,7 +33,10 @@ NUM_LIVES_IN_SOAK = 20_000
 AT_LEAST = {
     "load jobs": 3000,
     "blocks in load jobs": 6000,
+    "windowed blocks in load jobs": 500,
+    "leased blocks": 3000,
     "store jobs": 8000,
+    "known blocks in store jobs of whole requests": 500,
     "loads": 5000,
     "waits": 10_000,
     "probes": 300,

@@ -96,17 +96,22 @@ class Cascades:
 
 
 def _take_prepared(
-    prepared: list[list[OffloadKey]], keys: Collection[OffloadKey]
+    prepared: dict[OffloadKey, list[OffloadKey]], keys: Collection[OffloadKey]
 ) -> Sequence[OffloadKey]:
     """The store that has ended, in prompt order; `keys`, if it is not clear which one has."""
     ended = keys if isinstance(keys, (set, frozenset)) else set(keys)
-    for i, store in enumerate(prepared):
-        if len(store) == len(ended) and store[0] in ended and ended.issuperset(store):
-            del prepared[i]
+    first = next((key for key in ended if key in prepared), None)
+    if first is not None:
+        store = prepared[first]
+        if len(store) == len(ended) and ended.issuperset(store):
+            del prepared[first]
             return store
-    # Some of several stores: what is left of each is still to come.
-    # Not in place: the lists are the engine's as well.
-    prepared[:] = [
-        left for store in prepared if (left := [key for key in store if key not in ended])
-    ]
+    # Some of several stores: what is left of each is still to come. The lists are the engine's as
+    # well, and stay as they are.
+    for store in list(prepared.values()):
+        if not ended.isdisjoint(store):
+            del prepared[store[0]]
+            left = [key for key in store if key not in ended]
+            if left:
+                prepared[left[0]] = left
     return list(keys)

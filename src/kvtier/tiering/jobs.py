@@ -16,7 +16,6 @@ class Job:
         "deadline",
         "is_done",
         "is_late",
-        "is_stale",
         "submitted",
         "transfer",
         "wanters",
@@ -28,8 +27,6 @@ class Job:
         self.deadline = deadline
         self.is_late = False
         """Whether it has missed its deadline: nobody waits for it any more."""
-        self.is_stale = False
-        """Whether it is from before a reset: what it brings is of no use."""
         self.is_done = False
         self.wanters: dict[TierRequest, None] = {}
         """A promotion: the requests that wait for it."""

@@ -11,6 +11,7 @@ import logging
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.base import (
@@ -53,6 +54,8 @@ _MOST_TOLD = 64
 _MAX_UNTOLD = 10_000
 _MAX_SHOWN = 200
 _MAX_TIMES = 4096
+_MAX_EXTRA_RESULTS = 100
+"""How many reports of jobs that it was never given are taken at once."""
 _CLOCK_SLACK_S = 1.0
 _ONLY_RESULTS = frozenset({LookupResult})
 
@@ -69,6 +72,7 @@ class TierLink:
         clock: Callable[[], float],
     ) -> None:
         self.tier = tier
+        self.medium, self.locality = tier.medium, tier.locality
         tier.enable_kv_events = settings.enable_kv_events
         self.settings = settings
         self.name = f"tier {position} ({tier.tier_type})"
@@ -108,6 +112,8 @@ class TierLink:
     def is_resting(self, now: float) -> bool:
         """Whether the tier is not called at all: it has kept the scheduler waiting, and the pause
         is not over. Its finished jobs can wait as well."""
+        if self.is_broken:
+            return not self._jobs
         return self._is_blocking and self.breaker.is_pausing(now)
 
     @property
@@ -297,16 +303,17 @@ class TierLink:
             yield job, moved
 
     def _collect_finished(self, results: list[JobResult]) -> None:
-        for result in self.tier.get_finished_jobs():
+        most = 2 * len(self._jobs) + _MAX_EXTRA_RESULTS
+        for result in islice(self.tier.get_finished_jobs(), most):
             results.append(result)  # noqa: PERF402
 
     def _moved(self, job: Job, result: JobResult) -> Sequence[OffloadKey]:
-        if result.success is True:
-            return job.transfer.keys
         try:
+            if bool(result.success):  # it may be numpy's
+                return job.transfer.keys
             named = set(result.successful_keys or ())
         except Exception:
-            self.violated(f"get_finished_jobs named {_shown(result.successful_keys)} as keys")
+            self.violated(f"get_finished_jobs answered {_shown(result)}")
             return ()
         return [key for key in job.transfer.keys if key in named]
 
@@ -333,7 +340,7 @@ class TierLink:
             return
         timeout = self.settings.load_timeout_s if is_promotion else self.settings.store_timeout_s
         is_slow = seconds is not None and seconds > timeout
-        is_good = not is_slow and (result.success is True or bool(moved))
+        is_good = not is_slow and (len(moved) == num_blocks or bool(moved))
         for breaker in (self.breaker,) if is_promotion else (self.breaker, self.store_breaker):
             if is_good:
                 breaker.succeeded(job_id)
@@ -382,9 +389,8 @@ class TierLink:
         )
 
     def forget_jobs(self) -> None:
-        """Nothing that jobs under way will bring is of any use."""
+        """Nobody wants what jobs under way will bring."""
         for job in self._jobs.values():
-            job.is_stale = True
             job.wanters.clear()
 
     def begin_epoch(self, fingerprint: bytes) -> None:
@@ -393,6 +399,7 @@ class TierLink:
         self.call("begin_epoch", self.tier.begin_epoch, fingerprint, default=None)
         if self._counters["errors"] > num_errors or self.tier.fingerprint != fingerprint:
             self.is_broken = True
+            self.breaker.trip(self._clock())
             logger.error(
                 "%s did not take its new namespace, so it could serve blocks from before the "
                 "reset: it is not used any more. Mend its begin_epoch.",

@@ -158,9 +158,7 @@ class TieringOffloadingManager(OffloadingManager):
         request.request_level = tuple(link for link in links if link.wants_whole_requests(context))
         request.links = tuple(links)
         allows = context.load_tier_filter.allows
-        request.sources = tuple(
-            link for link in links if allows(link.tier.medium, link.tier.locality)
-        )
+        request.sources = tuple(link for link in links if allows(link.medium, link.locality))
         if request.sources:
             lookup_timeout = max(link.settings.lookup_timeout_s for link in request.sources)
             load_timeout = max(link.settings.load_timeout_s for link in request.sources)
@@ -342,7 +340,7 @@ class TieringOffloadingManager(OffloadingManager):
             return None
         new = output.keys_to_store
         if new:
-            request.prepared.append(new)
+            request.prepared[new[0]] = new
             if self._prefill.is_learnt:
                 self._prefill.note_computed(self._groups.num_tokens(new))
         if request.request_level and len(new) < len(keys):
@@ -379,7 +377,7 @@ class TieringOffloadingManager(OffloadingManager):
         for request in list(self._requests.values()):
             request.goes_on()
             request.step = -1
-            request.prepared = []
+            request.prepared = {}
             request.num_parked = 0
             self._tell_if_finished(request)
 

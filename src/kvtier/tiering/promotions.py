@@ -131,8 +131,6 @@ class Promotions:
         transfer = job.transfer
         del self.jobs[transfer.job_id]
         self._primary.complete_write(transfer.job_id, moved)
-        if job.is_stale:
-            return
         wanters = [request for request in job.wanters if not request.is_withdrawn]
         if len(moved) < len(transfer.keys):
             failed = set(transfer.keys).difference(moved)

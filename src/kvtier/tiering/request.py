@@ -88,8 +88,8 @@ class TierRequest:
         """Tiers from which loading would take longer than computing."""
         self.avoided: dict[OffloadKey, set[TierLink]] = {}
         """Blocks that tiers said they had, but could not deliver."""
-        self.prepared: list[list[OffloadKey]] = []
-        """Blocks on their way from the device, one list for each store."""
+        self.prepared: dict[OffloadKey, list[OffloadKey]] = {}
+        """Blocks on their way from the device: each store by its first key."""
         self.num_parked = 0
         """Blocks to be cascaded for it as soon as someone else has written them."""
         self.leases: set[int] = set()
@@ -131,7 +131,8 @@ class TierRequest:
 
     def waits(self, now: float, step: int) -> None:
         """It is told to wait."""
-        self.waited += min(now - self.last_wait, self.most_step)
+        if self.last_wait > -inf:
+            self.waited += min(now - self.last_wait, self.most_step)
         self.last_wait = now
         self.last_wait_step = step
 
@@ -141,6 +142,7 @@ class TierRequest:
 
     def goes_on(self) -> None:
         """It does not wait any more: what it waits for next is another wait."""
+        self.waited = 0.0
         self.last_wait_step = -2
         self.last_wait = -inf
         self.given_up = False

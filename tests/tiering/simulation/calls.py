@@ -40,7 +40,7 @@ class WatchedCalls:
     def _call(self, what: str, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         world = self._world
         if world.happens(0.05):
-            world.time.advance(world.rng.random() * 1e-3)
+            world.time.advance(world.rng.random() * world.scale * 1e-3)
         try:
             answer = method(*args, **kwargs)
         except Exception as error:

@@ -112,7 +112,7 @@ class Engine:
         chosen = rng.choice(_FILTERS) if rng.random() < habits.filters else TierFilter.ALL
         context = ReqContext(req_id, load_tier_filter=chosen)
         policy = OffloadPolicy.BLOCK_LEVEL
-        if not self._world.happens(habits.unannounced):
+        if req_id in self._used_ids or not self._world.happens(habits.unannounced):
             policy = self._calls.on_new_request(context)
         self.requests.append(Request(context, chunks, habits.groups, policy))
         self._used_ids.append(req_id)

@@ -82,10 +82,8 @@ class Life:
             strict=True,
         )
         self._groups = groups = _groups(rng)
-        scale = 10 ** rng.uniform(-2, 0)
-        self.tiers = [
-            self._tier(position, scale) for position in range(rng.choice((1, 1, 2, 2, 3)))
-        ]
+        world.scale = 10 ** rng.uniform(-2, 0)
+        self.tiers = [self._tier(position) for position in range(rng.choice((1, 1, 2, 2, 3)))]
         self.manager = TieringOffloadingManager(
             self.primary,
             self.tiers,
@@ -109,7 +107,7 @@ class Life:
         self.engine = Engine(
             world,
             self.calls,
-            _habits(rng, groups, scale),
+            _habits(rng, groups, world.scale),
             self._prompts,
             self.inspector.on_wait,
         )
@@ -118,8 +116,8 @@ class Life:
             f"{[(tier.traits.character, tier.traits.settings) for tier in self.tiers]}"
         )
 
-    def _tier(self, position: int, scale: float) -> SimulatedTier:
-        rng = self.world.rng
+    def _tier(self, position: int) -> SimulatedTier:
+        rng, scale = self.world.rng, self.world.scale
         names = list(CHARACTERS)
         character = rng.choice(names + ["sound"] * 4 + ["black hole"])
         is_quick = character in ("sound", "evicting")

@@ -257,8 +257,13 @@ class SimulatedTier(SecondaryTierManager):
         if job.is_promotion is not is_promotion:
             raise self.world.witness.saw(f"job {job.job_id} goes the wrong way")
         self.rules.submitted(job)
-        self.world.tally[f"{way} jobs"] += 1
-        self.world.tally[f"blocks in {way} jobs"] += len(job.keys)
+        tally = self.world.tally
+        tally[f"{way} jobs"] += 1
+        tally[f"blocks in {way} jobs"] += len(job.keys)
+        tally[f"windowed blocks in {way} jobs"] += sum(key[-1] for key in job.keys)
+        if self.traits.wants_whole_requests:
+            known = [key for key in job.keys if self.backing.has(job.fingerprint, key)]
+            tally[f"known blocks in {way} jobs of whole requests"] += len(known)
 
     def _begin(self, job: TransferJob, timeout: float) -> RunningJob:
         """Take on a job: from now on its slots are this tier's."""
@@ -371,6 +376,7 @@ class SimulatedTier(SecondaryTierManager):
         self.just_brought += [key for key in running.arrived if key not in world.promoting]
         if not running.is_given_up:
             until = world.time.now + self.traits.settings.load_timeout_s
+            world.tally["leased blocks"] += len(running.arrived)
             for key in running.arrived:
                 world.leases[running.job.req_context, key] = until
 

@@ -45,6 +45,8 @@ class World:
     truth: Truth
     resets_change_weights: bool = True
     keeps_trace: bool = False
+    scale: float = 1.0
+    """Seconds that deadlines are about."""
     time: VirtualTime = field(default_factory=VirtualTime)
     tally: Counter[str] = field(default_factory=Counter)
     version: int = 0
