@@ -14,12 +14,14 @@ import struct
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
+
+    Buffer: TypeAlias = bytes | bytearray | memoryview
 
 __all__ = ["SEAL_BYTES", "Seal", "SealError", "SealFailure", "check", "make", "read"]
 
@@ -80,7 +82,7 @@ class Seal:
     """When, in nanoseconds since 1970."""
 
 
-def make(key: OffloadKey, payload: memoryview, fingerprint: bytes, writer: str) -> bytes:
+def make(key: OffloadKey, payload: Buffer, fingerprint: bytes, writer: str) -> bytes:
     """The seal of a block. `payload` is contiguous.
 
     Raises `ValueError` for a key or fingerprint that does not fit the format.
@@ -98,7 +100,7 @@ def make(key: OffloadKey, payload: memoryview, fingerprint: bytes, writer: str) 
         _VERSION,
         len(key),
         len(name),
-        payload.nbytes,
+        memoryview(payload).nbytes,
         time.time_ns(),
         fingerprint,
         xxh3_128_digest(payload),
@@ -123,7 +125,7 @@ def read(header: bytes | bytearray | memoryview) -> Seal:
 
 def check(
     header: bytes | bytearray | memoryview,
-    payload: memoryview,
+    payload: Buffer,
     key: OffloadKey,
     fingerprint: bytes,
 ) -> SealFailure | None:
@@ -136,7 +138,7 @@ def check(
         return SealFailure.FINGERPRINT
     if sealed_key[:key_len] != key:
         return SealFailure.KEY
-    if size != payload.nbytes:
+    if size != memoryview(payload).nbytes:
         return SealFailure.LENGTH
     if digest != xxh3_128_digest(payload):
         return SealFailure.DIGEST

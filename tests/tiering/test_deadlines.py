@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from kvtier.cpu.policies.base import SlotState
@@ -428,3 +430,20 @@ def test_a_late_store_that_was_the_probe_ends_the_trial() -> None:
     rig.step(seconds=11.0)
     rig.step()
     assert rig.stat("breaker_state") == 2
+
+
+def test_an_operator_reads_when_a_tier_is_cut_off_and_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="kvtier.tiering.link"):
+        rig = with_open_breaker()
+        assert "tier 0 (hand0): cut off: 2 deadlines in a row were missed" in caplog.text
+        assert "tried again in 5 s" in caplog.text
+        caplog.clear()
+        rig.clock.now += 5.0
+        rig.keep_below(keys(3))
+        rig.look_up(keys(3), rig.begin("prober"))
+        rig.step()
+        rig.tiers[0].finish()
+        rig.step()
+        assert "tier 0 (hand0): in use again" in caplog.text

@@ -52,7 +52,7 @@ def test_timeouts_in_a_row_open_it() -> None:
 
 def test_one_prober_at_a_time() -> None:
     breaker = CircuitBreaker(SETTINGS)
-    breaker.trip(10.0)
+    breaker.trip(10.0, "a test")
     assert not breaker.lets("a", 10.9)
     assert breaker.lets("a", 11.0)
     assert not breaker.lets("b", 11.0)
@@ -67,7 +67,7 @@ def test_one_prober_at_a_time() -> None:
 
 def test_jobs_from_before_decide_nothing() -> None:
     breaker = CircuitBreaker(SETTINGS)
-    breaker.trip(0.0)
+    breaker.trip(0.0, "a test")
     breaker.lets("a", 1.0)
     breaker.submitted(7)
     breaker.succeeded(3)
@@ -83,7 +83,7 @@ def test_pauses_double_up_to_the_longest_and_start_again_after_a_success(
 ) -> None:
     breaker = CircuitBreaker(SETTINGS)
     now, pause = 0.0, 1.0
-    breaker.trip(now)
+    breaker.trip(now, "a test")
     for job_id, is_good in enumerate(outcomes):
         assert not breaker.lets("a", now + pause - 0.01)
         now += pause
@@ -92,7 +92,7 @@ def test_pauses_double_up_to_the_longest_and_start_again_after_a_success(
         if is_good:
             breaker.succeeded(job_id)
             assert breaker.is_closed
-            breaker.trip(now)
+            breaker.trip(now, "a test")
             pause = 1.0
         else:
             breaker.failed(now, job_id)
@@ -122,7 +122,7 @@ def test_a_closed_breaker_lets_everyone_and_an_open_one_nobody(
         elif event == "good":
             breaker.succeeded(breaker.probe if breaker.probe is not None else job_id)
         elif event == "trip":
-            breaker.trip(now)
+            breaker.trip(now, "a test")
             assert not breaker.lets("a", now)
         else:
             breaker.failed(now, None if event == "call" else job_id, is_timeout=event == "late")

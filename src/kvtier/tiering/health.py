@@ -6,7 +6,9 @@ tier reports and from what it fails to report.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -72,8 +74,12 @@ class CircuitBreaker:
     job it then submits (`probe`) decides.
     """
 
-    def __init__(self, settings: BreakerSettings) -> None:
+    def __init__(
+        self, settings: BreakerSettings, tell: Callable[[int, str], None] = lambda *_: None
+    ) -> None:
+        """`tell` hears, with a log level, when it is cut off and when it is in use again."""
         self._settings = settings
+        self._tell = tell
         self._outcomes: deque[bool] = deque(maxlen=settings.window)
         self._timeouts_in_a_row = 0
         self._pause = settings.first_pause_s
@@ -133,6 +139,7 @@ class CircuitBreaker:
             self._outcomes.clear()
             self._pause = self._settings.first_pause_s
             self.probe = self.prober = None
+            self._tell(logging.INFO, "in use again")
 
     def failed(self, now: float, job_id: int | None = None, is_timeout: bool = False) -> None:
         """Something went wrong: a job (named), or a call."""
@@ -148,18 +155,26 @@ class CircuitBreaker:
         self._outcomes.append(False)
         self._timeouts_in_a_row = self._timeouts_in_a_row + 1 if is_timeout else 0
         num_failures = self._outcomes.count(False)
-        if self._timeouts_in_a_row >= self._settings.max_timeouts_in_a_row or (
+        if self._timeouts_in_a_row >= self._settings.max_timeouts_in_a_row:
+            self.trip(now, f"{self._timeouts_in_a_row} deadlines in a row were missed")
+        elif (
             num_failures >= self._settings.min_failures
             and num_failures >= self._settings.max_failure_rate * len(self._outcomes)
         ):
-            self.trip(now)
+            self.trip(
+                now, f"{num_failures} of the last {len(self._outcomes)} jobs and calls failed"
+            )
 
     def _pause_longer(self, now: float) -> None:
         self._pause = min(self._pause * 2, self._settings.longest_pause_s)
-        self.trip(now)
+        self.trip(now, "the probe failed")
 
-    def trip(self, now: float) -> None:
+    def trip(self, now: float, reason: str) -> None:
         """Cut it off at once: it has broken the contract, or failed too often."""
+        if self.state is _CLOSED:
+            self._tell(
+                logging.WARNING, f"cut off: {reason}. It is tried again in {self._pause:g} s"
+            )
         self.state = _OPEN
         self._opened_at = now
         self._outcomes.clear()

@@ -79,9 +79,9 @@ class TierLink:
         self.prefix = metric_prefix(position, tier.tier_type)
         self.max_pinned = max_pinned
         self.write_policy = WRITE_POLICIES[settings.write_policy]()
-        self.breaker = CircuitBreaker(settings.breaker)
+        self.breaker = CircuitBreaker(settings.breaker, self._tell)
         """Of the tier as a whole: lookups and loads."""
-        self.store_breaker = CircuitBreaker(settings.breaker)
+        self.store_breaker = CircuitBreaker(settings.breaker, self._tell_of_stores)
         """Of its stores: a tier that is full or read-only can still be read."""
         self.is_broken = False
         """Whether it must not be used any more, because its namespace could not be changed."""
@@ -211,14 +211,20 @@ class TierLink:
     def violated(self, what: str) -> None:
         """The tier has broken its contract: cut it off."""
         self._counters["violations"] += 1
-        self._say(what.split(maxsplit=1)[0], f"{what}. It is cut off for a while")
-        self.breaker.trip(self._clock())
+        self._say(what.split(maxsplit=1)[0], what)
+        self.breaker.trip(self._clock(), "it has broken its contract")
 
     def _say(self, kind: str, message: str) -> None:
         """Log what is worth knowing, once for each kind."""
         if kind not in self._said:
             self._said.add(kind)
             logger.warning("%s: %s. Further ones are counted, not logged.", self.name, message)
+
+    def _tell(self, level: int, message: str) -> None:
+        logger.log(level, "%s: %s.", self.name, message)
+
+    def _tell_of_stores(self, level: int, message: str) -> None:
+        logger.log(level, "%s: stores: %s.", self.name, message)
 
     # --- jobs -----------------------------------------------------------------------------------
 
@@ -399,7 +405,7 @@ class TierLink:
         self.call("begin_epoch", self.tier.begin_epoch, fingerprint, default=None)
         if self._counters["errors"] > num_errors or self.tier.fingerprint != fingerprint:
             self.is_broken = True
-            self.breaker.trip(self._clock())
+            self.breaker.trip(self._clock(), "it did not take its new namespace")
             logger.error(
                 "%s did not take its new namespace, so it could serve blocks from before the "
                 "reset: it is not used any more. Mend its begin_epoch.",

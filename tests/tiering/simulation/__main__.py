@@ -27,7 +27,8 @@ def main() -> None:
     logging.disable()  # the tiers do all that there is to complain about
     if arguments.seed is not None:
         outcome = live(arguments.seed, keeps_trace=arguments.trace)
-        print("\n".join(outcome.trace))
+        for line in outcome.trace:
+            print(line)
         show(outcome)
         raise SystemExit(outcome.violation is not None)
     first, _, last = (arguments.seeds or "0-").partition("-")

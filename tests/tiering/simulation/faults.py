@@ -48,11 +48,6 @@ class Faults:
     weather: float = 0.0
     """Per step: the weather changes."""
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether the tier does all that a tier should, in time."""
-        return self == Faults(vanishes=self.vanishes)
-
 
 CHARACTERS: dict[str, Faults] = {
     "sound": Faults(),
