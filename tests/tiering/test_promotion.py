@@ -393,3 +393,20 @@ def test_a_tier_that_says_pending_is_asked_again() -> None:
     assert rig.look_up(keys(1), request) == "R"
     rig.step()
     assert rig.look_up(keys(1), request) == "P"
+
+
+def test_what_is_kept_for_a_request_does_not_stand_in_its_own_way() -> None:
+    rig = Rig(num_blocks=100, load_timeout_s=60.0)
+    blocks = keys(*range(70))
+    rig.keep_below(blocks)
+    tier = rig.tiers[0]
+    tier.unknown.update(blocks[40:])
+    request = rig.begin("r")
+    assert rig.look_up(blocks, request) == "P" * 40 + "R" * 30
+    rig.step()
+    tier.finish()
+    tier.unknown.clear()
+    assert rig.look_up(blocks, request) == "H" * 40 + "P" * 30
+    rig.step()
+    tier.finish()
+    assert rig.look_up(blocks, request) == "H" * 70

@@ -161,9 +161,7 @@ class CircuitBreaker:
             num_failures >= self._settings.min_failures
             and num_failures >= self._settings.max_failure_rate * len(self._outcomes)
         ):
-            self.trip(
-                now, f"{num_failures} of the last {len(self._outcomes)} jobs and calls failed"
-            )
+            self.trip(now, f"{num_failures} of the last {len(self._outcomes)} outcomes were bad")
 
     def _pause_longer(self, now: float) -> None:
         self._pause = min(self._pause * 2, self._settings.longest_pause_s)
@@ -172,9 +170,7 @@ class CircuitBreaker:
     def trip(self, now: float, reason: str) -> None:
         """Cut it off at once: it has broken the contract, or failed too often."""
         if self.state is _CLOSED:
-            self._tell(
-                logging.WARNING, f"cut off: {reason}. It is tried again in {self._pause:g} s"
-            )
+            self._tell(logging.WARNING, f"cut off: {reason}. Tried again in {self._pause:g} s")
         self.state = _OPEN
         self._opened_at = now
         self._outcomes.clear()

@@ -32,6 +32,10 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def num_blocks_of(self, request: TierRequest) -> int:
+        """Blocks that are kept for this request, and maybe for others as well."""
+        return sum(self._leases[lease_id].num_blocks for lease_id in request.leases)
+
     def begin(
         self,
         keys: Sequence[OffloadKey],

@@ -151,7 +151,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     def num_writable(self, wanted: int, num_leased: int, req_context: ReqContext) -> int:
         """How many slots, up to `wanted`, a promotion for this request could have now.
 
-        `num_leased`: slots of earlier ones, kept for those who wanted them.
+        `num_leased`: slots of earlier ones, kept for other requests that wanted them.
         """
         in_use = self._num_promoting + len(self._held) + num_leased
         wanted = min(wanted, self.max_promoting - in_use)

@@ -100,7 +100,7 @@ class Promotions:
                 return False
             del keys[link.explored_blocks :]
         del keys[link.num_loadable(len(keys)) :]
-        num_leased = self.leases.num_blocks
+        num_leased = self.leases.num_blocks - self.leases.num_blocks_of(request)
         del keys[self._primary.num_writable(len(keys), num_leased, request.context) :]
         if not keys:
             return False

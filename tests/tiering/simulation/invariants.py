@@ -167,8 +167,8 @@ class Inspector:
                 raise self.broken(f"{gauges[f'kvtier_cpu_{what}']} {what} after the end")
         if +self._primary.tier_pins():
             raise self.broken(f"pins after the end: {+self._primary.tier_pins()}")
-        for tier in self._tiers:
-            if tier.rules.num_open_requests():
+        for tier, link in zip(self._tiers, self._manager._links, strict=True):
+            if tier.rules.num_open_requests() and not link.is_broken:
                 raise self.broken(f"{tier.tier_type} was not told that requests have finished")
         if left := self.leftovers():
             raise self.broken(f"remembered after the end: {left}")

@@ -225,9 +225,10 @@ class Life:
         self.inspector.check_only_the_dead_hold()
 
     def _step_until_idle(self, patience: float) -> None:
-        deadline = self.world.time.now + patience
+        world = self.world
+        began = world.time.now
         while self.calls.has_pending_work():
-            if self.world.time.now > deadline:
+            if world.time.now > max(began, world.last_submission) + patience:
                 raise self.inspector.broken("there is pending work that nobody will end")
             self.step()
 

@@ -257,6 +257,7 @@ class SimulatedTier(SecondaryTierManager):
         if job.is_promotion is not is_promotion:
             raise self.world.witness.saw(f"job {job.job_id} goes the wrong way")
         self.rules.submitted(job)
+        self.world.last_submission = self.world.time.now
         tally = self.world.tally
         tally[f"{way} jobs"] += 1
         tally[f"blocks in {way} jobs"] += len(job.keys)

@@ -54,6 +54,8 @@ class World:
     num_resets: int = 0
     step: int = 0
     step_began: float = 0.0
+    last_submission: float = 0.0
+    """When a tier was last given a job."""
     promoting: dict[OffloadKey, Promotion] = field(default_factory=dict)
     leases: dict[tuple[ReqContext, OffloadKey], float] = field(default_factory=dict)
     """Blocks brought up for a request in time, and until when they must stay there for it."""
