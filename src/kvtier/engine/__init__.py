@@ -1,0 +1,30 @@
+"""A reference engine: a small, real transformer in numpy, and all that an engine needs around it.
+
+It shows how an engine drives `kvtier.connector`, and it is the oracle of the end-to-end tests:
+its tokens and logits have the same bits with and without offloading.
+
+    model, config = ModelConfig(), EngineConfig()
+    offloading = offloading_config(model, config, {"cpu_bytes_to_use": "1GiB"}, "my-engine")
+    engine = Engine(model, config, make_connector(offloading))
+    [result] = engine.generate(["Once upon a time"], max_tokens=20)
+    engine.shutdown()
+"""
+
+from __future__ import annotations
+
+from kvtier.engine.config import EngineConfig, ModelConfig
+from kvtier.engine.engine import Engine
+from kvtier.engine.hooks import Connector
+from kvtier.engine.offloading import make_connector, offloading_config
+from kvtier.engine.request import FinishReason, RequestResult
+
+__all__ = [
+    "Connector",
+    "Engine",
+    "EngineConfig",
+    "FinishReason",
+    "ModelConfig",
+    "RequestResult",
+    "make_connector",
+    "offloading_config",
+]

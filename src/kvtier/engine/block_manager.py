@@ -1,0 +1,172 @@
+"""Gives device blocks to requests, and finds prefixes that are on the device already."""
+
+from __future__ import annotations
+
+from kvtier.connector.common import NO_DEVICE_BLOCK
+from kvtier.engine.block_pool import BlockPool
+from kvtier.engine.cache import first_block_ids
+from kvtier.engine.config import EngineConfig, LayerGroup
+from kvtier.engine.request import Request
+
+__all__ = ["BlockManager"]
+
+
+class BlockManager:
+    """Keeps the block tables of requests. The scheduler's thread only.
+
+    A table has an entry for every block up to the request's last one. In a group with a window,
+    entries before the window are `NO_DEVICE_BLOCK`.
+    """
+
+    def __init__(self, groups: tuple[LayerGroup, ...], engine: EngineConfig) -> None:
+        self._groups = groups
+        self._block_tokens = engine.block_tokens
+        self._tokens_per_hash = engine.tokens_per_hash
+        self._alignment = engine.alignment
+        self._pools = [
+            BlockPool(first, num)
+            for first, num in zip(first_block_ids(engine), engine.num_blocks, strict=True)
+        ]
+        self._num_blocks = engine.num_blocks
+        self._allocated: list[list[int]] = [[] for _ in groups]
+
+    @property
+    def num_unused_blocks(self) -> tuple[int, ...]:
+        """For each group, blocks without a user."""
+        return tuple(pool.num_unused for pool in self._pools)
+
+    @property
+    def num_cached_blocks(self) -> tuple[int, ...]:
+        """For each group, blocks that a prefix may be found in."""
+        return tuple(pool.num_cached for pool in self._pools)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens can run when it is alone."""
+        return all(
+            group.window is not None or -(-num_tokens // tokens) <= num
+            for group, tokens, num in zip(
+                self._groups, self._block_tokens, self._num_blocks, strict=True
+            )
+        )
+
+    # --- prefixes -------------------------------------------------------------------------------
+
+    def match_prefix(self, request: Request) -> int:
+        """How many leading tokens are on the device, in all groups. At least one is left over."""
+        end = (request.num_tokens - 1) // self._alignment * self._alignment
+        shorter = True
+        while shorter and end:
+            shorter = False
+            for group_idx in range(len(self._groups)):
+                matched = self._match_group(request, group_idx, end)
+                shorter = shorter or matched < end
+                end = matched
+        return end
+
+    def _match_group(self, request: Request, group_idx: int, end: int) -> int:
+        """The longest prefix of at most `end` tokens of which this group has what is needed."""
+        tokens, group = self._block_tokens[group_idx], self._groups[group_idx]
+        if group.window is None:
+            for index in range(end // tokens):
+                if self._find(request, group_idx, index) is None:
+                    return index * tokens // self._alignment * self._alignment
+            return end
+        while end:
+            first = group.first_needed_token(end) // tokens
+            for index in range(end // tokens - 1, first - 1, -1):
+                if self._find(request, group_idx, index) is None:
+                    end = index * tokens // self._alignment * self._alignment
+                    break
+            else:
+                break
+        return end
+
+    def _find(self, request: Request, group_idx: int, index: int) -> int | None:
+        return self._pools[group_idx].find(self._hash(request, group_idx, index))
+
+    def _hash(self, request: Request, group_idx: int, index: int) -> bytes:
+        per_block = self._block_tokens[group_idx] // self._tokens_per_hash
+        return request.block_hashes[(index + 1) * per_block - 1]
+
+    # --- blocks of requests ---------------------------------------------------------------------
+
+    def start(
+        self, request: Request, num_matched: int, num_loaded: int, num_scheduled: int
+    ) -> bool:
+        """Give a request without blocks those of its prefix of `num_matched` tokens, and new ones
+        for what is loaded and computed behind it. False: not enough blocks, nothing has changed.
+        """
+        going_on = num_matched + num_loaded
+        for group_idx, (group, tokens) in enumerate(
+            zip(self._groups, self._block_tokens, strict=True)
+        ):
+            table = request.block_tables[group_idx]
+            first_needed = group.first_needed_token(going_on) // tokens
+            for index in range(num_matched // tokens):
+                block = None
+                if index >= first_needed:
+                    block = self._find(request, group_idx, index)
+                    assert block is not None
+                    self._pools[group_idx].use(block)
+                table.append(NO_DEVICE_BLOCK if block is None else block)
+            table += [NO_DEVICE_BLOCK] * (first_needed - len(table))
+        if self.grow(request, going_on + num_scheduled):
+            return True
+        self.release(request)
+        return False
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Give new blocks, so that there are blocks for `num_tokens`. False: not enough."""
+        missing = [
+            max(0, -(-num_tokens // tokens) - len(table))
+            for tokens, table in zip(self._block_tokens, request.block_tables, strict=True)
+        ]
+        if any(pool.num_unused < n for pool, n in zip(self._pools, missing, strict=True)):
+            return False
+        for group_idx, num in enumerate(missing):
+            blocks = [self._pools[group_idx].allocate() for _ in range(num)]
+            request.block_tables[group_idx].extend(blocks)
+            self._allocated[group_idx] += blocks
+        return True
+
+    def cache_computed(self, request: Request) -> None:
+        """The blocks that are full of computed tokens can be found from now on."""
+        for group_idx, table in enumerate(request.block_tables):
+            num_full = request.num_computed_tokens // self._block_tokens[group_idx]
+            for index in range(request.num_cached_blocks[group_idx], num_full):
+                if table[index] != NO_DEVICE_BLOCK:
+                    self._pools[group_idx].cache(
+                        table[index], self._hash(request, group_idx, index)
+                    )
+            request.num_cached_blocks[group_idx] = num_full
+
+    def leave_behind(self, request: Request) -> None:
+        """Give back the blocks that no token from `num_computed_tokens` on looks at."""
+        for group_idx, table in enumerate(request.block_tables):
+            needed_from = self._groups[group_idx].first_needed_token(request.num_computed_tokens)
+            first = needed_from // self._block_tokens[group_idx]
+            left = []
+            for index in range(min(first, len(table)) - 1, -1, -1):
+                if table[index] == NO_DEVICE_BLOCK:
+                    break
+                left.append(table[index])
+                table[index] = NO_DEVICE_BLOCK
+            self._pools[group_idx].release(reversed(left))
+
+    def release(self, request: Request) -> None:
+        """Take all blocks from a request. What is cached in them can still be found."""
+        for group_idx, table in enumerate(request.block_tables):
+            # The end of a prompt is worth less than its head, and reused first.
+            self._pools[group_idx].release(b for b in reversed(table) if b != NO_DEVICE_BLOCK)
+            table.clear()
+            request.num_cached_blocks[group_idx] = 0
+
+    def take_allocated(self) -> tuple[list[int], ...]:
+        """For each group, the blocks that were given to requests since the last call."""
+        allocated, self._allocated = self._allocated, [[] for _ in self._groups]
+        return tuple(allocated)
+
+    def drop_cache(self) -> None:
+        """Forget all prefixes."""
+        for pool in self._pools:
+            pool.drop_cache()

@@ -1,0 +1,235 @@
+"""The engine: takes requests, and steps until they have their tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvtier.engine.block_manager import BlockManager
+from kvtier.engine.cache import KVCache
+from kvtier.engine.config import EngineConfig, ModelConfig
+from kvtier.engine.model import Model, Span
+from kvtier.engine.request import FinishReason, Request, RequestResult
+from kvtier.engine.scheduler import Scheduler, Step
+from kvtier.engine.tokenizer import encode
+
+if TYPE_CHECKING:
+    from kvtier.engine.hooks import Connector
+
+__all__ = ["Engine"]
+
+# Between steps that have nothing to compute, so that transfers get the processor.
+_IDLE_S = 0.0002
+
+
+class Engine:
+    """One thread, greedy decoding. With a connector or without, the tokens are the same.
+
+    How an engine drives a connector is in `step`, and in the scheduler's `schedule`.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        connector: Connector | None = None,
+    ) -> None:
+        engine_config.check_against(model_config)
+        if connector is not None and len(connector.workers) != engine_config.world_size:
+            raise ValueError(
+                f"the connector has {len(connector.workers)} worker(s), but world_size="
+                f"{engine_config.world_size}: give one for each rank"
+            )
+        self.config = engine_config
+        self.model = Model(model_config)
+        self.cache = KVCache(model_config, engine_config)
+        self.blocks = BlockManager(model_config.groups, engine_config)
+        self._connector = connector
+        hooks = None if connector is None else connector.scheduler
+        self._scheduler = Scheduler(engine_config, self.blocks, hooks)
+        self._num_arrivals = 0
+        self._is_shut_down = False
+        try:
+            self._register_caches()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _register_caches(self) -> None:
+        if self._connector is not None:
+            for rank, worker in enumerate(self._connector.workers):
+                worker.register_kv_caches(self.cache.canonical(rank))
+
+    # --- requests -------------------------------------------------------------------------------
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request waits, loads or runs."""
+        return self._scheduler.has_requests
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int,
+        *,
+        request_id: str | None = None,
+        eos: int | None = None,
+        keep_logits: bool = False,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Queue a prompt, as text or token ids. Returns the request's id."""
+        token_ids = encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_size(token_ids, max_tokens)
+        self._num_arrivals += 1
+        if request_id is None:
+            request_id = f"request-{self._num_arrivals}"
+        if self._scheduler.is_known(request_id):
+            raise ValueError(
+                f"request_id={request_id!r} belongs to a request that has not ended, or whose load "
+                "has not: give another, or none"
+            )
+        self._scheduler.add(
+            Request(
+                request_id=request_id,
+                token_ids=token_ids,
+                max_tokens=max_tokens,
+                eos=eos,
+                keep_logits=keep_logits,
+                kv_transfer_params=kv_transfer_params,
+                tokens_per_hash=self.config.tokens_per_hash,
+                num_groups=len(self.model.config.groups),
+                arrival=self._num_arrivals,
+            )
+        )
+        return request_id
+
+    def _check_size(self, token_ids: Sequence[int], max_tokens: int) -> None:
+        vocab = self.model.config.vocab
+        if not token_ids or not all(0 <= token < vocab for token in token_ids):
+            raise ValueError(
+                f"a prompt of {len(token_ids)} tokens: give at least 1, each from 0 to {vocab - 1}"
+            )
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens}: give 1 or more")
+        total = len(token_ids) + max_tokens
+        if total > self.model.config.max_tokens or not self.blocks.fits(total):
+            raise ValueError(
+                f"a prompt of {len(token_ids)} tokens with max_tokens={max_tokens}: the model "
+                f"takes {self.model.config.max_tokens} tokens, and the cache has num_blocks="
+                f"{self.config.num_blocks} of {self.config.block_tokens} tokens"
+            )
+
+    def abort(self, request_id: str) -> RequestResult | None:
+        """End a request now. None: there is no such request."""
+        for request in self._scheduler.requests:
+            if request.request_id == request_id:
+                self._scheduler.end(request)
+                return request.result(FinishReason.ABORTED)
+        return None
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestResult]:
+        """Compute some tokens. Returns what has finished."""
+        step = self._scheduler.schedule()
+        connector = self._connector
+        if connector is not None:
+            metadata = connector.scheduler.build_connector_meta(step.plan)
+            for worker in connector.workers:
+                worker.start_kv_transfers(metadata)
+        self._scheduler.planned(step)
+        finished = self._run_model(step) if step.work else []
+        if connector is not None:
+            outputs = [worker.get_finished() for worker in connector.workers]
+            self._scheduler.loads_ended(connector.scheduler.update_connector_output(outputs))
+        for request, _ in finished:
+            self._scheduler.end(request)
+        if not step.work:
+            time.sleep(_IDLE_S)
+        return [request.result(reason) for request, reason in finished]
+
+    def _run_model(self, step: Step) -> list[tuple[Request, FinishReason]]:
+        spans = []
+        for request, num_tokens in step.work:
+            start = request.num_computed_tokens
+            tokens = request.token_ids[start : start + num_tokens]
+            spans.append(Span(tokens, start, request.block_tables))
+        all_logits = self.model.run(spans, self.cache)
+        self._scheduler.computed(step)
+        finished = []
+        for (request, _), logits in zip(step.work, all_logits, strict=True):
+            if request.num_computed_tokens == request.num_tokens:
+                reason = request.add_token(int(logits.argmax()), logits)
+                if reason is not None:
+                    finished.append((request, reason))
+        return finished
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        max_tokens: int = 16,
+        *,
+        eos: int | None = None,
+        keep_logits: bool = False,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> list[RequestResult]:
+        """Serve all prompts together. Results in the order of the prompts."""
+        ids = [
+            self.add_request(
+                prompt,
+                max_tokens,
+                eos=eos,
+                keep_logits=keep_logits,
+                kv_transfer_params=kv_transfer_params,
+            )
+            for prompt in prompts
+        ]
+        results: dict[str, RequestResult] = {}
+        while not results.keys() >= set(ids):
+            results.update((result.request_id, result) for result in self.step())
+        return [results[request_id] for request_id in ids]
+
+    def drain(self, timeout_s: float = 60.0) -> bool:
+        """Step until no request and no transfer is left. False: not in that time."""
+        deadline = time.monotonic() + timeout_s
+        while self.has_requests or self._has_transfers:
+            if time.monotonic() > deadline:
+                return False
+            self.step()
+        return True
+
+    @property
+    def _has_transfers(self) -> bool:
+        return self._connector is not None and self._connector.scheduler.has_pending_push_work()
+
+    # --- the caches -----------------------------------------------------------------------------
+
+    def take_events(self) -> list[Any]:
+        """What the connector tells about its tiers since the last call."""
+        return [] if self._connector is None else list(self._connector.scheduler.take_events())
+
+    def drop_device_cache(self) -> None:
+        """Find no prefix on the device any more. What is offloaded stays, and requests run on."""
+        self.blocks.drop_cache()
+
+    def reset_cache(self) -> None:
+        """Nothing computed so far is valid, on the device or below. Requests start again."""
+        self._scheduler.reset()
+        if self._connector is not None:
+            self._connector.scheduler.reset_cache()
+
+    def load_weights(self, seed: int) -> None:
+        """Other weights, and nothing left that the old ones have computed."""
+        self.model = Model(replace(self.model.config, seed=seed))
+        self.reset_cache()
+
+    def shutdown(self) -> None:
+        """Release everything, without waiting for requests. Idempotent."""
+        if self._connector is None or self._is_shut_down:
+            return
+        self._is_shut_down = True
+        for worker in self._connector.workers:
+            worker.shutdown()
+        self._connector.scheduler.shutdown()
