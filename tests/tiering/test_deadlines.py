@@ -438,7 +438,7 @@ def test_an_operator_reads_when_a_tier_is_cut_off_and_when_it_is_back(
     with caplog.at_level(logging.INFO, logger="kvtier.tiering.link"):
         rig = with_open_breaker()
         assert "tier 0 (hand0): cut off: 2 deadlines in a row were missed" in caplog.text
-        assert "tried again in 5 s" in caplog.text
+        assert "Tried again in 5 s" in caplog.text
         caplog.clear()
         rig.clock.now += 5.0
         rig.keep_below(keys(3))
