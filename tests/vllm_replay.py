@@ -3,7 +3,8 @@
 The manager under test may hold more or less than the one that was recorded, so its answers
 differ. What it hands out is what gets completed: a store completes the keys that this manager
 accepted, and blocks are loaded only if this manager says that they are there; otherwise they are
-offered for storing, as vLLM does after computing them.
+offered for storing, as vLLM does after computing them. While they are on their way, it is asked
+again at every step, for as long as the request lives.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvtier.base import (
     BlockIDsLoadStoreSpec,
@@ -108,16 +110,33 @@ class SlotLedger:
 
 
 @dataclass(slots=True, eq=False)
-class _Transfer:
+class Transfer:
     """Blocks that the manager under test has handed out."""
 
     request: int
     keys: list[OffloadKey]
+    slots: list[int]
     is_store: bool
     recorded: frozenset[int]
     """The keys whose recorded completion completes this. None of them: there was none."""
     due: int
     """Where there was none: the step after which it has ended."""
+
+
+class Worker(Protocol):
+    """Someone who carries out the transfers, and whose time passes with the steps."""
+
+    def begin(self, transfer: Transfer) -> None:
+        """The manager has handed out places."""
+
+    def end(self, transfer: Transfer) -> None:
+        """The transfer is about to be completed."""
+
+    def end_step(self) -> None:
+        """The manager was told that a step has ended."""
+
+    def reset(self) -> None:
+        """The manager is about to be reset; transfers that have begun are not completed."""
 
 
 @dataclass(slots=True)
@@ -127,15 +146,18 @@ class Replay:
     recording: Recording
     manager: OffloadingManager
     ledger: SlotLedger | None = None
+    worker: Worker | None = None
     seed: int = 0
     answers: Counter[str] = field(default_factory=Counter)
     """Lookup results by name, and how often each kind of transfer took place."""
     surprises: list[str] = field(default_factory=list)
     """Answers that differ from the recorded ones."""
     _contexts: dict[int, ReqContext] = field(default_factory=dict)
-    _transfers: list[_Transfer] = field(default_factory=list)
+    _transfers: list[Transfer] = field(default_factory=list)
     _computed: list[tuple[int, list[OffloadKey]]] = field(default_factory=list)
     """Blocks that could not be loaded: to be offered for storing."""
+    _awaited: list[Call] = field(default_factory=list)
+    """Loads of blocks that are on their way."""
     _step: int = 0
     _random: random.Random = field(default_factory=random.Random)
 
@@ -175,15 +197,22 @@ class Replay:
         self._compare(call, letters, call.result)
 
     def _prepare_load(self, call: Call) -> None:
+        self._load(call, recorded=call.keys)
+
+    def _load(self, call: Call, recorded: Sequence[int]) -> None:
         keys = [self.key(number) for number in call.keys]
         context = self._contexts[_request(call)]
-        if any(self.manager.lookup(key, context) is not LookupResult.HIT for key in keys):
+        results = {self.manager.lookup(key, context) for key in keys}
+        if LookupResult.MISS in results:
             self._computed.append((_request(call), keys))
+            return
+        if results != {LookupResult.HIT}:
+            self._awaited.append(call)
             return
         slots = _slots(self.manager.prepare_load(keys, context))
         if self.ledger is not None:
             self.ledger.load_prepared(keys, slots)
-        self._begin(call, keys, is_store=False, recorded=call.keys)
+        self._begin(call, keys, slots, is_store=False, recorded=recorded)
 
     def _prepare_store(self, call: Call) -> None:
         stored = list(parse_runs(call.result["stored"])) if call.result else []
@@ -203,10 +232,14 @@ class Replay:
         self.manager.touch(keys, self._contexts[_request(call)])
 
     def _on_request_finished(self, call: Call) -> None:
+        self._awaited = [other for other in self._awaited if other.request != call.request]
         self.manager.on_request_finished(self._contexts[_request(call)])
 
     def _on_schedule_end(self, call: Call) -> None:
         self._step += 1
+        awaited, self._awaited = self._awaited, []
+        for load in awaited:
+            self._load(load, recorded=())
         if self.ledger is not None:
             self.ledger.step_ended()
         self.manager.on_schedule_end(
@@ -215,6 +248,8 @@ class Replay:
                 {f"request-{request}" for request in call.preempted_requests},
             )
         )
+        if self.worker is not None:
+            self.worker.end_step()
         for transfer in list(self._transfers):
             if not transfer.recorded and transfer.due <= self._step:
                 self._complete(transfer)
@@ -238,6 +273,9 @@ class Replay:
         # vLLM never delivers completions from before a reset.
         self._transfers.clear()
         self._computed.clear()
+        self._awaited.clear()
+        if self.worker is not None:
+            self.worker.reset()
         self.manager.reset_cache()
         if self.ledger is not None:
             self.ledger.reset()
@@ -258,15 +296,24 @@ class Replay:
             self.ledger.store_prepared(keys, output)
         self.answers["evicted"] += len(output.evicted_keys)
         if output.keys_to_store:
-            self._begin(call, output.keys_to_store, is_store=True, recorded=recorded)
+            slots = _slots(output.store_spec)
+            self._begin(call, output.keys_to_store, slots, is_store=True, recorded=recorded)
         return output
 
     def _begin(
-        self, call: Call, keys: list[OffloadKey], is_store: bool, recorded: Sequence[int]
+        self,
+        call: Call,
+        keys: list[OffloadKey],
+        slots: list[int],
+        is_store: bool,
+        recorded: Sequence[int],
     ) -> None:
         self.answers["stores" if is_store else "loads"] += 1
         due = self._step + _STEPS_UNTIL_DONE
-        self._transfers.append(_Transfer(_request(call), keys, is_store, frozenset(recorded), due))
+        transfer = Transfer(_request(call), keys, slots, is_store, frozenset(recorded), due)
+        self._transfers.append(transfer)
+        if self.worker is not None:
+            self.worker.begin(transfer)
 
     def _complete_recorded(self, call: Call, is_store: bool) -> None:
         wanted = (_request(call), is_store, frozenset(call.keys))
@@ -275,8 +322,10 @@ class Replay:
                 self._complete(transfer)
                 return
 
-    def _complete(self, transfer: _Transfer) -> None:
+    def _complete(self, transfer: Transfer) -> None:
         self._transfers.remove(transfer)
+        if self.worker is not None:
+            self.worker.end(transfer)
         context = self._contexts[transfer.request]
         # vLLM gives a set: no order may be relied upon.
         shuffled = self._random.sample(transfer.keys, len(transfer.keys))

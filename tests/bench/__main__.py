@@ -5,13 +5,24 @@ from __future__ import annotations
 import argparse
 import time
 
-from tests.bench import hit_ratios, host_copy, scale, scheduler_cost
+from tests.bench import (
+    hit_ratios,
+    host_copy,
+    scale,
+    scheduler_cost,
+    seal_cost,
+    tiering_cost,
+    tiering_scale,
+)
 from tests.bench.report import missed
 
 BENCHMARKS = {
+    "seal_cost": (seal_cost.run, "sealing and verifying, against bare digests and copies"),
     "scheduler_cost": (scheduler_cost.run, "cost per block on the scheduler, against vLLM's own"),
     "scale": (scale.run, "the same with up to a million blocks, and memory per block"),
     "host_copy": (host_copy.run, "the host worker's copies, against bare memory copies"),
+    "tiering_cost": (tiering_cost.run, "scheduler_cost with tiers below (two minutes)"),
+    "tiering_scale": (tiering_scale.run, "the same with many blocks, and after many requests"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
 }
 

@@ -1,8 +1,8 @@
 """What one request's whole life costs on the scheduler thread, per block and per phase.
 
-Run as a script it measures one manager and prints one JSON document. It runs in two
-environments: this project's, and one that has vLLM, for vLLM's own manager. So it imports
-nothing but the manager it is asked for.
+Run as a script it measures one primary tier and prints one JSON document; for tiers below that,
+see `tests.bench.tiered_life`. It runs in two environments: this project's, and one that has vLLM,
+for vLLM's own manager. So it imports nothing but the manager it is asked for.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ STEP_CALLS = (
 
 PHASES = BLOCK_CALLS + STEP_CALLS
 
+HARVEST = "harvest"
+"""The first lookup of a step, in a manager with tiers below: it also takes in the transfers that
+have ended, which are those of the request before."""
+
+
+def do_nothing() -> None:
+    return
+
 
 @dataclass
 class Subject:
@@ -46,6 +54,15 @@ class Subject:
     make_context: Callable[[str], Any]
     make_key: Callable[[bytes, int], bytes]
     schedule_end: Any
+    harvests: bool = False
+    """Whether the first lookup of a step is to be timed apart."""
+    settle: Callable[[], None] = do_nothing
+    """Lets other threads do what they have to do for the manager, between two lives. Not timed."""
+    clock: Callable[[], int] = time.perf_counter_ns
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return (HARVEST, *PHASES) if self.harvests else PHASES
 
 
 def kvtier_subject(policy: str, num_blocks: int) -> Subject:
@@ -81,7 +98,7 @@ def live(subject: Subject, request: int, blocks: int, spent: dict[str, int]) -> 
     lookup = manager.lookup
     context = subject.make_context(f"request-{request}")
     keys = keys_of(subject, request, blocks)
-    clock = time.perf_counter_ns
+    clock = subject.clock
 
     def timed(phase: str, call: Callable[[], Any]) -> Any:
         start = clock()
@@ -90,8 +107,12 @@ def live(subject: Subject, request: int, blocks: int, spent: dict[str, int]) -> 
         return result
 
     timed("on_new_request", lambda: manager.on_new_request(context))
+    unasked = keys
+    if subject.harvests:
+        timed(HARVEST, lambda: lookup(keys[0], context))
+        unasked = keys[1:]
     start = clock()
-    for key in keys:
+    for key in unasked:
         lookup(key, context)
     spent["lookup_miss"] += clock() - start
     output = timed("prepare_store", lambda: manager.prepare_store(keys, context))
@@ -109,12 +130,13 @@ def live(subject: Subject, request: int, blocks: int, spent: dict[str, int]) -> 
     timed("on_request_finished", lambda: manager.on_request_finished(context))
     timed("take_events", lambda: list(manager.take_events()))
     timed("get_stats", manager.get_stats)
+    subject.settle()
 
 
 def measure(subject: Subject, slots: int, blocks: int, requests: int) -> dict[str, float]:
     """Nanoseconds per block and phase, with the cache full: every store evicts as much."""
     num_to_fill = slots // blocks + 1
-    scratch = dict.fromkeys(PHASES, 0)
+    scratch = dict.fromkeys(subject.phases, 0)
     for request in range(num_to_fill):
         live(subject, request, blocks, scratch)
     # What the imports of a subject have left behind is not its manager's fault.
@@ -122,10 +144,10 @@ def measure(subject: Subject, slots: int, blocks: int, requests: int) -> dict[st
     gc.freeze()
     lives: list[dict[str, int]] = []
     for request in range(num_to_fill, num_to_fill + requests):
-        spent = dict.fromkeys(PHASES, 0)
+        spent = dict.fromkeys(subject.phases, 0)
         live(subject, request, blocks, spent)
         lives.append(spent)
-    return {phase: median(spent[phase] for spent in lives) / blocks for phase in PHASES}
+    return {phase: median(spent[phase] for spent in lives) / blocks for phase in subject.phases}
 
 
 def main() -> None:

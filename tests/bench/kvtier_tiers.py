@@ -1,0 +1,92 @@
+"""kvtier's tiering manager over example tiers, for measurements."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.tiering.base import JobResult, TransferJob
+from kvtier.tiering.example.manager import ExampleSecondaryTierManager
+from kvtier.tiering.example.transfer import Transfer
+from kvtier.tiering.health import TierSettings
+from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from tests.config.sample import make_config
+
+PATIENT = TierSettings(lookup_timeout_s=3600, load_timeout_s=3600, store_timeout_s=3600)
+"""Blocks in flight are to stay that, on any machine."""
+
+
+class BenchTier(ExampleSecondaryTierManager):
+    """Its I/O thread can be held back, and it can keep to itself that a job has ended."""
+
+    withholds = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._withheld: set[int] = set()
+        self._may_move = threading.Event()
+        super().__init__(*args, **kwargs)
+
+    def hold(self, holds: bool) -> None:
+        """Whether the I/O thread moves blocks in `settle` alone."""
+        if holds:
+            self._may_move.clear()
+        else:
+            self._may_move.set()
+
+    def _move_block(self, transfer: Transfer) -> None:
+        self._may_move.wait()
+        super()._move_block(transfer)
+
+    def submit_store(self, job: TransferJob) -> None:
+        if self.withholds:
+            self._withheld.add(job.job_id)
+        super().submit_store(job)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        finished = super().get_finished_jobs()
+        if not self._withheld:
+            return finished
+        return [result for result in finished if result.job_id not in self._withheld]
+
+    def settle(self) -> None:
+        """Let the I/O thread do its work. The results are left for the manager to collect."""
+        assert self._io is not None
+        self._may_move.set()
+        self._io.wait_until_idle()
+        self._may_move.clear()
+
+    def drain_jobs(self) -> None:
+        self._may_move.set()
+        super().drain_jobs()
+
+    def keep(self, keys: Sequence[OffloadKey]) -> None:
+        """Have these blocks here, with whatever is in the first slots."""
+        slots = np.arange(len(keys), dtype=np.int64)
+        job = TransferJob(-1, keys, slots, False, ReqContext("keep"), self.fingerprint)
+        super().submit_store(job)
+        self.settle()
+        assert [result.job_id for result in super().get_finished_jobs()] == [job.job_id]
+
+
+class StandInSpec:
+    """What a tier wants of an `OffloadingSpec`."""
+
+    config = make_config()
+
+
+def make_manager(
+    policy: str, slots: int, memory: Any, num_tiers: int, max_blocks: int
+) -> tuple[TieringOffloadingManager, list[BenchTier]]:
+    primary = CPUPrimaryTierOffloadingManager(
+        slots, memory, cache_policy=policy, enable_events=True
+    )
+    view = primary.get_kv_memoryview()
+    tiers = [
+        BenchTier(StandInSpec(), view, "example", max_blocks=max_blocks, simulate_async=True)
+        for _ in range(num_tiers)
+    ]
+    return TieringOffloadingManager(primary, tiers, settings=[PATIENT] * num_tiers), tiers

@@ -1,0 +1,154 @@
+"""What one request's whole life costs through a tiering manager, per block and per phase.
+
+Run as a module it measures one manager, a few requests at a time, so that two of them can be
+measured in turns. Commands are JSON documents on standard input, one in a line, and so are answers
+on standard output: `{"begin": case}`, `{"batch": number}`, `{"end": 0}`. It runs in two
+environments: this project's, and one that has vLLM, for vLLM's own manager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from statistics import median
+from typing import Any
+
+from tests.bench.request_life import Subject, keys_of, live
+from tests.bench.tiered_subjects import SUBJECTS, Case, Tiered
+
+BLOCKS = 512
+"""Per request."""
+REQUESTS = 5
+"""Measured in a batch."""
+REQUESTS_AT_ONCE = 32
+"""New ones in one step, where each asks for one block."""
+
+FIRST_HIT = "first hit"
+"""A hit for a request that has not asked for the block before. Not a part of the life: there, a
+request finds what it has missed, and stored itself. vLLM takes more note of the first question."""
+FIRST_MISS = "first miss"
+"""A miss for a request that has not missed anything else in this step. Not a part of the life,
+either: there, a request asks on behind its first miss, which kvtier does not pass on to tiers."""
+
+FIRST_IN_FLIGHT = 1 << 40
+FIRST_IN_VAIN = 1 << 41
+"""Numbers of requests that no others have."""
+
+
+def begin(tiered: Tiered, case: Case) -> None:
+    """Fill the primary tier, so that every store evicts as much, and have blocks in flight."""
+    subject = tiered.subject
+    tiered.withhold(True)
+    begin_transfers(subject, case.in_flight)
+    tiered.withhold(False)
+    scratch = dict.fromkeys(subject.phases, 0)
+    for request in range(-(case.slots // BLOCKS + 1), 0):
+        live(subject, FIRST_IN_FLIGHT + request, BLOCKS, scratch)
+    # What the imports of a subject have left behind is not its manager's fault.
+    gc.collect()
+    gc.freeze()
+
+
+def begin_transfers(subject: Subject, num_blocks: int) -> None:
+    """Requests come, store and end."""
+    scratch = dict.fromkeys(subject.phases, 0)
+    for request in range(-(-num_blocks // BLOCKS)):
+        live(subject, FIRST_IN_FLIGHT + request, BLOCKS, scratch)
+
+
+def batch(subject: Subject, number: int) -> dict[str, float]:
+    """Nanoseconds per block of some requests, by phase and kind of lookup."""
+    numbers = range(number * REQUESTS, (number + 1) * REQUESTS)
+    lives = []
+    for request in numbers:
+        spent = dict.fromkeys(subject.phases, 0)
+        live(subject, request, BLOCKS, spent)
+        lives.append(spent)
+    cost = {phase: median(spent[phase] for spent in lives) / BLOCKS for phase in subject.phases}
+    cost[FIRST_HIT] = median(time_first_hits(subject, request) for request in numbers)
+    cost[FIRST_MISS] = median(time_first_misses(subject, request) for request in numbers)
+    return cost
+
+
+def time_first_hits(subject: Subject, request: int) -> float:
+    """Nanoseconds per block of a new request that asks for what an earlier one has stored."""
+    manager = subject.manager
+    lookup = manager.lookup
+    context = subject.make_context(f"later-{request}")
+    first, *others = keys_of(subject, request, BLOCKS)
+    manager.on_new_request(context)
+    lookup(first, context)
+    start = subject.clock()
+    for key in others:
+        lookup(key, context)
+    spent = subject.clock() - start
+    manager.on_request_finished(context)
+    end_step(subject)
+    return spent / len(others)
+
+
+def time_first_misses(subject: Subject, number: int) -> float:
+    """Nanoseconds per block of new requests that each ask for one block, which nobody has."""
+    manager = subject.manager
+    lookup = manager.lookup
+    names = [f"in-vain-{number}-{i}" for i in range(REQUESTS_AT_ONCE)]
+    contexts = [subject.make_context(name) for name in names]
+    keys = keys_of(subject, FIRST_IN_VAIN + number, REQUESTS_AT_ONCE)
+    for context in contexts:
+        manager.on_new_request(context)
+    lookup(keys[0], contexts[0])
+    questions = list(zip(keys[1:], contexts[1:], strict=True))
+    start = subject.clock()
+    for key, context in questions:
+        lookup(key, context)
+    spent = subject.clock() - start
+    for context in contexts:
+        manager.on_request_finished(context)
+    end_step(subject)
+    return spent / len(questions)
+
+
+def end_step(subject: Subject) -> None:
+    subject.manager.on_schedule_end(subject.schedule_end)
+    subject.manager.get_stats()
+
+
+class Session:
+    """One manager at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._make = SUBJECTS[name]
+        self._tiered: Tiered | None = None
+
+    def begin(self, case: dict[str, Any]) -> None:
+        self._tiered = self._make(Case(**case))
+        begin(self._tiered, Case(**case))
+
+    def batch(self, number: int) -> dict[str, float]:
+        assert self._tiered is not None
+        return batch(self._tiered.subject, number)
+
+    def end(self, _: object = None) -> None:
+        if self._tiered is not None:
+            self._tiered.subject.manager.shutdown()
+        self._tiered = None
+        gc.unfreeze()
+        gc.collect()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("subject", choices=sorted(SUBJECTS))
+    session = Session(parser.parse_args().subject)
+    try:
+        for line in sys.stdin:
+            ((command, argument),) = json.loads(line).items()
+            print(json.dumps(getattr(session, command)(argument)), flush=True)
+    finally:
+        session.end()
+
+
+if __name__ == "__main__":
+    main()
