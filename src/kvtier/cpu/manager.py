@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 from kvtier.admission.reuse import ReuseFilter
@@ -40,6 +41,8 @@ _HIT_PENDING = LookupResult.HIT_PENDING
 
 _MAX_UNSETTLED = 4096
 """Requests whose uses are kept back before the policy is told."""
+
+_generation_of = attrgetter("generation")
 
 _FIRST_RUN = 16
 """How many keys of a prompt are looked at first. Most prompts end with their first miss."""
@@ -241,20 +244,19 @@ class CPUOffloadingManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], blocks: list[BlockStatus], use: RequestUse
     ) -> bool:
         """The request uses these blocks, in prompt order. Whether all of them can be read."""
-        generations = [block.generation for block in blocks if block.ref_cnt >= 0]
-        all_ready = len(generations) == len(blocks)
-        if not all_ready:
-            generations = [block.generation for block in blocks]
+        generations = list(map(_generation_of, blocks))
         known = use.keys
-        if known.keys().isdisjoint(keys):
-            if keys:
-                if not use.fresh:
-                    self._expect_fresh(use)
-                known.update(zip(keys, generations, strict=True))
-                use.fresh += keys
+        if keys and keys[0] not in known:
+            if not use.fresh:
+                self._expect_fresh(use)
+            num_known = len(known)
+            known.update(zip(keys, generations, strict=True))
+            use.fresh += keys
+            if len(known) < num_known + len(keys):
+                use.out_of_order = True  # some of them it had used before
         elif list(map(known.get, keys)) != generations:
             self._note_uses(blocks, use)
-        return all_ready
+        return not self._num_writing or all(block.ref_cnt >= 0 for block in blocks)
 
     # --- loads ------------------------------------------------------------------------------
 

@@ -20,8 +20,10 @@ _SHUTDOWN_SHARE = 0.5
 def close_tiers(tiers: Sequence[SecondaryTierManager], timeout_s: float) -> None:
     """Drain and shut down tiers; return when all have, or when the time is up.
 
-    Afterwards no tier can get at the primary tier's slots: asking for a row raises. A tier that
-    has not ended by then keeps a thread of its own, which does not keep the process alive.
+    What one tier raises, or lacks because its constructor has not done its part, is logged and
+    does not keep the others open. Afterwards no tier can get at the primary tier's slots: asking
+    for a row raises. A tier that has not ended by then keeps a thread of its own, which does not
+    keep the process alive.
     """
     start = time.monotonic()
     drains = [_run(tier, "drain_jobs") for tier in tiers]
@@ -33,24 +35,38 @@ def close_tiers(tiers: Sequence[SecondaryTierManager], timeout_s: float) -> None
             logger.error(
                 "Tier %r did not end within %g s: it is left behind. Blocks on their way to it are "
                 "lost.",
-                tier.tier_type,
+                _name_of(tier),
                 timeout_s,
             )
-        tier.rows.release()
+        _release_rows(tier)
+
+
+def _name_of(tier: SecondaryTierManager) -> str:
+    return str(getattr(tier, "tier_type", type(tier).__name__))
+
+
+def _release_rows(tier: SecondaryTierManager) -> None:
+    try:
+        if hasattr(tier, "rows"):
+            tier.rows.release()
+    except Exception:
+        logger.exception("Tier %r: its rows cannot be released", _name_of(tier))
 
 
 def _run(tier: SecondaryTierManager, method: str) -> threading.Thread:
+    name = _name_of(tier)
+
     def call() -> None:
         try:
             getattr(tier, method)()
         except Exception:
-            logger.exception("Tier %r: %s raised", tier.tier_type, method)
+            logger.exception("Tier %r: %s raised", name, method)
 
-    thread = threading.Thread(target=call, name=f"kvtier-{method}-{tier.tier_type}", daemon=True)
+    thread = threading.Thread(target=call, name=f"kvtier-{method}-{name}", daemon=True)
     thread.start()
     return thread
 
 
 def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,20 +13,62 @@ from kvtier.config import TIER_KEYS, ConfigError, OptionReader, Problem, TierCon
 from kvtier.config.kinds import OPAQUE, Kind
 from kvtier.config.redaction import describe, without_secrets
 from kvtier.factory import ClassRegistry
+from kvtier.tiering.closing import close_tiers
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.tiering.base import SecondaryTierManager
 
-__all__ = ["SecondaryTierFactory", "TierStartError"]
+__all__ = ["PlannedTier", "SecondaryTierFactory", "TierStartError"]
 
 _GIVEN_BY_THE_FACTORY = ("offloading_spec", "primary_kv_view", "tier_type")
 _NOT_BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+_SET_BY_THE_BASE = ("tier_type", "rows", "fingerprint")
 _ANY_VALUE: Kind[Any] = Kind("a value", OPAQUE.parse)
 
 
 class TierStartError(RuntimeError):
     """A tier could not start, for a reason that is not in its configuration alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTier:
+    """An entry whose class was found, and whose keys fit its constructor. Nothing is started."""
+
+    config: TierConfig
+    tier_cls: type[SecondaryTierManager]
+    keys: Mapping[str, Any] = field(repr=False)
+    """What the constructor gets besides what every one does. May hold passwords."""
+
+    def start(
+        self, primary_kv_view: memoryview, offloading_spec: OffloadingSpec
+    ) -> SecondaryTierManager:
+        """The tier itself. Called while an engine starts, on the scheduler's side.
+
+        `ConfigError`: the tier refuses a value. `TierStartError`: it failed otherwise, or is not
+        what a tier must be. Neither keeps hold of the view, unless the tier itself does.
+        """
+        config = self.config
+        try:
+            tier = self.tier_cls(
+                offloading_spec=offloading_spec,
+                primary_kv_view=primary_kv_view,
+                tier_type=config.type,
+                **self.keys,
+            )
+        except Exception as error:
+            # The frames of the constructor hold a half-made tier, and with it the view.
+            for link in _chain(error):
+                clear_frames(link.__traceback__)
+            raise _refusal(error, self.tier_cls, config) from _cause_to_show(error, config)
+        defect = _defect_of(tier)
+        if defect is not None:
+            close_tiers([tier], offloading_spec.config.options.shutdown_timeout_ms / 1000)
+            del tier  # it may hold the view, and the error's frames would hold it
+            raise TierStartError(f"{config.at}: the tier {describe(config.type)} {defect}")
+        if config.locality is not None:
+            tier.locality = config.locality
+        return tier
 
 
 def _load_tier_base() -> type[SecondaryTierManager]:
@@ -56,7 +98,10 @@ class SecondaryTierFactory:
         module_path: str,
         class_name: str,
     ) -> None:
-        """Let `type` mean `class_name` of `module_path`, imported when first needed."""
+        """Let `type` mean `class_name` of `module_path`, imported when first needed.
+
+        Once more with the same arguments changes nothing; `ValueError` otherwise.
+        """
         cls._registry.register(type, module_path, class_name)
 
     @classmethod
@@ -68,6 +113,27 @@ class SecondaryTierFactory:
         return cls._registry.resolve(tier.type, tier.module_path, tier.at)
 
     @classmethod
+    def plan_secondary_tiers(cls, tier_configs: Iterable[TierConfig]) -> list[PlannedTier]:
+        """Find and check all that can be known of these tiers without starting one.
+
+        Raises one `ConfigError` with the problems of all of them.
+        """
+        planned: list[PlannedTier] = []
+        refusals: list[ConfigError] = []
+        for config in tier_configs:
+            try:
+                tier_cls = cls.get_secondary_tier_cls(config)
+                _require_fitting_class(tier_cls, config)
+                planned.append(PlannedTier(config, tier_cls, _keys_for(tier_cls, config)))
+            except ConfigError as refused:
+                refusals.append(refused)
+        if len(refusals) == 1:
+            raise refusals[0]  # as it is: its cause shows where an import failed
+        if refusals:
+            raise ConfigError(*(problem for refused in refusals for problem in refused.problems))
+        return planned
+
+    @classmethod
     def create_secondary_tier(
         cls,
         tier_config: TierConfig | Mapping[str, Any],
@@ -77,28 +143,10 @@ class SecondaryTierFactory:
         """The tier itself, started. Called while an engine starts, on the scheduler's side.
 
         `tier_config` is parsed, or an entry as the user writes it. `ConfigError`: the entry cannot
-        work. `TierStartError`: the tier's constructor failed otherwise. Neither keeps hold of the
-        view, unless the tier itself does.
+        work. For the rest see `PlannedTier.start`.
         """
-        config = _parsed(tier_config)
-        tier_cls = cls.get_secondary_tier_cls(config)
-        _require_fitting_class(tier_cls, config)
-        keys = _keys_for(tier_cls, config)
-        try:
-            tier = tier_cls(
-                offloading_spec=offloading_spec,
-                primary_kv_view=primary_kv_view,
-                tier_type=config.type,
-                **keys,
-            )
-        except Exception as error:
-            # The frames of the constructor hold a half-made tier, and with it the view.
-            for link in _chain(error):
-                clear_frames(link.__traceback__)
-            raise _refusal(error, tier_cls, config) from _cause_to_show(error, config)
-        if config.locality is not None:
-            tier.locality = config.locality
-        return tier
+        (planned,) = cls.plan_secondary_tiers([_parsed(tier_config)])
+        return planned.start(primary_kv_view, offloading_spec)
 
 
 def _parsed(tier_config: TierConfig | Mapping[str, Any]) -> TierConfig:
@@ -154,7 +202,8 @@ def _keys_for(tier_cls: type[SecondaryTierManager], config: TierConfig) -> dict[
             for key in {str(key) for key in keys}.difference(_GIVEN_BY_THE_FACTORY):
                 reader.optional(key, OPAQUE)
         elif parameter.default is parameter.empty:
-            reader.required(name, _ANY_VALUE)
+            needed = f"The tier {describe(config.type)} needs this key: add it"
+            reader.required(name, _ANY_VALUE, needed)
         else:
             reader.optional(name, OPAQUE)
     for name in TIER_KEYS:
@@ -162,6 +211,27 @@ def _keys_for(tier_cls: type[SecondaryTierManager], config: TierConfig) -> dict[
     reader.refuse_unread(f"Remove it; the tier {describe(config.type)} does not know it")
     reader.raise_problems()
     return keys
+
+
+def _defect_of(tier: SecondaryTierManager) -> str | None:
+    """What a tier lacks that has been made, in words that follow its name; None if nothing."""
+    from kvtier.base import Locality, Medium
+
+    if not all(hasattr(tier, name) for name in _SET_BY_THE_BASE):
+        return (
+            "is not complete: call super().__init__(offloading_spec, primary_kv_view, tier_type) "
+            "in its constructor"
+        )
+    kinds: tuple[tuple[str, type[Medium] | type[Locality]], ...] = (
+        ("medium", Medium),
+        ("locality", Locality),
+    )
+    for name, kind in kinds:
+        value = getattr(tier, name)
+        if value is not None and not isinstance(value, kind):
+            members = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+            return f"says {name} = {describe(value)}: let it say {members} or None"
+    return None
 
 
 def _unfit_class(

@@ -41,9 +41,10 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     ) -> dict[str, MetricDefinition]:
         """Every figure of the manager; or `ConfigError`, if there are tiers that cannot be."""
         definitions = super().build_metric_definitions(extra_config) | METRIC_DEFINITIONS
-        for tier in read_secondary_tiers(extra_config):
-            tier_cls = SecondaryTierFactory.get_secondary_tier_cls(tier)
-            definitions |= tier_cls.build_metric_definitions(tier.options)
+        tiers = read_secondary_tiers(extra_config)
+        for planned in SecondaryTierFactory.plan_secondary_tiers(tiers):
+            tier = planned.config
+            definitions |= planned.tier_cls.build_metric_definitions(tier.options)
             definitions |= tier_metric_definitions(tier.position, tier.type)
         return definitions
 
@@ -51,8 +52,10 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def get_manager(self) -> TieringOffloadingManager:  # type: ignore[override]
         """The manager with all tiers started, and all memory reserved.
 
-        Raises, and leaves nothing behind, when a tier's keys are wrong (`ConfigError`), when a
-        tier cannot start (`TierStartError`), or when there is no room (`NotEnoughMemory`).
+        Raises, and leaves nothing behind, when a tier's keys are wrong (`ConfigError`, before any
+        memory is reserved, with what is wrong with all tiers), when a tier refuses a value
+        (`ConfigError`) or cannot start (`TierStartError`), or when there is no room
+        (`NotEnoughMemory`).
         """
         if self._tiering_manager is None:
             self._tiering_manager = self._start()
@@ -61,6 +64,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def _start(self) -> TieringOffloadingManager:
         config, options = self.config, self.config.options
         shutdown_timeout_s = options.shutdown_timeout_ms / 1000
+        # Before the memory is reserved, which takes minutes: a typo must be told at once.
+        planned = SecondaryTierFactory.plan_secondary_tiers(options.secondary_tiers)
         with ExitStack() as undo:
             region = SharedOffloadRegion(
                 config.engine_id, config.num_blocks, None, config.row_bytes, config.cpu_page_size
@@ -77,9 +82,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             )
             tiers: list[SecondaryTierManager] = []
             undo.callback(close_tiers, tiers, shutdown_timeout_s)
-            for tier_config in options.secondary_tiers:
-                view = primary.get_kv_memoryview()
-                tiers.append(SecondaryTierFactory.create_secondary_tier(tier_config, view, self))
+            for tier in planned:
+                tiers.append(tier.start(primary.get_kv_memoryview(), self))
             manager = TieringOffloadingManager(
                 primary,
                 tiers,

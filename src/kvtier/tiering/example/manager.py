@@ -126,7 +126,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         blocks = self.blocks
-        if blocks.keys().isdisjoint(keys):
+        if not any(map(blocks.__contains__, keys)):
             return
         # Tail first: of one prompt, the head is the last to leave.
         for key in reversed(tuple(keys)):
@@ -171,7 +171,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         fitting = job.keys[: self.max_blocks - self._num_reserved]
         todo = deque(zip(fitting, slots, strict=False))
         here: list[OffloadKey] = []
-        if not blocks.keys().isdisjoint(job.keys):
+        if any(map(blocks.__contains__, job.keys)):
             # What is here of this prompt leaves last, and its tail before its head: then room is
             # never made for the tail at the cost of the head.
             self.touch(job.keys, job.req_context)
