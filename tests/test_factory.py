@@ -7,6 +7,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,10 +174,40 @@ def test_a_name_that_two_packages_claim_is_refused(
     )
 
 
-def test_a_name_is_registered_once(registry: ClassRegistry[Animal]) -> None:
+def test_a_name_has_one_meaning(registry: ClassRegistry[Animal]) -> None:
     with pytest.raises(ValueError, match=r"'cat' is already registered, as tests.test_factory.Cat"):
         registry.register("cat", "zoo", "Lion")
     assert registry.resolve("cat") is Cat
+
+
+def test_the_same_registration_again_changes_nothing(registry: ClassRegistry[Animal]) -> None:
+    registry.register("cat", "tests.test_factory", "Cat")
+    assert registry.resolve("cat") is Cat
+
+
+@pytest.mark.parametrize(
+    ("name", "module_path", "class_name", "message"),
+    [
+        (
+            "",
+            "zoo",
+            "Dog",
+            'animal\'s name: got ""; allowed: a text without white space around it.',
+        ),
+        (" dog", "zoo", "Dog", 'animal\'s name: got " dog"; .* Remove the white space around it.'),
+        (None, "zoo", "Dog", "animal's name: got null; "),
+        ("dog", "zoo.py", "Dog", 'module_path: got "zoo.py"; .* as in an import statement: "zoo"'),
+        ("dog", "", "Dog", 'module_path: got ""; '),
+        ("dog", "zoo", None, "class_name: got null; allowed: the name of a class. Write the class"),
+        ("dog", "zoo", "dogs.Dog", 'class_name: got "dogs.Dog"; '),
+    ],
+)
+def test_what_cannot_be_registered(
+    registry: ClassRegistry[Animal], name: Any, module_path: Any, class_name: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        registry.register(name, module_path, class_name)
+    assert "known animal (cat)" in refusal_of(registry, "giraffe")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -242,12 +273,46 @@ def test_a_class_that_is_not_in_the_module(registry: ClassRegistry[Animal], site
     write_module(site, "zoo_of_others", ANIMAL_SOURCE.format(name="Duck"))
     assert refusal_of(registry, "Dcuk", "zoo_of_others") == (
         'animal: got "Dcuk" (to be found in zoo_of_others); allowed: the name of a subclass of '
-        "tests.test_factory.Animal. There is no 'Dcuk' in zoo_of_others, but Duck."
+        "tests.test_factory.Animal. There is no 'Dcuk' in zoo_of_others. Did you mean \"Duck\"?"
+    )
+    assert refusal_of(registry, "duck", "zoo_of_others").endswith('Did you mean "Duck"?')
+    assert refusal_of(registry, "Hippo", "zoo_of_others").endswith(
+        "There is no 'Hippo' in zoo_of_others, but Duck."
     )
     write_module(site, "zoo_of_nobody", "")
     assert refusal_of(registry, "Duck", "zoo_of_nobody").endswith(
         "There is no 'Duck' in zoo_of_nobody: define it."
     )
+
+
+def test_of_many_classes_in_the_module_some_are_named(
+    registry: ClassRegistry[Animal], site: Path
+) -> None:
+    source = "from tests.test_factory import Cat\n"
+    source += "".join(f"class Bird{number}(Cat): ...\n" for number in range(14))
+    write_module(site, "zoo_of_many", source)
+    assert refusal_of(registry, "Hippopotamus", "zoo_of_many").endswith(
+        "in zoo_of_many, but Bird0, Bird1, Bird2, Bird3, Bird4, and others."
+    )
+
+
+def test_an_entry_point_without_a_class(registry: ClassRegistry[Animal], site: Path) -> None:
+    write_module(site, "zoo_unnamed", ANIMAL_SOURCE.format(name="Dog"))
+    write_module(site, "zoo_empty", "")
+    names = {"dog": "zoo_unnamed", "nobody": "zoo_empty"}
+    install(site, "zoo-unnamed", "zoo.animals", names)
+    message = refusal_of(registry, "dog")
+    assert message.startswith("animal: got \"dog\" (the installed entry point 'zoo_unnamed' of")
+    assert message.endswith(". Write the entry point as 'zoo_unnamed:Dog'.")
+    assert refusal_of(registry, "nobody").endswith(" as 'zoo_empty:MyClass'.")
+
+
+def test_an_entry_point_whose_class_is_gone(registry: ClassRegistry[Animal], site: Path) -> None:
+    """The user cannot write another name: the package must be mended."""
+    write_module(site, "zoo_renamed", ANIMAL_SOURCE.format(name="Hound"))
+    install(site, "zoo-renamed", "zoo.animals", {"dog": "zoo_renamed:Hund"})
+    message = refusal_of(registry, "dog")
+    assert message.endswith("There is no 'Hund' in zoo_renamed, but Hound.")
 
 
 def test_a_registration_whose_class_is_gone(registry: ClassRegistry[Animal]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from kvtier.config.errors import ConfigError, Problem
+from kvtier.config.kinds import CLASS_NAME, MODULE_PATH, REQUIRED_TEXT
 from kvtier.config.options import CPU_SPEC, TIERING_SPEC
 from kvtier.config.reader import nearest
 from kvtier.config.redaction import describe
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MOST_NAMED = 5
+"""So many classes of a module are named where there is no such class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,20 @@ class ClassRegistry(Generic[T]):
         self._compared_with_installed: set[str] = set()
 
     def register(self, name: str, module_path: str, class_name: str) -> None:
-        """Let `name` mean `class_name` of `module_path`, which is imported when first needed."""
-        if name in self._registered:
+        """Let `name` mean `class_name` of `module_path`, which is imported when first needed.
+
+        Saying the same again changes nothing: engines load their plug-ins more than once.
+        `ValueError`: the name has another meaning already, or one of the three cannot be.
+        """
+        for what, kind, given in (
+            (f"{self._kind}'s name", REQUIRED_TEXT, name),
+            ("module_path", MODULE_PATH, module_path),
+            ("class_name", CLASS_NAME, class_name),
+        ):
+            problem = kind.refusal(what, given)
+            if problem is not None:
+                raise ValueError(str(problem))
+        if self._registered.get(name, (module_path, class_name)) != (module_path, class_name):
             raise ValueError(
                 f"{self._kind} {name!r} is already registered, as "
                 f"{'.'.join(self._registered[name])}: register {class_name} under another name"
@@ -211,14 +227,30 @@ def _why_no_class(found: object, source: _Source, base: type[object]) -> str:
         return f"Derive {found.__qualname__} from {base.__qualname__}"
     if found is not None:
         return f"{source.module_path}.{source.class_name} is no class: name one"
+    fitting = _fitting_classes(source, base)
+    if not source.class_name:
+        example = fitting[0] if fitting else "MyClass"
+        return f"Write the entry point as '{source.module_path}:{example}'"
+    there = f"There is no {source.class_name!r} in {source.module_path}"
+    if not fitting:
+        return f"{there}: define it"
+    meant = nearest(source.class_name, fitting)
+    if meant and source.module_path_key:
+        return f'{there}. Did you mean "{meant}"?'
+    named = [meant] if meant else fitting[:_MOST_NAMED]
+    more = "" if meant or len(fitting) <= _MOST_NAMED else ", and others"
+    return f"{there}, but {', '.join(named)}{more}"
+
+
+def _fitting_classes(source: _Source, base: type[object]) -> list[str]:
+    """What the module has that could have been named, its own classes before those of others."""
     module = importlib.import_module(source.module_path)
-    fitting = [
-        name
+    fitting = {
+        name: value
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, base) and value is not base
-    ]
-    there = f"There is no {source.class_name!r} in {source.module_path}"
-    return f"{there}, but {' and '.join(fitting)}" if fitting else f"{there}: define it"
+    }
+    return sorted(fitting, key=lambda name: fitting[name].__module__ != source.module_path)
 
 
 def _load_spec_base() -> type[OffloadingSpec]:
@@ -243,7 +275,10 @@ class OffloadingSpecFactory:
 
     @classmethod
     def register_spec(cls, name: str, module_path: str, class_name: str) -> None:
-        """Let `name` mean `class_name` of `module_path`, imported when first needed."""
+        """Let `name` mean `class_name` of `module_path`, imported when first needed.
+
+        Once more with the same arguments changes nothing; `ValueError` otherwise.
+        """
         cls._registry.register(name, module_path, class_name)
 
     @classmethod

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import uuid
+from contextlib import nullcontext
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import TIER_KEYS, USER_KEYS, parse_user_config
+from kvtier.config import TIER_KEYS, USER_KEYS, ConfigError, parse_user_config
 from kvtier.config.options import VLLM_ONLY_KEYS, VLLM_ONLY_TIER_KEYS
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.tiering.factory import SecondaryTierFactory
-from kvtier.tiering.health import TierSettings
+from kvtier.tiering.health import BreakerSettings, TierSettings
 from tests.config.sample import MINIMAL, make_config, options_of
 from tests.installed import write_module
 
@@ -162,18 +163,83 @@ def test_the_documented_defaults_of_deadlines_and_shares_are_those_in_force() ->
     }
 
 
-def test_the_example_for_engines_runs(tmp_path: Path) -> None:
-    (tmp_path / "kv.json").write_text(listings("json")[0])
-    (python,) = listings("python")
+def test_the_documented_longest_time_is_the_longest() -> None:
+    times = [(TIER_SECTIONS, key) for key in TIER_KEYS if key.endswith("_timeout_ms")]
+    for at, key in [*times, (USER_SECTIONS, "shutdown_timeout_ms")]:
+        (longest,) = re.findall(r"at most (\d+) \(one day\)", at[key])
+        for time, fits in ((int(longest), True), (int(longest) + 1, False)):
+            extra = {key: time}
+            if at is TIER_SECTIONS:
+                extra = {"secondary_tiers": [{"type": "x"} | extra]}  # type: ignore[dict-item]
+            with nullcontext() if fits else pytest.raises(ConfigError):
+                options_of(extra)
+
+
+def test_so_many_late_stores_as_documented_are_one_too_many() -> None:
+    assert "After three stores in a row" in TIER_SECTIONS["store_timeout_ms"]
+    assert BreakerSettings().max_timeouts_in_a_row == 3
+
+
+def output_of(source: str, folder: Path) -> list[str]:
     ran = subprocess.run(
-        [sys.executable, "-c", python],
-        cwd=tmp_path,
+        [sys.executable, "-c", source],
+        cwd=folder,
         check=True,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert ran.stdout == "CPUOffloadingSpec: 131072 blocks of 65536 bytes\n"
+    return ran.stdout.splitlines()
+
+
+def test_the_example_for_engines_runs(tmp_path: Path) -> None:
+    (tmp_path / "kv.json").write_text(listings("json")[0])
+    assert output_of("".join(listings("python")), tmp_path) == [
+        "CPUOffloadingSpec: 131072 blocks of 65536 bytes",
+        "request-1: 0 of 2 blocks found",
+        "request-2: 0 of 2 blocks found",
+        "request-3: 2 of 2 blocks found",
+    ]
+
+
+EVICTED_AND_BACK = """
+def settle():
+    while manager.has_pending_work():
+        end_step(manager)
+
+far = TierFilter((TierMatcher(locality=Locality.REMOTE),))
+number = 0
+for name, wanted in (("nowhere", TierFilter()), ("far", far), ("near", near)):
+    settle()
+    for _ in range(4):
+        number += 1
+        serve(manager, ReqContext(str(number)), [make_offload_key(bytes([number]) * 32, 0)])
+        settle()
+    print(name, serve(manager, ReqContext(name, load_tier_filter=wanted), keys))
+settle()
+"""
+
+
+def test_the_example_for_engines_brings_blocks_back_from_a_tier(tmp_path: Path) -> None:
+    tier = {"type": "example", "simulate_async": True, "locality": "LOCAL"}
+    keys = {
+        "cpu_bytes_to_use": 4 * 65536,
+        "secondary_tiers": [tier | {"load_timeout_ms": 60_000, "store_timeout_ms": 60_000}],
+        "prefill_tokens_per_s": 0,  # whatever is there is brought, however long it takes
+    }
+    (tmp_path / "kv.json").write_text(json.dumps(keys))
+    *beginning, end = listings("python")
+    assert end == "manager.shutdown()\n"
+    source = "".join([*beginning, EVICTED_AND_BACK, end])
+    assert output_of(source.replace("engine-0", uuid.uuid4().hex), tmp_path) == [
+        "TieringOffloadingSpec: 4 blocks of 65536 bytes",
+        "request-1: 0 of 2 blocks found",
+        "request-2: 2 of 2 blocks found",
+        "request-3: 2 of 2 blocks found",
+        "nowhere 0",
+        "far 0",
+        "near 2",
+    ]
 
 
 def test_the_sizes_shown_are_sizes() -> None:

@@ -46,8 +46,44 @@ USER_MISTAKES: dict[str, Mistake] = {
         "quux",
         "1",
         "only the keys",
-        "Remove it; what only your own spec or tier reads belongs in engine_config",
+        "and what only your own spec reads belongs in engine_config",
     ),
+    "a key of a tier of some type": (
+        {"max_blocks": 5},
+        "max_blocks",
+        "5",
+        "only the keys",
+        "Remove it; a tier's own key belongs in its entry of secondary_tiers",
+    ),
+    "a key of every tier": (
+        {"load_timeout_ms": 5},
+        "load_timeout_ms",
+        "5",
+        "only the keys",
+        ". It belongs in an entry of secondary_tiers.",
+    ),
+    "another key of every tier": (
+        {"write_policy": "through"},
+        "write_policy",
+        '"through"',
+        "only the keys",
+        ". It belongs in an entry of secondary_tiers.",
+    ),
+    "a misspelled key of every tier": (
+        {"loadtimeout_ms": 5},
+        "loadtimeout_ms",
+        "5",
+        "only the keys",
+        'Did you mean "load_timeout_ms" in an entry of secondary_tiers?',
+    ),
+    "a part of a key": (
+        {"tiers": [{"type": "example"}]},
+        "tiers",
+        '[{"type": "example"}]',
+        "only the keys",
+        'Did you mean "secondary_tiers"?',
+    ),
+    "a part of several keys": ({"path": "x"}, "path", '"x"', "only the keys", "Remove it"),
     "the whole transfer config": (
         {"kv_connector_extra_config": {"cpu_bytes_to_use": 1}},
         "kv_connector_extra_config",
@@ -287,18 +323,25 @@ USER_MISTAKES: dict[str, Mistake] = {
         "a number of milliseconds above 0",
         "Leave it out to have the default, 10000.0",
     ),
+    "more than a day to end": (
+        {"shutdown_timeout_ms": 1e13},
+        "shutdown_timeout_ms",
+        "10000000000000.0",
+        "a number of milliseconds above 0 and at most 86400000, one day",
+        "Write at most 86400000, which is one day, or leave it out",
+    ),
     "a tier of no type": (
         second_tier(type=""),
         f"{TIER_AT_1}.type",
         '""',
-        "a text",
+        'the name of a tier, such as "example", or of a class in module_path',
         "Write at least one letter.",
     ),
     "a tier outside a list": (
         {"secondary_tiers": {"type": "fs"}},
         "secondary_tiers",
         '{"type": "fs"}',
-        'a list of objects such as [{"type": "fs"',
+        'a list of objects such as [{"type": "example"}]',
         "Put the one tier in brackets",
     ),
     "tiers as text": (
@@ -320,20 +363,20 @@ USER_MISTAKES: dict[str, Mistake] = {
         TIER_AT_1,
         "null",
         'an object with a "type"',
-        'Write {"type": "fs"}',
+        'Write {"type": "example"}',
     ),
     "a tier without type": (
         second_tier(root_dir="/mnt"),
         f"{TIER_AT_1}.type",
         "nothing",
-        "a text",
-        "This key is required: add it",
+        "the name of a tier",
+        'Write {"type": "example"}, or the name of an installed tier',
     ),
     "a tier with a misspelled type": (
         second_tier(typ="fs"),
         f"{TIER_AT_1}.type",
         "nothing",
-        "a text",
+        "the name of a tier",
         'Is "typ" meant to be it?',
     ),
     "a tier's module": (
@@ -383,12 +426,19 @@ USER_MISTAKES: dict[str, Mistake] = {
         f"{TIER_AT_1}.store_timeout_ms",
         "Infinity",
         "a number of milliseconds above 0",
-        "above 0, or leave it out",
+        "Write at most 86400000, which is one day",
     ),
     "a time that no float can hold": (
         second_tier(type="fs", store_timeout_ms=10**309),
         f"{TIER_AT_1}.store_timeout_ms",
         f"1{'0' * 199}...",
+        "a number of milliseconds above 0",
+        "Write at most 86400000, which is one day",
+    ),
+    "no number of milliseconds": (
+        second_tier(type="fs", lookup_timeout_ms=float("nan")),
+        f"{TIER_AT_1}.lookup_timeout_ms",
+        "NaN",
         "a number of milliseconds above 0",
         "above 0, or leave it out",
     ),
@@ -464,6 +514,14 @@ def test_all_problems_are_reported_together() -> None:
     assert message.startswith("6 problems in the configuration:\n- ")
     assert all(f"\n- {problem}" in message for problem in refused.problems)
     assert str(pickle.loads(pickle.dumps(refused))) == message
+
+
+@pytest.mark.parametrize("key", ["lookup_timeout_ms", "load_timeout_ms", "store_timeout_ms"])
+def test_a_day_is_the_longest_time_of_a_tier(key: str) -> None:
+    (tier,) = options_of({"secondary_tiers": [{"type": "x", key: 86_400_000}]}).secondary_tiers
+    assert getattr(tier, key) == 86_400_000
+    refused = refusal_of({"secondary_tiers": [{"type": "x", key: 86_400_001}]})
+    assert [problem.key for problem in refused.problems] == [f"secondary_tiers[0].{key}"]
 
 
 def test_a_config_error_is_a_value_error() -> None:

@@ -26,6 +26,8 @@ HIDDEN = "hunter2"
         {"secondary_tiers": [json.dumps({"type": "valkey", "password": HIDDEN})]},
         {"pasword": HIDDEN},
         {"api_key": HIDDEN},
+        {"encryption_key": HIDDEN},
+        {"secondary_tiers": json.dumps([{"type": "x", "encryption_key": HIDDEN}])},
         {"authorization": f"Bearer {HIDDEN}"},
         {"account_key": HIDDEN},
         {"connection_string": HIDDEN},
@@ -57,6 +59,14 @@ def test_what_is_no_secret_is_shown() -> None:
     assert "16" in str(refusal_of({"tokens": 16}))
 
 
+@pytest.mark.parametrize("key", ["key", "my_key", "my key", "sortKey", "monkey"])
+def test_a_key_that_may_be_a_secret_shows_only_what_protects_nothing(key: str) -> None:
+    for harmless, shown in ((1, "1"), (True, "true"), (None, "null"), ("abc", '"abc"')):
+        assert str(refusal_of({key: harmless})).startswith(f"{key}: got {shown}; ")
+    for secret in (HIDDEN, 20221224, [HIDDEN], {"bytes": HIDDEN}):
+        assert str(refusal_of({key: secret})).startswith(f'{key}: got "***"; ')
+
+
 def test_a_configuration_shown_in_a_log_hides_the_tiers_own_keys() -> None:
     tier = {"type": "valkey", "password": HIDDEN}
     config = make_config({"secondary_tiers": [tier], "engine_config": {"key": HIDDEN}})
@@ -68,6 +78,9 @@ def test_a_configuration_shown_in_a_log_hides_the_tiers_own_keys() -> None:
     ("options", "text"),
     [
         ({"password": HIDDEN}, f"the server does not like {HIDDEN!r}"),
+        ({"encryption_key": HIDDEN}, f"{HIDDEN} is no key"),
+        ({"encryption_key": {"of": "me", "is": HIDDEN}}, f"{HIDDEN} is no key"),
+        ({}, f"encryption_key={HIDDEN} does not fit"),
         ({"password": 20221224}, "the server does not like 20221224"),
         ({"auth": {"user": "me", "tokens": [HIDDEN]}}, f"[{HIDDEN}] is too short"),
         ({"url": f"valkey://me:{HIDDEN}@host"}, f"{HIDDEN} is wrong"),

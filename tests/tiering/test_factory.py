@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -131,6 +131,32 @@ class NeedsNeither(Tier):
         super().__init__(offloading_spec, primary_kv_view, tier_type)
 
 
+class Lonely(Tier):
+    """Forgets its base class, but not what it has opened."""
+
+    closed: ClassVar[list[str]] = []
+
+    def __init__(
+        self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str
+    ) -> None:
+        self.view = primary_kv_view[:]
+
+    def shutdown(self) -> None:
+        self.closed.append("shut down")
+
+
+class OnADisk(Tier):
+    medium = "disk"  # type: ignore[assignment]
+
+
+class Somewhere(Tier):
+    def __init__(
+        self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.locality = "LOCAL"  # type: ignore[assignment]
+
+
 class OwnWords(Tier):
     def __init__(self, spec: OffloadingSpec, view: memoryview, tier_type: str) -> None:
         raise NotImplementedError
@@ -200,9 +226,10 @@ def test_an_installed_tier_is_found(
 
 def test_a_registered_tier_is_found(spec: OffloadingSpec) -> None:
     SecondaryTierFactory.register_secondary_tier("test_factory", HERE, "Shelf")
+    SecondaryTierFactory.register_secondary_tier("test_factory", HERE, "Shelf")  # once more
     assert isinstance(make(spec, {"type": "test_factory", "path": "/shelf"}), Shelf)
     with pytest.raises(ValueError, match="tier 'test_factory' is already registered"):
-        SecondaryTierFactory.register_secondary_tier("test_factory", HERE, "Shelf")
+        SecondaryTierFactory.register_secondary_tier("test_factory", HERE, "TakesAnything")
 
 
 def test_an_entry_as_the_user_writes_it_is_parsed(spec: OffloadingSpec) -> None:
@@ -303,7 +330,8 @@ def test_a_number_as_key(spec: OffloadingSpec) -> None:
 
 def test_a_key_that_is_missing(spec: OffloadingSpec) -> None:
     assert str(refusal_of(spec, shelf())) == (
-        "secondary_tiers[1].path: got nothing; allowed: a value. This key is required: add it."
+        "secondary_tiers[1].path: got nothing; allowed: a value. "
+        'The tier "Shelf" needs this key: add it.'
     )
     missing, unknown = refusal_of(spec, shelf(paht="/shelf")).problems
     assert (missing.key, missing.remedy) == (
@@ -361,6 +389,83 @@ def test_a_tier_that_cannot_start(spec: OffloadingSpec) -> None:
         "[Errno 13] Permission denied: '/shelf'. Mend that, or remove the tier"
     )
     assert isinstance(refused.value.__cause__, PermissionError)
+
+
+def start_error_of(spec: OffloadingSpec, name: str) -> str:
+    memory = bytearray(4 * 64)
+    view = memoryview(memory).cast("B", (4, 64))
+    with pytest.raises(TierStartError) as refused:
+        make(spec, {"type": name, "module_path": HERE}, view)
+    view.release()
+    memory.clear()  # which raises while anyone has a part of it, the error's frames included
+    return str(refused.value)
+
+
+def test_a_tier_that_forgets_its_base_class(spec: OffloadingSpec) -> None:
+    Lonely.closed.clear()
+    assert start_error_of(spec, "Lonely") == (
+        'secondary_tiers[1]: the tier "Lonely" is not complete: call super().__init__('
+        "offloading_spec, primary_kv_view, tier_type) in its constructor"
+    )
+    assert Lonely.closed == ["shut down"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "remedy"),
+    [
+        ("OnADisk", 'medium = "disk"', "Medium.GPU, Medium.CPU, Medium.STORAGE or None"),
+        ("Somewhere", 'locality = "LOCAL"', "Locality.LOCAL, Locality.REMOTE or None"),
+    ],
+)
+def test_a_tier_that_no_filter_would_fit(
+    spec: OffloadingSpec, name: str, said: str, remedy: str
+) -> None:
+    assert start_error_of(spec, name) == (
+        f'secondary_tiers[1]: the tier "{name}" says {said}: let it say {remedy}'
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Several tiers
+# ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_several_tiers_is_told_together() -> None:
+    entries = [
+        {"type": "exmaple"},
+        {"type": "FromOldTimes", "module_path": HERE},
+        shelf(path="/shelf"),
+        shelf(boards=5, quux=1),
+        {"type": "Shelf", "module_path": "not_here_at_all"},
+    ]
+    tiers = options_of({"secondary_tiers": entries}).secondary_tiers
+    with pytest.raises(ConfigError) as refused:
+        SecondaryTierFactory.plan_secondary_tiers(tiers)
+    assert [problem.key for problem in refused.value.problems] == [
+        "secondary_tiers[0].type",
+        "secondary_tiers[1].type",
+        "secondary_tiers[3].path",
+        "secondary_tiers[3].quux",
+        "secondary_tiers[4].module_path",
+    ]
+
+
+def test_a_single_refusal_keeps_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    write_module(tmp_path, "tiers_that_divide", "1 / 0")
+    with pytest.raises(ConfigError) as refused:
+        SecondaryTierFactory.plan_secondary_tiers(
+            [TierConfig("Shelf", module_path="tiers_that_divide")]
+        )
+    assert isinstance(refused.value.__cause__, ZeroDivisionError)
+
+
+def test_a_plan_starts_nothing_and_shows_no_secret(spec: OffloadingSpec) -> None:
+    tiers = [TierConfig("Shelf", module_path=HERE, options={"path": "/x", "password": HIDDEN})]
+    (planned,) = SecondaryTierFactory.plan_secondary_tiers(tiers)
+    assert planned.tier_cls is Shelf
+    assert HIDDEN not in repr(planned)
+    assert isinstance(planned.start(new_view(), spec), Shelf)
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError])

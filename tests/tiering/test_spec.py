@@ -153,6 +153,8 @@ class Watched(SecondaryTierManager):
         self.jobs: list[TransferJob] = []
         if raises == "start":
             raise OSError("no such device")
+        if raises == "keys":
+            raise ValueError("raises: no such key")
         self.raises = raises
         self.lives.append(f"{name} started")
 
@@ -182,6 +184,21 @@ class Watched(SecondaryTierManager):
     @classmethod
     def build_metric_definitions(cls, tier_options: Any) -> dict[str, MetricDefinition]:
         return {"watched_life": MetricDefinition(MetricKind.GAUGE, tier_options.get("name", ""))}
+
+
+class Forgetful(Watched):
+    """Does not call its base class, and holds on to all it is given."""
+
+    def __init__(
+        self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str
+    ) -> None:
+        self.primary_kv_view = primary_kv_view
+
+    def drain_jobs(self) -> None:
+        return
+
+    def shutdown(self) -> None:
+        return
 
 
 class NeverEnds(Watched):
@@ -499,9 +516,9 @@ def test_the_shape_of_a_group(
 @pytest.mark.parametrize(
     ("bad", "error", "reason"),
     [
-        (watched(nmae="c"), ConfigError, r'secondary_tiers\[2\]\.nmae: .* mean "name"\?'),
+        (watched(raises="keys"), ConfigError, r"secondary_tiers\[2\]\.raises: .* no such key"),
         (watched(raises="start"), TierStartError, r"secondary_tiers\[2\]: .* no such device"),
-        ({"type": "Missing", "module_path": HERE}, ConfigError, r"secondary_tiers\[2\]\.type"),
+        ({"type": "Forgetful", "module_path": HERE}, TierStartError, r"\[2\]: .* super\(\)"),
     ],
 )
 def test_a_tier_that_fails_ends_those_that_have_started(
@@ -518,6 +535,27 @@ def test_a_tier_that_fails_ends_those_that_have_started(
         assert set(threading.enumerate()) <= threads
         assert kept.value.__traceback__ is not None
     assert caplog.messages == []
+
+
+def test_wrong_keys_are_told_before_memory_is_reserved() -> None:
+    """Of all tiers at once; there is no such memory, and nothing is said about that."""
+    tiers = ({"type": "exmaple"}, watched(), watched(nmae="c"))
+    spec = TieringOffloadingSpec(make_config(*tiers, cpu_bytes_to_use="1000TiB"))
+    with pytest.raises(ConfigError) as refused:
+        spec.get_manager()
+    assert [problem.key for problem in refused.value.problems] == [
+        "secondary_tiers[0].type",
+        "secondary_tiers[2].nmae",
+    ]
+    assert Watched.lives == []
+
+
+def test_a_module_path_without_effect_is_warned_of_once(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(TieringOffloadingSpec(make_config(EXAMPLE | {"module_path": "not_here_at_all"})))
+    (message,) = caplog.messages
+    assert message.startswith('secondary_tiers[0].module_path = "not_here_at_all" has no effect')
 
 
 def test_a_start_that_fails_is_not_held_up_by_a_tier(caplog: pytest.LogCaptureFixture) -> None:
@@ -572,8 +610,13 @@ def test_figures_are_defined_before_there_is_an_engine() -> None:
     with_tiers = TieringOffloadingSpec.build_metric_definitions(extra)
     assert {f"kvtier_tier_{n}_example_loaded_blocks" for n in range(2)} <= with_tiers.keys()
     assert without_tiers.keys() < with_tiers.keys()
-    with pytest.raises(ConfigError, match=r"^secondary_tiers\[0\]\.type"):
-        TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [{"type": "exampel"}]})
+    wrong = [{"type": "exampel"}, {"type": "example", "max_block": 5}]
+    with pytest.raises(ConfigError) as refused:
+        TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": wrong})
+    assert [problem.key for problem in refused.value.problems] == [
+        "secondary_tiers[0].type",
+        "secondary_tiers[1].max_block",
+    ]
 
 
 def test_a_device_that_is_none_is_refused_as_without_tiers() -> None:

@@ -25,7 +25,8 @@ class Problem:
 class ConfigError(ValueError):
     """The configuration cannot work. Raised before anything is allocated or opened.
 
-    Carries every problem that could be found at once, so that mending takes one round.
+    Carries every problem that could be found at once, so that mending takes few rounds. Only a
+    tier's own word on the values of its keys comes when it is started; nothing stays open then.
     """
 
     def __init__(self, *problems: Problem) -> None:

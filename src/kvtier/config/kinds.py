@@ -16,6 +16,9 @@ from kvtier.config.sizes import SizeError, parse_size
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
 
+_ONE_DAY_MS = 86_400_000
+"""No engine waits longer for anything; what is larger is a slip of the unit, or means "never"."""
+
 
 class Unfit(Exception):
     """The value is not of the kind; carries the remedy, one sentence without full stop."""
@@ -100,6 +103,12 @@ def _module_path(value: object) -> str:
     return path
 
 
+def _class_name(value: object) -> str:
+    if not isinstance(value, str) or not value.isidentifier():
+        raise Unfit('Write the class\'s name alone, as in "MyClass"')
+    return value
+
+
 def _size(value: object) -> int:
     try:
         return parse_size(value)
@@ -111,7 +120,9 @@ def _milliseconds(value: object) -> float:
     number = _number(value)
     if number is None:
         raise Unfit("Write a number of milliseconds without quotes or unit, such as 500")
-    if not 0 < number < math.inf:
+    if number > _ONE_DAY_MS:
+        raise Unfit(f"Write at most {_ONE_DAY_MS}, which is one day, or leave it out")
+    if not number > 0:
         raise Unfit("Write a number of milliseconds above 0, or leave it out")
     return number
 
@@ -138,8 +149,11 @@ BOOLEAN = Kind("true or false", _boolean)
 TEXT = Kind("a text without white space around it", _text)
 REQUIRED_TEXT = Kind(TEXT.allowed, _required_text)
 MODULE_PATH = Kind('an importable module such as "my_package.my_module"', _module_path)
+CLASS_NAME = Kind("the name of a class", _class_name)
 SIZE = Kind('a size above 0, in bytes or as a text such as "8GiB" or "1.5GB"', _size)
-MILLISECONDS = Kind("a number of milliseconds above 0", _milliseconds)
+MILLISECONDS = Kind(
+    f"a number of milliseconds above 0 and at most {_ONE_DAY_MS}, one day", _milliseconds
+)
 SHARE = Kind("a number above 0 and at most 1", _share)
 RATE = Kind("a number, 0 or more", _rate)
 OPAQUE: Kind[Any] = Kind("anything", lambda value: value)

@@ -161,7 +161,10 @@ class OffloadingOptions:
         reader.refuse_unread(
             "Give the content of kv_connector_extra_config alone, not the object around it"
             if "kv_connector_extra_config" in extra_config
-            else "Remove it; what only your own spec or tier reads belongs in engine_config"
+            else "Remove it; a tier's own key belongs in its entry of secondary_tiers, and what "
+            "only your own spec reads belongs in engine_config",
+            elsewhere=TIER_KEYS,
+            where="in an entry of secondary_tiers",
         )
         reader.raise_problems()
         return options
@@ -205,6 +208,10 @@ def _parse_locality(value: object) -> Locality:
     return one_of(Locality).parse(value)
 
 
+_SAMPLE_ENTRY = '{"type": "example"}'
+_TIER_TYPE = Kind(
+    'the name of a tier, such as "example", or of a class in module_path', REQUIRED_TEXT.parse
+)
 _LOCALITY = Kind('"LOCAL" or "REMOTE"', _parse_locality)
 
 
@@ -215,7 +222,7 @@ def _read_tiers(reader: OptionReader) -> tuple[TierConfig, ...]:
     if not isinstance(entries, (list, tuple)):
         reader.refuse(
             "secondary_tiers",
-            'a list of objects such as [{"type": "fs", "root_dir": "/mnt/kv"}]',
+            f"a list of objects such as [{_SAMPLE_ENTRY}]",
             "Put the one tier in brackets" if isinstance(entries, Mapping) else "Write a list",
         )
         return ()
@@ -225,14 +232,15 @@ def _read_tiers(reader: OptionReader) -> tuple[TierConfig, ...]:
 def _read_tier(problems: list[Problem], entry: object, position: int) -> TierConfig:
     at = f"secondary_tiers[{position}]"
     if not isinstance(entry, Mapping):
-        kind = entry if isinstance(entry, str) and entry.isidentifier() else "fs"
-        problems.append(
-            Problem(at, describe(entry), 'an object with a "type"', f'Write {{"type": "{kind}"}}')
-        )
+        named = isinstance(entry, str) and entry.isidentifier()
+        meant = f'{{"type": "{entry}"}}' if named else _SAMPLE_ENTRY
+        problems.append(Problem(at, describe(entry), 'an object with a "type"', f"Write {meant}"))
         return TierConfig(type="", position=position)
     reader = OptionReader(_without_vllm_only(entry, VLLM_ONLY_TIER_KEYS, at), at)
     tier = TierConfig(
-        type=reader.required("type", REQUIRED_TEXT),
+        type=reader.required(
+            "type", _TIER_TYPE, f"Write {_SAMPLE_ENTRY}, or the name of an installed tier"
+        ),
         position=position,
         module_path=reader.optional("module_path", MODULE_PATH),
         enable_kv_events=reader.get("enable_kv_events", BOOLEAN, False),

@@ -29,13 +29,12 @@ class OptionReader:
         """Whether the user gave `key` a value. A JSON null is none."""
         return self._options.get(key) is not None
 
-    def required(self, key: str, kind: Kind[T]) -> T:
-        """The value of a key that must be there."""
+    def required(self, key: str, kind: Kind[T], remedy: str = "This key is required: add it") -> T:
+        """The value of a key that must be there. `remedy`: what to do where it is not."""
         self._asked.add(key)
         if not self.has(key):
             typo = nearest(key, map(str, self.unread()))
-            remedy = f'Is "{typo}" meant to be it?' if typo else "This key is required: add it"
-            self.refuse(key, kind.allowed, remedy)
+            self.refuse(key, kind.allowed, f'Is "{typo}" meant to be it?' if typo else remedy)
             return cast(T, None)
         return self._parse(key, kind)
 
@@ -63,18 +62,24 @@ class OptionReader:
         """What is left after all keys asked for."""
         return {key: value for key, value in self._options.items() if key not in self._asked}
 
-    def refuse_unread(self, remedy: str) -> None:
-        """Note every key that nobody asked for, with the known key nearest to it."""
+    def refuse_unread(
+        self, remedy: str, elsewhere: Iterable[str] = (), where: str = "elsewhere"
+    ) -> None:
+        """Note every key that nobody asked for, with the known key nearest to it.
+
+        `elsewhere`: keys that are known, but not here; `where` says in which place they are.
+        """
         known = sorted(self._asked)
+        other = tuple(elsewhere)
         for key, value in self.unread().items():
-            meant = nearest(str(key), known)
+            meant = nearest(str(key), [*known, *other])
             self.problems.append(
                 Problem(
                     f"{self._prefix}{key}",
                     # A misspelled "password" must not show what it holds either.
                     describe(value, f"{meant} {key}"),
                     f"only the keys {', '.join(known)}",
-                    f'Did you mean "{meant}"?' if meant else remedy,
+                    _remedy(str(key), meant, where if meant in other else "") or remedy,
                 )
             )
 
@@ -97,5 +102,18 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     from difflib import get_close_matches
 
     spelled = {other.lower(): other for other in known}
-    matches = get_close_matches(name.lower(), spelled, n=1)
-    return spelled[matches[0]] if matches else None
+    # A little stricter than by default: "max_blocks" is not meant to be "block_size".
+    matches = get_close_matches(name.lower(), spelled, n=1, cutoff=0.65)
+    if not matches:
+        # A part of the name may be all that is remembered: "tiers".
+        matches = [other for other in spelled if name.lower() in other.split("_")]
+    return spelled[matches[0]] if len(matches) == 1 else None
+
+
+def _remedy(key: str, meant: str | None, where: str) -> str | None:
+    """What to do about a key that is not known here, if it is known what was meant."""
+    if meant is None:
+        return None
+    if where:
+        return f"It belongs {where}" if key == meant else f'Did you mean "{meant}" {where}?'
+    return f'Did you mean "{meant}"?'

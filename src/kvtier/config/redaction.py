@@ -12,12 +12,14 @@ _LONGEST = 200
 _SHORTEST_SECRET = 4
 _SECRET = (
     r"pass?_?w|passphrase|pwd|secret|credential|auth|bearer|cookie|connection_?string"
-    r"|(?:access|account|api|private|shared)_?key|\bkey\b|token\b|\bsas\b|\bsig"
+    r"|(?:access|account|api|private|shared)_?key|token\b|\bsas\b|\bsig"
 )
 _SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
+# May open something, or only sort something: what is long enough to be a secret is taken for one.
+_MAYBE_SECRET_KEY = re.compile(r"key\b", re.IGNORECASE)
 # A list or object that shell quoting has turned into a text.
 _SECRET_IN_TEXT = re.compile(
-    rf"""((?:{_SECRET})\w*["']*\s*[:=]\s*["']*)[^\s"',}}]+""", re.IGNORECASE
+    rf"""((?:(?:{_SECRET})\w*|key)["']*\s*[:=]\s*["']*)[^\s"',}}]+""", re.IGNORECASE
 )
 # Everything up to the last "@": a password may itself contain "@" or "/".
 _URL_USER_INFO = re.compile(r"(?<=://)\S*@")
@@ -40,19 +42,27 @@ def without_secrets(text: str, options: Mapping[str, object]) -> str:
 def _secrets_in(value: object, key: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _secrets_in(item, f"{key} {name}" if _SECRET_KEY.search(key) else str(name))
+            yield from _secrets_in(item, f"{key} {name}" if _may_name_secret(key) else str(name))
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _secrets_in(item, key)
-    elif _SECRET_KEY.search(key) and not isinstance(value, bool | None):
-        # What is shorter protects nothing, and its letters are in every other word.
-        if len(str(value)) >= _SHORTEST_SECRET:
+    elif _may_name_secret(key):
+        if not _is_too_small(value):
             yield str(value)
     elif isinstance(value, str):
         for user_info in _URL_USER_INFO.findall(value):
             password = user_info[:-1].partition(":")[2]
             if len(password) >= _SHORTEST_SECRET:
                 yield password
+
+
+def _may_name_secret(key: str) -> bool:
+    return bool(_SECRET_KEY.search(key) or _MAYBE_SECRET_KEY.search(key))
+
+
+def _is_too_small(value: object) -> bool:
+    """Whether a value protects nothing. Besides, its letters would be in every other word."""
+    return isinstance(value, bool | None) or len(str(value)) < _SHORTEST_SECRET
 
 
 def _without_marked_secrets(text: str) -> str:
@@ -65,7 +75,9 @@ def _unknown_to_json(value: object) -> int | str:
 
 
 def _redacted(value: object, key: str) -> object:
-    if _SECRET_KEY.search(key) and value is not None:
+    if value is not None and _SECRET_KEY.search(key):
+        return _HIDDEN
+    if _MAYBE_SECRET_KEY.search(key) and not _is_too_small(value):
         return _HIDDEN
     if isinstance(value, str):
         return _without_marked_secrets(value)

@@ -44,7 +44,7 @@ class TierSettings:
     load_timeout_s: float = 2.0
     """A promotion that takes longer is a miss for those who wait for it."""
     store_timeout_s: float = 10.0
-    """A store that takes longer stops further ones, until it ends."""
+    """A store that takes longer counts as a failure; three in a row cut its stores off."""
     max_pinned_share: float = 0.25
     """The share of the primary tier's slots that stores to this tier may pin."""
     write_policy: WritePolicyName = WritePolicyName.THROUGH

@@ -83,7 +83,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             tiers: list[SecondaryTierManager] = []
             undo.callback(close_tiers, tiers, shutdown_timeout_s)
             for tier in planned:
-                tiers.append(tier.start(primary.get_kv_memoryview(), self))
+                view = primary.get_kv_memoryview()
+                tiers.append(tier.start(view, self))
             manager = TieringOffloadingManager(
                 primary,
                 tiers,

@@ -58,8 +58,7 @@ class WatchedCalls:
         if until is not None and self._world.time.now < until and answer is not LookupResult.HIT:
             raise self._world.witness.saw(f"{name(key)} was brought for {context.req_id}, and left")
         is_pending = answer in (LookupResult.HIT_PENDING, LookupResult.RETRY)
-        if self._world.must_not_wait([key], context) and is_pending:
-            raise self._world.witness.saw(f"{context.req_id} is to wait for {name(key)} again")
+        self._check_wait([key], context, is_pending)
         return answer
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], context: ReqContext) -> PrefixLookup:
@@ -68,11 +67,23 @@ class WatchedCalls:
             f"lookup_prefix {context.req_id} {' '.join(map(name, keys))}: "
             f"{answer.num_hits} {answer.is_final}"
         )
-        if self._world.must_not_wait(keys, context) and not answer.is_final:
-            raise self._world.witness.saw(f"{context.req_id} is to wait again")
+        self._check_wait(keys, context, not answer.is_final)
         if not 0 <= answer.num_hits <= len(keys):
             raise self._world.witness.saw(f"{answer.num_hits} hits among {len(keys)} keys")
         return answer
+
+    def _check_wait(
+        self, keys: Sequence[OffloadKey], context: ReqContext, is_pending: bool
+    ) -> None:
+        """A request that has waited in vain is not told to wait again."""
+        world = self._world
+        must_not_wait = world.must_not_wait(keys, context)
+        if is_pending:
+            if must_not_wait:
+                names = " ".join(map(name, keys))
+                raise world.witness.saw(f"{context.req_id} is to wait again for {names}")
+            for key in keys:
+                world.told_to_wait[context, key] = world.step
 
     def prepare_load(self, keys: list[OffloadKey], context: ReqContext) -> list[int]:
         self._world.end_wait(context)

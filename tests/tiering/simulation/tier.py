@@ -28,7 +28,7 @@ from tests.tiering.simulation.faults import Faults, Weather
 from tests.tiering.simulation.memory import Use
 from tests.tiering.simulation.piecework import Piecework
 from tests.tiering.simulation.traits import TierTraits, spec_of
-from tests.tiering.simulation.world import GivenUp, World, name
+from tests.tiering.simulation.world import World, name
 
 _SLOWNESS = (1.1, 1.5, 4.0, 20.0)
 """How many deadlines something takes that is slow."""
@@ -391,7 +391,7 @@ class SimulatedTier(SecondaryTierManager):
             context = running.job.req_context
             is_same_wait = running.num_waits == world.num_waits[context]
             if running.use.writes and is_same_wait and running.num_resets == world.num_resets:
-                world.given_up.setdefault(context, GivenUp()).keys.update(running.job.keys)
+                world.give_up(running.job.keys, context)
 
     def _duration(self, timeout: float) -> float:
         rng = self.world.rng

@@ -60,6 +60,8 @@ class World:
     leases: dict[tuple[ReqContext, OffloadKey], float] = field(default_factory=dict)
     """Blocks brought up for a request in time, and until when they must stay there for it."""
     given_up: dict[ReqContext, GivenUp] = field(default_factory=dict)
+    told_to_wait: dict[tuple[ReqContext, OffloadKey], int] = field(default_factory=dict)
+    """In which step a request was last told to wait for a block."""
     num_waits: Counter[ReqContext] = field(default_factory=Counter)
     """How often each request has begun to wait anew."""
     being_stored: Counter[OffloadKey] = field(default_factory=Counter)
@@ -89,6 +91,11 @@ class World:
             del self.leases[lease]
         self.given_up.pop(context, None)
         self.num_waits[context] += 1
+
+    def give_up(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        """Blocks that a request waits for are late."""
+        awaited = {k for k in keys if self.told_to_wait.get((context, k), -1) >= self.step - 1}
+        self.given_up.setdefault(context, GivenUp()).keys.update(awaited)
 
     def must_not_wait(self, keys: Sequence[OffloadKey], context: ReqContext) -> bool:
         """Whether a request asks again for what has missed its deadline."""
