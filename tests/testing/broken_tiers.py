@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 
@@ -358,6 +361,21 @@ class LeavesAThread(Example):
         threading.Thread(target=ended.wait, name="left-behind", daemon=True).start()
 
 
+class LeavesItsPool(Example):
+    """Has work done by a pool, waits for it, and lets the idle thread be."""
+
+    pools: ClassVar[WeakSet[ThreadPoolExecutor]] = WeakSet()
+    """Not kept here: a pool that nobody keeps ends its threads, which is what misleads."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._pool = ThreadPoolExecutor(1, "idle")
+        self.pools.add(self._pool)
+
+    def submit_store(self, job: TransferJob) -> None:
+        self._pool.submit(super().submit_store, job).result()
+
+
 class LeavesADescriptor(Example):
     left: ClassVar[list[int]] = []
 
@@ -372,6 +390,8 @@ def clean_up_after_broken_tiers() -> None:
         for ended in events:
             ended.set()
         events.clear()
+    for pool in list(LeavesItsPool.pools):
+        pool.shutdown()
     for descriptor in LeavesADescriptor.left:
         os.close(descriptor)
     LeavesADescriptor.left.clear()
@@ -493,6 +513,44 @@ class _Diversion(deque[Any]):
         self._other.append(item)
 
 
+class LoadsAndStoresInOnePool(GatedTier):
+    """The same with several threads: a load has to wait until one of them is free."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert isinstance(self._io, IOThread)
+        self._io.stop()
+        self._io = _Pool(self._move_block)  # type: ignore[assignment]
+
+
+class _Pool:
+    """What an `IOThread` does, by four threads."""
+
+    def __init__(self, move_block: Callable[[Transfer], None]) -> None:
+        self._move_block = move_block
+        self._threads = ThreadPoolExecutor(4)
+        self._begun: list[Future[None]] = []
+        self._ended: SimpleQueue[Transfer] = SimpleQueue()
+
+    def submit(self, transfer: Transfer) -> None:
+        self._begun.append(self._threads.submit(self._carry_out, transfer))
+
+    def _carry_out(self, transfer: Transfer) -> None:
+        while transfer.todo:
+            self._move_block(transfer)
+        self._ended.put(transfer)
+
+    def take_ended(self) -> list[Transfer]:
+        return [self._ended.get() for _ in range(self._ended.qsize())]
+
+    def wait_until_idle(self) -> bool:
+        wait(self._begun)
+        return True
+
+    def stop(self) -> None:
+        self._threads.shutdown()
+
+
 class KnowsOnlyItsRequests(Example):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -514,6 +572,24 @@ class AnswersNothing(Example):
 class ReportsAnUndefinedFigure(Example):
     def get_stats(self) -> OffloadingStats:
         return OffloadingStats(counters={"made_up": 1.0})
+
+
+class GivesNone(Example):
+    def get_finished_jobs(self) -> Any:
+        return list(super().get_finished_jobs()) or None
+
+
+class GivesNoEvents(Example):
+    def take_events(self) -> Any:
+        return list(super().take_events()) or None
+
+
+class NotSetUp(Example):
+    """Leaves out the base class's constructor."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.blocks = OrderedDict()
+        self._io = None
 
 
 # --- across restarts ---------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from kvtier.testing import (
     FaultSchedule,
     FaultyTier,
     TierConformance,
+    TierHarness,
 )
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
@@ -97,6 +98,7 @@ HANGS = frozenset(
         "still answered RETRY",
         "did not return within",
         "shutdown: left-behind",
+        "shutdown: idle",
         "(/dev/null)",
         "by its events the tier has",
     }
@@ -143,6 +145,7 @@ PLAIN = [
     Case(broken.KeepsARow, "the_view_is_free_after_shutdown", "KeepsARow.kept_row"),
     Case(broken.KeepsAnArray, "the_view_is_free_after_shutdown", "KeepsAnArray.kept_array"),
     Case(broken.LeavesAThread, "no_thread_or_descriptor_is_left", "shutdown: left-behind"),
+    Case(broken.LeavesItsPool, "no_thread_or_descriptor_is_left", "shutdown: idle"),
     Case(broken.LeavesADescriptor, "no_thread_or_descriptor_is_left", "(/dev/null)"),
     *(
         Case(broken.IgnoresSeals, "a_damaged_block_is_refused", words, (how,))
@@ -170,6 +173,11 @@ PLAIN = [
     Case(broken.WaitsInSubmit, "calls_do_not_wait", "submit_store"),
     Case(broken.HoldsTheLockDuringIO, "calls_do_not_wait", "lookup"),
     Case(broken.LoadsBehindStores, "loads_do_not_wait_behind_stores", "must not wait behind"),
+    Case(broken.LoadsAndStoresInOnePool, "loads_do_not_wait_behind_stores", "after most of them"),
+    Case(broken.GivesNone, "stored_blocks_come_back", "a list, an empty one if nothing has ended"),
+    Case(broken.GivesNoEvents, "stored_blocks_come_back", "empty one if nothing has come or gone"),
+    Case(broken.NotSetUp, "stored_blocks_come_back", "NotSetUp has no fingerprint and no rows"),
+    Case(broken.NotSetUp, "shutdown_of_an_unused_tier_returns", "super().__init__(offloading_spec"),
     Case(broken.KnowsOnlyItsRequests, "calls_in_any_order_do_not_raise", "raised KeyError"),
     Case(broken.AnswersNothing, "calls_in_any_order_do_not_raise", "on_new_request answered None"),
     Case(broken.ReportsAnUndefinedFigure, "every_figure_is_defined", "['made_up']"),
@@ -272,6 +280,8 @@ def test_without_make_tier_the_remedy_is_named() -> None:
         ("blocks_survive_a_restart", "survives_restart"),
         ("a_full_tier_reports_and_stays_within_its_capacity", "capacity_blocks"),
         ("stores_in_flight_stay_within_the_capacity", "capacity_blocks"),
+        ("calls_do_not_wait", "slow_backend"),
+        ("loads_do_not_wait_behind_stores", "slow_backend"),
     ],
 )
 def test_a_check_without_its_hook_is_skipped_and_names_it(check: str, hook: str) -> None:
@@ -281,3 +291,31 @@ def test_a_check_without_its_hook_is_skipped_and_names_it(check: str, hook: str)
 
     with pytest.raises(pytest.skip.Exception, match=hook):
         getattr(WithoutHooks(), f"test_{check}")()
+
+
+@pytest.mark.parametrize("check", ["calls_do_not_wait", "loads_do_not_wait_behind_stores"])
+def test_a_check_with_slow_storage_is_not_skipped(check: str) -> None:
+    try:
+        getattr(Kit(plain(GatedTier)), f"test_{check}")()
+    except pytest.skip.Exception as skipped:
+        pytest.fail(f"skipped: {skipped}")
+
+
+@pytest.mark.parametrize("returned", [None, 7, ExampleSecondaryTierManager])
+def test_a_make_tier_that_returns_no_tier_is_caught(returned: Any) -> None:
+    words = complaint_of(Kit(lambda *_: returned), "stored_blocks_come_back")
+    assert f"make_tier returned {returned!r}: let it return the tier" in words
+
+
+def test_a_capacity_that_is_too_small_for_the_checks_is_refused() -> None:
+    class TooSmallKit(Kit):
+        capacity_blocks: ClassVar[int | None] = 3
+
+    with pytest.raises(ValueError, match=r"capacity_blocks = 3: .* keeps 4 blocks at least"):
+        TooSmallKit(small(ExampleSecondaryTierManager)).test_nothing_to_do_is_reported()
+
+
+@pytest.mark.parametrize("row_bytes", [0, 100, 4097])
+def test_rows_that_are_no_pages_are_refused(row_bytes: int) -> None:
+    with pytest.raises(ValueError, match=f"row_bytes = {row_bytes}: give a multiple of the page"):
+        TierHarness(plain(ExampleSecondaryTierManager), row_bytes=row_bytes)

@@ -59,7 +59,12 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_HOMES.get(name, "kvtier.testing.faults")), name)
+        try:
+            value = getattr(import_module(_HOMES.get(name, "kvtier.testing.faults")), name)
+        except ModuleNotFoundError as error:
+            if error.name != "pytest":
+                raise
+            raise ImportError(f"{name} needs pytest: pip install 'kvtier[testing]'") from None
         globals()[name] = value  # the next access finds it without coming here
         return value
 

@@ -5,6 +5,7 @@ Needs no pytest: what a tier does wrong is said in an `AssertionError`.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 import uuid
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 __all__ = ["TierHarness"]
 
 _TIER_ANSWERS = (LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY)
+_EMPTY_IF = {
+    "get_finished_jobs": "nothing has ended",
+    "take_events": "nothing has come or gone",
+}
+_SET_BY_THE_BASE = ("fingerprint", "rows", "tier_type")
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.005
 
@@ -60,7 +66,12 @@ class TierHarness:
         patience_s: float = 20.0,
         namespace: str | None = None,
     ) -> None:
-        """`namespace`: that of an earlier harness, to find its blocks; None: one of its own."""
+        """`row_bytes`: a multiple of the page size, as the rows of a real primary tier are.
+        `namespace`: that of an earlier harness, to find its blocks; None: one of its own."""
+        if row_bytes < 1 or row_bytes % mmap.PAGESIZE:
+            raise ValueError(
+                f"row_bytes = {row_bytes}: give a multiple of the page size, {mmap.PAGESIZE} bytes"
+            )
         self.namespace = uuid.uuid4().hex if namespace is None else namespace
         self.patience_s = patience_s
         """How long anything may take before it is taken for a hang."""
@@ -78,7 +89,7 @@ class TierHarness:
         self._num_requests = 0
         self._is_drained = False
         self._is_shut_down = False
-        self.tier = make_tier(self.spec, self.slots.view)
+        self.tier = _usable(make_tier(self.spec, self.slots.view))
 
     # --- blocks --------------------------------------------------------------------------------
 
@@ -214,7 +225,9 @@ class TierHarness:
     def _call_for_several(self, method: str) -> list[Any]:
         answer = self.call(method)
         if not isinstance(answer, Iterable):
-            raise AssertionError(f"{method} answered {answer!r}: it must give a list, or nothing")
+            raise AssertionError(
+                f"{method} answered {answer!r}: give a list, an empty one if {_EMPTY_IF[method]}"
+            )
         return list(answer)
 
     def _step_until(self, is_done: Callable[[], bool], complaint: Callable[[], str]) -> None:
@@ -298,3 +311,21 @@ class TierHarness:
                     self.shut_down()
             if not self.slots.is_closed:
                 self.release_slots()
+
+
+def _usable(tier: object) -> SecondaryTierManager:
+    """What `make_tier` has returned, if it is a tier at all."""
+    if not isinstance(tier, SecondaryTierManager):
+        raise AssertionError(
+            f"make_tier returned {tier!r}: let it return the tier, which is made by a class "
+            "derived from SecondaryTierManager"
+        )
+    missing = [name for name in _SET_BY_THE_BASE if not hasattr(tier, name)]
+    if missing:
+        with suppress(Exception):  # it may have begun something
+            tier.shutdown()
+        raise AssertionError(
+            f"{type(tier).__name__} has no {' and no '.join(missing)}: call "
+            "super().__init__(offloading_spec, primary_kv_view, tier_type) first in its constructor"
+        )
+    return tier

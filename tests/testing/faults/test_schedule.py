@@ -124,6 +124,34 @@ def test_faults_that_cannot_happen_are_refused(method: str, kind: FaultKind, wor
         Fault(method, 0, kind)
 
 
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_a_kind_may_be_given_by_its_name(kind: FaultKind) -> None:
+    method = next(method for method, kinds in FAULTS_OF.items() if kind in kinds)
+    fault = Fault(method, 0, kind.value, damage="swap")  # type: ignore[arg-type]
+    assert fault.kind is kind
+    assert fault.damage is Damage.SWAP
+
+
+def test_a_fault_given_by_name_happens() -> None:
+    faults = [Fault("submit_load", 0, "drop")]  # type: ignore[arg-type]
+    with bench_with(FaultSchedule(faults=faults)) as bench:
+        bench.keep(1)
+        bench.load(1)
+        assert bench.poll_ids() == []
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"kind": "dorp"}, "kind 'dorp': choose one of delay,"),
+        ({"kind": "corrupt", "damage": "filp"}, "damage 'filp': choose one of flip,"),
+    ],
+)
+def test_names_that_nothing_has_are_refused(names: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Fault("submit_load", 0, **names)
+
+
 def story(schedule: FaultSchedule, seed: int) -> tuple[list[Any], list[Fault]]:
     """Everything that is seen of a faulty tier in a random life, and what was injected."""
     clock = schedule.clock

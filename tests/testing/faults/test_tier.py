@@ -375,6 +375,8 @@ def test_damage_needs_to_know_where_the_bytes_are() -> None:
 
 def test_nothing_of_the_base_class_answers_in_place_of_the_tier() -> None:
     methods = {name for name in vars(SecondaryTierManager) if not name.startswith("_")}
+    # It is asked of the class as well, before there is a tier below.
+    methods.remove("build_metric_definitions")
     assert methods - vars(FaultyTier).keys() == set()
     with bench_with(FaultSchedule()) as bench:
         stored = set(SecondaryTierManager.__init__.__code__.co_names) & vars(bench.example).keys()
@@ -408,3 +410,10 @@ def test_it_describes_and_seals_as_the_tier_does() -> None:
         assert tier.verify_block(job, job.keys[0], header, payload)
         assert not tier.verify_block(job, job.keys[0], bytes(256), payload)
         assert below.take_seal_failures().total() == 1
+
+
+def test_the_figures_are_those_of_the_tier_below() -> None:
+    with bench_with(FaultSchedule()) as bench:
+        definitions = bench.tier.build_metric_definitions({})
+        assert definitions == bench.example.build_metric_definitions({}) != {}
+    assert FaultyTier.build_metric_definitions({}) == {}, "asked before there is a tier"

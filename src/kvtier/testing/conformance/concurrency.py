@@ -12,7 +12,8 @@ __all__ = ["ConcurrencyChecks"]
 
 _ROUNDS = 8
 _ROUNDS_NEEDED = 3
-_NUM_STORES = 24
+_NUM_STORES = 64
+"""More than any tier carries out side by side: what is behind these has to wait."""
 
 
 class ConcurrencyChecks(ConformanceHooks):
@@ -57,33 +58,35 @@ class ConcurrencyChecks(ConformanceHooks):
             )
 
     def test_loads_do_not_wait_behind_stores(self) -> None:
-        """A load that is submitted after many stores does not end after all of them: a request is
+        """A load that is submitted after many stores ends before most of them: a request is
         waiting for the load, and nobody for the stores.
 
         No clock is involved. In several rounds, stores are submitted and then one load; the rounds
         count in which many stores were left right after that. A tier that is so quick that there
-        are hardly any such rounds has nothing to wait behind.
+        are hardly any such rounds has nothing to wait behind, unless the hook `slow_backend` makes
+        it slow.
         """
-        with self.harness() as harness:
+        with self.harness(num_slots=2 * _NUM_STORES + 2) as harness:
             (wanted,) = harness.keys(1)
             harness.wait_for(harness.store([wanted]))
-            outcomes = [self._load_overtakes_a_store(harness, n) for n in range(_ROUNDS)]
+            outcomes = [self._load_overtakes_stores(harness, n) for n in range(_ROUNDS)]
             counted = [outcome for outcome in outcomes if outcome is not None]
             demand(
                 len(counted) < _ROUNDS_NEEDED or any(counted),
                 f"in {len(counted)} of {_ROUNDS} rounds a load was submitted behind {_NUM_STORES} "
-                "stores, and each time it was reported after all of them: loads must not wait "
+                "stores, and each time it was reported after most of them: loads must not wait "
                 "behind stores",
             )
+            self.skip_if_not_slowed(harness.tier)
 
-    def _load_overtakes_a_store(self, harness: TierHarness, number: int) -> bool | None:
+    def _load_overtakes_stores(self, harness: TierHarness, number: int) -> bool | None:
         """None: there were too few stores left to be overtaken."""
         (wanted,) = harness.keys(1)
         start = 100 * (number + 1)
         with self.slowed(harness.tier):
             # The wanted block goes along, so that a full tier does not give it up.
             stores = [
-                harness.store([wanted, *harness.keys(2, start=start + 2 * i)])
+                harness.store([wanted, *harness.keys(1, start=start + i)])
                 for i in range(_NUM_STORES)
             ]
             load = harness.load([wanted])
@@ -92,5 +95,6 @@ class ConcurrencyChecks(ConformanceHooks):
         harness.wait_for(load, *stores)
         if len(left) < _NUM_STORES // 2:
             return None
-        order = list(harness.ledger.reports)
-        return order.index(load.job_id) < max(order.index(job.job_id) for job in left)
+        reported = list(harness.ledger.reports)
+        behind = set(reported[reported.index(load.job_id) :])
+        return sum(job.job_id in behind for job in left) >= len(left) // 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
+import pytest
+
 from kvtier.testing.damage import BackingBytes
 from kvtier.testing.harness import TierHarness
 from kvtier.tiering.base import SecondaryTierManager
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
 
 __all__ = ["ConformanceHooks"]
+
+_LEAST_CAPACITY = 4
+_NUM_SLOTS = 96
 
 
 class ConformanceHooks:
@@ -47,16 +52,23 @@ class ConformanceHooks:
 
     def slow_backend(self, tier: SecondaryTierManager) -> AbstractContextManager[object] | None:
         """Inside this context the tier's storage answers slowly, or not at all. None: cannot be
-        had, and calls are checked with the storage as fast as it is."""
+        had; checks that need it are made with the storage as quick as it is, and then skipped."""
         return None
 
     # --- for the checks ------------------------------------------------------------------------
 
-    def harness(self, namespace: str | None = None) -> TierHarness:
+    def harness(self, namespace: str | None = None, num_slots: int = _NUM_SLOTS) -> TierHarness:
         """A tier of `make_tier` and an engine's side of the contract around it."""
+        capacity = self.capacity_blocks
+        if capacity is not None and capacity < _LEAST_CAPACITY:
+            raise ValueError(
+                f"capacity_blocks = {capacity}: the checks need a tier that keeps "
+                f"{_LEAST_CAPACITY} blocks at least. Make a larger one, or leave it None if the "
+                "tier keeps more than 1000"
+            )
         return TierHarness(
             self.make_tier,
-            num_slots=max(96, min(self.capacity_blocks or 0, 1024) + 16),
+            num_slots=max(num_slots, min(capacity or 0, 1024) + 16),
             row_bytes=self.row_bytes,
             patience_s=self.patience_s,
             namespace=namespace,
@@ -69,3 +81,11 @@ class ConformanceHooks:
     def slowed(self, tier: SecondaryTierManager) -> AbstractContextManager[object]:
         """`slow_backend` where there is one."""
         return self.slow_backend(tier) or nullcontext()
+
+    def skip_if_not_slowed(self, tier: SecondaryTierManager) -> None:
+        """End a check that has found nothing wrong, but says little without `slow_backend`."""
+        if self.slow_backend(tier) is None:
+            pytest.skip(
+                "no hook `slow_backend`: nothing is wrong while the storage is as quick as it is; "
+                "write it in your test class to have this checked while it is slow"
+            )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from kvtier.testing.damage import Damage
 
 __all__ = ["FAULTS_OF", "Fault", "FaultKind", "InjectedFault"]
+
+
+Name = TypeVar("Name", bound=StrEnum)
 
 
 class InjectedFault(Exception):
@@ -93,6 +97,7 @@ class Fault:
     call: int
     """The number of the call of this method, from 0."""
     kind: FaultKind
+    """Or its name."""
     polls: int = 0
     """What comes late comes after so many calls of `get_finished_jobs` ..."""
     seconds: float = 0.0
@@ -101,10 +106,21 @@ class Fault:
     """For CORRUPT."""
 
     def __post_init__(self) -> None:
+        # By name they compare equal, but are not the same: such a fault would never happen.
+        object.__setattr__(self, "kind", _member(FaultKind, "kind", self.kind))
+        object.__setattr__(self, "damage", _member(Damage, "damage", self.damage))
         allowed = FAULTS_OF.get(self.method)
         if allowed is None:
             raise ValueError(f"method {self.method!r}: choose one of {', '.join(FAULTS_OF)}")
         if self.kind not in allowed:
             raise ValueError(
-                f"a fault {self.kind!r} of {self.method}: it can have {', '.join(sorted(allowed))}"
+                f"a fault {str(self.kind)!r} of {self.method}: it can have "
+                f"{', '.join(sorted(allowed))}"
             )
+
+
+def _member(names: type[Name], what: str, given: str) -> Name:
+    try:
+        return names(given)
+    except ValueError:
+        raise ValueError(f"{what} {given!r}: choose one of {', '.join(names)}") from None

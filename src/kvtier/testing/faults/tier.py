@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvtier import seal
@@ -12,7 +12,6 @@ from kvtier.base import (
     Locality,
     LookupResult,
     Medium,
-    MetricDefinition,
     OffloadingEvent,
     OffloadingStats,
     OffloadKey,
@@ -60,6 +59,8 @@ class FaultyTier(SecondaryTierManager):
                 "the schedule has faults 'corrupt', and nothing says where the tier keeps its "
                 "bytes: give `backing`"
             )
+        # Asked of a class before there is a tier, where nothing is known of the one below.
+        self.build_metric_definitions = tier.build_metric_definitions  # type: ignore[method-assign]
         self.injected: list[Fault] = []
         """Every fault so far, in order. `FaultSchedule(faults=...)` of it does them again."""
         self._jobs = JobFaults(tier, self.schedule)
@@ -278,11 +279,6 @@ class FaultyTier(SecondaryTierManager):
     @property
     def fingerprint(self) -> bytes:  # type: ignore[override]
         return self.tier.fingerprint
-
-    def build_metric_definitions(  # type: ignore[override]
-        self, tier_options: Mapping[str, Any]
-    ) -> dict[str, MetricDefinition]:
-        return self.tier.build_metric_definitions(tier_options)
 
     def seal_block(self, job: TransferJob, key: OffloadKey, payload: memoryview) -> bytes:
         return self.tier.seal_block(job, key, payload)
