@@ -15,6 +15,7 @@ from kvtier.base import (
     OffloadKey,
     PrefixLookup,
     ReqContext,
+    ScheduleEndContext,
     TransferResult,
     make_offload_key,
 )
@@ -121,13 +122,16 @@ def test_the_last_step_is_stored_if_the_engine_says_what_there_is() -> None:
         ({"max_offload_tokens": 9}, 2, 16),
         ({"max_offload_tokens": 0}, 0, 16),
         ({"kv_load_tiers": [{"medium": "STORAGE"}]}, 4, 16),
+        (["skip"], 4, 16),
         ({"skip": "yes", "max_offload_tokens": -1, "kv_load_tiers": 3}, 4, 16),
     ],
     ids=str,
 )
-def test_requests_may_ask_for_less(params: dict[str, Any], stored: int, matched: int) -> None:
+def test_requests_may_ask_for_less(params: Any, stored: int, matched: int) -> None:
     rig = Rig()
-    request = rig.request("a", 17, **params)
+    request = rig.request("a", 17)
+    request.kv_transfer_params = params
+    rig.connector.on_new_request(request)
     metadata = rig.run(ScheduledRequest("a", rig.table(17), 16))
     assert sum(len(order.device.block_ids) for order in metadata.stores) == stored
     rig.end(metadata)
@@ -230,6 +234,41 @@ def test_nothing_is_left_of_requests_that_have_ended() -> None:
     assert not connector.has_pending_push_work()
 
 
+def test_a_block_given_to_another_group_is_waited_for_too() -> None:
+    rig = Rig((FULL, WINDOW))
+    rig.request("a", 16)
+    tables = rig.table(16)
+    (order,) = rig.run(ScheduledRequest("a", tables, 16)).stores
+    assert rig.run(allocated=([], tables[0][:1])).wait_for == [order.job_id]
+
+
+def test_what_was_found_is_not_offered_again() -> None:
+    rig = Rig()
+    rig.serve(rig.request("a", 8))
+    request = rig.request("b", 24)
+    tables = rig.table(24)
+    rig.connector.get_num_new_matched_tokens(request, 4)
+    rig.connector.update_state_after_alloc(request, tables, 4, 4)
+    rig.end(rig.run())
+    rig.connector.manager.reset_cache()  # so that nothing is left out for being there
+    rig.run(new_req_ids=["b"], preempted_req_ids=[])
+    rig.connector.manager.on_schedule_end(ScheduleEndContext((), ["b"]))
+    (order,) = rig.run(ScheduledRequest("b", tables, 24)).stores
+    assert order.device.block_ids.tolist() == tables[0][2:]
+
+
+def test_what_a_failed_load_did_not_bring_is_offered() -> None:
+    rig = Rig()
+    rig.serve(rig.request("a", 16))
+    request = rig.request("b", 17)
+    tables = rig.table(17)
+    rig.connector.get_num_new_matched_tokens(request, 4)
+    rig.connector.update_state_after_alloc(request, tables, 4, 12)
+    rig.end(rig.run(), success=False)
+    state = rig.connector._states["b"]
+    assert [group.num_offered for group in state.group_states] == [1]
+
+
 # --- resets -------------------------------------------------------------------------------------
 
 
@@ -255,6 +294,20 @@ def test_a_reset_in_mid_flight() -> None:
     assert rig.connector.get_num_new_matched_tokens(rig.request("e", 17), 0) == NOTHING
     assert rig.connector.get_num_new_matched_tokens(rig.request("f", 9, first=90), 0) == NOTHING
     assert not rig.connector._readers
+
+
+def test_a_request_that_waited_at_a_reset_stores_what_it_computes_later() -> None:
+    rig = Rig()
+    waiting = rig.request("b", 33)
+    rig.connector.reset_cache()
+    rig.run()
+    rig.serve(rig.request("a", 17))
+    assert rig.connector.get_num_new_matched_tokens(waiting, 0) == PrefixMatch(16, False)
+    tables = rig.table(33)
+    rig.connector.update_state_after_alloc(waiting, tables, 0, 16)
+    rig.end(rig.run())
+    (order,) = rig.run(ScheduledRequest("b", tables, 32)).stores
+    assert order.device.block_ids.tolist() == tables[0][4:8]
 
 
 # --- groups -------------------------------------------------------------------------------------

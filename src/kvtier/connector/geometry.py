@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from kvtier.config import AttentionKind
 
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,19 @@ class GroupGeometry:
     def is_prefix(self) -> bool:
         """Whether all earlier tokens are needed, so that the first miss ends a hit."""
         return self.kind is AttentionKind.FULL
+
+    def warn_if_rarely_stored(self) -> None:
+        """A chunk can be stored only while the device has all of its blocks."""
+        kept = 1 if self.kind is AttentionKind.STATE_SPACE else self.window_tokens
+        if kept is not None and self.blocks_per_chunk > 1 and kept < self.tokens_per_chunk:
+            logger.warning(
+                "Group %d keeps %d tokens on the device, but an offloaded block has %d: most of "
+                "its blocks cannot be stored, and then nothing can be loaded. Set "
+                "blocks_per_chunk to 1, or to fewer.",
+                self.group_idx,
+                kept,
+                self.tokens_per_chunk,
+            )
 
     def first_needed_token(self, end: int) -> int:
         """The first of the tokens before `end` whose cache is needed to go on from there."""
@@ -68,6 +84,7 @@ class Geometry:
                     f"the attention kind of group {group.group_idx} is unknown: an engine has to "
                     "say which of a request's blocks it needs"
                 )
+            group.warn_if_rarely_stored()
             if group.tokens_per_chunk % tokens_per_hash:
                 raise ValueError(
                     f"an offloaded block of group {group.group_idx} has {group.tokens_per_chunk} "

@@ -29,6 +29,9 @@ def parse_hints(params: Mapping[str, Any] | None) -> RequestHints:
     is not refused for a hint."""
     if not params:
         return RequestHints()
+    if not isinstance(params, Mapping):
+        logger.warning("kv_transfer_params = %.200r is ignored: give an object.", params)
+        return RequestHints()
     skip = params.get("skip", False)
     if not isinstance(skip, bool):
         _warn("skip", skip, "true or false")
@@ -69,4 +72,4 @@ def _matcher_of(entry: object) -> TierMatcher:
 
 
 def _warn(key: str, given: object, allowed: str) -> None:
-    logger.warning("kv_transfer_params.%s = %r is ignored: give %s.", key, given, allowed)
+    logger.warning("kv_transfer_params.%s = %.200r is ignored: give %s.", key, given, allowed)

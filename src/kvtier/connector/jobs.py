@@ -9,9 +9,6 @@ if TYPE_CHECKING:
     from kvtier.base import OffloadKey
     from kvtier.connector.request_state import RequestOffloadState
 
-DeviceBlock = tuple[int, int]
-"""Place of the group, and block in it."""
-
 
 @dataclass(slots=True, eq=False)
 class ConnectorJob:
@@ -21,8 +18,9 @@ class ConnectorJob:
     state: RequestOffloadState
     keys: list[OffloadKey]
     is_store: bool
-    device_blocks: list[DeviceBlock]
-    """What it reads or writes on the device."""
+    device_blocks: list[int]
+    """What it reads or writes on the device. Groups may share one pool of blocks, so it does not
+    matter which of them a block is in."""
     tokens_before: int = 0
     """A load: tokens on the device before it,"""
     tokens_after: int = 0

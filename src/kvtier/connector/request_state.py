@@ -36,6 +36,8 @@ class RequestOffloadState:
     """Made once, and passed to every call that acts for the request."""
     hints: RequestHints = field(init=False)
     group_states: tuple[RequestGroupState, ...] = field(init=False)
+    stores_hits: bool = False
+    """Whether what it has found, rather than computed, is offered for storing as well."""
     has_failed_load: bool = False
     """Whether it computes for itself, because a load has failed."""
     is_loading: bool = False
@@ -57,6 +59,12 @@ class RequestOffloadState:
             for end in range((len(state.keys) + 1) * per_chunk, len(hashes) + 1, per_chunk):
                 key = make_offload_key(hashes[end - 1], state.geometry.group_idx)
                 state.keys.append(key)
+
+    def found(self, num_tokens: int) -> None:
+        """It has so many tokens that it need not compute: those are there already."""
+        if not self.stores_hits:
+            for state in self.group_states:
+                state.num_offered = num_tokens // state.geometry.tokens_per_chunk
 
     def start_again(self) -> None:
         """All that it had on the device is gone."""

@@ -6,7 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, ScheduleEndContext
+from kvtier.base import (
+    BlockIDsLoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadPolicy,
+    ScheduleEndContext,
+)
 from kvtier.config.options import ResetScope
 from kvtier.connector.common import (
     ConnectorMetadata,
@@ -19,7 +24,7 @@ from kvtier.connector.common import (
 )
 from kvtier.connector.events import AllBlocksCleared, EventTranslator
 from kvtier.connector.geometry import Geometry
-from kvtier.connector.jobs import ConnectorJob, DeviceBlock
+from kvtier.connector.jobs import ConnectorJob
 from kvtier.connector.matching import Matcher, device_range
 from kvtier.connector.request_state import RequestGroupState, RequestOffloadState
 from kvtier.connector.storing import prepare_store, take_offers
@@ -68,8 +73,10 @@ class OffloadingConnectorScheduler:
         self._last_job_id = 0
         self._metadata = ConnectorMetadata()
         """What is gathered for the next step."""
-        self._readers: dict[DeviceBlock, set[int]] = {}
+        self._readers: dict[int, set[int]] = {}
         """Stores under way, by the device blocks they read."""
+        self._reset_req_ids: list[str] = []
+        """Requests that were there at the last reset, until the manager was told."""
         self._dropped: list[LoadedRequest] = []
         """Loads that a reset has ended before they began."""
         self._loading: Counter[OffloadKey] = Counter()
@@ -81,7 +88,8 @@ class OffloadingConnectorScheduler:
         """A request has arrived. Before any other call for it."""
         state = RequestOffloadState(request, self._geometry)
         self._states[request.request_id] = state
-        self.manager.on_new_request(state.req_context)
+        answer = self.manager.on_new_request(state.req_context)
+        state.stores_hits = answer.policy is OffloadPolicy.REQUEST_LEVEL
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
@@ -125,15 +133,15 @@ class OffloadingConnectorScheduler:
         num_external_tokens: int,
     ) -> None:
         """The engine has taken a request in, with device blocks for all of its computed and matched
-        tokens. `block_ids`: as in `ScheduledRequest`."""
+        tokens. `block_ids`: as in `ScheduledRequest`. Also to be called if nothing was matched."""
         state = self._states[request.request_id]
+        end = num_computed_tokens + num_external_tokens
+        state.found(end)
         if not num_external_tokens:
             return
-        end = num_computed_tokens + num_external_tokens
         keys: list[OffloadKey] = []
         blocks: list[int] = []
         sizes, first_blocks = [], []
-        device_blocks: list[DeviceBlock] = []
         for place, group in enumerate(state.group_states):
             loaded = device_range(group, num_computed_tokens, end)
             its_blocks = list(block_ids[place][loaded.first_block : loaded.end_block])
@@ -141,10 +149,9 @@ class OffloadingConnectorScheduler:
             blocks += its_blocks
             sizes.append(len(its_blocks))
             first_blocks.append(loaded.first_block)
-            device_blocks += [(place, block) for block in its_blocks]
         offloaded = self.manager.prepare_load(keys, state.req_context)
         assert isinstance(offloaded, BlockIDsLoadStoreSpec)
-        job = self._begin(state, keys, is_store=False, device_blocks=device_blocks)
+        job = self._begin(state, keys, is_store=False, device_blocks=blocks)
         job.tokens_before, job.tokens_after = num_computed_tokens, end
         state.is_loading = True
         self._loading.update(keys)
@@ -179,7 +186,10 @@ class OffloadingConnectorScheduler:
             if state is not None:
                 self._offer(state, scheduled)
         self._fence(plan)
-        self.manager.on_schedule_end(ScheduleEndContext(plan.new_req_ids, plan.preempted_req_ids))
+        # What was waiting at a reset has nothing from before it on the device, either.
+        preempted = {*plan.preempted_req_ids, *self._reset_req_ids}
+        self._reset_req_ids = []
+        self.manager.on_schedule_end(ScheduleEndContext(plan.new_req_ids, preempted))
         metadata, self._metadata = self._metadata, ConnectorMetadata()
         return metadata
 
@@ -211,9 +221,9 @@ class OffloadingConnectorScheduler:
     def _fence(self, plan: StepPlan) -> None:
         """Wait for stores that still read device blocks which someone else has been given."""
         waiting: dict[int, None] = {}
-        for place, blocks in enumerate(plan.allocated_block_ids):
+        for blocks in plan.allocated_block_ids:
             for block in blocks:
-                for job_id in self._readers.get((place, block), ()):
+                for job_id in self._readers.get(block, ()):
                     waiting[job_id] = None
         self._metadata.wait_for += waiting
 
@@ -236,7 +246,7 @@ class OffloadingConnectorScheduler:
         state: RequestOffloadState,
         keys: list[OffloadKey],
         is_store: bool,
-        device_blocks: list[DeviceBlock],
+        device_blocks: list[int],
     ) -> ConnectorJob:
         self._last_job_id += 1
         job = ConnectorJob(self._last_job_id, state, keys, is_store, device_blocks)
@@ -265,6 +275,7 @@ class OffloadingConnectorScheduler:
                 self._loading -= Counter(job.keys)
                 self.manager.complete_load(job.keys, state.req_context)
             state.has_failed_load = state.has_failed_load or job.has_failed
+            state.found(tokens)
             loaded.append(LoadedRequest(state.req.request_id, tokens))
         self._forget_if_done(state)
 
@@ -277,7 +288,10 @@ class OffloadingConnectorScheduler:
 
     def reset_cache(self) -> None:
         """Nothing computed before is valid any more. Never waits: what is under way is waited for
-        at the beginning of the next step, and what it brings is not used."""
+        at the beginning of the next step, and what it brings is not used.
+
+        The engine gives up what it has on the device, of running requests as well.
+        """
         unsent = [order.job_id for order in (*self._metadata.stores, *self._metadata.loads)]
         for job in self._jobs.values():
             job.is_stale = True
@@ -285,6 +299,7 @@ class OffloadingConnectorScheduler:
             self._end(self._jobs[job_id], self._dropped)
         self._metadata = ConnectorMetadata(flush=list(self._jobs))
         self._loading.clear()
+        self._reset_req_ids = list(self._states)
         self.manager.reset_cache()
         self._events_taken += self._events.translate(self.manager.take_events())
         if self._resets_all:

@@ -11,7 +11,6 @@ from kvtier.cpu.common import CPULoadStoreSpec
 if TYPE_CHECKING:
     from kvtier.base import OffloadingManager, OffloadKey
     from kvtier.connector.common import ScheduledRequest
-    from kvtier.connector.jobs import DeviceBlock
     from kvtier.connector.request_state import RequestOffloadState
 
 
@@ -32,7 +31,7 @@ class Store(NamedTuple):
     keys: list[OffloadKey]
     device: GPULoadStoreSpec
     offloaded: CPULoadStoreSpec
-    device_blocks: list[DeviceBlock]
+    device_blocks: list[int]
 
 
 def take_offers(
@@ -84,5 +83,5 @@ def prepare_store(
         keys=[offer.key for offer in chosen],
         device=GPULoadStoreSpec(blocks, sizes, [0] * num_groups),
         offloaded=CPULoadStoreSpec([slots[offer.key] for offer in chosen]),
-        device_blocks=[(offer.place, block) for offer in chosen for block in offer.blocks],
+        device_blocks=blocks,
     )
