@@ -396,3 +396,27 @@ def test_a_match_is_the_longest_for_which_every_group_has_what_it_needs(
     longest = max((end for end in range(0, 81, 4) if end > computed * 4 and fits(end)), default=0)
     matched = rig.connector.get_num_new_matched_tokens(request, computed * 4)
     assert matched == PrefixMatch(max(0, longest - computed * 4), False)
+
+
+def test_what_is_not_known_and_cannot_matter_is_not_waited_for() -> None:
+    class PartlyKnown(AllKnown):
+        unknown: OffloadKey
+
+        def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+            return LookupResult.RETRY if key == self.unknown else super().lookup(key, req_context)
+
+    manager = PartlyKnown(1)
+    windowed = OffloadingGroupConfig(
+        4, ("w",), group_id=1, kind=AttentionKind.SLIDING_WINDOW, window_tokens=8
+    )
+    rig = Rig((FULL, windowed), manager=manager)
+    request = rig.request("a", 25)
+    hashes = request.block_hashes
+    manager.there = {make_offload_key(block_hash, 0) for block_hash in hashes}
+    manager.there |= {make_offload_key(block_hash, 1) for block_hash in hashes[:4]}
+    manager.unknown = make_offload_key(hashes[5], 1)  # behind one that is missing
+    assert rig.connector.get_num_new_matched_tokens(request, 0) == PrefixMatch(16, False)
+    manager.unknown = make_offload_key(hashes[5], 0)  # behind the end that the window allows
+    assert rig.connector.get_num_new_matched_tokens(request, 0) == PrefixMatch(16, False)
+    manager.unknown = make_offload_key(hashes[3], 1)
+    assert rig.connector.get_num_new_matched_tokens(request, 0) == PrefixMatch(0, True)

@@ -106,11 +106,13 @@ def test_refused_jobs_are_reported_as_failed_once(
     assert [r.job_id for r in worker.get_finished().finished] == [7]
 
 
-def test_preempted_blocks_are_waited_for(
+def test_what_preempted_blocks_hold_is_saved_first_and_once(
     spec: DiarySpec, worker: OffloadingConnectorWorker
 ) -> None:
     worker.handle_preemptions(METADATA)
-    assert spec.worker.entries == ["wait [1, 2]"]
+    assert spec.worker.entries == ["wait [1]", "store 2", "wait [2]"]
+    worker.start_kv_transfers(METADATA)
+    assert spec.worker.entries[3:] == ["load 3"]
 
 
 def test_nothing_works_before_the_caches_are_known(spec: DiarySpec) -> None:

@@ -54,23 +54,34 @@ class Matcher:
         Groups that need all earlier tokens come first: they bound the others. A group with a window
         may shorten the match, and then the others have to fit the shorter one.
         """
-        end, is_pending = self._aligned(limit), False
-        for group in state.group_states:
-            if group.geometry.is_prefix and end > start:
-                matched = self._match_prefix(group, state, start, end)
-                end = self._aligned(matched.end)
-                is_pending = is_pending or matched.is_pending
+        prefixes = [group for group in state.group_states if group.geometry.is_prefix]
+        end, is_pending = self._match_prefixes(prefixes, state, start, self._aligned(limit))
         windowed = [group for group in state.group_states if not group.geometry.is_prefix]
         while end > start:
-            before = end
+            before, windows_pending = end, False
             for group in windowed:
                 matched = self._match_window(group, state, start, end)
                 end = self._aligned(matched.end)
-                is_pending = is_pending or matched.is_pending
+                windows_pending = windows_pending or matched.is_pending
                 if end <= start:
-                    break
+                    return Match(end, is_pending=False)
             if end == before:
-                break
+                return Match(end, is_pending or windows_pending)
+            if is_pending:
+                # What is not known may be behind the end.
+                end, is_pending = self._match_prefixes(prefixes, state, start, end)
+        return Match(end, is_pending)
+
+    def _match_prefixes(
+        self, groups: list[RequestGroupState], state: RequestOffloadState, start: int, end: int
+    ) -> Match:
+        """The same for the groups that need all earlier tokens, up to `end`."""
+        is_pending = False
+        for group in groups:
+            if end > start:
+                matched = self._match_prefix(group, state, start, end)
+                end = self._aligned(matched.end)
+                is_pending = is_pending or matched.is_pending
         return Match(end, is_pending)
 
     def _aligned(self, tokens: int) -> int:
@@ -96,8 +107,8 @@ class Matcher:
             for chunk in range(end // per_chunk - 1, needed // per_chunk - 1, -1):
                 result = self._manager.lookup(group.keys[chunk], state.req_context)
                 if result is LookupResult.MISS:
-                    # No window that has this block in it will do.
-                    end = self._aligned(chunk * per_chunk)
+                    # No window that has this block in it will do, whatever else is not known.
+                    end, is_pending = self._aligned(chunk * per_chunk), False
                     break
                 is_pending = is_pending or result is not LookupResult.HIT
             else:

@@ -24,6 +24,8 @@ class OffloadingConnectorWorker:
         self._rank = spec.config.parallel.rank
         self._worker: OffloadingWorker | None = None
         self._refused: list[TransferResult] = []
+        self._saved: ConnectorMetadata | None = None
+        """What `handle_preemptions` has begun."""
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches) -> None:
         """This rank's device caches. Once, before anything else."""
@@ -32,6 +34,21 @@ class OffloadingConnectorWorker:
     def start_kv_transfers(self, metadata: ConnectorMetadata) -> None:
         """Before the model runs. Waits only for transfers that the model, or a load, would run
         over."""
+        if metadata is not self._saved:
+            self._save(metadata)
+        self._saved = None
+        worker = self._the_worker()
+        for job_id, device, offloaded in metadata.loads:
+            if not worker.submit_load(job_id, offloaded, device):
+                self._refuse(job_id)
+
+    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
+        """For engines that write into blocks of preempted requests before `start_kv_transfers`: do
+        the part of it that saves what those blocks hold. The rest is left for that call."""
+        self._save(metadata)
+        self._saved = metadata
+
+    def _save(self, metadata: ConnectorMetadata) -> None:
         worker = self._the_worker()
         if metadata.flush:
             worker.wait(metadata.flush)
@@ -40,14 +57,6 @@ class OffloadingConnectorWorker:
                 self._refuse(job_id)
         if metadata.wait_for:
             worker.wait(metadata.wait_for)
-        for job_id, device, offloaded in metadata.loads:
-            if not worker.submit_load(job_id, offloaded, device):
-                self._refuse(job_id)
-
-    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """For engines that give preempted requests' blocks away before `start_kv_transfers`: wait
-        for the transfers that still use them."""
-        self._the_worker().wait([*metadata.flush, *metadata.wait_for])
 
     def get_finished(self) -> WorkerOutput:
         """Transfers that ended since the last call, failed ones included. Does not wait."""
