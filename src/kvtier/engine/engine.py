@@ -215,7 +215,8 @@ class Engine:
         self.blocks.drop_cache()
 
     def reset_cache(self) -> None:
-        """Nothing computed so far is valid, on the device or below. Requests start again."""
+        """Nothing computed so far is valid on the device or in host memory, nor below, unless
+        `reset_scope` says otherwise. Requests start again."""
         self._scheduler.reset()
         if self._connector is not None:
             self._connector.scheduler.reset_cache()
