@@ -21,7 +21,11 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: vllm-env ## stock vLLM serves a prompt from host memory, and the tokens do not change
+demo: $(VENV)/.ready ## a small real transformer, served from every tier; the tokens do not change
+	@$(VENV)/bin/kvtier demo
+
+.PHONY: demo-vllm
+demo-vllm: vllm-env ## stock vLLM serves a prompt from host memory, and the tokens do not change
 	@$(KVTIER_VLLM_PYTHON) -m kvtier.integrations.vllm.demo
 
 .PHONY: test

@@ -1,0 +1,107 @@
+"""What the `kvtier` command understands: its subcommands, options and exit codes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from kvtier import __version__
+
+__all__ = ["app", "run"]
+
+_HELP = """
+kvtier keeps the KV cache of an LLM engine: blocks leave the device for host memory, cascade to
+the tiers below, and come back before they would have been computed again.
+
+Start here; it needs no GPU and no download, and takes less than a minute:
+
+\b
+    kvtier demo
+    kvtier demo --help
+"""
+
+_DEMO_HELP = """
+Show that offloading changes when a token comes, never which one.
+
+A small real transformer serves prompts on this machine: cold, then from the device cache, from host
+memory, from a tier below it, as a hybrid model with sliding-window layers, and while one of two
+tiers is killed. Every token and every logit is compared with a run without offloading.
+
+\b
+    kvtier demo                             all of it, as tables
+    kvtier demo --tokens 4096 --requests 2  longer prompts, fewer of them
+    kvtier demo --json | jq .ok             for programs
+
+Exit code 0: all identical, and all served from where it should be; 1: not so; 2: wrong input.
+docs/demo.md says how each figure is measured.
+"""
+
+app = typer.Typer(
+    name="kvtier",
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain text: it can be searched, and piped
+    pretty_exceptions_enable=False,
+)
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="kvtier")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:  # before anything was begun
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvtier {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("demo", help=_DEMO_HELP)
+def _demo(
+    tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", metavar="N")] = 1024,
+    requests: Annotated[int, typer.Option(help="How many prompts.", metavar="N")] = 4,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="Prompt lengths at which warm and cold are compared, separated by commas.",
+            metavar="N,N,...",
+        ),
+    ] = "256,512,1024,2048,4096",
+    seed: Annotated[
+        int, typer.Option(help="Of the prompts and the model's weights.", metavar="N")
+    ] = 0,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    # Here, since it loads numpy, which `kvtier --help` does not need.
+    from kvtier.cli.demo.command import run_demo
+    from kvtier.cli.demo.settings import DemoSettings, WrongSetting
+
+    try:
+        settings = DemoSettings.from_options(tokens, requests, lengths, seed)
+    except WrongSetting as wrong:
+        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
+    raise typer.Exit(run_demo(settings, as_json=json))

@@ -1,0 +1,1 @@
+"""`kvtier demo`: the reference engine, with and without offloading, on this machine."""

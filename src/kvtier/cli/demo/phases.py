@@ -1,0 +1,245 @@
+"""What the demo does, phase by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from kvtier.cli.demo.display import Display
+from kvtier.cli.demo.doomed_tier import DoomedTier
+from kvtier.cli.demo.judge import References, Source, is_identical, problem_of, row_of
+from kvtier.cli.demo.operator_log import OperatorLog
+from kvtier.cli.demo.report import LengthRow, PhaseRow, Report
+from kvtier.cli.demo.server import OffloadingServer, Served, Server
+from kvtier.cli.demo.settings import DemoSettings, Prompt
+from kvtier.engine import ModelConfig
+
+__all__ = ["Demo"]
+
+# A tier with room for all that the demo can be asked for, and all the time it wants: on a busy
+# machine a deadline would say something about the machine.
+_EXAMPLE_TIER: dict[str, Any] = {
+    "type": "example",
+    "simulate_async": True,
+    "max_blocks": 100_000,
+    "max_pinned_share": 0.5,
+    "load_timeout_ms": 60_000,
+    "store_timeout_ms": 60_000,
+}
+_DOOMED_TIER: dict[str, Any] = {
+    "type": DoomedTier.__name__,
+    "module_path": DoomedTier.__module__,
+    "max_blocks": 100_000,
+    "load_timeout_ms": 1_000,
+    "store_timeout_ms": 1_000,
+}
+_DOOMED, _OTHER = 0, 1
+_SPARE_PROMPTS = 16
+"""For what the dead tier keeps, which is a quarter of host memory at most."""
+_MOST_ASKED = 10
+"""Requests by which a dead tier must have been cut off; three missed deadlines are enough."""
+_REPEATS = 3
+
+_TITLES = {
+    Source.COMPUTED: "cold",
+    Source.DEVICE: "from the device cache",
+    Source.HOST: "from host memory",
+    Source.TIER: "from a tier",
+}
+
+
+class Demo:
+    """Runs the phases in order and enters each into the report as it ends."""
+
+    def __init__(
+        self,
+        report: Report,
+        display: Display,
+        log: OperatorLog,
+        check: Callable[[], None],
+    ) -> None:
+        """`check` is called before every engine step, and may raise."""
+        self._report = report
+        self._settings: DemoSettings = report.settings
+        self._display = display
+        self._log = log
+        self._check = check
+
+    def run(self) -> None:
+        """All of it."""
+        model, prompts = self._settings.model, self._settings.prompts
+        references = self._compute("without offloading", model, prompts)
+        self._serve_from_everywhere("", model, prompts, references, tuple(Source))
+        self._kill_a_tier(model, prompts, references)
+        hybrid = self._settings.hybrid_model
+        references = self._compute("hybrid: without offloading", hybrid, prompts)
+        sources = (Source.COMPUTED, Source.HOST, Source.TIER)
+        self._serve_from_everywhere("hybrid: ", hybrid, prompts, references, sources)
+        self._compare_lengths(model, self._settings.prompts_by_length)
+
+    # --- without offloading ---------------------------------------------------------------------
+
+    def _compute(self, title: str, model: ModelConfig, prompts: Sequence[Prompt]) -> References:
+        with Server(model, prompts, self._check) as server:
+            return {s.prompt: s for s in self._serve_all(title, server, prompts)}
+
+    def _serve_all(self, title: str, server: Server, prompts: Sequence[Prompt]) -> Iterable[Served]:
+        self._display.begin(title, len(prompts))
+        for prompt in prompts:
+            yield self._shown(server.serve(prompt))
+
+    def _shown(self, served: Served) -> Served:
+        self._display.advance(served.first_token_s)
+        return served
+
+    # --- from the device, host memory, a tier ---------------------------------------------------
+
+    def _serve_from_everywhere(
+        self,
+        kind: str,
+        model: ModelConfig,
+        prompts: Sequence[Prompt],
+        references: References,
+        sources: Sequence[Source],
+    ) -> None:
+        with OffloadingServer(model, prompts, self._check, [_EXAMPLE_TIER]) as server:
+            for source in sources:
+                title = kind + _TITLES[source]
+                problems = _forget(server, source)
+                served = []
+                for one in self._serve_all(title, server, prompts):
+                    served.append(one)
+                    server.settle()
+                name = f"{kind}{source.name}".lower().replace(": ", "_")
+                row = row_of(name, title, served, references, server, source)
+                row.problems += problems
+                if source is Source.COMPUTED:
+                    row.notes.append(_price_of_storing(row))
+                self._enter(row)
+
+    def _enter(self, row: PhaseRow) -> None:
+        row.notes += self._log.take()
+        self._report.phases.append(row)
+
+    # --- one tier dies --------------------------------------------------------------------------
+
+    def _kill_a_tier(
+        self, model: ModelConfig, prompts: Sequence[Prompt], references: References
+    ) -> None:
+        title = "one of two tiers killed"
+        tiers = [_DOOMED_TIER, _EXAMPLE_TIER]
+        with OffloadingServer(
+            model, prompts, self._check, tiers, spare_prompts=_SPARE_PROMPTS
+        ) as server:
+            for _ in self._serve_all("both tiers filled", server, prompts):
+                server.settle()
+            half = prompts[: -(-len(prompts) // 2)]
+            self._display.begin(title, len(half) + _MOST_ASKED + len(prompts))
+            before = [self._ask_below(server, prompt) for prompt in half]
+            doomed = server.tiers[_DOOMED]
+            assert isinstance(doomed, DoomedTier)
+            # After its first step, the request waits for a load that will never end.
+            dying = [self._ask_below(server, prompts[-1], doomed.kill)]
+            while not server.is_cut_off(_DOOMED) and len(dying) < _MOST_ASKED:
+                dying.append(self._ask_below(server, prompts[len(dying) % len(prompts)]))
+            is_cut_off = server.is_cut_off(_DOOMED)
+            after = [self._ask_below(server, prompt) for prompt in prompts]
+            while all(map(_is_probe, after)) and len(after) < _MOST_ASKED:
+                after.append(self._ask_below(server, prompts[0]))
+            row = row_of(
+                "killed", title, [*before, *dying, *after], references, server, source=None
+            )
+        for served in before:
+            row.problems += _unless_from(served, _DOOMED)
+        for served in after:
+            if not _is_probe(served):
+                row.problems += _unless_from(served, _OTHER)
+        probes = sum(map(_is_probe, after))
+        if probes == len(after):
+            row.problems.append("nothing came from the other tier")
+        if not is_cut_off:
+            row.problems.append(f"not cut off after {len(dying)} requests")
+        computed = sum(not served.result.num_loaded_tokens for served in dying)
+        slowest = max(served.first_token_s for served in dying)
+        row.notes.append(
+            f"{_num_from(_DOOMED, before)} prompts came from the first tier; it died during the "
+            f"next load; {len(dying)} requests waited for it in vain and {computed} were "
+            f"computed, the slowest with its first token after {slowest * 1e3:.0f} ms; then its "
+            f"breaker {'opened' if is_cut_off else 'did NOT open'}, and "
+            f"{_num_from(_OTHER, after)} prompts came from the second tier"
+            + (f", while {probes} tried the first one again" if probes else "")
+        )
+        self._enter(row)
+
+    def _ask_below(
+        self,
+        server: OffloadingServer,
+        prompt: Prompt,
+        after_first_step: Callable[[], None] | None = None,
+    ) -> Served:
+        server.flush_host_memory()
+        return self._shown(server.serve(prompt, after_first_step))
+
+    # --- by length ------------------------------------------------------------------------------
+
+    def _compare_lengths(self, model: ModelConfig, prompts: Sequence[Prompt]) -> None:
+        references = self._compute("all lengths, without offloading", model, prompts)
+        with OffloadingServer(model, prompts, self._check, [_EXAMPLE_TIER]) as server:
+            for prompt in prompts:
+                self._display.begin(f"{len(prompt)} tokens", 1 + 2 * _REPEATS)
+                cold = self._shown(server.serve(prompt))
+                server.settle()
+                warm: dict[Source, list[Served]] = {Source.HOST: [], Source.TIER: []}
+                problems = [problem_of(cold, Source.COMPUTED)]
+                for source, served in warm.items():
+                    for _ in range(_REPEATS):
+                        problems += _forget(server, source)
+                        served.append(self._shown(server.serve(prompt)))
+                        server.settle()
+                        problems.append(problem_of(served[-1], source))
+                all_served = [cold, *warm[Source.HOST], *warm[Source.TIER]]
+                self._report.lengths.append(
+                    LengthRow(
+                        tokens=len(prompt),
+                        cold_s=references[prompt].first_token_s,
+                        host_s=median(s.first_token_s for s in warm[Source.HOST]),
+                        tier_s=median(s.first_token_s for s in warm[Source.TIER]),
+                        identical=all(is_identical(s, references) for s in all_served),
+                        problems=list(dict.fromkeys(p for p in problems if p)),
+                    )
+                )
+
+
+def _forget(server: OffloadingServer, source: Source) -> list[str]:
+    """Leave the prompts nowhere above `source`. Returns what is wrong."""
+    if source is Source.HOST:
+        server.drop_device_cache()
+    if source is Source.TIER and (num_left := server.flush_host_memory()):
+        return [f"{num_left} blocks are left in host memory after it was flushed"]
+    return []
+
+
+def _unless_from(served: Served, position: int) -> list[str]:
+    """What is wrong, unless a prompt came from this one tier alone."""
+    problem = problem_of(served, Source.TIER)
+    if problem is None and not served.tier_blocks[position]:
+        problem = f"a prompt did not come from tier {position}"
+    return [] if problem is None else [problem]
+
+
+def _num_from(position: int, all_served: Iterable[Served]) -> int:
+    return sum(bool(served.tier_blocks[position]) for served in all_served)
+
+
+def _is_probe(served: Served) -> bool:
+    """Whether this request was sent to see if the dead tier has come back, as happens now and
+    then."""
+    return served.late_loads[_DOOMED] > 0
+
+
+def _price_of_storing(row: PhaseRow) -> str:
+    return (
+        f"first token {row.first_token_s * 1e3:.0f} ms with offloading, "
+        f"{row.cold_s * 1e3:.0f} ms without"
+    )

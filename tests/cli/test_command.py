@@ -1,0 +1,94 @@
+"""What the `kvtier` command accepts and refuses, before anything is run."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from kvtier import __version__
+from kvtier.cli import main
+from tests.test_architecture import REPO, SRC, foreign_modules
+
+
+def test_the_installed_script_is_this_command() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["kvtier"].partition(":")
+    assert getattr(import_module(module), name) is main
+
+
+def test_its_room_alone_loads_nothing_foreign() -> None:
+    assert foreign_modules(["kvtier.cli"], SRC) == set()
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_it_says_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["demo"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert missing in printed.err
+    assert "pip install 'kvtier[cli]'" in printed.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvtier {__version__}\n"
+
+
+def test_help_leads_to_the_demo_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "kvtier demo" in capsys.readouterr().out
+    assert main(["demo", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Exit code 0" in text
+    for option in ("--tokens", "--requests", "--lengths", "--seed", "--json"):
+        assert option in text
+        assert option in Path(REPO, "docs", "demo.md").read_text()
+
+
+WRONG = {
+    "no tokens": (["--tokens", "0"], "--tokens", "from 32"),
+    "one block": (["--tokens", "16"], "--tokens", "from 32"),
+    "longer than the model takes": (["--tokens", "9000"], "--tokens", "to 8184"),
+    "more than the cache takes": (
+        ["--tokens", "4096", "--requests", "64"],
+        "--tokens",
+        "at most --tokens 1016",
+    ),
+    "no requests": (["--requests", "0"], "--requests", "from 1 to 64"),
+    "too many requests": (["--requests", "65"], "--requests", "from 1 to 64"),
+    "a negative seed": (["--seed", "-1"], "--seed", "from 0"),
+    "no lengths": (["--lengths", ""], "--lengths", "such as 256,1024"),
+    "words as lengths": (["--lengths", "256,long"], "--lengths", "such as 256,1024"),
+    "a length too short": (["--lengths", "256,8"], "--lengths", "from 32"),
+    "words as a number": (["--tokens", "many"], "--tokens", "many"),
+    "an unknown option": (["--gpu"], "--gpu", "--help"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_refused_with_a_remedy(
+    case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, option, remedy = WRONG[case]
+    assert main(["demo", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert option in printed.err
+    assert remedy in printed.err
+
+
+def test_what_is_said_to_fit_fits() -> None:
+    """The remedy for too many tokens is right to the last one."""
+    from kvtier.cli.demo.settings import DemoSettings, WrongSetting
+
+    DemoSettings.from_options(1016, 64, "64", 0)
+    with pytest.raises(WrongSetting, match="1016"):
+        DemoSettings.from_options(1017, 64, "64", 0)

@@ -1,0 +1,351 @@
+"""`kvtier demo`: what it proves when all is well, and that it notices when something is not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.cli.demo import phases, server
+from kvtier.cli.demo.interruption import Interruption
+from kvtier.cli.demo.settings import DemoSettings
+from kvtier.connector.common import PrefixMatch
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engine import Engine, ModelConfig
+from kvtier.tiering.manager import TieringOffloadingManager
+from tests.test_architecture import REPO, SRC
+
+COMMAND = [sys.executable, "-m", "kvtier.cli", "demo"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(SRC)}
+PHASES = ["computed", "device", "host", "tier", "killed"]
+HYBRID_PHASES = ["hybrid_computed", "hybrid_host", "hybrid_tier"]
+
+TINY = ["--tokens", "40", "--requests", "2", "--lengths", "64"]
+_SIZES: dict[str, Any] = {
+    "hidden": 64,
+    "num_heads": 4,
+    "head_dim": 16,
+    "mlp_hidden": 96,
+    "max_tokens": 512,
+}
+
+
+@pytest.fixture
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that take no time, and a dead tier that is waited for no longer than needed."""
+    hybrid = ModelConfig(**_SIZES, windowed_layers=(0, 2), window=24)
+    monkeypatch.setattr(DemoSettings, "model", ModelConfig(**_SIZES))
+    monkeypatch.setattr(DemoSettings, "hybrid_model", hybrid)
+    doomed = phases._DOOMED_TIER | {"load_timeout_ms": 500, "store_timeout_ms": 500}
+    monkeypatch.setattr(phases, "_DOOMED_TIER", doomed)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """Daemons included: the example tier's thread is one."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+# ---------------------------------------------------------------------------------------------
+# As users run it
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """Of a small run; its process, as it ended, has been looked at."""
+    ran = subprocess.run(
+        [*COMMAND, "--json", "--tokens", "64", "--requests", "2", "--lengths", "64,160"],
+        env=ENVIRONMENT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == ""
+    parsed: dict[str, Any] = json.loads(ran.stdout)  # all of it is one document
+    return parsed
+
+
+def test_all_is_identical(report: dict[str, Any]) -> None:
+    assert report["ok"]
+    assert report["identical"]
+    assert report["problems"] == []
+    assert [phase["name"] for phase in report["phases"]] == PHASES + HYBRID_PHASES
+    assert all(phase["identical"] for phase in report["phases"])
+    assert [row["tokens"] for row in report["lengths"]] == [64, 160]
+    assert all(row["identical"] for row in report["lengths"])
+
+
+def test_every_phase_is_served_from_its_own_place(report: dict[str, Any]) -> None:
+    found = {
+        phase["name"]: (
+            phase["device"]["blocks"],
+            phase["host"]["blocks"],
+            sum(tier["blocks"] for tier in phase["tiers"]),
+        )
+        for phase in report["phases"]
+    }
+    # Of 64 tokens, three blocks are reused: the last one is computed for its logits.
+    assert found["computed"] == found["hybrid_computed"] == (0, 0, 0)
+    assert found["device"] == (6, 0, 0)
+    assert found["host"] == (0, 6, 0)
+    assert found["tier"] == (0, 0, 6)
+    assert found["hybrid_host"] == (0, 12, 0)  # both groups
+    assert found["hybrid_tier"] == (0, 0, 12)
+    host = next(phase for phase in report["phases"] if phase["name"] == "host")
+    # 16 tokens, 4 layers, keys and values, 2 KV heads of 32 float32
+    assert host["host"]["bytes"] == 6 * 16 * 4 * 2 * 2 * 32 * 4
+
+
+def test_a_dead_tier_is_cut_off_and_the_other_one_serves(report: dict[str, Any]) -> None:
+    killed = next(phase for phase in report["phases"] if phase["name"] == "killed")
+    first, second = killed["tiers"]
+    assert first["blocks"] > 0
+    assert second["blocks"] > 0
+    assert any("cut off" in note for note in killed["notes"])
+
+
+def test_times_and_factors_belong_together(report: dict[str, Any]) -> None:
+    for phase in report["phases"]:
+        if phase["name"].endswith("computed"):
+            assert phase["speed_up"] is None
+        else:
+            assert phase["speed_up"] == pytest.approx(phase["cold_s"] / phase["first_token_s"])
+    for row in report["lengths"]:
+        assert row["host_speed_up"] == pytest.approx(row["cold_s"] / row["host_s"])
+        assert row["tier_speed_up"] == pytest.approx(row["cold_s"] / row["tier_s"])
+
+
+def test_the_page_about_it_explains_every_key(report: dict[str, Any]) -> None:
+    page = (REPO / "docs" / "demo.md").read_text()
+    keys = {*report, *report["phases"][0], *report["lengths"][0]}
+    assert [key for key in keys if f"`{key}`" not in page] == []
+
+
+@contextmanager
+def running() -> Iterator[tuple[subprocess.Popen[str], list[Path]]]:
+    """The demo in a process of its own, at work, and the files it has in shared memory."""
+    process = subprocess.Popen(
+        COMMAND,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process, _region_files_of(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _region_files_of(process: subprocess.Popen[str]) -> list[Path]:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        mapped = Path(f"/proc/{process.pid}/maps").read_text()
+        if found := set(re.findall(r"/\S*/kvtier-\S+", mapped)):
+            return [Path(name) for name in found]
+        time.sleep(0.02)
+    raise AssertionError("the demo has not come to use host memory")
+
+
+def test_ctrl_c_ends_it_and_nothing_is_left() -> None:
+    with running() as (process, files):
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT
+    assert out == ""
+    assert err == "kvtier demo: ended by SIGINT; nothing is left behind.\n"
+    assert [file for file in files if file.exists()] == []
+
+
+# ---------------------------------------------------------------------------------------------
+# In this process, with tiny models
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *TINY]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""  # nobody is watching
+    assert "\x1b" not in printed.out
+    assert re.search(r"^ +from host memory .* 4 \(0\.1 MiB\) .* yes *$", printed.out, re.MULTILINE)
+    assert re.search(r"^ +one of two tiers killed .* yes *$", printed.out, re.MULTILINE)
+    by_length = r"^ +64 +\d+ ms +\d+ ms +[\d.]+x +\d+ ms +[\d.]+x +yes *$"
+    assert re.search(by_length, printed.out, re.MULTILINE)
+    assert "Every token and every logit is that of a run without offloading" in printed.out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Standard error is a terminal. Not a fixture: pytest changes it again before the test."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    return terminal
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_progress_is_shown_to_those_who_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watch(monkeypatch)
+    assert main(["demo", *TINY]) == 0
+    shown = terminal.getvalue()
+    assert "hybrid: from a tier" in shown
+    assert "first token after" in shown
+
+
+class ForgetfulMemory(Engine):
+    """While the device forgets, host memory turns a few bits in every slot."""
+
+    def drop_device_cache(self) -> None:
+        super().drop_device_cache()
+        assert self._connector is not None
+        scheduler = self._connector.scheduler
+        assert isinstance(scheduler, OffloadingConnectorScheduler)
+        manager = scheduler.manager
+        assert isinstance(manager, TieringOffloadingManager)
+        rows = manager.secondary_tiers[0].rows
+        for slot in range(rows.num_rows):
+            rows[slot][2] ^= 0x20
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_wrong_block_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "Engine", ForgetfulMemory)
+    assert main(["demo", "--json", *TINY]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["ok"]
+    assert not report["identical"]
+    wrong = {phase["name"] for phase in report["phases"] if not phase["identical"]}
+    # What comes from a tier has a seal, and was stored before.
+    assert wrong == {"host", "hybrid_host"}
+
+
+class OtherLogits(Engine):
+    """Right tokens from logits that are not, once it has a connector."""
+
+    def step(self) -> Any:
+        results = super().step()
+        if self._connector is not None:
+            for result in results:
+                assert result.logits is not None
+                result.logits[-1] = result.logits[-1] * 2
+        return results
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_wrong_logits_are_noticed_though_the_tokens_are_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "Engine", OtherLogits)
+    assert main(["demo", *TINY]) == 1
+    printed = capsys.readouterr().out
+    assert len(re.findall(r" NO *$", printed, re.MULTILINE)) == len(PHASES + HYBRID_PHASES) + 1
+    assert not re.search(r" yes *$", printed, re.MULTILINE)
+    assert "WRONG  tokens or logits differ" in printed
+    assert "Every token" not in printed
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_right_tokens_that_were_computed_again_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        OffloadingConnectorScheduler,
+        "get_num_new_matched_tokens",
+        lambda *_: PrefixMatch(0, is_pending=False),
+    )
+    assert main(["demo", "--json", *TINY]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["identical"]
+    text = "\n".join(report["problems"])
+    assert "from host memory: 32 tokens should have come from host memory" in text
+    assert "hybrid: from a tier: 32 tokens should have come from a tier" in text
+    assert "one of two tiers killed: not cut off" in text
+    assert "64 tokens: 48 tokens should have come from host memory" in text
+    assert not any(problem.startswith("cold") for problem in report["problems"])
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_host_memory_that_is_not_flushed_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Engine, "reset_cache", Engine.drop_device_cache)
+    assert main(["demo", "--json", *TINY]) == 1
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert any("left in host memory after it was flushed" in problem for problem in problems)
+    assert any("should have come from a tier" in problem for problem in problems)
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_request_that_does_not_end_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = watch(monkeypatch)
+    monkeypatch.setattr(server, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(server, "_PATIENCE_S_PER_TOKEN", 0.0)
+    assert main(["demo", "--json", *TINY]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == ["a prompt of 32 tokens was not answered in time"]
+    assert terminal.getvalue() == ""  # with --json, not even to those who watch
+
+
+@pytest.mark.usefixtures("_tiny")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("num_steps", [0, 25, 60, 130])
+def test_it_can_be_interrupted_before_any_step(
+    num_steps: int,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check = Interruption.check
+    steps = iter(range(10_000))
+
+    def interrupted_check(self: Interruption) -> None:
+        if next(steps) == num_steps:
+            signal.raise_signal(number)
+        check(self)
+
+    monkeypatch.setattr(Interruption, "check", interrupted_check)
+    former = signal.getsignal(number)
+    assert main(["demo", "--json", *TINY]) == 128 + number
+    assert signal.getsignal(number) is former
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "nothing is left behind" in printed.err
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_too_little_memory_is_said_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(phases, "_SPARE_PROMPTS", 1 << 36)
+    assert main(["demo", *TINY]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "fewer --requests" in printed.err
