@@ -199,7 +199,7 @@ def show_prefixes(prefixes: dict[PrefixCase, list[dict[str, list[float]]]]) -> d
         for where in rounds[0]:
             name = f"{case}: {where}"
             one_by_one, at_once = (median(round_[where][i] for round_ in rounds) for i in (0, 1))
-            by_round = [round_[where][1] / round_[where][0] for round_ in rounds]
+            by_round = [round_[where][2] for round_ in rounds]
             ratio = median(by_round)
             result[name] = {"lookup_ns": one_by_one, "prefix_ns": at_once, "ratios": by_round}
             rows.append(

