@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from kvtier.base import (
     OffloadingManager,
     OffloadKey,
     PrefixLookup,
+    PrepareStoreOutput,
     ReqContext,
-    ScheduleEndContext,
     TransferResult,
     make_offload_key,
 )
@@ -232,6 +232,9 @@ def test_nothing_is_left_of_requests_that_have_ended() -> None:
     assert not connector._readers
     assert not connector._loading
     assert not connector.has_pending_push_work()
+    manager = connector.manager
+    assert isinstance(manager, CPUOffloadingManager)
+    assert not manager._uses, "the manager was told of every end"
 
 
 def test_a_block_given_to_another_group_is_waited_for_too() -> None:
@@ -242,19 +245,26 @@ def test_a_block_given_to_another_group_is_waited_for_too() -> None:
     assert rig.run(allocated=([], tables[0][:1])).wait_for == [order.job_id]
 
 
-def test_what_was_found_is_not_offered_again() -> None:
+def test_what_was_loaded_is_not_offered_again_but_device_hits_are() -> None:
     rig = Rig()
-    rig.serve(rig.request("a", 8))
+    rig.serve(rig.request("a", 16))
     request = rig.request("b", 24)
     tables = rig.table(24)
-    rig.connector.get_num_new_matched_tokens(request, 4)
-    rig.connector.update_state_after_alloc(request, tables, 4, 4)
+    assert rig.connector.get_num_new_matched_tokens(request, 4) == PrefixMatch(12, False)
+    rig.connector.update_state_after_alloc(request, tables, 4, 12)
     rig.end(rig.run())
-    rig.connector.manager.reset_cache()  # so that nothing is left out for being there
-    rig.run(new_req_ids=["b"], preempted_req_ids=[])
-    rig.connector.manager.on_schedule_end(ScheduleEndContext((), ["b"]))
-    (order,) = rig.run(ScheduledRequest("b", tables, 24)).stores
-    assert order.device.block_ids.tolist() == tables[0][2:]
+    offered: list[OffloadKey] = []
+    manager = rig.connector.manager
+    prepare_store = manager.prepare_store
+
+    def watch(keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        offered.extend(keys)
+        return prepare_store(keys, req_context)
+
+    manager.prepare_store = watch  # type: ignore[method-assign]
+    rig.run(ScheduledRequest("b", tables, 24))
+    hashes = request.block_hashes
+    assert offered == [make_offload_key(hashes[i], 0) for i in (0, 4, 5)]
 
 
 def test_what_a_failed_load_did_not_bring_is_offered() -> None:
@@ -265,8 +275,50 @@ def test_what_a_failed_load_did_not_bring_is_offered() -> None:
     rig.connector.get_num_new_matched_tokens(request, 4)
     rig.connector.update_state_after_alloc(request, tables, 4, 12)
     rig.end(rig.run(), success=False)
-    state = rig.connector._states["b"]
-    assert [group.num_offered for group in state.group_states] == [1]
+    (group,) = rig.connector._states["b"].group_states
+    assert not group.loaded
+
+
+def test_a_prefix_that_the_device_keeps_having_stays_in_host_memory() -> None:
+    rig = Rig(num_blocks=9)
+    for number in range(6):
+        request = rig.request(f"r{number}", 20)
+        request.token_ids = [*request.token_ids[:16], *[100 + number] * 4]
+        tables = rig.table(20)
+        rig.connector.update_state_after_alloc(request, tables, 16 if number else 0, 0)
+        rig.end(rig.run(ScheduledRequest(request.request_id, tables, 20)))
+        rig.connector.request_finished(request.request_id)
+    late = rig.request("late", 17)
+    assert rig.connector.get_num_new_matched_tokens(late, 0) == PrefixMatch(16, False)
+
+
+def test_an_id_is_not_used_again_before_its_load_was_reported() -> None:
+    rig = Rig()
+    rig.serve(rig.request("a", 17))
+    request = rig.request("b", 17)
+    rig.connector.get_num_new_matched_tokens(request, 0)
+    rig.connector.update_state_after_alloc(request, rig.table(17), 0, 16)
+    metadata = rig.run()
+    rig.connector.request_finished("b")
+    with pytest.raises(ValueError, match="use another id"):
+        rig.request("b", 9)
+    rig.end(metadata)
+    rig.request("b", 9)
+
+
+def test_there_is_work_until_the_last_rank_has_reported() -> None:
+    rig = Rig(world_size=2)
+    rig.request("a", 8)
+    tables = rig.table(8)
+    assert not rig.connector.has_pending_push_work()
+    rig.connector.request_finished("a", ScheduledRequest("a", tables, 8))
+    assert rig.connector.has_pending_push_work(), "not even sent"
+    (order,) = rig.run().stores
+    for rank in range(2):
+        assert rig.connector.has_pending_push_work()
+        result = TransferResult(order.job_id, True)
+        rig.connector.update_connector_output([WorkerOutput(rank, [result])])
+    assert not rig.connector.has_pending_push_work()
 
 
 # --- resets -------------------------------------------------------------------------------------
@@ -291,6 +343,7 @@ def test_a_reset_in_mid_flight() -> None:
     assert rig.connector.update_connector_output([]) == [("c", 0)], "it never began"
     assert rig.end(metadata) == [("b", 0)], "what it brought is not valid"
     rig.end(metadata_of_store)
+    assert not rig.connector._loading
     assert rig.connector.get_num_new_matched_tokens(rig.request("e", 17), 0) == NOTHING
     assert rig.connector.get_num_new_matched_tokens(rig.request("f", 9, first=90), 0) == NOTHING
     assert not rig.connector._readers
@@ -308,6 +361,19 @@ def test_a_request_that_waited_at_a_reset_stores_what_it_computes_later() -> Non
     rig.end(rig.run())
     (order,) = rig.run(ScheduledRequest("b", tables, 32)).stores
     assert order.device.block_ids.tolist() == tables[0][4:8]
+
+
+def test_what_a_running_request_has_from_before_a_reset_is_not_stored() -> None:
+    rig = Rig()
+    rig.request("a", 16)
+    tables = rig.table(16)
+    rig.end(rig.run(ScheduledRequest("a", tables, 0), new_req_ids=["a"]))
+    rig.connector.reset_cache()
+    assert rig.run(ScheduledRequest("a", tables, 16)).stores == []
+    assert rig.run(ScheduledRequest("a", tables, 16)).stores == []
+    rig.run(preempted_req_ids=["a"])
+    (order,) = rig.run(ScheduledRequest("a", tables, 16), new_req_ids=["a"]).stores
+    assert len(order.device.block_ids) == 4, "computed anew"
 
 
 # --- groups -------------------------------------------------------------------------------------

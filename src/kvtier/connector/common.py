@@ -20,7 +20,7 @@ class EngineRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Distinct among the requests that are alive."""
+        """Distinct among the requests that are alive, or whose load has not been reported."""
 
     @property
     def num_tokens(self) -> int:

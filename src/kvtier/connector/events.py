@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventTranslator", "KVCacheEvent"]
 
-_MAX_DESCRIBED = 64_000
-"""Blocks whose tokens are remembered, for events that describe themselves."""
+_MAX_TOKENS = 1 << 22
+"""Tokens that are remembered, for events that describe themselves. Eight bytes each."""
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 class _Description(NamedTuple):
     parent: bytes | None
-    token_ids: list[int]
+    token_ids: array[int]
     kind: AttentionKind
 
 
@@ -75,6 +76,7 @@ class EventTranslator:
     def __init__(self, self_describing: bool) -> None:
         self._self_describing = self_describing
         self._descriptions: OrderedDict[OffloadKey, _Description] = OrderedDict()
+        self._num_tokens = 0
 
     def describe(self, state: RequestOffloadState) -> None:
         """Remember what a request's blocks stand for, in case they are stored or promoted."""
@@ -85,14 +87,19 @@ class EventTranslator:
             size = group.geometry.tokens_per_chunk
             for chunk in range(group.num_described, len(group.keys)):
                 parent = get_offload_block_hash(group.keys[chunk - 1]) if chunk else None
-                token_ids = list(tokens[chunk * size : (chunk + 1) * size])
-                self._descriptions[group.keys[chunk]] = _Description(
-                    parent, token_ids, group.geometry.kind
+                token_ids = array("q", tokens[chunk * size : (chunk + 1) * size])
+                self._remember(
+                    group.keys[chunk], _Description(parent, token_ids, group.geometry.kind)
                 )
-                self._descriptions.move_to_end(group.keys[chunk])
             group.num_described = len(group.keys)
-        while len(self._descriptions) > _MAX_DESCRIBED:
-            self._descriptions.popitem(last=False)
+
+    def _remember(self, key: OffloadKey, description: _Description) -> None:
+        former = self._descriptions.pop(key, None)
+        self._num_tokens += len(description.token_ids) - (len(former.token_ids) if former else 0)
+        self._descriptions[key] = description
+        while self._num_tokens > _MAX_TOKENS:
+            _, oldest = self._descriptions.popitem(last=False)
+            self._num_tokens -= len(oldest.token_ids)
 
     def translate(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
         """The same, for the outside."""
@@ -117,7 +124,7 @@ class EventTranslator:
                     event.locality,
                     len(described.token_ids),
                     described.parent,
-                    described.token_ids,
+                    list(described.token_ids),
                     described.kind,
                 )
 

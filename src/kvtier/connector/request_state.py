@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ class RequestGroupState:
     """Of the offloaded blocks (chunks) that the request's tokens fill so far."""
     num_offered: int = 0
     """Chunks that were offered for storing, or need not be."""
+    loaded: range = range(0)
+    """Chunks that were loaded: they are not offered."""
     num_described: int = 0
     """Chunks whose tokens the events know."""
 
@@ -37,18 +40,22 @@ class RequestOffloadState:
     hints: RequestHints = field(init=False)
     group_states: tuple[RequestGroupState, ...] = field(init=False)
     stores_hits: bool = False
-    """Whether what it has found, rather than computed, is offered for storing as well."""
+    """Whether what it has loaded is offered for storing as well."""
     has_failed_load: bool = False
     """Whether it computes for itself, because a load has failed."""
+    is_on_device: bool = False
+    """Whether the engine has taken it in, and not preempted it since."""
     is_loading: bool = False
+    """Whether the engine waits for the end of a load."""
     num_jobs: int = 0
     is_finished: bool = False
 
     def __post_init__(self) -> None:
-        self.hints = parse_hints(self.req.kv_transfer_params)
-        self.req_context = ReqContext(
-            self.req.request_id, self.req.kv_transfer_params, self.hints.load_tiers
-        )
+        params = self.req.kv_transfer_params
+        self.hints = parse_hints(params)
+        if not isinstance(params, Mapping):
+            params = None  # tiers need not be told what cannot be read
+        self.req_context = ReqContext(self.req.request_id, params, self.hints.load_tiers)
         self.group_states = tuple(RequestGroupState(group) for group in self.config.groups)
 
     def update_keys(self) -> None:
@@ -60,14 +67,18 @@ class RequestOffloadState:
                 key = make_offload_key(hashes[end - 1], state.geometry.group_idx)
                 state.keys.append(key)
 
-    def found(self, num_tokens: int) -> None:
-        """It has so many tokens that it need not compute: those are there already."""
+    def loads(self, start: int, end: int) -> None:
+        """Its tokens from `start` to `end` come from where they would be stored: they need not be
+        offered. What the device's own cache had is offered: it may be nowhere else."""
         if not self.stores_hits:
             for state in self.group_states:
-                state.num_offered = num_tokens // state.geometry.tokens_per_chunk
+                size = state.geometry.tokens_per_chunk
+                state.loaded = range(-(-start // size), end // size)
 
     def start_again(self) -> None:
         """All that it had on the device is gone."""
         self.has_failed_load = False
+        self.is_on_device = False
         for state in self.group_states:
             state.num_offered = 0
+            state.loaded = range(0)

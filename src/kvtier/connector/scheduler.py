@@ -64,7 +64,9 @@ class OffloadingConnectorScheduler:
         self._matcher = Matcher(self.manager, self._geometry)
         self._world_size = config.parallel.world_size
         self._prompt_only = config.options.offload_prompt_only
-        self._events = EventTranslator(config.options.self_describing_kv_events)
+        self._events = EventTranslator(
+            config.enable_kv_cache_events and config.options.self_describing_kv_events
+        )
         self._events_taken: list[KVCacheEvent] = []
         """Of the time before a reset."""
         self._resets_all = config.options.reset_scope is ResetScope.ALL
@@ -76,7 +78,7 @@ class OffloadingConnectorScheduler:
         self._readers: dict[int, set[int]] = {}
         """Stores under way, by the device blocks they read."""
         self._reset_req_ids: list[str] = []
-        """Requests that were there at the last reset, until the manager was told."""
+        """Requests that were waiting at the last reset, until the manager was told."""
         self._dropped: list[LoadedRequest] = []
         """Loads that a reset has ended before they began."""
         self._loading: Counter[OffloadKey] = Counter()
@@ -85,7 +87,17 @@ class OffloadingConnectorScheduler:
     # --- requests -------------------------------------------------------------------------------
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """A request has arrived. Before any other call for it."""
+        """A request has arrived. Before any other call for it.
+
+        Raises `ValueError` for an id whose last load was not reported yet: its end would be taken
+        for the new request's.
+        """
+        former = self._states.get(request.request_id)
+        if former is not None and former.is_loading:
+            raise ValueError(
+                f"request_id={request.request_id!r} belongs to a request whose load has not been "
+                "reported: use another id, or wait for its LoadedRequest"
+            )
         state = RequestOffloadState(request, self._geometry)
         self._states[request.request_id] = state
         answer = self.manager.on_new_request(state.req_context)
@@ -133,12 +145,13 @@ class OffloadingConnectorScheduler:
         num_external_tokens: int,
     ) -> None:
         """The engine has taken a request in, with device blocks for all of its computed and matched
-        tokens. `block_ids`: as in `ScheduledRequest`. Also to be called if nothing was matched."""
+        tokens. `block_ids`: as in `ScheduledRequest`."""
         state = self._states[request.request_id]
-        end = num_computed_tokens + num_external_tokens
-        state.found(end)
+        state.is_on_device = True
         if not num_external_tokens:
             return
+        end = num_computed_tokens + num_external_tokens
+        state.loads(num_computed_tokens, end)
         keys: list[OffloadKey] = []
         blocks: list[int] = []
         sizes, first_blocks = [], []
@@ -184,6 +197,7 @@ class OffloadingConnectorScheduler:
         for scheduled in plan.scheduled:
             state = self._states.get(scheduled.request_id)
             if state is not None:
+                state.is_on_device = True
                 self._offer(state, scheduled)
         self._fence(plan)
         # What was waiting at a reset has nothing from before it on the device, either.
@@ -275,7 +289,7 @@ class OffloadingConnectorScheduler:
                 self._loading -= Counter(job.keys)
                 self.manager.complete_load(job.keys, state.req_context)
             state.has_failed_load = state.has_failed_load or job.has_failed
-            state.found(tokens)
+            state.loads(job.tokens_before, tokens)
             loaded.append(LoadedRequest(state.req.request_id, tokens))
         self._forget_if_done(state)
 
@@ -290,7 +304,8 @@ class OffloadingConnectorScheduler:
         """Nothing computed before is valid any more. Never waits: what is under way is waited for
         at the beginning of the next step, and what it brings is not used.
 
-        The engine gives up what it has on the device, of running requests as well.
+        What running requests have on the device was computed before, and is not stored. The engine
+        preempts them (`StepPlan.preempted_req_ids`), or lets them end with what they have.
         """
         unsent = [order.job_id for order in (*self._metadata.stores, *self._metadata.loads)]
         for job in self._jobs.values():
@@ -299,7 +314,9 @@ class OffloadingConnectorScheduler:
             self._end(self._jobs[job_id], self._dropped)
         self._metadata = ConnectorMetadata(flush=list(self._jobs))
         self._loading.clear()
-        self._reset_req_ids = list(self._states)
+        self._reset_req_ids = [
+            request_id for request_id, state in self._states.items() if not state.is_on_device
+        ]
         self.manager.reset_cache()
         self._events_taken += self._events.translate(self.manager.take_events())
         if self._resets_all:

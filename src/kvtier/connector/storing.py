@@ -38,8 +38,8 @@ def take_offers(
     state: RequestOffloadState, scheduled: ScheduledRequest, limit: int
 ) -> tuple[list[Offer], list[int]]:
     """The chunks that have become complete since the last offer, in prompt order, and for each
-    group how many chunks are then dealt with. Chunks of which a block has left the window are
-    passed over."""
+    group how many chunks are then dealt with. Chunks that were loaded, and those of which a block
+    has left the window, are passed over."""
     offers, num_offered = [], []
     tokens = min(scheduled.num_computed_tokens, limit)
     for place, group in enumerate(state.group_states):
@@ -50,6 +50,8 @@ def take_offers(
             group.num_offered, min(tokens // geometry.tokens_per_chunk, len(group.keys))
         )
         for chunk in range(group.num_offered, num_complete):
+            if chunk in group.loaded:
+                continue
             blocks = list(table[chunk * bpc : (chunk + 1) * bpc])
             if len(blocks) == bpc and NO_DEVICE_BLOCK not in blocks:
                 end = (chunk + 1) * geometry.tokens_per_chunk

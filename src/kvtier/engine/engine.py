@@ -47,6 +47,8 @@ class Engine:
         self.cache = KVCache(model_config, engine_config)
         self.blocks = BlockManager(model_config.groups, engine_config)
         self._connector = connector
+        self._untaken: list[RequestResult] = []
+        """Results that `generate` came across."""
         hooks = None if connector is None else connector.scheduler
         self._scheduler = Scheduler(engine_config, self.blocks, hooks)
         self._num_arrivals = 0
@@ -133,6 +135,7 @@ class Engine:
 
     def step(self) -> list[RequestResult]:
         """Compute some tokens. Returns what has finished."""
+        untaken, self._untaken = self._untaken, []
         step = self._scheduler.schedule()
         connector = self._connector
         if connector is not None:
@@ -148,7 +151,7 @@ class Engine:
             self._scheduler.end(request)
         if not step.work:
             time.sleep(_IDLE_S)
-        return [request.result(reason) for request, reason in finished]
+        return untaken + [request.result(reason) for request, reason in finished]
 
     def _run_model(self, step: Step) -> list[tuple[Request, FinishReason]]:
         spans = []
@@ -175,7 +178,8 @@ class Engine:
         keep_logits: bool = False,
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> list[RequestResult]:
-        """Serve all prompts together. Results in the order of the prompts."""
+        """Serve all prompts together. Results in the order of the prompts. Those of other requests
+        that finish meanwhile come with the next `step`."""
         ids = [
             self.add_request(
                 prompt,
@@ -187,8 +191,14 @@ class Engine:
             for prompt in prompts
         ]
         results: dict[str, RequestResult] = {}
+        others: list[RequestResult] = []
         while not results.keys() >= set(ids):
-            results.update((result.request_id, result) for result in self.step())
+            for result in self.step():
+                if result.request_id in ids:
+                    results[result.request_id] = result
+                else:
+                    others.append(result)
+        self._untaken += others
         return [results[request_id] for request_id in ids]
 
     def drain(self, timeout_s: float = 60.0) -> bool:

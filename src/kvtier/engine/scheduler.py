@@ -74,9 +74,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """A request has arrived."""
-        insort(self._waiting, request, key=_BY_ARRIVAL)
         if self._hooks is not None:
             self._hooks.on_new_request(request)
+        insort(self._waiting, request, key=_BY_ARRIVAL)
 
     # --- a step ---------------------------------------------------------------------------------
 
