@@ -340,6 +340,7 @@ def test_a_reset_in_mid_flight() -> None:
     after = rig.run()
     assert set(after.flush) == under_way
     assert after.loads == after.stores == []
+    assert rig.connector.has_pending_push_work()
     assert rig.connector.update_connector_output([]) == [("c", 0)], "it never began"
     assert rig.end(metadata) == [("b", 0)], "what it brought is not valid"
     rig.end(metadata_of_store)

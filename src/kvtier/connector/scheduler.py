@@ -69,7 +69,9 @@ class OffloadingConnectorScheduler:
         )
         self._events_taken: list[KVCacheEvent] = []
         """Of the time before a reset."""
-        self._resets_all = config.options.reset_scope is ResetScope.ALL
+        self._tells_resets = (
+            config.enable_kv_cache_events and config.options.reset_scope is ResetScope.ALL
+        )
         self._states: dict[str, RequestOffloadState] = {}
         self._jobs: dict[int, ConnectorJob] = {}
         self._last_job_id = 0
@@ -319,7 +321,9 @@ class OffloadingConnectorScheduler:
         ]
         self.manager.reset_cache()
         self._events_taken += self._events.translate(self.manager.take_events())
-        if self._resets_all:
+        if self._tells_resets and not (
+            self._events_taken and isinstance(self._events_taken[-1], AllBlocksCleared)
+        ):
             self._events_taken.append(AllBlocksCleared())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -334,7 +338,8 @@ class OffloadingConnectorScheduler:
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping for transfers, also without requests."""
-        return bool(self._jobs) or bool(self._metadata.stores) or self.manager.has_pending_work()
+        # A job that was not sent yet is among the jobs.
+        return bool(self._jobs or self._dropped) or self.manager.has_pending_work()
 
     def shutdown(self) -> None:
         """Release everything. After the workers have been shut down."""
