@@ -17,6 +17,7 @@ from kvtier.base import (
     PrefixLookup,
     PrepareStoreOutput,
     RequestOffloadingContext,
+    TierFilter,
 )
 from kvtier.tiering.cascades import Cascades
 from kvtier.tiering.closing import close_tiers
@@ -158,8 +159,10 @@ class TieringOffloadingManager(OffloadingManager):
         links = [link for link in self._links if not link.is_cut_off(now)]
         request.request_level = tuple(link for link in links if link.wants_whole_requests(context))
         request.links = tuple(links)
-        allows = context.load_tier_filter.allows
-        request.sources = tuple(link for link in links if allows(link.medium, link.locality))
+        request.sources = request.links
+        if context.load_tier_filter is not TierFilter.ALL:
+            allows = context.load_tier_filter.allows
+            request.sources = tuple(link for link in links if allows(link.medium, link.locality))
         if request.sources:
             lookup_timeout = max(link.settings.lookup_timeout_s for link in request.sources)
             load_timeout = max(link.settings.load_timeout_s for link in request.sources)
@@ -301,7 +304,10 @@ class TieringOffloadingManager(OffloadingManager):
         if self._windows and key[-4:] in self._windows:
             return self._search.look_up_in_window(key, key[-4:], result, request)
         if result is _MISS and request.sources:
-            return self._search.look_up(key, key[-4:], request)
+            group = key[-4:]
+            if request.missed == group and request.step == self._step.number:
+                return _MISS  # nothing behind a miss can be a hit
+            return self._search.look_up(key, group, request)
         if result is _HIT_PENDING:
             return self._promotions.await_writer(key, request)
         return result

@@ -28,6 +28,7 @@ class TierRequest:
         "leases",
         "links",
         "max_wanted",
+        "missed",
         "most_step",
         "most_wait",
         "num_parked",
@@ -67,6 +68,8 @@ class TierRequest:
         self.wanted: dict[bytes, dict[OffloadKey, TierLink | None]] = {}
         """By group, in the order asked: blocks found below, and in which tier. In a windowed group
         also those that are in the primary tier (None)."""
+        self.missed: bytes | None = None
+        """A group of which nothing was found below before it was missed."""
         self.ended: dict[bytes, LookupResult] = {}
         """Groups in which nothing more can be a hit (MISS), or is known to be one (RETRY)."""
         self.open: tuple[TierLink, ...] = ()
@@ -97,6 +100,7 @@ class TierRequest:
     def begin_step(self, step: int) -> None:
         """Forget what it asked for in earlier steps."""
         self.step = step
+        self.missed = None
         self.num_wanted = 0
         if self.wanted:
             self.wanted = {}

@@ -91,6 +91,8 @@ class Search:
         request.ended[group] = result
         if result is _RETRY:
             request.waits(step.now, step.number)
+        elif group not in request.wanted and group not in self._uncertain:
+            request.missed = group
         return result
 
     def look_up_in_window(
