@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 from statistics import median
 from typing import Any
@@ -121,10 +122,14 @@ class Session:
     def __init__(self, name: str) -> None:
         self._make = SUBJECTS[name]
         self._tiered: Tiered | None = None
+        self._processors = os.sched_getaffinity(0)
 
-    def begin(self, case: dict[str, Any]) -> None:
-        self._tiered = self._make(Case(**case))
-        begin(self._tiered, Case(**case))
+    def begin(self, described: dict[str, Any]) -> None:
+        case = Case(**described)
+        # What is compared runs on one and the same processor, since two are rarely equally fast.
+        os.sched_setaffinity(0, {min(self._processors)} if case.settle else self._processors)
+        self._tiered = self._make(case)
+        begin(self._tiered, case)
 
     def batch(self, number: int) -> dict[str, float]:
         assert self._tiered is not None

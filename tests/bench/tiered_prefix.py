@@ -60,7 +60,7 @@ def split(where: str, keys: list[OffloadKey]) -> tuple[list[OffloadKey], list[Of
 
 
 Figures = tuple[float, float, float]
-"""Nanoseconds per key one by one, at once, and the ratio: the median of what was measured in turns."""
+"""Nanoseconds per key one by one and at once, and the median ratio of what was timed in turns."""
 
 
 def answer(case: PrefixCase) -> dict[str, Figures]:

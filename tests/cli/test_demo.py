@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -30,6 +31,7 @@ from tests.test_architecture import REPO, SRC
 
 COMMAND = [sys.executable, "-m", "kvtier.cli", "demo"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(SRC)}
+OUTLOOK = "kvtier demo: at work; the default sizes take about half a minute of processor time.\n"
 PHASES = ["computed", "device", "host", "tier", "killed"]
 HYBRID_PHASES = ["hybrid_computed", "hybrid_host", "hybrid_tier"]
 
@@ -172,7 +174,7 @@ def test_ctrl_c_ends_it_and_nothing_is_left() -> None:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT
     assert out == ""
-    assert err == "kvtier demo: ended by SIGINT; nothing is left behind.\n"
+    assert err == f"{OUTLOOK}kvtier demo: ended by SIGINT; nothing is left behind.\n"
     assert [file for file in files if file.exists()] == []
 
 
@@ -181,15 +183,53 @@ def test_ctrl_c_ends_it_and_nothing_is_left() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+def run_with_output(output: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """A small run in a process of its own whose standard output is this descriptor."""
+    return subprocess.run(
+        [*COMMAND, *TINY, *options],
+        env=ENVIRONMENT,
+        check=False,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_reader_that_has_gone_ends_it_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ran = run_with_output(writer)
+    finally:
+        os.close(writer)
+    assert ran.returncode == 128 + signal.SIGPIPE
+    assert ran.stderr == OUTLOOK
+
+
+def test_a_full_disk_is_said_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ran = run_with_output(full.fileno(), "--json")
+    assert ran.returncode == 2
+    reason = os.strerror(errno.ENOSPC)
+    assert ran.stderr == f"kvtier demo: the result could not be written: {reason}\n"
+
+
 @pytest.mark.usefixtures("_tiny")
 def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *TINY]) == 0
     printed = capsys.readouterr()
-    assert printed.err == ""  # nobody is watching
+    assert printed.err == OUTLOOK  # nobody is watching
     assert "\x1b" not in printed.out
-    assert re.search(r"^ +from host memory .* 4 \(0\.1 MiB\) .* yes *$", printed.out, re.MULTILINE)
-    assert re.search(r"^ +one of two tiers killed .* yes *$", printed.out, re.MULTILINE)
-    by_length = r"^ +64 +\d+ ms +\d+ ms +[\d.]+x +\d+ ms +[\d.]+x +yes *$"
+    assert not re.search(r"[ \t]$", printed.out, re.MULTILINE)
+    assert re.search(r"^from host memory .* yes$", printed.out, re.MULTILINE)
+    assert re.search(r"^from host memory +- +4 \(0\.1 MiB\) +-$", printed.out, re.MULTILINE)
+    assert re.search(r"^one of two tiers killed .* yes$", printed.out, re.MULTILINE)
+    killed = r"^one of two tiers killed .* first: \d+ \(.* MiB\)\n +second: \d+ \(.* MiB\)$"
+    assert re.search(killed, printed.out, re.MULTILINE)
+    assert "1 prompt came from the first tier" in printed.out
+    assert re.search(r"\d requests waited for it in vain and were computed", printed.out)
+    by_length = r"^ +64 +\d+ ms +\d+ ms +[\d.]+x +\d+ ms +[\d.]+x +yes$"
     assert re.search(by_length, printed.out, re.MULTILINE)
     assert "Every token and every logit is that of a run without offloading" in printed.out
 

@@ -17,10 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(
             f"kvtier: the command needs {' and '.join(missing)}, not installed here. "
-            "Run: pip install 'kvtier[cli]'",
+            f"Run: pip install {' '.join(_NEEDED)}",
             file=sys.stderr,
         )
-        return 1
+        return 2
     from kvtier.cli.app import run
 
     return run(argv)

@@ -16,7 +16,8 @@ _HELP = """
 kvtier keeps the KV cache of an LLM engine: blocks leave the device for host memory, cascade to
 the tiers below, and come back before they would have been computed again.
 
-Start here; it needs no GPU and no download, and takes less than a minute:
+Start here; it needs no GPU and no download, and takes about half a minute of processor
+time:
 
 \b
     kvtier demo
@@ -35,7 +36,10 @@ tiers is killed. Every token and every logit is compared with a run without offl
     kvtier demo --tokens 4096 --requests 2  longer prompts, fewer of them
     kvtier demo --json | jq .ok             for programs
 
-Exit code 0: all identical, and all served from where it should be; 1: not so; 2: wrong input.
+It takes about half a minute of processor time.
+
+Exit code 0: all identical, and all served from where it should be; 1: not so; 2: wrong input, not
+enough memory, or the result could not be written.
 docs/demo.md says how each figure is measured.
 """
 
@@ -80,17 +84,20 @@ def _options_of_all(
 
 @app.command("demo", help=_DEMO_HELP)
 def _demo(
-    tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", metavar="N")] = 1024,
-    requests: Annotated[int, typer.Option(help="How many prompts.", metavar="N")] = 4,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of each prompt, 32 to 8184.", metavar="N")
+    ] = 1024,
+    requests: Annotated[int, typer.Option(help="How many prompts, 1 to 64.", metavar="N")] = 4,
     lengths: Annotated[
         str,
         typer.Option(
-            help="Prompt lengths at which warm and cold are compared, separated by commas.",
+            help="Prompt lengths at which warm and cold are compared, 32 to 8184, with commas.",
             metavar="N,N,...",
         ),
     ] = "256,512,1024,2048,4096",
     seed: Annotated[
-        int, typer.Option(help="Of the prompts and the model's weights.", metavar="N")
+        int,
+        typer.Option(help="Of prompts and the model's weights, 0 to 4294967295.", metavar="N"),
     ] = 0,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from rich.console import Console
 
@@ -21,8 +24,9 @@ from kvtier.cpu.host_memory import NotEnoughMemory
 
 __all__ = ["run_demo"]
 
-_PLAIN_WIDTH = 140
-"""Of tables that are not shown on a terminal."""
+_WIDTH = 80
+"""Of tables. On a narrower terminal lines wrap: nothing is left out."""
+_OUTLOOK = "kvtier demo: at work; the default sizes take about half a minute of processor time."
 
 
 def run_demo(settings: DemoSettings, *, as_json: bool) -> int:
@@ -37,12 +41,38 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> int:
     except NotEnoughMemory as lack:
         print(f"kvtier demo: {lack}\nOr give fewer --requests, or fewer --tokens.", file=sys.stderr)
         return 2
-    if as_json:
-        print(json.dumps(report.as_json(), indent=2))
-    else:
-        is_terminal = sys.stdout.isatty()
-        print_report(report, Console(width=None if is_terminal else _PLAIN_WIDTH))
+    text = json.dumps(report.as_json(), indent=2) + "\n" if as_json else _as_tables(report)
+    try:
+        _write(text)
+    except BrokenPipeError:  # whoever was reading has seen enough
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        reason = error.strerror or error
+        print(f"kvtier demo: the result could not be written: {reason}", file=sys.stderr)
+        return 2
     return 0 if report.ok else 1
+
+
+def _as_tables(report: Report) -> str:
+    terminal = Console()
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(width=max(_WIDTH, terminal.width) if is_terminal else _WIDTH)
+    with console.capture() as capture:
+        print_report(report, console)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def _write(text: str) -> None:
+    if sys.stdout is None:  # closed before the demo was started
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:
+        # What is still in the buffer would fail once more when the interpreter ends.
+        with suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise
 
 
 def _run(report: Report, as_json: bool, interruption: Interruption) -> None:
@@ -50,8 +80,13 @@ def _run(report: Report, as_json: bool, interruption: Interruption) -> None:
     with ExitStack() as stack:
         log = stack.enter_context(OperatorLog())
         display: Display = NoDisplay()
-        if sys.stderr.isatty() and not as_json:
+        if as_json or sys.stderr is None:
+            pass
+        elif sys.stderr.isatty():
             display = stack.enter_context(LiveDisplay(Console(stderr=True)))
+        else:
+            with suppress(OSError):
+                print(_OUTLOOK, file=sys.stderr, flush=True)
         try:
             Demo(report, display, log, interruption.check).run()
         except RequestStuck as stuck:

@@ -10,13 +10,19 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Column
 
 __all__ = ["Display", "LiveDisplay", "NoDisplay"]
+
+
+_WIDTH_WITH_NOTE = 77
+_WIDTH_WITH_BAR = 98
 
 
 class Display(Protocol):
@@ -43,16 +49,7 @@ class LiveDisplay:
     """A line for each phase, on the terminal; gone when the demo has ended."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            SpinnerColumn(finished_text="+"),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
+        self._progress = Progress(*_columns(console.width), console=console, transient=True)
         self._task: TaskID | None = None
 
     def __enter__(self) -> LiveDisplay:
@@ -77,3 +74,18 @@ class LiveDisplay:
         assert self._task is not None
         note = f"first token after {first_token_s * 1e3:.0f} ms"
         self._progress.update(self._task, advance=1, note=note)
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """As many as there is room for: the bar goes first; the count and the time always stay."""
+    columns: list[ProgressColumn] = [
+        SpinnerColumn(finished_text="+"),
+        TextColumn("{task.description}"),
+    ]
+    if width >= _WIDTH_WITH_BAR:
+        columns.append(BarColumn(bar_width=20))
+    columns.append(MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=5)))
+    if width >= _WIDTH_WITH_NOTE:
+        columns.append(TextColumn("{task.fields[note]}"))
+    columns.append(TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)))
+    return columns

@@ -159,16 +159,17 @@ class Demo:
         if probes == len(after):
             row.problems.append("nothing came from the other tier")
         if not is_cut_off:
-            row.problems.append(f"not cut off after {len(dying)} requests")
+            row.problems.append(f"not cut off after {_counted(len(dying), 'request')}")
         computed = sum(not served.result.num_loaded_tokens for served in dying)
+        outcome = "and were computed" if computed == len(dying) else f"and {computed} were computed"
         slowest = max(served.first_token_s for served in dying)
         row.notes.append(
-            f"{_num_from(_DOOMED, before)} prompts came from the first tier; it died during the "
-            f"next load; {len(dying)} requests waited for it in vain and {computed} were "
-            f"computed, the slowest with its first token after {slowest * 1e3:.0f} ms; then its "
+            f"{_counted(_num_from(_DOOMED, before), 'prompt')} came from the first tier; it died "
+            f"during the next load; {_counted(len(dying), 'request')} waited for it in vain "
+            f"{outcome}, the slowest with its first token after {slowest * 1e3:.0f} ms; then its "
             f"breaker {'opened' if is_cut_off else 'did NOT open'}, and "
-            f"{_num_from(_OTHER, after)} prompts came from the second tier"
-            + (f", while {probes} tried the first one again" if probes else "")
+            f"{_counted(_num_from(_OTHER, after), 'prompt')} came from the second tier"
+            + (f", while {_counted(probes, 'request')} tried the first one again" if probes else "")
         )
         self._enter(row)
 
@@ -216,7 +217,7 @@ def _forget(server: OffloadingServer, source: Source) -> list[str]:
     if source is Source.HOST:
         server.drop_device_cache()
     if source is Source.TIER and (num_left := server.flush_host_memory()):
-        return [f"{num_left} blocks are left in host memory after it was flushed"]
+        return [f"{_counted(num_left, 'block')} left in host memory after it was flushed"]
     return []
 
 
@@ -230,6 +231,10 @@ def _unless_from(served: Served, position: int) -> list[str]:
 
 def _num_from(position: int, all_served: Iterable[Served]) -> int:
     return sum(bool(served.tier_blocks[position]) for served in all_served)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _is_probe(served: Served) -> bool:

@@ -13,14 +13,16 @@ from kvtier.cli.demo.report import LengthRow, Moved, PhaseRow, Report
 __all__ = ["print_report"]
 
 _NOTHING = "-"
+_TIER_NAMES = ("first", "second")
 
 
 def print_report(report: Report, console: Console) -> None:
     """Tables, remarks, and the verdict."""
     if report.phases:
-        console.print(_phases(report.phases))
+        _print_table(console, "First token", _first_tokens(report.phases))
+        _print_table(console, "Served from where (blocks)", _places(report.phases))
     if report.lengths:
-        console.print(_lengths(report.lengths))
+        _print_table(console, "First token by prompt length", _lengths(report.lengths))
     for row in report.phases:
         for note in row.notes:
             _print_line(console, f"{row.title}: {note}")
@@ -44,14 +46,22 @@ def _print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _phases(rows: Iterable[PhaseRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Served from where", title_justify="left")
-    table.add_column("phase")
-    for title in ("prompts", "first token\ncold", "first token\nwarm", "speed-up"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for title in ("device cache", "host memory", "tiers"):
-        table.add_column(f"{title}\nblocks", justify="right")
-    table.add_column("tokens\nidentical")
+def _print_table(console: Console, title: str, table: Table) -> None:
+    _print_line(console, f"{title}\n", "italic")
+    console.print(table)
+    console.print()
+
+
+def _table(*titles: str) -> Table:
+    """The first column is text, the others are figures. No cell is wrapped or cut off."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="right" if place else "left", no_wrap=True)
+    return table
+
+
+def _first_tokens(rows: Iterable[PhaseRow]) -> Table:
+    table = _table("phase", "prompts", "cold", "warm", "speed-up", "identical")
     for row in rows:
         table.add_row(
             row.title,
@@ -59,19 +69,30 @@ def _phases(rows: Iterable[PhaseRow]) -> Table:
             _ms(row.cold_s),
             _ms(row.first_token_s) if row.is_warm else _NOTHING,
             _factor(row.speed_up),
-            _amount(row.device),
-            _amount(row.host),
-            "\n".join(_amount(tier) for tier in row.tiers if tier.blocks) or _NOTHING,
             _yes(row.identical),
         )
     return table
 
 
+def _places(rows: Iterable[PhaseRow]) -> Table:
+    table = _table("phase", "device cache", "host memory", "tiers")
+    for row in rows:
+        tiers = [
+            f"{name}: {_amount(tier)}"
+            for name, tier in zip(_TIER_NAMES, row.tiers, strict=False)
+            if tier.blocks
+        ]
+        table.add_row(
+            row.title, _amount(row.device), _amount(row.host), "\n".join(tiers) or _NOTHING
+        )
+    return table
+
+
 def _lengths(rows: Iterable[LengthRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="First token by prompt length", title_justify="left")
-    for title in ("tokens", "cold", "from host memory", "speed-up", "from a tier", "speed-up"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("tokens identical")
+    table = _table(
+        "tokens", "cold", "from host memory", "speed-up", "from a tier", "speed-up", "identical"
+    )
+    table.columns[0].justify = "right"
     for row in rows:
         table.add_row(
             str(row.tokens),
@@ -86,15 +107,20 @@ def _lengths(rows: Iterable[LengthRow]) -> Table:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds * 1e3:.0f} ms" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def _factor(speed_up: float | None) -> str:
-    return _NOTHING if speed_up is None else f"{speed_up:.1f}x"
+    if speed_up is None:
+        return _NOTHING
+    return f"{speed_up:.1f}x" if speed_up >= 0.995 else f"{speed_up:#.2g}x"
 
 
 def _amount(moved: Moved) -> str:
-    return f"{moved.blocks} ({moved.bytes / 2**20:.1f} MiB)" if moved.blocks else _NOTHING
+    if not moved.blocks:
+        return _NOTHING
+    size = moved.bytes / 2**20
+    return f"{moved.blocks} ({size:.{0 if size >= 10 else 1}f} MiB)"
 
 
 def _yes(value: bool) -> str:
