@@ -99,6 +99,7 @@ class CPUOffloadingManager(OffloadingManager):
         # directly saves a Python call for each key.
         overrides_get = type(self._policy).get is not CachePolicy.get
         self._get = self._policy.get if overrides_get else self._policy.blocks.get
+        self._resident = None if overrides_get else self._policy.blocks
         self._filter = (
             ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
         )
@@ -240,13 +241,23 @@ class CPUOffloadingManager(OffloadingManager):
             size *= 4
         return PrefixLookup(num_hits, is_final)
 
-    def _note_run(
-        self, keys: Sequence[OffloadKey], blocks: list[BlockStatus], use: RequestUse
-    ) -> bool:
-        """The request uses these blocks, in prompt order. Whether all of them can be read."""
-        generations = list(map(_generation_of, blocks))
+    def _find_all(self, keys: Sequence[OffloadKey], use: RequestUse) -> bool:
+        """Whether all of these blocks, given in prompt order, can be read. If so, they are used."""
+        if self._num_writing:
+            return False  # somebody has to look at each
+        try:
+            generations = [block.generation for block in map(self._get, keys)]  # type: ignore[union-attr]
+        except AttributeError:  # there is none
+            return False
+        self._note_generations(keys, generations, use)
+        return True
+
+    def _note_generations(
+        self, keys: Sequence[OffloadKey], generations: list[int], use: RequestUse
+    ) -> None:
+        """The request uses blocks of these keys and generations, at least one, in prompt order."""
         known = use.keys
-        if keys and keys[0] not in known:
+        if keys[0] not in known:
             if not use.fresh:
                 self._expect_fresh(use)
             num_known = len(known)
@@ -255,7 +266,14 @@ class CPUOffloadingManager(OffloadingManager):
             if len(known) < num_known + len(keys):
                 use.out_of_order = True  # some of them it had used before
         elif list(map(known.get, keys)) != generations:
-            self._note_uses(blocks, use)
+            self._note_uses(cast("list[BlockStatus]", list(map(self._get, keys))), use)
+
+    def _note_run(
+        self, keys: Sequence[OffloadKey], blocks: list[BlockStatus], use: RequestUse
+    ) -> bool:
+        """The request uses these blocks, in prompt order. Whether all of them can be read."""
+        if keys:
+            self._note_generations(keys, list(map(_generation_of, blocks)), use)
         return not self._num_writing or all(block.ref_cnt >= 0 for block in blocks)
 
     # --- loads ------------------------------------------------------------------------------
@@ -460,10 +478,10 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _split(self, offered: dict[OffloadKey, int]) -> tuple[list[OffloadKey], list[BlockStatus]]:
         """Those of the keys that are new, and the blocks of those that are there already."""
+        if self._resident is not None and self._resident.keys().isdisjoint(offered):
+            return list(offered), []
         get = self._get
         new = [key for key in offered if get(key) is None]
-        if len(new) == len(offered):
-            return new, []
         return new, [block for key in offered if (block := get(key)) is not None]
 
     def _admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
@@ -514,9 +532,10 @@ class CPUOffloadingManager(OffloadingManager):
         victims = self._policy.evict(missing, protected)
         if victims is None:
             return None
-        for _, block in victims:
+        freed = [block for _, block in victims]
+        for block in freed:
             block.ref_cnt = FREE
-        self._free += [block for _, block in victims]
+        self._free += freed
         self._num_evictable -= len(victims)
         self._count("kvtier_cpu_evicted_blocks", len(victims))
         evicted = [key for key, _ in victims]

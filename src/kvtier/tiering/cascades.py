@@ -100,10 +100,8 @@ def _take_prepared(
 ) -> Sequence[OffloadKey]:
     """The store that has ended, in prompt order; `keys`, if it is not clear which one has."""
     ended = keys if isinstance(keys, (set, frozenset)) else set(keys)
-    first = next((key for key in ended if key in prepared), None)
-    if first is not None:
-        store = prepared[first]
-        if len(store) == len(ended) and ended.issuperset(store):
+    for first, store in prepared.items():
+        if first in ended and len(store) == len(ended) and ended.issuperset(store):
             del prepared[first]
             return store
     # Some of several stores: what is left of each is still to come. The lists are the engine's as

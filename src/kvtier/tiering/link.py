@@ -388,8 +388,10 @@ class TierLink:
 
     def has_pending_work(self, now: float) -> bool:
         """Whether a job is under way that may still end in time, or the tier has other work."""
-        if any(not job.is_late and now < job.deadline for job in self._jobs.values()):
-            return True
+        # In order of deadlines, and without most of those that are late: the first one tells.
+        for queue in (self._loads, self._stores):
+            if any(not (job.is_done or job.is_late) and now < job.deadline for job in queue):
+                return True
         return self.is_closed and bool(
             self.call("has_pending_work", self.tier.has_pending_work, default=False)
         )

@@ -184,6 +184,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         """Each block, if it is here or on its way here. Not a use."""
         return list(map(self._get, keys))
 
+    def find_all(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
+        """Whether all of these blocks can be read. If so, a request uses them, in prompt order."""
+        return self._find_all(keys, self._use_of(req_context))
+
     def note_run(
         self, keys: Sequence[OffloadKey], blocks: list[BlockStatus], req_context: ReqContext
     ) -> bool:

@@ -142,23 +142,26 @@ class Search:
         """How many of the keys, from the first on, are hits; whether all of those can be read; and
         whether it is known that the next one is none."""
         primary, context = self._primary, request.context
+        if primary.find_all(keys, context):
+            return len(keys), True, True
         blocks = primary.blocks_of(keys)
         if all(blocks):
             if primary.note_run(keys, cast("list[BlockStatus]", blocks), context):
                 return len(keys), True, True
             return *self._await_writers(keys, request), True
         num_head = blocks.index(None)
-        if num_head:
-            # First: what it uses here leaves less room for what is brought up.
-            head = cast("list[BlockStatus]", blocks[:num_head])
-            primary.note_run(keys[:num_head], head, context)
+        # First: what it uses here leaves less room for what is brought up.
+        head = cast("list[BlockStatus]", blocks[:num_head])
+        all_ready = not head or primary.note_run(keys[:num_head], head, context)
         missing = [key for key, block in zip(keys, blocks, strict=True) if block is None]
         num_found, is_known = self._find_below(missing, group, request)
         if num_found < len(missing):
             end = keys.index(missing[num_found])
             keys, blocks = keys[:end], blocks[:end]
-        here = [block for block in blocks if block is not None]
-        if not here or primary.note_run([block.key for block in here], here, context):
+        others = [block for block in blocks[num_head:] if block is not None]
+        if others:
+            all_ready &= primary.note_run([block.key for block in others], others, context)
+        if all_ready:
             return len(keys), not num_found, is_known
         num_hits, all_ready = self._await_writers(keys, request)
         return num_hits, all_ready, is_known or num_hits < len(keys)

@@ -102,8 +102,9 @@ class LRUCachePolicy(RunKeepingPolicy):
         if len(victims) < n:
             return None
         self._order.discard_selected(victims)
+        blocks = self.blocks
         for key, _ in victims:
-            del self.blocks[key]
+            del blocks[key]
         return victims
 
     def clear(self) -> None:

@@ -242,13 +242,14 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         job = transfer.job
         if job.fingerprint != self.fingerprint:
             return  # an epoch ended meanwhile, and what was stored in it is gone
-        blocks = self.blocks
-        new = [key for key in transfer.blocks if key not in blocks]
-        for key in reversed(new):  # as in `touch`
-            blocks[key] = transfer.blocks[key]
-        if len(new) < len(job.keys):
+        blocks, brought = self.blocks, transfer.blocks
+        if any(map(blocks.__contains__, brought)):
+            brought = {key: block for key, block in brought.items() if key not in blocks}
+        for key, block in reversed(brought.items()):  # as in `touch`
+            blocks[key] = block
+        if len(brought) < len(job.keys):
             self.touch(job.keys, job.req_context)
-        self._report_event(new, removed=False)
+        self._report_event(list(brought), removed=False)
 
     # --- the bytes: I/O thread -----------------------------------------------------------------
 
