@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,23 +75,15 @@ def bytes_per_block(policy: str, size: int) -> float:
 
 
 def run() -> None:
-    result: dict[str, Any] = {}
-    rows = []
-    for what in ("lru", "arc", "OrderedDict"):
-        times = [measured_apart("time", what, size) for size in SIZES]
-        growth = times[-1] / times[0]
-        rows.append([what, *(f"{value:.0f}" for value in times), f"{growth:.2f}"])
-        result[what] = {"ns_per_block": dict(zip(SIZES, times, strict=True)), "growth": growth}
-    print_table(
+    result = show_growth(
         "Scale: ns per block and request life, by number of resident blocks",
-        ["", *(f"{size:,}" for size in SIZES), "growth"],
-        rows,
+        "growth",
+        SIZES,
+        {
+            what: [measured_apart("time", what, size) for size in SIZES]
+            for what in ("lru", "arc", "OrderedDict")
+        },
     )
-    bare = result["OrderedDict"]["growth"]
-    for policy in ("lru", "arc"):
-        growth = result[policy]["growth"]
-        print("  " + verdict(f"{policy}, growth", growth, MAX_GROWTH))
-        print("  " + verdict(f"{policy}, growth against a bare OrderedDict's", growth, bare))
     rows = []
     for policy in ("lru", "arc"):
         size = measured_apart("memory", policy, SIZES[-1])
@@ -100,6 +93,25 @@ def run() -> None:
     for policy in ("lru", "arc"):
         print("  " + verdict(f"{policy}, bytes", result[policy]["bytes_per_block"], MAX_BYTES))
     save("scale", result)
+
+
+def show_growth(
+    title: str, what: str, sizes: Sequence[int], times: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+    """How the time of each policy grows with the size, beside that of a bare OrderedDict."""
+    result: dict[str, Any] = {}
+    rows = []
+    for name, its in times.items():
+        growth = its[-1] / its[0]
+        rows.append([name, *(f"{value:.0f}" for value in its), f"{growth:.2f}"])
+        result[name] = {"ns_per_block": dict(zip(sizes, its, strict=True)), "growth": growth}
+    print_table(title, ["", *(f"{size:,}" for size in sizes), "growth"], rows)
+    bare = result["OrderedDict"]["growth"]
+    for policy in ("lru", "arc"):
+        growth = result[policy]["growth"]
+        print("  " + verdict(f"{policy}, {what}", growth, MAX_GROWTH))
+        print("  " + verdict(f"{policy}, growth against a bare OrderedDict's", growth, bare))
+    return result
 
 
 def measured_apart(what: str, subject: str, size: int) -> float:

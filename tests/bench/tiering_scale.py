@@ -29,7 +29,6 @@ ROW_BYTES = 64
 REQUESTS = 40
 SMALL = 4
 """Blocks of a request that only comes and goes."""
-MAX_GROWTH = scale.MAX_GROWTH
 MAX_GROWTH_WITH_AGE = 1.2
 MAX_BYTES_PER_REQUEST = 1.0
 
@@ -128,27 +127,14 @@ def run() -> None:
 
 
 def show_by_size() -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    rows = []
-    for what in ("lru", "arc", "OrderedDict"):
-        if what == "OrderedDict":
-            times = [scale.measured_apart("time", what, size) for size in SIZES]
-        else:
-            times = measured_apart("size", what)
-        growth = times[-1] / times[0]
-        rows.append([what, *(f"{value:.0f}" for value in times), f"{growth:.2f}"])
-        result[what] = {"ns_per_block": dict(zip(SIZES, times, strict=True)), "growth": growth}
-    print_table(
+    times: dict[str, list[float]] = {what: measured_apart("size", what) for what in ("lru", "arc")}
+    times["OrderedDict"] = [scale.measured_apart("time", "OrderedDict", size) for size in SIZES]
+    return scale.show_growth(
         "Tiering, scale: ns per block and request life with one tier, by resident blocks",
-        ["", *(f"{size:,}" for size in SIZES), "growth"],
-        rows,
+        "growth with blocks",
+        SIZES,
+        times,
     )
-    bare = result["OrderedDict"]["growth"]
-    for policy in ("lru", "arc"):
-        growth = result[policy]["growth"]
-        print("  " + verdict(f"{policy}, growth with blocks", growth, MAX_GROWTH))
-        print("  " + verdict(f"{policy}, growth against a bare OrderedDict's", growth, bare))
-    return result
 
 
 def show_by_age() -> dict[str, Any]:

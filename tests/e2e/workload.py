@@ -6,7 +6,7 @@ Plain data. Nothing here knows how a life turns out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 from typing import Any
@@ -43,42 +43,9 @@ _FULL = ModelConfig(
     vocab=VOCABULARY,
     max_tokens=128,
 )
-_HYBRID = ModelConfig(
-    num_layers=2,
-    hidden=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_hidden=48,
-    vocab=VOCABULARY,
-    max_tokens=128,
-    windowed_layers=(0,),
-    window=11,
-)
-_WIDER_WINDOW = ModelConfig(
-    num_layers=3,
-    hidden=32,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_hidden=48,
-    vocab=VOCABULARY,
-    max_tokens=128,
-    windowed_layers=(0, 2),
-    window=26,
-)
-_WINDOW_ONLY = ModelConfig(
-    num_layers=2,
-    hidden=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_hidden=48,
-    vocab=VOCABULARY,
-    max_tokens=128,
-    windowed_layers=(0, 1),
-    window=14,
-)
+_HYBRID = replace(_FULL, windowed_layers=(0,), window=11)
+_WIDER_WINDOW = replace(_FULL, num_layers=3, num_heads=2, windowed_layers=(0, 2), window=26)
+_WINDOW_ONLY = replace(_FULL, windowed_layers=(0, 1), window=14)
 _MODELS: tuple[tuple[ModelConfig, tuple[tuple[int, ...], ...]], ...] = (
     (_FULL, ((4,), (8,))),
     (_HYBRID, ((8, 4), (4, 8), (4, 4), (4, 6))),

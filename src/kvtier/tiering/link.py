@@ -47,7 +47,6 @@ _STORES = object()
 """Stands for all stores where a breaker asks who wants to use the tier."""
 
 _EXPLORE_EVERY_S = 10.0
-_EXPLORED_BLOCKS = 8
 
 _MOST_TOLD = 64
 """How many requests that have ended a tier is told of in one step, after a rest."""
@@ -140,6 +139,7 @@ class TierLink:
 
     def look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
         """The tier's answer, or MISS if it has none."""
+        # `call`, written out: one more call for every block would show.
         start = self._clock()
         try:
             answer = self.tier.lookup(key, context)
@@ -242,14 +242,13 @@ class TierLink:
             self._counters["dropped_blocks"] += wanted - allowed
         return allowed
 
-    def submit_store(self, transfer: TransferJob, now: float) -> Job:
+    def submit_store(self, transfer: TransferJob, now: float) -> None:
         """Send a cascade. The slots are pinned until `harvest` yields it."""
-        job = self._enter(transfer, now, self.settings.store_timeout_s, self._stores)
+        self._enter(transfer, now, self.settings.store_timeout_s, self._stores)
         self.num_pinned += len(transfer.keys)
         self.store_breaker.submitted(transfer.job_id)
         # If it raises, it may have begun all the same: only its report ends the job.
         self.call("submit_store", self.tier.submit_store, transfer, default=None)
-        return job
 
     def expect_load(self, transfer: TransferJob, now: float) -> Job:
         """Enter a promotion that is about to be sent."""
@@ -346,7 +345,7 @@ class TierLink:
             return
         timeout = self.settings.load_timeout_s if is_promotion else self.settings.store_timeout_s
         is_slow = seconds is not None and seconds > timeout
-        is_good = not is_slow and (len(moved) == num_blocks or bool(moved))
+        is_good = not is_slow and (bool(moved) or not num_blocks)
         for breaker in (self.breaker,) if is_promotion else (self.breaker, self.store_breaker):
             if is_good:
                 breaker.succeeded(job_id)
@@ -420,11 +419,6 @@ class TierLink:
             return False
         self._explore_at = now + _EXPLORE_EVERY_S
         return True
-
-    @property
-    def explored_blocks(self) -> int:
-        """How many blocks are risked for that."""
-        return _EXPLORED_BLOCKS
 
     def step_ended(self, step: int) -> None:
         """A scheduling step has ended."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from kvtier.tiering.step import Step
     from kvtier.tiering.transfers import TransferFactory
 
+_EXPLORED_BLOCKS = 8
+"""How many blocks are risked to see whether a tier is still slower than computing."""
+
 
 class Promotions:
     """All promotions that are wanted, under way, or kept for those who wanted them.
@@ -98,7 +101,7 @@ class Promotions:
                 link.count("declined_blocks", wanted)
                 request.decline(link)
                 return False
-            del keys[link.explored_blocks :]
+            del keys[_EXPLORED_BLOCKS:]
         del keys[link.num_loadable(len(keys)) :]
         num_leased = self.leases.num_blocks - self.leases.num_blocks_of(request)
         del keys[self._primary.num_writable(len(keys), num_leased, request.context) :]
