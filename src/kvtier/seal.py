@@ -57,6 +57,8 @@ class SealFailure(StrEnum):
     """The payload is longer or shorter than what was sealed."""
     DIGEST = "digest"
     """The payload is not what was sealed."""
+    STALE = "stale"
+    """The right block, but not the one that was stored last in this place."""
 
 
 class SealError(Exception):

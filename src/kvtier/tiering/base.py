@@ -244,9 +244,14 @@ class SecondaryTierManager(ABC):
         failure = seal.check(header, payload, key, job.fingerprint)
         if failure is None:
             return True
+        self.refuse_block(failure)
+        return False
+
+    def refuse_block(self, failure: seal.SealFailure) -> None:
+        """Count a block that is not what it should be, for a reason that the tier itself has found.
+        On an I/O thread of the tier."""
         with self._seal_failures_lock:
             self._seal_failures[failure] += 1
-        return False
 
     def take_seal_failures(self) -> Counter[seal.SealFailure]:
         """Blocks refused since the last call, by reason. Scheduler thread."""

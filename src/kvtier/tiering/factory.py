@@ -296,3 +296,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 SecondaryTierFactory.register_secondary_tier(
     "example", "kvtier.tiering.example.manager", "ExampleSecondaryTierManager"
 )
+SecondaryTierFactory.register_secondary_tier(
+    "disk", "kvtier.tiering.disk.manager", "DiskSecondaryTierManager"
+)

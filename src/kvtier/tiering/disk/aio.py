@@ -1,0 +1,169 @@
+"""Linux native asynchronous I/O: many reads and writes under way at once from one thread.
+
+Spoken to directly, through libc's `syscall`: five calls need no library. Unlike io_uring it is
+allowed inside containers with Docker's default seccomp profile, and with O_DIRECT on a
+preallocated file it reaches the same speed. Without O_DIRECT a call to `submit` waits for the I/O,
+which is right, only slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import struct
+from collections.abc import Sequence
+
+__all__ = ["AioQueue", "AioUnavailable", "address_of"]
+
+_NUMBERS = {  # io_setup, io_destroy, io_getevents, io_submit
+    "x86_64": (206, 207, 208, 209),
+    "aarch64": (0, 1, 4, 2),
+    "riscv64": (0, 1, 4, 2),
+}
+
+_READV, _WRITEV = 7, 8
+# data, key, flags, operation, priority, fd, vectors, their number, offset, and nothing
+_IOCB = struct.Struct("<QIiHhIQQqQII")
+_VECTOR = struct.Struct("<QQ")
+_POINTER = struct.Struct("<Q")
+_EVENT = struct.Struct("<QQqq")
+_TIMESPEC = struct.Struct("<qq")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class AioUnavailable(Exception):
+    """The kernel does not give us a queue; says why, and the remedy."""
+
+
+def _syscall(*argtypes: type) -> ctypes._NamedFuncPointer:
+    function = _libc["syscall"]  # a function of its own for each signature
+    function.restype = ctypes.c_long
+    function.argtypes = (ctypes.c_long, *argtypes)
+    return function
+
+
+_setup = _syscall(ctypes.c_uint, ctypes.c_void_p)
+_destroy = _syscall(ctypes.c_ulong)
+_getevents = _syscall(
+    ctypes.c_ulong, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p
+)
+_submit = _syscall(ctypes.c_ulong, ctypes.c_long, ctypes.c_void_p)
+
+
+def address_of(memory: mmap.mmap | memoryview) -> int:
+    """Where writable memory lies. It must be kept alive by whoever uses the address."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class AioQueue:
+    """A queue of reads and writes. One thread at a time.
+
+    The caller numbers what it submits by tags below `depth`, and does not use a tag again before
+    it has come back. Memory handed over must stay where it is until then.
+    """
+
+    def __init__(self, depth: int, max_segments: int) -> None:
+        """`max_segments`: pieces of memory that one read or write is scattered over, at most."""
+        try:
+            self._numbers = _NUMBERS[platform.machine()]
+        except KeyError:
+            raise AioUnavailable(
+                f"asynchronous I/O is not known on {platform.machine()}: use another tier there"
+            ) from None
+        self._depth = depth
+        self._max_segments = max_segments
+        self.num_in_flight = 0
+        # The kernel is given addresses inside this: control blocks, their vectors, the pointer to
+        # the one being submitted, room for events, and a timeout.
+        self._vectors_at = depth * _IOCB.size
+        self._pointer_at = self._vectors_at + depth * max_segments * _VECTOR.size
+        self._events_at = self._pointer_at + _POINTER.size
+        self._timeout_at = self._events_at + depth * _EVENT.size
+        self._memory = mmap.mmap(-1, self._timeout_at + _TIMESPEC.size)
+        self._base = address_of(self._memory)
+        context = ctypes.c_ulong(0)
+        if _setup(self._numbers[0], depth, ctypes.addressof(context)) != 0:
+            raise _unavailable(ctypes.get_errno(), depth)
+        self._context: int | None = context.value
+
+    def submit(
+        self,
+        tag: int,
+        fd: int,
+        is_write: bool,
+        offset: int,
+        segments: Sequence[tuple[int, int]],
+    ) -> int:
+        """Start one read or write at `offset`, into or out of these (address, length) pieces in
+        turn. Returns 0, or the error number if it was refused; then the tag is free again."""
+        memory, base = self._memory, self._base
+        vectors_at = self._vectors_at + tag * self._max_segments * _VECTOR.size
+        at = vectors_at
+        for address, length in segments:
+            _VECTOR.pack_into(memory, at, address, length)
+            at += _VECTOR.size
+        block_at = tag * _IOCB.size
+        operation = _WRITEV if is_write else _READV
+        _IOCB.pack_into(
+            memory, block_at, tag, 0, 0, operation, 0, fd, base + vectors_at, len(segments),
+            offset, 0, 0, 0,
+        )  # fmt: skip
+        _POINTER.pack_into(memory, self._pointer_at, base + block_at)
+        while _submit(self._numbers[3], self._context, 1, base + self._pointer_at) != 1:
+            error = ctypes.get_errno()
+            if error == errno.EAGAIN and self.num_in_flight:
+                return error
+            if error not in (errno.EAGAIN, errno.EINTR):
+                return error
+            os.sched_yield()
+        self.num_in_flight += 1
+        return 0
+
+    def reap(self, wait_s: float | None) -> list[tuple[int, int]]:
+        """What has ended: (tag, bytes moved or the negative error number). Waits for one at least,
+        for so long; None: for as long as it takes. Nothing in flight: nothing to wait for."""
+        if not self.num_in_flight:
+            return []
+        memory, base = self._memory, self._base
+        timeout_at = None
+        if wait_s is not None:
+            seconds, fraction = divmod(wait_s, 1.0)
+            _TIMESPEC.pack_into(memory, self._timeout_at, int(seconds), int(fraction * 1e9))
+            timeout_at = base + self._timeout_at
+        while True:
+            count = _getevents(
+                self._numbers[2], self._context, 1, self._depth, base + self._events_at, timeout_at
+            )
+            if count >= 0:
+                break
+            if ctypes.get_errno() != errno.EINTR:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.num_in_flight -= count
+        ended = []
+        for i in range(count):
+            tag, _, result, _ = _EVENT.unpack_from(memory, self._events_at + i * _EVENT.size)
+            ended.append((tag, result))
+        return ended
+
+    def close(self) -> None:
+        """Waits for what is in flight. Once more changes nothing."""
+        if self._context is not None:
+            _destroy(self._numbers[1], self._context)
+            self._context = None
+
+
+def _unavailable(error: int, depth: int) -> AioUnavailable:
+    reason = os.strerror(error)
+    if error == errno.EAGAIN:
+        return AioUnavailable(
+            f"the kernel has no room for {depth} more asynchronous reads and writes ({reason}): "
+            "raise fs.aio-max-nr (sysctl), or give fewer io_threads"
+        )
+    return AioUnavailable(
+        f"the kernel refuses asynchronous I/O ({reason}): allow io_setup, io_submit, "
+        "io_getevents and io_destroy in the container's seccomp profile"
+    )

@@ -1,0 +1,133 @@
+"""A slab's file: every call on it but the asynchronous ones.
+
+O_DIRECT wants memory aligned to pages, so whatever is small passes through memory of our own.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from kvtier.tiering.disk.layout import PAGE_BYTES
+
+__all__ = ["NotAFile", "SlabFile"]
+
+_MODE = 0o600
+_LONGEST_IO = 4 << 20
+
+
+class NotAFile(Exception):
+    """There is something under that name which is no regular file."""
+
+
+class SlabFile:
+    """An open file. Any thread; calls may wait for the disk."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        """`flags`: as for `os.open`."""
+        self.path = path
+        # O_NONBLOCK: opening a pipe by mistake must not wait for its other end.
+        self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, _MODE)
+        if not stat.S_ISREG(os.fstat(self.fd).st_mode):
+            os.close(self.fd)
+            raise NotAFile(f"{path} is not a regular file")
+        self.is_direct = False
+
+    def use_o_direct(self) -> bool:
+        """Bypass the page cache from now on, if the file system and the disk below it allow it.
+        The file must have a page to read. Answers whether it does."""
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            self.read(0, PAGE_BYTES)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
+            return False
+        self.is_direct = True
+        return True
+
+    def try_lock(self) -> bool:
+        """Become the only one who has this file locked, until it is closed or the process ends."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    # --- bytes ---------------------------------------------------------------------------------
+
+    def read(self, offset: int, length: int) -> bytes:
+        """`length` bytes, or fewer where the file ends. Both are whole pages."""
+        parts = []
+        with mmap.mmap(-1, min(max(length, PAGE_BYTES), _LONGEST_IO)) as memory:
+            done = 0
+            while done < length:
+                wanted = min(length - done, _LONGEST_IO)
+                with memoryview(memory) as view, view[:wanted] as target:
+                    count = os.preadv(self.fd, [target], offset + done)
+                parts.append(memory[:count])
+                done += count
+                if count < wanted:
+                    break
+        return b"".join(parts)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Write whole pages."""
+        with mmap.mmap(-1, max(len(data), PAGE_BYTES)) as memory:
+            memory[: len(data)] = data
+            with memoryview(memory) as view, view[: len(data)] as source:
+                self.write_aligned(offset, source)
+
+    def write_aligned(self, offset: int, data: memoryview) -> None:
+        """Write whole pages out of page-aligned memory."""
+        done = 0
+        while done < len(data):
+            with data[done:] as rest:
+                done += os.pwritev(self.fd, [rest], offset + done)
+
+    def sync(self) -> None:
+        os.fdatasync(self.fd)
+
+    # --- space ---------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What `du` says."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def allocate(self, length: int) -> None:
+        """Make every byte up to `length` really there. If that fails, the file is as long as
+        before."""
+        before = self.size
+        try:
+            os.posix_fallocate(self.fd, 0, length)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self.fd, before)
+            raise
+
+    def truncate(self, length: int) -> None:
+        os.ftruncate(self.fd, length)
+
+    @property
+    def free_bytes(self) -> int:
+        """What the file system has left for us."""
+        answer = os.fstatvfs(self.fd)
+        return answer.f_bavail * answer.f_frsize
+
+    def close(self) -> None:
+        """Once more changes nothing."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)

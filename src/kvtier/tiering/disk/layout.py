@@ -1,0 +1,291 @@
+"""The slab file's format: where everything lies, and the pages that describe it.
+
+    page 0, 1   superblock, two copies
+    page 2      who has the file open
+    page 3      a request to forget everything, written by `kvtier store clear`
+    then        equal slots: a header page, and the payload
+    at the end  the index: a table with one entry per slot
+
+Every page that is not payload ends with a checksum of itself. The slot is the truth about what is
+in it; the index is a hint that saves reading all headers at the start. All functions are pure, and
+trust nothing they decode: the one exception they raise is `SlabFormatError`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+from kvtier import seal
+
+__all__ = [
+    "CONTROL_OFFSET",
+    "HOLDER_OFFSET",
+    "PAGE_BYTES",
+    "SLOTS_OFFSET",
+    "SUPERBLOCK_OFFSETS",
+    "Geometry",
+    "Holder",
+    "SlabFormatError",
+    "SlotStamp",
+    "Superblock",
+    "decode_clear_request",
+    "encode_clear_request",
+    "is_slab_page",
+    "read_stamp",
+    "write_slot_header",
+]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+PAGE_BYTES = 4096
+"""Unit of everything in the file; O_DIRECT wants offsets and addresses to be multiples of it."""
+SUPERBLOCK_OFFSETS = (0, PAGE_BYTES)
+HOLDER_OFFSET = 2 * PAGE_BYTES
+CONTROL_OFFSET = 3 * PAGE_BYTES
+SLOTS_OFFSET = 4 * PAGE_BYTES
+
+ENTRIES_PER_PAGE = 63
+"""Entries of the index in one of its pages; see `kvtier.tiering.disk.index`."""
+
+_CHECKSUM = struct.Struct("<Q")
+_BODY_BYTES = PAGE_BYTES - _CHECKSUM.size
+
+# A file system keeps its own record of where a file's bytes are, and `du` counts it. ext4: 340
+# extents in a page, and at worst two extents per slot, one that was written and one that was not.
+_EXTENT_BYTES_PER_SLOT = 32
+_EXTENT_BYTES = 2 * PAGE_BYTES
+
+_SLAB_MAGIC = b"KVTSLAB\x00"
+_HOLDER_MAGIC = b"KVTHOLD\x00"
+_CLEAR_MAGIC = b"KVTCLEAR"
+_VERSION = 1
+
+# magic, version, uuid, payload bytes, slots, clock, cut, revision, created, last clear
+_SUPERBLOCK = struct.Struct("<8sHxxxxxx16sQQQQQQ16s")
+_CLEAR = struct.Struct("<8s16s")
+_TEXT = struct.Struct("<8sI")
+_STAMP = struct.Struct("<16sQQ")
+_MOST_SLOTS = 2**40
+_MOST_PAYLOAD = 2**40
+
+
+class SlabFormatError(Exception):
+    """What was read is not what should stand there."""
+
+
+# --- pages -------------------------------------------------------------------------------------
+
+
+def close_page(page: bytearray | memoryview) -> None:
+    """Put the checksum at the end of a page whose other bytes are written."""
+    _CHECKSUM.pack_into(page, _BODY_BYTES, xxh3_64_intdigest(page[:_BODY_BYTES]))
+
+
+def is_intact(page: Buffer) -> bool:
+    """Whether a page is one that `close_page` has ended, unchanged."""
+    return len(page) == PAGE_BYTES and _CHECKSUM.unpack_from(page, _BODY_BYTES)[
+        0
+    ] == xxh3_64_intdigest(page[:_BODY_BYTES])
+
+
+def _page_of(body: bytes) -> bytes:
+    page = bytearray(PAGE_BYTES)
+    page[: len(body)] = body
+    close_page(page)
+    return bytes(page)
+
+
+def _require_intact(page: Buffer, magic: bytes, what: str) -> None:
+    if not is_intact(page) or page[: len(magic)] != magic:
+        raise SlabFormatError(f"there is no {what}, or it is damaged")
+
+
+# --- where things lie --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes and places, which all follow from the size and the number of blocks."""
+
+    payload_bytes: int
+    """Of one block: whole pages."""
+    num_slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return PAGE_BYTES + self.payload_bytes
+
+    @property
+    def index_offset(self) -> int:
+        return SLOTS_OFFSET + self.num_slots * self.slot_bytes
+
+    @property
+    def num_index_pages(self) -> int:
+        return -(-self.num_slots // ENTRIES_PER_PAGE)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.index_offset + self.num_index_pages * PAGE_BYTES
+
+    @property
+    def needed_bytes(self) -> int:
+        """The most that the file will ever take, with what the file system adds to it."""
+        return self.file_bytes + _EXTENT_BYTES + _EXTENT_BYTES_PER_SLOT * self.num_slots
+
+    def slot_offset(self, slot: int) -> int:
+        return SLOTS_OFFSET + slot * self.slot_bytes
+
+    @classmethod
+    def within(cls, max_bytes: int, payload_bytes: int) -> Geometry:
+        """The most slots that fit; there may be none."""
+        one = cls(payload_bytes, 1)
+        num_slots = max(0, (max_bytes - SLOTS_OFFSET) // one.slot_bytes)
+        geometry = cls(payload_bytes, num_slots)
+        while geometry.num_slots and geometry.needed_bytes > max_bytes:
+            excess = geometry.needed_bytes - max_bytes
+            num_slots = max(0, num_slots - max(1, excess // one.needed_bytes))
+            geometry = cls(payload_bytes, num_slots)
+        return geometry
+
+
+# --- what describes the file -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What holds for the whole file."""
+
+    uuid: bytes
+    """Of this file; new when it is formatted."""
+    geometry: Geometry
+    clock: int = 0
+    """A number that sequence numbers have passed, or will soon: see `Slab.first_seq`."""
+    cut: int = 0
+    """Blocks with a smaller sequence number are gone for good, whatever slots and index say."""
+    revision: int = 0
+    """Of two intact copies, the one with the larger number holds."""
+    created_ns: int = 0
+    last_clear: bytes = bytes(16)
+    """The last request to clear that was obeyed."""
+
+    def encode(self) -> bytes:
+        return _page_of(
+            _SUPERBLOCK.pack(
+                _SLAB_MAGIC,
+                _VERSION,
+                self.uuid,
+                self.geometry.payload_bytes,
+                self.geometry.num_slots,
+                self.clock,
+                self.cut,
+                self.revision,
+                self.created_ns,
+                self.last_clear,
+            )
+        )
+
+    @classmethod
+    def decode(cls, page: Buffer) -> Superblock:
+        """Raises `SlabFormatError`."""
+        _require_intact(page, _SLAB_MAGIC, "superblock")
+        _, version, uuid, payload_bytes, num_slots, clock, cut, revision, created, last_clear = (
+            _SUPERBLOCK.unpack_from(page)
+        )
+        if version != _VERSION:
+            raise SlabFormatError(f"a slab of version {version}; this kvtier reads {_VERSION}")
+        is_whole = payload_bytes % PAGE_BYTES == 0
+        if (
+            not is_whole
+            or not 0 < payload_bytes <= _MOST_PAYLOAD
+            or not 0 < num_slots <= _MOST_SLOTS
+        ):
+            raise SlabFormatError(f"{num_slots} slots for {payload_bytes} bytes are impossible")
+        geometry = Geometry(payload_bytes, num_slots)
+        return cls(uuid, geometry, clock, cut, revision, created, last_clear)
+
+
+def is_slab_page(page: Buffer) -> bool:
+    """Whether a page was a superblock once: damaged or of another version, but ours."""
+    return bytes(page[: len(_SLAB_MAGIC)]) == _SLAB_MAGIC
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has a slab open, for whoever is refused to be told."""
+
+    engine_id: str
+    pid: int
+    host: str
+    since_ns: int
+
+    def encode(self) -> bytes:
+        text = json.dumps([self.engine_id[:256], self.pid, self.host[:256], self.since_ns]).encode()
+        return _page_of(_TEXT.pack(_HOLDER_MAGIC, len(text)) + text)
+
+    @classmethod
+    def decode(cls, page: Buffer) -> Holder:
+        """Raises `SlabFormatError`."""
+        _require_intact(page, _HOLDER_MAGIC, "record of a holder")
+        _, length = _TEXT.unpack_from(page)
+        text = bytes(page[_TEXT.size : _BODY_BYTES])[:length]
+        try:
+            engine_id, pid, host, since_ns = json.loads(text)
+        except (ValueError, TypeError, RecursionError):
+            raise SlabFormatError("the record of a holder makes no sense") from None
+        fields_fit = (
+            isinstance(engine_id, str)
+            and isinstance(host, str)
+            and type(pid) is int
+            and type(since_ns) is int
+        )
+        if not fields_fit:
+            raise SlabFormatError("the record of a holder makes no sense")
+        return cls(engine_id, pid, host, since_ns)
+
+
+def encode_clear_request(request_id: bytes) -> bytes:
+    """The control page that asks the engine to forget everything."""
+    return _page_of(_CLEAR.pack(_CLEAR_MAGIC, request_id))
+
+
+def decode_clear_request(page: Buffer) -> bytes:
+    """The id of the request, 16 bytes. Raises `SlabFormatError` if there is none."""
+    _require_intact(page, _CLEAR_MAGIC, "request to clear")
+    request_id: bytes = _CLEAR.unpack_from(page)[1]
+    return request_id
+
+
+# --- the header of a slot ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStamp:
+    """Where and when a slot was written. Beside the seal, which says what is in it."""
+
+    uuid: bytes
+    slot: int
+    seq: int
+
+
+def write_slot_header(page: bytearray | memoryview, block_seal: bytes, stamp: SlotStamp) -> None:
+    """Fill the header page of a slot. What the page held before does not matter."""
+    page[: seal.SEAL_BYTES] = block_seal
+    end = seal.SEAL_BYTES + _STAMP.size
+    _STAMP.pack_into(page, seal.SEAL_BYTES, stamp.uuid, stamp.slot, stamp.seq)
+    page[end:_BODY_BYTES] = _NOTHING[end:_BODY_BYTES]
+    close_page(page)
+
+
+_NOTHING = bytes(PAGE_BYTES)
+
+
+def read_stamp(page: Buffer) -> SlotStamp:
+    """The stamp in the header page of a slot. Raises `SlabFormatError`."""
+    if not is_intact(page):
+        raise SlabFormatError("the header of a slot is damaged, or there is none")
+    return SlotStamp(*_STAMP.unpack_from(page, seal.SEAL_BYTES))

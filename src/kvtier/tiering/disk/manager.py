@@ -1,0 +1,405 @@
+"""The disk tier: sealed blocks in one slab file, which the next engine finds again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvtier import seal
+from kvtier.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    MetricDefinition,
+    OffloadingEvent,
+    OffloadingStats,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.disk import metrics
+from kvtier.tiering.disk.aio import address_of
+from kvtier.tiering.disk.index import namespace_tag
+from kvtier.tiering.disk.keeper import IndexKeeper
+from kvtier.tiering.disk.lane import Lane
+from kvtier.tiering.disk.layout import (
+    PAGE_BYTES,
+    SlabFormatError,
+    SlotStamp,
+    read_stamp,
+    write_slot_header,
+)
+from kvtier.tiering.disk.options import DiskOptions
+from kvtier.tiering.disk.population import populate
+from kvtier.tiering.disk.residents import Residents
+from kvtier.tiering.disk.slab import open_slab
+from kvtier.tiering.disk.transfer import Piece, Transfer
+from kvtier.tiering.disk.work import WorkQueue
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadingSpec
+    from kvtier.cpu.policies.base import BlockStatus
+
+__all__ = ["DiskSecondaryTierManager"]
+
+logger = logging.getLogger(__name__)
+
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
+
+_UNIT_BYTES = 1 << 20
+"""Neighbouring blocks go together up to this size: disks reward it, and it costs less of us."""
+_IN_FLIGHT_BYTES = 32 << 20
+"""How much one thread keeps under way. A load waits behind half of that in stores at most."""
+_LEAST_DEPTH, _MOST_DEPTH = 4, 32
+_MAX_QUEUED_BYTES = 1 << 30
+"""Stores that wait for the disk; what comes on top is refused."""
+_ANNOUNCED_AT_ONCE = 1024
+
+
+class DiskSecondaryTierManager(SecondaryTierManager):
+    """Blocks in the slots of a slab file.
+
+    The scheduler's thread alone knows what is kept (`Residents`), and makes room before a store
+    begins. The lanes, threads with a kernel queue each, move blocks between slots and the primary
+    tier's rows without a copy, seal and verify them. The index keeper, a thread too, writes down
+    what is where, for the next engine. The slot's own header has the last word about it.
+    """
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        path: str,
+        max_bytes: int | str | None = None,
+        eviction_policy: str | None = None,
+        io_threads: int | None = None,
+        use_o_direct: bool | str | None = None,
+    ) -> None:
+        config = offloading_spec.config
+        options = DiskOptions.parse(
+            {
+                "path": path,
+                "max_bytes": max_bytes,
+                "eviction_policy": eviction_policy,
+                "io_threads": io_threads,
+                "use_o_direct": use_o_direct,
+            },
+            config.parallel,
+        )
+        config.require_weights_identity()
+        policy_cls = CachePolicyFactory.get_cache_policy_cls(options.eviction_policy)
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.locality = Locality.LOCAL
+        self.rows_address = address_of(primary_kv_view.cast("B"))
+        row_bytes = self.rows.row_bytes
+        if row_bytes % PAGE_BYTES or self.rows_address % PAGE_BYTES:
+            raise ValueError(
+                f"rows of {row_bytes} bytes at {self.rows_address:#x}: the primary tier's rows "
+                f"must be aligned to {PAGE_BYTES} bytes"
+            )
+        self._slab = open_slab(
+            options.path, row_bytes, options.max_bytes, config.engine_id, options.use_o_direct
+        )
+        try:
+            self._start(policy_cls, options.io_threads)
+        except BaseException:
+            self._slab.close()
+            raise
+
+    def _start(self, policy_cls: Any, io_threads: int) -> None:
+        slab = self._slab
+        geometry = slab.geometry
+        self._tag = namespace_tag(self.fingerprint)
+        self._residents = Residents(policy_cls, geometry.num_slots, slab.first_seq)
+        populate(self._residents, slab, self._tag)
+        self._unannounced = dict.fromkeys(self._residents.keys())
+        """Blocks of an earlier engine that nobody has been told of yet."""
+        self._in_flight: set[Transfer] = set()
+        self._results: list[JobResult] = []
+        self._events: list[OffloadingEvent] = []
+        self._counters: Counter[str] = Counter()
+        self._num_queued = 0
+        self._clear_wanted = False
+        self._errors_lock = threading.Lock()
+        self._errors: Counter[str] = Counter()
+        self._told: set[int] = set()
+        self._max_queued = max(1, _MAX_QUEUED_BYTES // geometry.slot_bytes)
+        max_pieces = max(1, _UNIT_BYTES // geometry.slot_bytes)
+        unit_bytes = max_pieces * geometry.slot_bytes
+        depth = min(max(_IN_FLIGHT_BYTES // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+        self._work = WorkQueue(max_pieces)
+        self._lanes: list[Lane] = []
+        try:
+            for number in range(io_threads):
+                self._lanes.append(
+                    Lane(
+                        f"kvtier-{self.tier_type}-{number}",
+                        slab.file,
+                        geometry,
+                        self._work,
+                        self,
+                        depth=depth,
+                        max_pieces=max_pieces,
+                    )
+                )
+        except BaseException:
+            self._stop_lanes()
+            raise
+        self._keeper = IndexKeeper(
+            slab,
+            self._residents.slot_of,
+            lambda: self._residents.next_seq,
+            self._want_clear,
+            self._note_keeper_error,
+        )
+
+    # --- what is kept: scheduler thread --------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._clear_wanted:
+            self._start_over()
+        return _HIT if self._residents.ready(key) else _MISS
+
+    def lookup_batch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> Sequence[LookupResult]:
+        if self._clear_wanted:
+            self._start_over()
+        num_hits = len(list(takewhile(self._residents.ready, keys)))
+        answers = [_HIT] * num_hits
+        if num_hits < len(keys):
+            answers.append(_MISS)
+        return answers
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        keys = tuple(keys)
+        self._keeper.note_use(self._residents.touch(keys, req_context), keys)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._residents.on_new_request(req_context)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._residents.on_request_finished(req_context)
+
+    def begin_epoch(self, fingerprint: bytes) -> None:
+        """Blocks from before are gone for good: no engine finds them again, this or another."""
+        super().begin_epoch(fingerprint)
+        self._tag = namespace_tag(fingerprint)
+        self._keeper.cut_at(self._residents.next_seq)
+        self._start_over()
+
+    def _want_clear(self) -> None:
+        """On the keeper's thread: forget everything at the next call."""
+        self._clear_wanted = True
+
+    def _start_over(self) -> None:
+        self._clear_wanted = False
+        busy = {piece.slot for transfer in self._in_flight for piece in transfer.pieces}
+        former, keys = self._residents.start_over(busy)
+        self._keeper.discard(former)
+        self._report_removed(keys)
+
+    # --- the life of a job: scheduler thread ---------------------------------------------------
+
+    def submit_store(self, job: TransferJob) -> None:
+        if self._clear_wanted:
+            self._start_over()
+        if job.fingerprint != self.fingerprint:
+            self._results.append(JobResult(job.job_id, False))
+            return
+        residents = self._residents
+        keys = list(dict.fromkeys(job.keys))
+        here = [key for key in keys if residents.contains(key)]
+        new = keys
+        if here:
+            self.touch(keys, job.req_context)
+            new = [key for key in keys if not residents.contains(key)]
+        room = max(0, self._max_queued - self._num_queued)
+        blocks, evicted = residents.place(new[:room], keys, job.req_context)
+        self._counters[metrics.EVICTED] += len(evicted)
+        self._counters[metrics.REFUSED] += len(new) - len(blocks)
+        self._report_removed(evicted)
+        self._begin(job, {block.key: block for block in blocks}, here)
+
+    def submit_load(self, job: TransferJob) -> None:
+        if self._clear_wanted:
+            self._start_over()
+        found: dict[OffloadKey, BlockStatus] = {}
+        if job.fingerprint == self.fingerprint:
+            self.touch(job.keys, job.req_context)
+            found = self._residents.pin(job.keys)
+        self._begin(job, found, [])
+
+    def _begin(
+        self, job: TransferJob, blocks: Mapping[OffloadKey, BlockStatus], here: list[OffloadKey]
+    ) -> None:
+        pieces = [
+            Piece(key, row, block.block_id, block, block.generation)
+            for key, row in zip(job.keys, job.block_ids.tolist(), strict=True)
+            if (block := blocks.get(key)) is not None
+        ]
+        transfer = Transfer(job, pieces, here)
+        self._in_flight.add(transfer)
+        if not job.is_promotion:
+            self._num_queued += len(pieces)
+        self._work.submit(transfer)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        for transfer in self._work.take_ended():
+            self._finish(transfer)
+        results, self._results = self._results, []
+        return results
+
+    def drain_jobs(self) -> None:
+        self._work.wait_until_idle()
+
+    def shutdown(self) -> None:
+        """Gives up what has not been begun. The results are still to be had."""
+        self._stop_lanes()
+        self._keeper.stop()
+        self._slab.close()
+        self.rows.release()
+
+    def _stop_lanes(self) -> None:
+        self._work.stop()
+        for lane in self._lanes:
+            lane.join()
+
+    def _finish(self, transfer: Transfer) -> None:
+        self._in_flight.discard(transfer)
+        job = transfer.job
+        if job.is_promotion:
+            self._end_load(transfer)
+        else:
+            self._end_store(transfer)
+        done = transfer.here + [piece.key for piece in transfer.done]
+        success = len(done) == len(job.keys)
+        self._results.append(
+            JobResult(job.job_id, success, None if success else done, transfer.seconds)
+        )
+
+    def _end_load(self, transfer: Transfer) -> None:
+        residents = self._residents
+        # A block that could not be loaded once would be a HIT in vain again and again.
+        forgotten = residents.unpin(
+            [piece.block for piece in transfer.done], [piece.block for piece in transfer.failed]
+        )
+        for piece in transfer.failed:
+            self._slab.index.clear(piece.slot)
+        self._counters[metrics.FORGOTTEN] += len(forgotten)
+        self._report_removed(forgotten)
+
+    def _end_store(self, transfer: Transfer) -> None:
+        self._num_queued -= len(transfer.pieces)
+        self._residents.not_written(piece.block for piece in transfer.failed)
+        stored = self._residents.written(piece.block for piece in transfer.done)
+        self._counters[metrics.FAILED] += len(transfer.failed)
+        if stored and self.enable_kv_events:
+            self._events.append(OffloadingEvent(stored, Medium.STORAGE, False, self.locality))
+
+    # --- the bytes: I/O threads ----------------------------------------------------------------
+
+    def seal_piece(self, transfer: Transfer, piece: Piece, header: memoryview) -> None:
+        self._slab.index.clear(piece.slot)  # whoever was there is about to be overwritten
+        block_seal = self.seal_block(transfer.job, piece.key, self.rows[piece.row])
+        stamp = SlotStamp(self._slab.superblock.uuid, piece.slot, piece.seq)
+        write_slot_header(header, block_seal, stamp)
+
+    def stored(self, transfer: Transfer, pieces: Sequence[Piece]) -> None:
+        tag = namespace_tag(transfer.job.fingerprint)
+        for piece in pieces:
+            self._slab.index.put(piece.slot, piece.seq, tag, piece.key)
+
+    def is_valid(self, transfer: Transfer, piece: Piece, header: memoryview) -> bool:
+        expected = SlotStamp(self._slab.superblock.uuid, piece.slot, piece.seq)
+        try:
+            is_expected = read_stamp(header) == expected
+        except SlabFormatError:
+            self.refuse_block(_what_is_wrong(header))
+            return False
+        row = self.rows[piece.row]
+        if not self.verify_block(transfer.job, piece.key, header[: seal.SEAL_BYTES], row):
+            return False
+        if not is_expected:
+            self.refuse_block(seal.SealFailure.STALE)
+        return is_expected
+
+    def note_error(self, error: int, is_write: bool) -> None:
+        """Any thread."""
+        kind = errno.errorcode.get(error, str(error))
+        with self._errors_lock:
+            self._errors[kind] += 1
+            is_first = error not in self._told
+            self._told.add(error)
+        if is_first:
+            logger.warning(
+                "%s: a %s has failed: %s (%s). The engine computes such blocks itself; the tier "
+                "is tried again. This is said once for each kind of error",
+                self._slab.file.path,
+                "write" if is_write else "read",
+                os.strerror(error),
+                kind,
+            )
+
+    def _note_keeper_error(self, error: OSError) -> None:
+        self.note_error(error.errno or errno.EIO, is_write=True)
+
+    # --- what is told: scheduler thread --------------------------------------------------------
+
+    def _report_removed(self, keys: list[OffloadKey]) -> None:
+        if self._unannounced:
+            keys = [key for key in keys if self._unannounced.pop(key, key) is not None]
+        if keys and self.enable_kv_events:
+            self._events.append(OffloadingEvent(keys, Medium.STORAGE, True, self.locality))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self._events = self._events, []
+        if self._unannounced and self.enable_kv_events:
+            found = list(islice(self._unannounced, _ANNOUNCED_AT_ONCE))
+            for key in found:
+                del self._unannounced[key]
+            events.append(OffloadingEvent(found, Medium.STORAGE, False, self.locality))
+        return events
+
+    def get_stats(self) -> OffloadingStats:
+        counters: dict[str, float] = {name: self._counters[name] for name in metrics.COUNTERS}
+        self._counters.clear()
+        with self._errors_lock:
+            for kind, count in self._errors.items():
+                counters[metrics.error_counter(kind)] += count
+            self._errors.clear()
+        return OffloadingStats(
+            counters,
+            gauges={
+                metrics.RESIDENT: len(self._residents),
+                metrics.CAPACITY: self._residents.num_slots,
+                metrics.FILE_BYTES: self._keeper.allocated_bytes,
+                metrics.QUEUED: self._num_queued,
+            },
+        )
+
+    @classmethod
+    def build_metric_definitions(
+        cls, tier_options: Mapping[str, Any]
+    ) -> dict[str, MetricDefinition]:
+        return dict(metrics.DEFINITIONS)
+
+
+def _what_is_wrong(header: memoryview) -> seal.SealFailure:
+    try:
+        seal.read(header[: seal.SEAL_BYTES])
+    except seal.SealError as error:
+        return error.failure
+    return seal.SealFailure.HEADER

@@ -1,0 +1,67 @@
+"""Fills the tier with what an earlier engine left in the slab."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.disk.index import EMPTY
+from kvtier.tiering.disk.residents import Residents
+from kvtier.tiering.disk.slab import Slab
+
+__all__ = ["populate"]
+
+
+def populate(residents: Residents, slab: Slab, tag: int) -> None:
+    """Take in every block of this namespace that the index knows. While an engine starts.
+
+    Slots that hold blocks of another namespace are free, but the last to be used: the engine that
+    wrote them may come back.
+    """
+    entries = slab.index.entries
+    is_alive = (entries["state"] != EMPTY) & (entries["seq"] >= slab.superblock.cut)
+    is_ours = is_alive & (entries["tag"] == tag)
+    slots = np.flatnonzero(is_ours)
+    slots = slots[np.argsort(entries["used"][slots], kind="stable")[::-1]]
+    keys = _keys_of(slab, slots)
+    seqs: list[int] = entries["seq"][slots].tolist()
+    # Two slots with one block: a crash came between writing it anew and forgetting the old one.
+    newest: dict[OffloadKey, int] = {}
+    for position, key in enumerate(keys):
+        other = newest.setdefault(key, position)
+        if seqs[other] < seqs[position]:
+            newest[key] = position
+    if len(newest) < len(keys):
+        kept = sorted(newest.values())
+        is_ours[:] = False
+        is_ours[slots[kept]] = True
+        slots, keys = slots[kept], [keys[i] for i in kept]
+        seqs = [seqs[i] for i in kept]
+    # Millions of new objects, and no garbage among them: collecting would only take time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        residents.adopt(keys, slots.tolist(), seqs)
+    finally:
+        if was_enabled:
+            gc.enable()
+    residents.set_free(
+        np.flatnonzero(~is_alive).tolist(), np.flatnonzero(is_alive & ~is_ours).tolist()
+    )
+    del entries
+
+
+def _keys_of(slab: Slab, slots: NDArray[np.int64]) -> list[OffloadKey]:
+    chosen = slab.index.entries[slots]
+    lengths = chosen["key_len"].tolist()
+    keys: list[OffloadKey] = [
+        key[:length] for key, length in zip(chosen["key"].tolist(), lengths, strict=True)
+    ]
+    if slab.index.long_keys:
+        for position, slot in enumerate(slots.tolist()):
+            if slot in slab.index.long_keys:
+                keys[position] = slab.index.long_keys[slot]  # type: ignore[call-overload]
+    return keys

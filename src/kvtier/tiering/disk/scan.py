@@ -1,0 +1,99 @@
+"""Finds out what is in slots by reading their headers, many at once."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvtier import seal
+from kvtier.base import OffloadKey
+from kvtier.tiering.disk.aio import AioQueue, address_of
+from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry, SlabFormatError, read_stamp
+
+__all__ = ["FoundBlock", "found_in", "scan_headers"]
+
+logger = logging.getLogger(__name__)
+
+_DEPTH = 64
+_SLOTS_AT_ONCE = 4096
+_NUM_THREADS = 4
+_TELL_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    """A block whose header is intact. Whether its payload is, shows when it is loaded."""
+
+    slot: int
+    seq: int
+    fingerprint: bytes
+    key: OffloadKey
+    time_ns: int
+
+
+def found_in(page: bytes | memoryview, slot: int, uuid: bytes) -> FoundBlock | None:
+    """What the header page of a slot says; None if it is none, or that of another slot."""
+    try:
+        stamp = read_stamp(page)
+        block = seal.read(page[: seal.SEAL_BYTES])
+    except (SlabFormatError, seal.SealError):
+        return None
+    if stamp.uuid != uuid or stamp.slot != slot:
+        return None
+    return FoundBlock(slot, stamp.seq, block.fingerprint, block.key, block.time_ns)
+
+
+def scan_headers(
+    file: SlabFile, geometry: Geometry, uuid: bytes, slots: Sequence[int]
+) -> Iterator[FoundBlock]:
+    """Read the headers of these slots. A header that cannot be read counts as empty."""
+    batches = [slots[i : i + _SLOTS_AT_ONCE] for i in range(0, len(slots), _SLOTS_AT_ONCE)]
+    told = time.monotonic()
+    num_read = 0
+    with ThreadPoolExecutor(min(_NUM_THREADS, max(1, len(batches))), "kvtier-scan") as pool:
+        for found in pool.map(lambda batch: _scan_batch(file, geometry, uuid, batch), batches):
+            yield from found
+            num_read = min(num_read + _SLOTS_AT_ONCE, len(slots))
+            if time.monotonic() - told > _TELL_EVERY_S:
+                told = time.monotonic()
+                logger.info("%s: %d of %d headers read", file.path, num_read, len(slots))
+
+
+def _scan_batch(
+    file: SlabFile, geometry: Geometry, uuid: bytes, slots: Sequence[int]
+) -> list[FoundBlock]:
+    found: list[FoundBlock] = []
+    queue = AioQueue(_DEPTH, 1)
+    memory = mmap.mmap(-1, _DEPTH * PAGE_BYTES)
+    try:
+        base = address_of(memory)
+        todo = iter(slots)
+        slot_of: dict[int, int] = {}
+        free = list(range(_DEPTH))
+        while True:
+            for slot in todo:
+                tag = free.pop()
+                where = [(base + tag * PAGE_BYTES, PAGE_BYTES)]
+                if queue.submit(tag, file.fd, False, geometry.slot_offset(slot), where):
+                    free.append(tag)
+                    continue
+                slot_of[tag] = slot
+                if not free:
+                    break
+            if not slot_of:
+                return found
+            for tag, result in queue.reap(None):
+                slot = slot_of.pop(tag)
+                free.append(tag)
+                if result == PAGE_BYTES:
+                    start = tag * PAGE_BYTES
+                    block = found_in(memory[start : start + PAGE_BYTES], slot, uuid)
+                    if block is not None:
+                        found.append(block)
+    finally:
+        queue.close()

@@ -1,0 +1,293 @@
+"""A slab file as a whole: made, opened, locked, resized, and closed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvtier.tiering.disk.file import NotAFile, SlabFile
+from kvtier.tiering.disk.index import IndexTable
+from kvtier.tiering.disk.layout import (
+    HOLDER_OFFSET,
+    PAGE_BYTES,
+    SUPERBLOCK_OFFSETS,
+    Geometry,
+    Holder,
+    SlabFormatError,
+    Superblock,
+    is_slab_page,
+)
+from kvtier.tiering.disk.recovery import read_index, resize, write_index
+
+__all__ = ["Slab", "SlabRefused", "open_slab", "read_holder", "read_superblock"]
+
+logger = logging.getLogger(__name__)
+
+_CLOCK_STEP = 2**32
+"""By how much the clock jumps when a slab is opened: more than can pass before it is saved."""
+
+
+class SlabRefused(Exception):
+    """The slab cannot be used; says why, and the remedy."""
+
+
+class Slab:
+    """An open slab, locked for one engine. Made by `open_slab`.
+
+    `superblock` changes through `save_superblock` alone, which the index keeper calls, and whoever
+    opens and closes the slab.
+    """
+
+    def __init__(self, file: SlabFile, superblock: Superblock, index: IndexTable) -> None:
+        self.file = file
+        self.superblock = superblock
+        self.index = index
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.superblock.geometry
+
+    @property
+    def first_seq(self) -> int:
+        """No block was ever stored or used with this number, or a larger one, when the slab was
+        opened. Numbers grow from here; `keep_clock` must be told."""
+        return self.superblock.clock
+
+    def keep_clock(self, seq: int) -> None:
+        """Let the next engine begin beyond `seq`, even if this one is killed."""
+        if seq > self.superblock.clock + _CLOCK_STEP // 2:
+            self.save_superblock(clock=seq)
+
+    def save_superblock(self, **changes: Any) -> None:
+        """Change the superblock, also in the file."""
+        changed = replace(self.superblock, **changes, revision=self.superblock.revision + 1)
+        _write_superblock(self.file, changed)
+        self.superblock = changed
+
+    def close(self) -> None:
+        """Let others have it. What is not in the file yet is lost."""
+        self.index.close()
+        self.file.close()
+
+
+def open_slab(
+    path: Path, payload_bytes: int, max_bytes: int | None, engine_id: str, use_o_direct: bool | None
+) -> Slab:
+    """Open the slab at `path` for blocks of so many bytes, or make it. Waits for the disk.
+
+    `max_bytes`: what it may take in all; None: as much as it has. `use_o_direct`: None: if it can
+    be had. Whatever can be kept of an existing slab is kept. Raises `SlabRefused` or `OSError`, and
+    then nothing has changed but what could not be used anyway.
+    """
+    _remove_abandoned(path)
+    if not path.exists():
+        if max_bytes is None:
+            raise SlabRefused(f"there is no slab at {path} yet: give max_bytes, and it is made")
+        _make(path, Superblock(uuid.uuid4().bytes, _geometry(max_bytes, payload_bytes)))
+    try:
+        file = SlabFile(path, os.O_RDWR)
+    except NotAFile as refused:
+        raise SlabRefused(f"{refused}: give the path of a slab file") from None
+    try:
+        return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _open(
+    file: SlabFile,
+    payload_bytes: int,
+    max_bytes: int | None,
+    engine_id: str,
+    use_o_direct: bool | None,
+) -> Slab:
+    if not file.try_lock():
+        raise SlabRefused(_in_use(file))
+    superblock = _superblock_or_new(file, payload_bytes, max_bytes)
+    wanted = superblock.geometry
+    if max_bytes is not None:
+        wanted = _geometry(max_bytes, payload_bytes)
+    elif wanted.payload_bytes != payload_bytes:
+        wanted = _geometry(wanted.needed_bytes, payload_bytes)
+    os.fchmod(file.fd, 0o600)
+    if superblock.geometry.payload_bytes != payload_bytes:
+        logger.warning(
+            "%s holds blocks of %d bytes, and this engine's have %d: it is emptied",
+            file.path,
+            superblock.geometry.payload_bytes,
+            payload_bytes,
+        )
+        superblock = Superblock(uuid.uuid4().bytes, wanted, created_ns=time.time_ns())
+        _allocate(file, wanted)
+        write_index(file, IndexTable(wanted, superblock.uuid))
+        _write_superblock(file, superblock)
+        file.truncate(wanted.file_bytes)
+    if use_o_direct is not False and not file.use_o_direct():
+        if use_o_direct:
+            raise SlabRefused(
+                f"use_o_direct is true, and the file system of {file.path} does not allow "
+                'O_DIRECT: leave it at "auto", or put the file on a disk of its own'
+            )
+        logger.warning(
+            "%s: its file system does not allow O_DIRECT; blocks pass through the page cache, "
+            "which costs memory and processor time",
+            file.path,
+        )
+    kept = superblock.geometry
+    if wanted.num_slots >= kept.num_slots:
+        # Before anything is read: an index that someone has cut off is then only damaged.
+        _allocate(file, kept)
+    index = read_index(file, superblock)
+    if wanted != kept:
+        if wanted.num_slots > kept.num_slots:
+            _allocate(file, wanted)
+        index = resize(file, superblock, index, wanted)
+    superblock = replace(
+        superblock,
+        geometry=wanted,
+        clock=max(superblock.clock, superblock.cut) + _CLOCK_STEP,
+        revision=superblock.revision + 1,
+    )
+    _write_superblock(file, superblock)
+    if file.size != wanted.file_bytes:
+        file.truncate(wanted.file_bytes)
+    holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())
+    file.write(HOLDER_OFFSET, holder.encode())
+    return Slab(file, superblock, index)
+
+
+def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
+    """The superblock, or one for a slab whose own cannot be read any more."""
+    try:
+        return read_superblock(file)
+    except SlabFormatError as error:
+        pages = [file.read(offset, PAGE_BYTES) for offset in SUPERBLOCK_OFFSETS]
+        if not any(is_slab_page(page) for page in pages):
+            raise SlabRefused(
+                f"{file.path} is not a slab: give another path, or remove that file"
+            ) from None
+        logger.warning("%s: %s; it is made anew", file.path, error)
+        size = file.size if max_bytes is None else max_bytes
+        geometry = _geometry(size, payload_bytes)
+        _allocate(file, geometry)
+        superblock = Superblock(uuid.uuid4().bytes, geometry, created_ns=time.time_ns())
+        write_index(file, IndexTable(geometry, superblock.uuid))
+        _write_superblock(file, superblock)
+        return superblock
+
+
+def read_superblock(file: SlabFile) -> Superblock:
+    """The newer of the intact copies. Raises `SlabFormatError` if there is none."""
+    found = []
+    problem = SlabFormatError("there is no superblock")
+    for offset in SUPERBLOCK_OFFSETS:
+        try:
+            found.append(Superblock.decode(file.read(offset, PAGE_BYTES)))
+        except SlabFormatError as error:
+            problem = error
+    if not found:
+        raise problem
+    return max(found, key=lambda superblock: superblock.revision)
+
+
+def _write_superblock(file: SlabFile, superblock: Superblock) -> None:
+    """One copy after the other: whenever this is cut short, one of them is whole."""
+    page = superblock.encode()
+    for offset in SUPERBLOCK_OFFSETS:
+        file.write(offset, page)
+
+
+def _geometry(max_bytes: int, payload_bytes: int) -> Geometry:
+    geometry = Geometry.within(max_bytes, payload_bytes)
+    if geometry.num_slots < 1:
+        raise SlabRefused(
+            f"max_bytes = {max_bytes}: that is too little for one block of {payload_bytes} bytes; "
+            f"give {Geometry(payload_bytes, 1).needed_bytes} or more"
+        )
+    return geometry
+
+
+def _allocate(file: SlabFile, geometry: Geometry) -> None:
+    has = file.allocated_bytes
+    try:
+        file.allocate(geometry.file_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise SlabRefused(
+            f"{file.path} needs {geometry.file_bytes} bytes and has {has}; its file system has "
+            f"{file.free_bytes} left ({os.strerror(error.errno)}): give a smaller max_bytes, or "
+            "make room"
+        ) from None
+
+
+# --- a new slab --------------------------------------------------------------------------------
+
+
+def _make(path: Path, superblock: Superblock) -> None:
+    """Make an empty slab under a name of its own, and give it `path` when it is whole. If another
+    engine was quicker, theirs stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.new")
+    file = SlabFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        file.try_lock()  # says that it is not abandoned
+        _allocate(file, superblock.geometry)
+        write_index(file, IndexTable(superblock.geometry, superblock.uuid))
+        _write_superblock(file, replace(superblock, created_ns=time.time_ns()))
+        file.sync()
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        os.unlink(temporary)
+        file.close()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what engines left that were killed while they made this slab."""
+    for leftover in path.parent.glob(f".{path.name}.*.new"):
+        try:
+            fd = os.open(leftover, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(leftover)
+        except OSError:  # someone is at it
+            pass
+        finally:
+            os.close(fd)
+
+
+# --- who has it --------------------------------------------------------------------------------
+
+
+def read_holder(file: SlabFile) -> Holder | None:
+    """Who opened the slab last, and may have it open still."""
+    try:
+        return Holder.decode(file.read(HOLDER_OFFSET, PAGE_BYTES))
+    except SlabFormatError:
+        return None
+
+
+def _in_use(file: SlabFile) -> str:
+    holder = read_holder(file)
+    if holder is None:
+        who = "another process"
+    else:
+        since = datetime.fromtimestamp(holder.since_ns / 1e9, UTC)
+        who = (
+            f'the engine "{holder.engine_id}" (process {holder.pid} on {holder.host}, since '
+            f"{since:%Y-%m-%d %H:%M:%S} UTC)"
+        )
+    return f"{file.path} is in use by {who}: give each engine a path of its own"

@@ -1,0 +1,46 @@
+"""The bytes that the disk tier keeps, for tests to damage."""
+
+from __future__ import annotations
+
+import os
+
+from kvtier.base import OffloadKey
+from kvtier.seal import SEAL_BYTES
+from kvtier.tiering.disk.layout import PAGE_BYTES, SlotStamp, read_stamp, write_slot_header
+from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+
+__all__ = ["DiskBacking"]
+
+
+class DiskBacking:
+    """`BackingBytes` of a `DiskSecondaryTierManager`. What is written gets a stamp that fits, so
+    that the seal has to find the damage."""
+
+    def __init__(self, tier: DiskSecondaryTierManager) -> None:
+        self._tier = tier
+        self._slab = tier._slab
+
+    def offset_of(self, key: OffloadKey) -> int:
+        """Where the block's slot begins."""
+        slot = self._tier._residents.slot_of(key)
+        if slot is None:
+            raise KeyError(key)
+        return self._slab.geometry.slot_offset(slot)
+
+    def read(self, fingerprint: bytes, key: OffloadKey) -> bytes:
+        if fingerprint != self._tier.fingerprint:
+            raise KeyError(key)
+        slot = self._slab.file.read(self.offset_of(key), self._slab.geometry.slot_bytes)
+        return slot[:SEAL_BYTES] + slot[PAGE_BYTES:]
+
+    def write(self, fingerprint: bytes, key: OffloadKey, block: bytes) -> None:
+        if fingerprint != self._tier.fingerprint:
+            raise KeyError(key)
+        offset = self.offset_of(key)
+        block += bytes(SEAL_BYTES + self._slab.geometry.payload_bytes - len(block))
+        page = bytearray(self._slab.file.read(offset, PAGE_BYTES))
+        stamp = read_stamp(bytes(page))
+        write_slot_header(page, block[:SEAL_BYTES], SlotStamp(stamp.uuid, stamp.slot, stamp.seq))
+        with open(self._slab.file.path, "r+b") as file:
+            os.pwrite(file.fileno(), bytes(page) + block[SEAL_BYTES:], offset)
+            os.fsync(file.fileno())
