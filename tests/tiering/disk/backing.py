@@ -6,7 +6,7 @@ import os
 
 from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES
-from kvtier.tiering.disk.layout import PAGE_BYTES, SlotStamp, read_stamp, write_slot_header
+from kvtier.tiering.disk.layout import PAGE_BYTES, encode_stamp, read_stamp, write_slot_header
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 
 __all__ = ["DiskBacking"]
@@ -22,10 +22,7 @@ class DiskBacking:
 
     def offset_of(self, key: OffloadKey) -> int:
         """Where the block's slot begins."""
-        slot = self._tier._residents.slot_of(key)
-        if slot is None:
-            raise KeyError(key)
-        return self._slab.geometry.slot_offset(slot)
+        return self._slab.geometry.slot_offset(self._tier._residents.readable[key].block_id)
 
     def read(self, fingerprint: bytes, key: OffloadKey) -> bytes:
         if fingerprint != self._tier.fingerprint:
@@ -40,7 +37,7 @@ class DiskBacking:
         block += bytes(SEAL_BYTES + self._slab.geometry.payload_bytes - len(block))
         page = bytearray(self._slab.file.read(offset, PAGE_BYTES))
         stamp = read_stamp(bytes(page))
-        write_slot_header(page, block[:SEAL_BYTES], SlotStamp(stamp.uuid, stamp.slot, stamp.seq))
+        write_slot_header(page, block[:SEAL_BYTES], encode_stamp(stamp.uuid, stamp.slot, stamp.seq))
         with open(self._slab.file.path, "r+b") as file:
             os.pwrite(file.fileno(), bytes(page) + block[SEAL_BYTES:], offset)
             os.fsync(file.fileno())

@@ -27,8 +27,8 @@ _NUMBERS = {  # io_setup, io_destroy, io_getevents, io_submit
 _READV, _WRITEV = 7, 8
 # data, key, flags, operation, priority, fd, vectors, their number, offset, and nothing
 _IOCB = struct.Struct("<QIiHhIQQqQII")
-_VECTOR = struct.Struct("<QQ")
-_POINTER = struct.Struct("<Q")
+_VECTOR_BYTES = 16
+_POINTER_BYTES = 8
 _EVENT = struct.Struct("<QQqq")
 _TIMESPEC = struct.Struct("<qq")
 
@@ -77,11 +77,11 @@ class AioQueue:
         self._depth = depth
         self._max_segments = max_segments
         self.num_in_flight = 0
-        # The kernel is given addresses inside this: control blocks, their vectors, the pointer to
-        # the one being submitted, room for events, and a timeout.
+        # The kernel is given addresses inside this: control blocks, their vectors, pointers to
+        # those being submitted, room for events, and a timeout.
         self._vectors_at = depth * _IOCB.size
-        self._pointer_at = self._vectors_at + depth * max_segments * _VECTOR.size
-        self._events_at = self._pointer_at + _POINTER.size
+        self._pointers_at = self._vectors_at + depth * max_segments * _VECTOR_BYTES
+        self._events_at = self._pointers_at + depth * _POINTER_BYTES
         self._timeout_at = self._events_at + depth * _EVENT.size
         self._memory = mmap.mmap(-1, self._timeout_at + _TIMESPEC.size)
         self._base = address_of(self._memory)
@@ -90,38 +90,35 @@ class AioQueue:
             raise _unavailable(ctypes.get_errno(), depth)
         self._context: int | None = context.value
 
-    def submit(
-        self,
-        tag: int,
-        fd: int,
-        is_write: bool,
-        offset: int,
-        segments: Sequence[tuple[int, int]],
-    ) -> int:
-        """Start one read or write at `offset`, into or out of these (address, length) pieces in
-        turn. Returns 0, or the error number if it was refused; then the tag is free again."""
+    def prepare(
+        self, tag: int, fd: int, is_write: bool, offset: int, segments: Sequence[int]
+    ) -> None:
+        """Describe one read or write at `offset`, into or out of several pieces of memory in turn:
+        address and length of the first, of the second, and so on."""
         memory, base = self._memory, self._base
-        vectors_at = self._vectors_at + tag * self._max_segments * _VECTOR.size
-        at = vectors_at
-        for address, length in segments:
-            _VECTOR.pack_into(memory, at, address, length)
-            at += _VECTOR.size
-        block_at = tag * _IOCB.size
-        operation = _WRITEV if is_write else _READV
+        vectors_at = self._vectors_at + tag * self._max_segments * _VECTOR_BYTES
+        struct.pack_into(f"<{len(segments)}Q", memory, vectors_at, *segments)
         _IOCB.pack_into(
-            memory, block_at, tag, 0, 0, operation, 0, fd, base + vectors_at, len(segments),
-            offset, 0, 0, 0,
+            memory, tag * _IOCB.size, tag, 0, 0, _WRITEV if is_write else _READV, 0, fd,
+            base + vectors_at, len(segments) // 2, offset, 0, 0, 0,
         )  # fmt: skip
-        _POINTER.pack_into(memory, self._pointer_at, base + block_at)
-        while _submit(self._numbers[3], self._context, 1, base + self._pointer_at) != 1:
+
+    def submit(self, tags: Sequence[int]) -> tuple[int, int]:
+        """Start what was prepared under these tags. Returns how many of the first were started,
+        and the error number for which the next one was refused, or 0."""
+        base = self._base
+        pointers = [base + tag * _IOCB.size for tag in tags]
+        struct.pack_into(f"<{len(tags)}Q", self._memory, self._pointers_at, *pointers)
+        while True:
+            count: int = _submit(
+                self._numbers[3], self._context, len(tags), base + self._pointers_at
+            )
+            if count >= 0:
+                self.num_in_flight += count
+                return count, 0
             error = ctypes.get_errno()
-            if error == errno.EAGAIN and self.num_in_flight:
-                return error
-            if error not in (errno.EAGAIN, errno.EINTR):
-                return error
-            os.sched_yield()
-        self.num_in_flight += 1
-        return 0
+            if error != errno.EINTR:
+                return 0, error
 
     def reap(self, wait_s: float | None) -> list[tuple[int, int]]:
         """What has ended: (tag, bytes moved or the negative error number). Waits for one at least,
@@ -143,11 +140,8 @@ class AioQueue:
             if ctypes.get_errno() != errno.EINTR:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.num_in_flight -= count
-        ended = []
-        for i in range(count):
-            tag, _, result, _ = _EVENT.unpack_from(memory, self._events_at + i * _EVENT.size)
-            ended.append((tag, result))
-        return ended
+        events = memory[self._events_at : self._events_at + count * _EVENT.size]
+        return [(tag, result) for tag, _, result, _ in _EVENT.iter_unpack(events)]
 
     def close(self) -> None:
         """Waits for what is in flight. Once more changes nothing."""

@@ -34,8 +34,6 @@ _PAGE_HEAD = struct.Struct("<4sI8s8x")
 _MAGIC = b"KVTI"
 # sequence number, last use, namespace, length of the key, state, key
 _ENTRY = struct.Struct("<QQIBB42s")
-_USED = struct.Struct("<Q")
-_USED_OFFSET = 8
 _ENTRY_BYTES = 64
 _NO_ENTRY = bytes(_ENTRY_BYTES)
 _ENTRY_DTYPE = np.dtype(
@@ -124,11 +122,10 @@ class IndexTable:
         self._changed[:] = b"\x01" * len(self._changed)
         self.long_keys.clear()
 
-    def mark_used(self, slot: int, used: int) -> None:
-        """The block in the slot was used."""
-        page_no, offset = self._place(slot)
-        _USED.pack_into(self._memory, offset + _USED_OFFSET, used)
-        self._changed[page_no] = 1
+    def mark_used(self, slots: NDArray[np.int64], used: NDArray[np.int64]) -> None:
+        """The blocks in these slots were used, at these numbers."""
+        self.entries["used"][slots] = used
+        np.frombuffer(self._changed, np.uint8)[slots // ENTRIES_PER_PAGE] = 1
 
     def _place(self, slot: int) -> tuple[int, int]:
         page_no, position = divmod(slot, ENTRIES_PER_PAGE)
@@ -141,7 +138,9 @@ class IndexTable:
 
     def take_changed(self) -> list[int]:
         """The pages that have changed since they were last taken, in order."""
-        changed: list[int] = np.flatnonzero(np.frombuffer(self._changed, np.uint8)).tolist()
+        changed: list[int] = np.flatnonzero(
+            np.frombuffer(bytes(self._changed), np.uint8)  # others set marks meanwhile
+        ).tolist()
         for page_no in changed:
             self._changed[page_no] = 0  # before it is copied: what changes later is marked again
         return changed

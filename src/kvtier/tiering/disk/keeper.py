@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
+import numpy as np
+
 from kvtier.base import OffloadKey
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
@@ -37,15 +39,16 @@ class IndexKeeper:
     def __init__(
         self,
         slab: Slab,
-        slot_of: Callable[[OffloadKey], int | None],
+        slots_of: Callable[[Collection[OffloadKey]], list[tuple[int, int]]],
         now: Callable[[], int],
         on_clear: Callable[[], None],
         on_error: Callable[[OSError], None],
     ) -> None:
-        """All of these are called on the keeper's thread. `slot_of`: where a block is kept; `now`:
-        the next sequence number; `on_clear`: the user wants everything to be forgotten."""
+        """All of these are called on the keeper's thread. `slots_of`: position and slot of
+        the blocks that are kept; `now`: the next sequence number; `on_clear`: the user wants
+        everything to be forgotten."""
         self._slab = slab
-        self._slot_of = slot_of
+        self._slots_of = slots_of
         self._now = now
         self._on_clear = on_clear
         self._on_error = on_error
@@ -129,15 +132,13 @@ class IndexKeeper:
         self._slab.index.clear_all()
 
     def _note_uses(self) -> None:
-        index = self._slab.index
         while self._uses:
             first_seq, keys = self._uses.popleft()
-            seq = first_seq + len(keys)
-            for key in keys:
-                seq -= 1  # of one prompt, the head is the last to leave
-                slot = self._slot_of(key)
-                if slot is not None:
-                    index.mark_used(slot, seq)
+            found = self._slots_of(keys)
+            if found:
+                positions, slots = np.array(found).T
+                # Of one prompt, the head is the last to leave.
+                self._slab.index.mark_used(slots, first_seq + len(keys) - 1 - positions)
 
     def _write(self) -> None:
         index = self._slab.index

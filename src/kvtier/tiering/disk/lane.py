@@ -6,7 +6,6 @@ import errno
 import logging
 import mmap
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,6 +18,10 @@ from kvtier.tiering.disk.work import WorkQueue
 __all__ = ["Blocks", "Lane"]
 
 logger = logging.getLogger(__name__)
+
+_SUBMIT_BYTES = 1 << 20
+"""What is ready is handed to the kernel when it is so much: small pieces together, and large ones
+without waiting for the next to be sealed."""
 
 
 class Blocks(Protocol):
@@ -68,8 +71,11 @@ class Lane:
         self._num_stores = 0
         self._in_flight: dict[int, Unit] = {}
         self._headers = mmap.mmap(-1, num_tags * max_pieces * PAGE_BYTES)
-        self._headers_view = memoryview(self._headers)
         self._headers_address = address_of(self._headers)
+        view = memoryview(self._headers)
+        self._pages = [
+            view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)
+        ]
         # A daemon: an engine that ends without a shutdown must not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -82,90 +88,108 @@ class Lane:
 
     def _run(self) -> None:
         try:
-            while self._step():
-                pass
+            while self._in_flight or not self._work.is_stopping:
+                self._step()
         finally:
             self._queue.close()
 
-    def _step(self) -> bool:
-        """Start what can be started, then handle what has ended. False: nothing is left to do."""
-        self._fill()
-        if not self._in_flight:
-            return not self._work.is_stopping
-        ended = deque(self._queue.reap(None))
-        units = deque((tag, self._in_flight.pop(tag), result) for tag, result in ended)
-        self._num_stores -= sum(not unit.transfer.job.is_promotion for _, unit, _ in units)
-        while units:
-            self._fill()  # the disk must not wait while we verify
-            tag, unit, result = units.popleft()
-            self._finish(tag, unit, result)
-            self._free_tags.append(tag)
-        return True
+    def _step(self) -> None:
+        """Start what can be started, then handle what has ended."""
+        self._fill(may_wait=not self._in_flight)
+        ended = self._queue.reap(None)
+        units = [(tag, self._in_flight.pop(tag), result) for tag, result in ended]
+        for _, unit, _ in units:
+            self._num_stores -= not unit.transfer.job.is_promotion
+        self._fill(may_wait=False)  # the disk must not wait while we verify
+        self._work.finish([self._checked(*unit) for unit in units])
+        self._free_tags += [tag for tag, _ in ended]
 
-    def _fill(self) -> None:
-        while len(self._in_flight) < self._depth and self._free_tags:
-            may_store = self._num_stores < max(1, self._depth // 2)
-            may_wait = not self._in_flight and len(self._free_tags) == 2 * self._depth
-            unit = self._work.take(may_store, may_wait)
-            if unit is None:
+    def _fill(self, may_wait: bool) -> None:
+        """Start as much as may be under way."""
+        while room := min(self._depth - len(self._in_flight), len(self._free_tags)):
+            store_room = max(1, self._depth // 2) - self._num_stores
+            units = self._work.take(room, store_room, may_wait)
+            if not units:
                 return
-            self._start(unit)
+            self._start(units)
+            may_wait = False
 
-    def _start(self, unit: Unit) -> None:
-        tag = self._free_tags.pop()
-        is_write = not unit.transfer.job.is_promotion
-        try:
-            if is_write:
-                for position, piece in enumerate(unit.pieces):
-                    self._blocks.seal_piece(unit.transfer, piece, self._header(tag, position))
-            error = self._submit(tag, unit, is_write)
-        except Exception:
-            logger.exception("%s: a block could not be moved", self._file.path)
-            error = errno.EINVAL
-        if error:
-            self._free_tags.append(tag)
-            self._blocks.note_error(error, is_write)
-            self._work.finish(unit, [], list(unit.pieces))
-        else:
+    def _start(self, units: Sequence[Unit]) -> None:
+        ready: list[int] = []
+        num_bytes = 0
+        for unit in units:
+            tag = self._free_tags.pop()
+            try:
+                self._prepare(tag, unit)
+            except Exception:
+                logger.exception("%s: a block could not be written", self._file.path)
+                self._free_tags.append(tag)
+                self._work.finish([(unit, (), unit.pieces)])
+                continue
             self._in_flight[tag] = unit
-            self._num_stores += is_write
+            self._num_stores += not unit.transfer.job.is_promotion
+            ready.append(tag)
+            num_bytes += len(unit.pieces) * self._geometry.slot_bytes
+            if num_bytes >= _SUBMIT_BYTES:
+                self._submit(ready)
+                ready, num_bytes = [], 0
+        self._submit(ready)
 
-    def _submit(self, tag: int, unit: Unit, is_write: bool) -> int:
-        header = self._headers_address + tag * self._max_pieces * PAGE_BYTES
-        payload_bytes = self._geometry.slot_bytes - PAGE_BYTES
+    def _prepare(self, tag: int, unit: Unit) -> None:
+        transfer, pieces = unit
+        is_write = not transfer.job.is_promotion
+        position = tag * self._max_pieces
+        if is_write:
+            pages = self._pages[position : position + len(pieces)]
+            for piece, page in zip(pieces, pages, strict=True):
+                self._blocks.seal_piece(transfer, piece, page)
+        header = self._headers_address + position * PAGE_BYTES
+        payload_bytes = self._geometry.payload_bytes
         rows = self._blocks.rows_address
-        segments = []
-        for piece in unit.pieces:
-            segments.append((header, PAGE_BYTES))
-            segments.append((rows + piece.row * payload_bytes, payload_bytes))
+        segments: list[int] = []
+        for row, _ in pieces:
+            segments += (header, PAGE_BYTES, rows + row * payload_bytes, payload_bytes)
             header += PAGE_BYTES
-        offset = self._geometry.slot_offset(unit.pieces[0].slot)
-        return self._queue.submit(tag, self._file.fd, is_write, offset, segments)
+        offset = self._geometry.slot_offset(pieces[0][1].block_id)
+        self._queue.prepare(tag, self._file.fd, is_write, offset, segments)
 
-    def _finish(self, tag: int, unit: Unit, result: int) -> None:
-        is_write = not unit.transfer.job.is_promotion
-        done: list[Piece] = []
-        if result != len(unit.pieces) * self._geometry.slot_bytes:
+    def _submit(self, tags: Sequence[int]) -> None:
+        """Hand prepared reads and writes to the kernel. What it refuses has failed."""
+        while tags:
+            count, error = self._queue.submit(tags)
+            tags = tags[count:]
+            if error:
+                tag = tags[0]
+                tags = tags[1:]
+                unit = self._in_flight.pop(tag)
+                self._free_tags.append(tag)
+                is_write = not unit.transfer.job.is_promotion
+                self._num_stores -= is_write
+                self._blocks.note_error(error, is_write)
+                self._work.finish([(unit, (), unit.pieces)])
+
+    def _checked(
+        self, tag: int, unit: Unit, result: int
+    ) -> tuple[Unit, Sequence[Piece], Sequence[Piece]]:
+        """The unit, and which of its pieces were moved and which were not."""
+        transfer, pieces = unit
+        is_write = not transfer.job.is_promotion
+        if result != len(pieces) * self._geometry.slot_bytes:
             # Fewer bytes than asked for: the file has been cut off.
             self._blocks.note_error(-result if result < 0 else errno.ENODATA, is_write)
-        else:
-            try:
-                done = self._checked(tag, unit, is_write)
-            except Exception:
-                logger.exception("%s: a block could not be checked", self._file.path)
-        failed = [] if len(done) == len(unit.pieces) else [p for p in unit.pieces if p not in done]
-        self._work.finish(unit, done, failed)
-
-    def _checked(self, tag: int, unit: Unit, is_write: bool) -> list[Piece]:
-        if is_write:
-            self._blocks.stored(unit.transfer, unit.pieces)
-            return list(unit.pieces)
-        return [
-            piece
-            for position, piece in enumerate(unit.pieces)
-            if self._blocks.is_valid(unit.transfer, piece, self._header(tag, position))
-        ]
-
-    def _header(self, tag: int, position: int) -> memoryview:
-        start = (tag * self._max_pieces + position) * PAGE_BYTES
-        return self._headers_view[start : start + PAGE_BYTES]
+            return unit, (), pieces
+        try:
+            if is_write:
+                self._blocks.stored(transfer, pieces)
+                return unit, pieces, ()
+            position = tag * self._max_pieces
+            pages = self._pages[position : position + len(pieces)]
+            done: list[Piece] = []
+            failed: list[Piece] = []
+            for piece, page in zip(pieces, pages, strict=True):
+                is_valid = self._blocks.is_valid(transfer, piece, page)
+                (done if is_valid else failed).append(piece)
+        except Exception:
+            logger.exception("%s: a block could not be checked", self._file.path)
+            return unit, (), pieces
+        return unit, done, failed

@@ -33,8 +33,12 @@ __all__ = [
     "SlabFormatError",
     "SlotStamp",
     "Superblock",
+    "close_page",
     "decode_clear_request",
     "encode_clear_request",
+    "encode_stamp",
+    "has_stamp",
+    "is_intact",
     "is_slab_page",
     "read_stamp",
     "write_slot_header",
@@ -70,6 +74,9 @@ _SUPERBLOCK = struct.Struct("<8sHxxxxxx16sQQQQQQ16s")
 _CLEAR = struct.Struct("<8s16s")
 _TEXT = struct.Struct("<8sI")
 _STAMP = struct.Struct("<16sQQ")
+STAMP_AT = seal.SEAL_BYTES
+_STAMP_END = STAMP_AT + _STAMP.size
+_PADDING = bytes(_BODY_BYTES - _STAMP_END)
 _MOST_SLOTS = 2**40
 _MOST_PAYLOAD = 2**40
 
@@ -88,9 +95,10 @@ def close_page(page: bytearray | memoryview) -> None:
 
 def is_intact(page: Buffer) -> bool:
     """Whether a page is one that `close_page` has ended, unchanged."""
-    return len(page) == PAGE_BYTES and _CHECKSUM.unpack_from(page, _BODY_BYTES)[
-        0
-    ] == xxh3_64_intdigest(page[:_BODY_BYTES])
+    if len(page) != PAGE_BYTES:
+        return False
+    (checksum,) = _CHECKSUM.unpack_from(page, _BODY_BYTES)
+    return bool(checksum == xxh3_64_intdigest(page[:_BODY_BYTES]))
 
 
 def _page_of(body: bytes) -> bytes:
@@ -272,20 +280,24 @@ class SlotStamp:
     seq: int
 
 
-def write_slot_header(page: bytearray | memoryview, block_seal: bytes, stamp: SlotStamp) -> None:
+def encode_stamp(uuid: bytes, slot: int, seq: int) -> bytes:
+    """The stamp as it stands in the header page, from `STAMP_AT` on."""
+    return _STAMP.pack(uuid, slot, seq)
+
+
+def write_slot_header(page: bytearray | memoryview, block_seal: bytes, stamp: bytes) -> None:
     """Fill the header page of a slot. What the page held before does not matter."""
-    page[: seal.SEAL_BYTES] = block_seal
-    end = seal.SEAL_BYTES + _STAMP.size
-    _STAMP.pack_into(page, seal.SEAL_BYTES, stamp.uuid, stamp.slot, stamp.seq)
-    page[end:_BODY_BYTES] = _NOTHING[end:_BODY_BYTES]
+    page[:_BODY_BYTES] = block_seal + stamp + _PADDING
     close_page(page)
 
 
-_NOTHING = bytes(PAGE_BYTES)
+def has_stamp(page: Buffer, stamp: bytes) -> bool:
+    """Whether the header page of a slot says this."""
+    return page[STAMP_AT:_STAMP_END] == stamp
 
 
 def read_stamp(page: Buffer) -> SlotStamp:
     """The stamp in the header page of a slot. Raises `SlabFormatError`."""
     if not is_intact(page):
         raise SlabFormatError("the header of a slot is damaged, or there is none")
-    return SlotStamp(*_STAMP.unpack_from(page, seal.SEAL_BYTES))
+    return SlotStamp(*_STAMP.unpack_from(page, STAMP_AT))

@@ -32,21 +32,20 @@ from kvtier.tiering.disk.keeper import IndexKeeper
 from kvtier.tiering.disk.lane import Lane
 from kvtier.tiering.disk.layout import (
     PAGE_BYTES,
-    SlabFormatError,
-    SlotStamp,
-    read_stamp,
+    encode_stamp,
+    has_stamp,
+    is_intact,
     write_slot_header,
 )
 from kvtier.tiering.disk.options import DiskOptions
 from kvtier.tiering.disk.population import populate
 from kvtier.tiering.disk.residents import Residents
 from kvtier.tiering.disk.slab import open_slab
-from kvtier.tiering.disk.transfer import Piece, Transfer
+from kvtier.tiering.disk.transfer import Piece, SlabBlock, Transfer
 from kvtier.tiering.disk.work import WorkQueue
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
-    from kvtier.cpu.policies.base import BlockStatus
 
 __all__ = ["DiskSecondaryTierManager"]
 
@@ -120,10 +119,10 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def _start(self, policy_cls: Any, io_threads: int) -> None:
         slab = self._slab
         geometry = slab.geometry
-        self._tag = namespace_tag(self.fingerprint)
+        self._uuid = slab.superblock.uuid
         self._residents = Residents(policy_cls, geometry.num_slots, slab.first_seq)
-        populate(self._residents, slab, self._tag)
-        self._unannounced = dict.fromkeys(self._residents.keys())
+        populate(self._residents, slab, namespace_tag(self.fingerprint))
+        self._unannounced = dict.fromkeys(self._residents.readable)
         """Blocks of an earlier engine that nobody has been told of yet."""
         self._in_flight: set[Transfer] = set()
         self._results: list[JobResult] = []
@@ -158,7 +157,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             raise
         self._keeper = IndexKeeper(
             slab,
-            self._residents.slot_of,
+            self._residents.slots_of,
             lambda: self._residents.next_seq,
             self._want_clear,
             self._note_keeper_error,
@@ -169,14 +168,14 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if self._clear_wanted:
             self._start_over()
-        return _HIT if self._residents.ready(key) else _MISS
+        return _HIT if key in self._residents.readable else _MISS
 
     def lookup_batch(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> Sequence[LookupResult]:
         if self._clear_wanted:
             self._start_over()
-        num_hits = len(list(takewhile(self._residents.ready, keys)))
+        num_hits = len(list(takewhile(self._residents.readable.__contains__, keys)))
         answers = [_HIT] * num_hits
         if num_hits < len(keys):
             answers.append(_MISS)
@@ -196,7 +195,6 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def begin_epoch(self, fingerprint: bytes) -> None:
         """Blocks from before are gone for good: no engine finds them again, this or another."""
         super().begin_epoch(fingerprint)
-        self._tag = namespace_tag(fingerprint)
         self._keeper.cut_at(self._residents.next_seq)
         self._start_over()
 
@@ -206,8 +204,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     def _start_over(self) -> None:
         self._clear_wanted = False
-        busy = {piece.slot for transfer in self._in_flight for piece in transfer.pieces}
-        former, keys = self._residents.start_over(busy)
+        busy = {block.block_id for transfer in self._in_flight for _, block in transfer.pieces}
+        keys, former = self._residents.start_over(busy)
         self._keeper.discard(former)
         self._report_removed(keys)
 
@@ -220,40 +218,39 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             self._results.append(JobResult(job.job_id, False))
             return
         residents = self._residents
-        keys = list(dict.fromkeys(job.keys))
-        here = [key for key in keys if residents.contains(key)]
-        new = keys
-        if here:
+        keys = job.keys
+        todo = dict(zip(keys, job.block_ids.tolist(), strict=True))
+        here: list[OffloadKey] = []
+        kept, coming = residents.readable.keys(), residents.writing.keys()
+        if not (kept.isdisjoint(todo.keys()) and coming.isdisjoint(todo.keys())):
+            # What is here of this prompt leaves last.
             self.touch(keys, job.req_context)
-            new = [key for key in keys if not residents.contains(key)]
-        room = max(0, self._max_queued - self._num_queued)
-        blocks, evicted = residents.place(new[:room], keys, job.req_context)
+            here = [key for key in todo if key in kept or key in coming]
+            for key in here:
+                del todo[key]
+        new = list(todo)[: max(0, self._max_queued - self._num_queued)]
+        blocks, evicted = residents.place(new, keys, job.req_context)
+        self._num_queued += len(blocks)
         self._counters[metrics.EVICTED] += len(evicted)
-        self._counters[metrics.REFUSED] += len(new) - len(blocks)
+        self._counters[metrics.REFUSED] += len(todo) - len(blocks)
         self._report_removed(evicted)
-        self._begin(job, {block.key: block for block in blocks}, here)
+        rows = todo.values()
+        self._begin(Transfer(job, list(zip(rows, blocks, strict=False)), here))
 
     def submit_load(self, job: TransferJob) -> None:
         if self._clear_wanted:
             self._start_over()
-        found: dict[OffloadKey, BlockStatus] = {}
+        pieces: list[Piece] = []
         if job.fingerprint == self.fingerprint:
             self.touch(job.keys, job.req_context)
             found = self._residents.pin(job.keys)
-        self._begin(job, found, [])
+            rows = zip(job.keys, job.block_ids.tolist(), strict=True)
+            pieces = [(row, found[key]) for key, row in rows if key in found]
+            pieces.sort(key=_slot_of)
+        self._begin(Transfer(job, pieces))
 
-    def _begin(
-        self, job: TransferJob, blocks: Mapping[OffloadKey, BlockStatus], here: list[OffloadKey]
-    ) -> None:
-        pieces = [
-            Piece(key, row, block.block_id, block, block.generation)
-            for key, row in zip(job.keys, job.block_ids.tolist(), strict=True)
-            if (block := blocks.get(key)) is not None
-        ]
-        transfer = Transfer(job, pieces, here)
+    def _begin(self, transfer: Transfer) -> None:
         self._in_flight.add(transfer)
-        if not job.is_promotion:
-            self._num_queued += len(pieces)
         self._work.submit(transfer)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -284,7 +281,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             self._end_load(transfer)
         else:
             self._end_store(transfer)
-        done = transfer.here + [piece.key for piece in transfer.done]
+        done = transfer.here + [block.key for _, block in transfer.done]
         success = len(done) == len(job.keys)
         self._results.append(
             JobResult(job.job_id, success, None if success else done, transfer.seconds)
@@ -294,17 +291,15 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         residents = self._residents
         # A block that could not be loaded once would be a HIT in vain again and again.
         forgotten = residents.unpin(
-            [piece.block for piece in transfer.done], [piece.block for piece in transfer.failed]
+            [block for _, block in transfer.done], [block for _, block in transfer.failed]
         )
-        for piece in transfer.failed:
-            self._slab.index.clear(piece.slot)
         self._counters[metrics.FORGOTTEN] += len(forgotten)
         self._report_removed(forgotten)
 
     def _end_store(self, transfer: Transfer) -> None:
         self._num_queued -= len(transfer.pieces)
-        self._residents.not_written(piece.block for piece in transfer.failed)
-        stored = self._residents.written(piece.block for piece in transfer.done)
+        self._residents.not_written(block for _, block in transfer.failed)
+        stored = self._residents.written(block for _, block in transfer.done)
         self._counters[metrics.FAILED] += len(transfer.failed)
         if stored and self.enable_kv_events:
             self._events.append(OffloadingEvent(stored, Medium.STORAGE, False, self.locality))
@@ -312,29 +307,31 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     # --- the bytes: I/O threads ----------------------------------------------------------------
 
     def seal_piece(self, transfer: Transfer, piece: Piece, header: memoryview) -> None:
-        self._slab.index.clear(piece.slot)  # whoever was there is about to be overwritten
-        block_seal = self.seal_block(transfer.job, piece.key, self.rows[piece.row])
-        stamp = SlotStamp(self._slab.superblock.uuid, piece.slot, piece.seq)
-        write_slot_header(header, block_seal, stamp)
+        row, block = piece
+        self._slab.index.clear(block.block_id)  # who was there is about to be overwritten
+        block_seal = self.seal_block(transfer.job, block.key, self.rows[row])
+        write_slot_header(header, block_seal, self._stamp_of(block))
 
     def stored(self, transfer: Transfer, pieces: Sequence[Piece]) -> None:
         tag = namespace_tag(transfer.job.fingerprint)
-        for piece in pieces:
-            self._slab.index.put(piece.slot, piece.seq, tag, piece.key)
+        for _, block in pieces:
+            self._slab.index.put(block.block_id, block.generation, tag, block.key)
 
     def is_valid(self, transfer: Transfer, piece: Piece, header: memoryview) -> bool:
-        expected = SlotStamp(self._slab.superblock.uuid, piece.slot, piece.seq)
-        try:
-            is_expected = read_stamp(header) == expected
-        except SlabFormatError:
+        row, block = piece
+        if not is_intact(header):
             self.refuse_block(_what_is_wrong(header))
-            return False
-        row = self.rows[piece.row]
-        if not self.verify_block(transfer.job, piece.key, header[: seal.SEAL_BYTES], row):
-            return False
-        if not is_expected:
+        elif not self.verify_block(transfer.job, block.key, header, self.rows[row]):
+            pass  # and it is counted
+        elif not has_stamp(header, self._stamp_of(block)):
             self.refuse_block(seal.SealFailure.STALE)
-        return is_expected
+        else:
+            return True
+        self._slab.index.clear(block.block_id)
+        return False
+
+    def _stamp_of(self, block: SlabBlock) -> bytes:
+        return encode_stamp(self._uuid, block.block_id, block.generation)
 
     def note_error(self, error: int, is_write: bool) -> None:
         """Any thread."""
@@ -383,7 +380,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         return OffloadingStats(
             counters,
             gauges={
-                metrics.RESIDENT: len(self._residents),
+                metrics.RESIDENT: self._residents.num_used,
                 metrics.CAPACITY: self._residents.num_slots,
                 metrics.FILE_BYTES: self._keeper.allocated_bytes,
                 metrics.QUEUED: self._num_queued,
@@ -395,6 +392,10 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
         return dict(metrics.DEFINITIONS)
+
+
+def _slot_of(piece: Piece) -> int:
+    return piece[1].block_id
 
 
 def _what_is_wrong(header: memoryview) -> seal.SealFailure:

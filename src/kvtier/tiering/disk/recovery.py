@@ -13,8 +13,8 @@ from kvtier.tiering.disk.index import EMPTY, IN_HEADER, IndexTable, namespace_ta
 from kvtier.tiering.disk.layout import (
     PAGE_BYTES,
     Geometry,
-    SlotStamp,
     Superblock,
+    encode_stamp,
     write_slot_header,
 )
 from kvtier.tiering.disk.scan import found_in, scan_headers
@@ -113,9 +113,8 @@ def _move(file: SlabFile, superblock: Superblock, source: int, target: int) -> b
     found = found_in(slot[:PAGE_BYTES], source, superblock.uuid)
     if found is None:
         return False
-    moved = bytearray(slot)
-    stamp = SlotStamp(superblock.uuid, target, found.seq)
-    with memoryview(moved) as view, view[:PAGE_BYTES] as page:
-        write_slot_header(page, bytes(slot[: seal.SEAL_BYTES]), stamp)
-    file.write(geometry.slot_offset(target), bytes(moved))
+    page = bytearray(PAGE_BYTES)
+    stamp = encode_stamp(superblock.uuid, target, found.seq)
+    write_slot_header(page, slot[: seal.SEAL_BYTES], stamp)
+    file.write(geometry.slot_offset(target), bytes(page) + slot[PAGE_BYTES:])
     return True

@@ -1,6 +1,6 @@
 """What the disk tier keeps: which block is in which slot, and which leaves first.
 
-Scheduler thread only, but for `slot_of`. Holds no byte of a block, and does no I/O.
+Scheduler thread only, but for `slots_of`. Holds no byte of a block, and does no I/O.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey, ReqContext
-from kvtier.cpu.policies.base import FREE, WRITING, BlockStatus, CachePolicy
+from kvtier.cpu.policies.base import CachePolicy
 from kvtier.tiering.disk.free_slots import FreeSlots
+from kvtier.tiering.disk.transfer import SlabBlock
 
 __all__ = ["Residents"]
 
@@ -24,55 +25,43 @@ class Residents:
         self.num_slots = num_slots
         self._policy_cls = policy_cls
         self._policy = policy_cls(num_slots)
-        self._blocks: dict[OffloadKey, BlockStatus] = {}
+        self.readable: dict[OffloadKey, SlabBlock] = {}
+        """The blocks that can be read. For others to look into, not to change."""
+        self.writing: dict[OffloadKey, SlabBlock] = {}
+        """The blocks that are being written. The same."""
+        self._num_read = 0
+        """How many readable blocks are being read, and so cannot leave."""
         self._free = FreeSlots([], [])
         self.next_seq = first_seq
         """Larger than every number given to a block or a use of one so far."""
-        self._num_busy = 0
-        """Blocks of the policy that are being written or read, and so cannot leave."""
         self._live: dict[str, None] = {}
         """Requests that have not ended. The policy keeps a request's blocks together until then."""
 
-    def __len__(self) -> int:
-        """Blocks that are there, or being written."""
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a block, or will in a moment."""
         return self.num_slots - len(self._free)
 
-    # --- what is there -------------------------------------------------------------------------
-
-    def ready(self, key: OffloadKey) -> bool:
-        """Whether the block can be read."""
-        block = self._blocks.get(key)
-        return block is not None and block.ref_cnt >= 0
-
-    def contains(self, key: OffloadKey) -> bool:
-        """Whether the block can be read, or is being written."""
-        return self._blocks.get(key) is not None
-
-    def slot_of(self, key: OffloadKey) -> int | None:
-        """Where a block is kept, or was a moment ago. Any thread."""
-        block = self._blocks.get(key)
-        return None if block is None else block.block_id
-
-    def keys(self) -> list[OffloadKey]:
-        return list(self._blocks)
+    def slots_of(self, keys: Iterable[OffloadKey]) -> list[tuple[int, int]]:
+        """For each block that is here, its position among the keys and its slot. Any thread; what
+        it says was true a moment ago."""
+        get = self.readable.get
+        blocks = enumerate(map(get, keys))
+        return [(position, block.block_id) for position, block in blocks if block is not None]
 
     def adopt(self, keys: Sequence[OffloadKey], slots: Sequence[int], seqs: Sequence[int]) -> None:
         """Take in blocks that an earlier engine left, the most recently used ones first."""
         nobody = ReqContext("")
-        blocks = list(map(BlockStatus, slots))
-        for block, key, seq in zip(blocks, keys, seqs, strict=True):
-            block.key = key
-            block.generation = seq
-        starts = range(0, len(keys), _ADOPTED_AT_ONCE)
         policy = self._policy
-        for start in reversed(starts):
+        blocks = list(map(SlabBlock, slots, keys, seqs))
+        for start in reversed(range(0, len(keys), _ADOPTED_AT_ONCE)):
             run = slice(start, start + _ADOPTED_AT_ONCE)
             policy.insert_run(keys[run], blocks[run], keys[run], nobody)
             policy.on_request_finished((), nobody)
         for block in blocks:
             block.ref_cnt = 0
         policy.unpinned(blocks)
-        self._blocks = dict(zip(keys, blocks, strict=True))
+        self.readable = dict(zip(keys, blocks, strict=True))
 
     def set_free(self, first: list[int], last: list[int]) -> None:
         """These slots hold nothing of ours. Those of `last` may be of use to someone later."""
@@ -92,11 +81,11 @@ class Residents:
     def on_new_request(self, req_context: ReqContext) -> None:
         self._live[req_context.req_id] = None
         if len(self._live) > _MAX_LIVE_REQUESTS:
-            oldest = next(iter(self._live))
-            self.on_request_finished(ReqContext(oldest))
+            self.on_request_finished(ReqContext(next(iter(self._live))))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        if self._live.pop(req_context.req_id, req_context) is None:
+        if req_context.req_id in self._live:
+            del self._live[req_context.req_id]
             self._policy.on_request_finished((), req_context)
 
     def _close_if_ended(self, req_context: ReqContext) -> None:
@@ -108,111 +97,107 @@ class Residents:
 
     def place(
         self, keys: Sequence[OffloadKey], brought: Collection[OffloadKey], req_context: ReqContext
-    ) -> tuple[list[BlockStatus], list[OffloadKey]]:
+    ) -> tuple[list[SlabBlock], list[OffloadKey]]:
         """Give slots to these blocks, of which none is there, or to as many of the first as there
         is room for. Blocks in `brought` do not leave for them. Returns the new blocks, being
-        written now, and the keys that had to leave."""
-        policy = self._policy
-        missing = len(keys) - len(self._free)
-        evicted: list[OffloadKey] = []
-        if missing > 0:
-            present = sum(self._is_idle(key) for key in brought) if len(brought) > len(keys) else 0
-            num_idle = len(self._blocks) - self._num_busy - present
-            if missing > num_idle:
-                missing = num_idle
-                keys = keys[: len(self._free) + missing]
-            if not keys:
-                return [], []
-            policy.on_store_miss(keys, req_context)
-            victims = policy.evict(missing, set(brought)) if missing else []
-            if victims is None:  # the policy keeps back more than it has to
-                keys = keys[: len(self._free)]
-                victims = []
-            for key, block in victims:
-                evicted.append(key)
-                del self._blocks[key]
-                block.ref_cnt = FREE
-                self._free.give(block.block_id)
-        elif keys:
-            policy.on_store_miss(keys, req_context)
+        written now and in ascending order of slots, and the keys that had to leave."""
+        evicted, num_free = self._make_room(keys, brought, req_context)
+        keys = keys[:num_free]
+        if not keys:
+            return [], evicted
         slots = sorted(self._free.take(len(keys)))
-        blocks = list(map(BlockStatus, slots))
         self.next_seq += len(keys)
-        seq = self.next_seq
-        for key, block in zip(keys, blocks, strict=True):
-            seq -= 1  # of one prompt, the head is the last to leave
-            block.key = key
-            block.generation = seq
-        self._num_busy += len(blocks)
-        self._blocks.update(zip(keys, blocks, strict=True))
-        policy.insert_run(keys, blocks, keys, req_context)
+        # Of one prompt, the head has the largest number: it is the last to leave.
+        last_seq = self.next_seq - 1
+        blocks = list(map(SlabBlock, slots, keys, range(last_seq, last_seq - len(keys), -1)))
+        self.writing.update(zip(keys, blocks, strict=True))
+        self._policy.insert_run(keys, blocks, keys, req_context)
         self._close_if_ended(req_context)
         return blocks, evicted
 
-    def _is_idle(self, key: OffloadKey) -> bool:
-        block = self._blocks.get(key)
-        return block is not None and block.ref_cnt == 0
+    def _make_room(
+        self, keys: Sequence[OffloadKey], brought: Collection[OffloadKey], req_context: ReqContext
+    ) -> tuple[list[OffloadKey], int]:
+        """Let blocks leave for these, as far as possible. Returns which, and how many slots are
+        free now."""
+        missing = len(keys) - len(self._free)
+        if missing > 0:
+            missing = min(missing, self._num_idle_besides(brought))
+        self._policy.on_store_miss(keys, req_context)
+        evicted: list[OffloadKey] = []
+        if missing > 0:
+            # None: the policy keeps back more than it has to.
+            for key, block in self._policy.evict(missing, frozenset(brought)) or ():
+                evicted.append(key)
+                del self.readable[key]
+                self._free.give(block.block_id)
+        return evicted, len(self._free)
 
-    def written(self, blocks: Iterable[BlockStatus]) -> list[OffloadKey]:
+    def _num_idle_besides(self, brought: Collection[OffloadKey]) -> int:
+        """How many blocks could leave, without those."""
+        here = map(self.readable.get, brought)
+        num_brought = sum(block is not None and block.ref_cnt == 0 for block in here)
+        return len(self.readable) - self._num_read - num_brought
+
+    def written(self, blocks: Iterable[SlabBlock]) -> list[OffloadKey]:
         """These blocks are in their slots. Returns those that are still wanted."""
         ready = []
         for block in blocks:
-            if self._blocks.get(block.key) is block:
+            if self.writing.get(block.key) is block:
+                del self.writing[block.key]
+                self.readable[block.key] = block
                 block.ref_cnt = 0
                 ready.append(block)
             else:
                 self._free.give(block.block_id)
-        self._num_busy -= len(ready)
         self._policy.unpinned(ready)
         return [block.key for block in ready]
 
-    def not_written(self, blocks: Iterable[BlockStatus]) -> None:
+    def not_written(self, blocks: Iterable[SlabBlock]) -> None:
+        """These blocks could not be written."""
         for block in blocks:
-            if self._blocks.get(block.key) is block:
-                self._drop(block)
-                self._num_busy -= 1
-            block.ref_cnt = FREE
+            if self.writing.get(block.key) is block:
+                del self.writing[block.key]
+                self._policy.remove(block.key)
             self._free.give(block.block_id)
-
-    def _drop(self, block: BlockStatus) -> None:
-        del self._blocks[block.key]
-        self._policy.remove(block.key)
 
     # --- reading -------------------------------------------------------------------------------
 
-    def pin(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, BlockStatus]:
+    def pin(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, SlabBlock]:
         """Those of the blocks that can be read. They stay until they are unpinned."""
-        pinned: dict[OffloadKey, BlockStatus] = {}
+        pinned: dict[OffloadKey, SlabBlock] = {}
         newly = []
+        get = self.readable.get
         for key in keys:
-            block = self._blocks.get(key)
-            if block is None or block.ref_cnt == WRITING or key in pinned:
+            block = get(key)
+            if block is None or key in pinned:
                 continue
             if not block.ref_cnt:
                 newly.append(block)
             block.ref_cnt += 1
             pinned[key] = block
-        self._num_busy += len(newly)
+        self._num_read += len(newly)
         self._policy.pinned(newly)
         return pinned
 
-    def unpin(self, good: Iterable[BlockStatus], bad: Iterable[BlockStatus]) -> list[OffloadKey]:
+    def unpin(self, good: Iterable[SlabBlock], bad: Iterable[SlabBlock]) -> list[OffloadKey]:
         """They have been read. The bad ones are forgotten; returns their keys."""
         idle = []
         for block in good:
             block.ref_cnt -= 1
             if not block.ref_cnt:
-                if self._blocks.get(block.key) is block:
+                if self.readable.get(block.key) is block:
                     idle.append(block)
                 else:
                     self._free.give(block.block_id)
-        self._num_busy -= len(idle)
+        self._num_read -= len(idle)
         self._policy.unpinned(idle)
         forgotten = []
         for block in bad:
-            if self._blocks.get(block.key) is block:
-                self._drop(block)  # while it counts as pinned
-                self._num_busy -= 1
+            if self.readable.get(block.key) is block:
+                del self.readable[block.key]
+                self._policy.remove(block.key)  # while it counts as pinned
+                self._num_read -= 1
                 forgotten.append(block.key)
             block.ref_cnt -= 1
             if not block.ref_cnt:
@@ -221,14 +206,14 @@ class Residents:
 
     # --- the end -------------------------------------------------------------------------------
 
-    def start_over(self, busy: Collection[int]) -> tuple[object, list[OffloadKey]]:
+    def start_over(self, busy: Collection[int]) -> tuple[list[OffloadKey], object]:
         """Forget everything. `busy`: slots that transfers under way still read or write; they come
-        back with those. Returns the keys, and the old order for another thread to destroy, which
-        takes a while."""
-        former = (self._policy, self._blocks)
-        keys = self.keys()
+        back with those. Returns the keys that could be read, and what is left of the former order,
+        for another thread to destroy, which takes a while."""
+        former = (self._policy, self.readable, self.writing)
         self._policy = self._policy_cls(self.num_slots)
-        self._blocks = {}
-        self._num_busy = 0
+        keys = list(self.readable)
+        self.readable, self.writing = {}, {}
+        self._num_read = 0
         self._free.start_over(self.num_slots, busy)
-        return former, keys
+        return keys, former

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 from kvtier import seal
 from kvtier.base import OffloadKey
@@ -76,17 +77,23 @@ def _scan_batch(
         slot_of: dict[int, int] = {}
         free = list(range(_DEPTH))
         while True:
-            for slot in todo:
-                tag = free.pop()
-                where = [(base + tag * PAGE_BYTES, PAGE_BYTES)]
-                if queue.submit(tag, file.fd, False, geometry.slot_offset(slot), where):
-                    free.append(tag)
-                    continue
-                slot_of[tag] = slot
-                if not free:
-                    break
-            if not slot_of:
+            tags = []
+            batch = list(islice(todo, len(free)))
+            if not batch and not slot_of:
                 return found
+            for slot in batch:
+                tag = free.pop()
+                where = (base + tag * PAGE_BYTES, PAGE_BYTES)
+                queue.prepare(tag, file.fd, False, geometry.slot_offset(slot), where)
+                slot_of[tag] = slot
+                tags.append(tag)
+            while tags:
+                count, error = queue.submit(tags)
+                tags = tags[count:]
+                if error:
+                    refused = tags.pop(0)
+                    del slot_of[refused]
+                    free.append(refused)
             for tag, result in queue.reap(None):
                 slot = slot_of.pop(tag)
                 free.append(tag)

@@ -5,32 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from typing import NamedTuple, TypeAlias
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus
+from kvtier.cpu.policies.base import WRITING, BlockStatus
 from kvtier.tiering.base import TransferJob
 
-__all__ = ["Piece", "Transfer", "Unit"]
+__all__ = ["Piece", "SlabBlock", "Transfer", "Unit"]
 
 
-@dataclass(slots=True, eq=False)
-class Piece:
-    """One block of a job."""
+class SlabBlock(BlockStatus):
+    """A block in a slot of the slab. `block_id` is the slot, and `generation` the sequence number
+    in the slot's header. Key, slot and number never change, and so may be read by any thread."""
 
-    key: OffloadKey
-    row: int
-    """The slot of the primary tier."""
-    slot: int
-    """The slot of the slab."""
-    block: BlockStatus
-    """What the tier knows of the block; for the scheduler's thread alone."""
-    seq: int
-    """The block's sequence number: what the slot's header says, or will say."""
+    __slots__ = ()
+
+    def __init__(self, slot: int, key: OffloadKey, seq: int, ref_cnt: int = WRITING) -> None:
+        self.block_id = slot
+        self.key = key
+        self.generation = seq
+        self.ref_cnt = ref_cnt
+        self.place = None
+        self.writer = None
 
 
-@dataclass(slots=True, eq=False)
-class Unit:
+Piece: TypeAlias = tuple[int, SlabBlock]
+"""One block of a job: the row of the primary tier, and what the tier knows of the block."""
+
+
+class Unit(NamedTuple):
     """Pieces in neighbouring slots: one read or write."""
 
     transfer: Transfer
@@ -40,11 +43,11 @@ class Unit:
 @dataclass(slots=True, eq=False)
 class Transfer:
     """A job on its way. The scheduler's thread makes it and gets it back; in between it belongs to
-    the I/O threads, and its lists to whoever holds the work queue's lock."""
+    whoever holds the work queue's lock."""
 
     job: TransferJob
     pieces: list[Piece]
-    """What is to be moved. Nothing to move: the job has ended when it begins."""
+    """What is to be moved, in the order of the slots."""
     here: list[OffloadKey] = field(default_factory=list)
     """A store: blocks that need no move."""
     done: list[Piece] = field(default_factory=list)
@@ -56,18 +59,18 @@ class Transfer:
     """When the first piece was taken."""
     ended: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.pieces.sort(key=attrgetter("slot"))  # neighbours go together
-
     def take_unit(self, max_pieces: int) -> Unit:
         """The next pieces to be moved by one read or write. There must be some."""
         if self.started is None:
             self.started = time.perf_counter()
-        first = end = self.num_taken
         pieces = self.pieces
+        first = self.num_taken
         last = min(len(pieces), first + max_pieces)
-        while end < last and pieces[end].slot - pieces[first].slot == end - first:
+        end = first + 1
+        expected = pieces[first][1].block_id + 1
+        while end < last and pieces[end][1].block_id == expected:
             end += 1
+            expected += 1
         self.num_taken = end
         return Unit(self, pieces[first:end])
 
@@ -81,9 +84,8 @@ class Transfer:
 
     def give_up(self) -> None:
         """What has not been taken will not be moved."""
-        rest = self.pieces[self.num_taken :]
+        self.failed += self.pieces[self.num_taken :]
         self.num_taken = len(self.pieces)
-        self.failed += rest
 
     @property
     def seconds(self) -> float | None:

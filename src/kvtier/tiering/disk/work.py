@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from kvtier.tiering.disk.transfer import Piece, Transfer, Unit
 
 __all__ = ["WorkQueue"]
+
+_MOST_AT_ONCE = 8
+"""Units that a thread takes at once. Few: then others get some, and loads come first soon."""
 
 
 class WorkQueue:
@@ -27,14 +31,14 @@ class WorkQueue:
         self._stores: deque[Transfer] = deque()
         self._num_open = 0
         self._ended: list[Transfer] = []
-        self._stopping = False
+        self.is_stopping = False
 
     # --- the scheduler's side ------------------------------------------------------------------
 
     def submit(self, transfer: Transfer) -> None:
         """Have a transfer carried out. After `stop` it fails."""
         with self._lock:
-            if self._stopping or not transfer.pieces:
+            if self.is_stopping or not transfer.pieces:
                 transfer.give_up()
                 self._ended.append(transfer)
                 return
@@ -58,7 +62,7 @@ class WorkQueue:
     def stop(self) -> None:
         """Let the threads end after what they have in hand; the rest fails."""
         with self._lock:
-            self._stopping = True
+            self.is_stopping = True
             for queue in (self._loads, self._stores):
                 while queue:
                     transfer = queue.popleft()
@@ -68,33 +72,36 @@ class WorkQueue:
 
     # --- the I/O threads' side -----------------------------------------------------------------
 
-    def take(self, may_store: bool, may_wait: bool) -> Unit | None:
-        """The next thing to do; None: nothing now, or nothing any more. Waits if `may_wait`."""
+    def take(self, max_units: int, max_stores: int, may_wait: bool) -> list[Unit]:
+        """The next things to do, so many of them stores at most. None: nothing now, or nothing any
+        more. Waits for something to do if `may_wait`."""
         with self._lock:
-            while True:
-                if self._loads:
-                    return self._take_from(self._loads)
-                if self._stores and may_store:
-                    return self._take_from(self._stores)
-                if self._stopping or not may_wait:
-                    return None
+            while may_wait and not (self._loads or self._stores or self.is_stopping):
                 self._to_do.wait()
+            max_units = min(max_units, _MOST_AT_ONCE)
+            units = self._take_from(self._loads, max_units)
+            units += self._take_from(self._stores, min(max_units - len(units), max_stores))
+            if self._loads or self._stores:
+                self._to_do.notify()  # a transfer wakes one thread, and there is more to do
+        return units
 
-    def _take_from(self, queue: deque[Transfer]) -> Unit:
-        transfer = queue[0]
-        unit = transfer.take_unit(self._max_pieces)
-        if not transfer.has_more:
-            queue.popleft()
-        if queue:
-            self._to_do.notify()  # one thread is woken per transfer, and there is more to do
-        return unit
+    def _take_from(self, queue: deque[Transfer], max_units: int) -> list[Unit]:
+        units: list[Unit] = []
+        while queue and len(units) < max_units:
+            transfer = queue[0]
+            units.append(transfer.take_unit(self._max_pieces))
+            if not transfer.has_more:
+                queue.popleft()
+        return units
 
-    def finish(self, unit: Unit, done: list[Piece], failed: list[Piece]) -> None:
-        """These pieces of a unit were moved, and those were not."""
+    def finish(self, moved: Iterable[tuple[Unit, Sequence[Piece], Sequence[Piece]]]) -> None:
+        """Of each unit, these pieces were moved, and those were not."""
         with self._lock:
-            unit.transfer.done += done
-            unit.transfer.failed += failed
-            self._note(unit.transfer)
+            for unit, done, failed in moved:
+                transfer = unit.transfer
+                transfer.done += done
+                transfer.failed += failed
+                self._note(transfer)
 
     def _note(self, transfer: Transfer) -> None:
         if transfer.has_ended:
@@ -103,7 +110,3 @@ class WorkQueue:
             self._num_open -= 1
             if not self._num_open:
                 self._idle.notify_all()
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._stopping
