@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterable
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,12 +86,23 @@ class IndexTable:
                 self.damaged_pages.append(page_no)
                 self._changed[page_no] = 1
 
-    @property
     def entries(self) -> NDArray[np.void]:
-        """Every slot's entry; not a copy. Fields: seq, used, tag, key_len, state, key."""
+        """A copy of every slot's entry. Fields: seq, used, tag, key_len, state, key."""
+        return self._grid().flatten()[: self.geometry.num_slots]
+
+    def set_entries(self, entries: NDArray[np.void]) -> None:
+        """Let every slot have this entry."""
+        grid = self._grid()
+        flat = np.zeros(grid.size, _ENTRY_DTYPE)
+        flat[: len(entries)] = entries
+        grid[...] = flat.reshape(grid.shape)
+        self._changed[:] = b"\x01" * len(self._changed)
+
+    def _grid(self) -> NDArray[np.void]:
+        """The entries themselves, by page and position in it."""
         pages = np.frombuffer(self._memory, np.uint8)[: len(self._changed) * PAGE_BYTES]
         bodies = pages.reshape(-1, PAGE_BYTES)[:, _PAGE_HEAD.size : _ENTRIES_END]
-        return bodies.view(_ENTRY_DTYPE).reshape(-1)[: self.geometry.num_slots]
+        return bodies.view(_ENTRY_DTYPE)
 
     def slots_of_page(self, page_no: int) -> range:
         start = page_no * ENTRIES_PER_PAGE
@@ -118,23 +128,20 @@ class IndexTable:
         self.long_keys.pop(slot, None)
 
     def clear_all(self) -> None:
-        self.entries[:] = np.zeros(1, _ENTRY_DTYPE)
-        self._changed[:] = b"\x01" * len(self._changed)
+        self.set_entries(np.zeros(0, _ENTRY_DTYPE))
         self.long_keys.clear()
 
     def mark_used(self, slots: NDArray[np.int64], used: NDArray[np.int64]) -> None:
         """The blocks in these slots were used, at these numbers."""
-        self.entries["used"][slots] = used
-        np.frombuffer(self._changed, np.uint8)[slots // ENTRIES_PER_PAGE] = 1
+        pages, positions = np.divmod(slots, ENTRIES_PER_PAGE)
+        self._grid()["used"][pages, positions] = used
+        np.frombuffer(self._changed, np.uint8)[pages] = 1
 
     def _place(self, slot: int) -> tuple[int, int]:
         page_no, position = divmod(slot, ENTRIES_PER_PAGE)
         return page_no, page_no * PAGE_BYTES + _PAGE_HEAD.size + position * _ENTRY_BYTES
 
     # --- on its way into the file --------------------------------------------------------------
-
-    def mark_all_changed(self) -> None:
-        self._changed[:] = b"\x01" * len(self._changed)
 
     def take_changed(self) -> list[int]:
         """The pages that have changed since they were last taken, in order."""
@@ -158,6 +165,5 @@ class IndexTable:
         close_page(target)
 
     def close(self) -> None:
-        """Give the memory back, unless someone still looks at `entries`."""
-        with suppress(BufferError):  # it goes when they do
-            self._memory.close()
+        """Give the memory back."""
+        self._memory.close()

@@ -206,8 +206,9 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._clear_wanted = False
         busy = {block.block_id for transfer in self._in_flight for _, block in transfer.pieces}
         keys, former = self._residents.start_over(busy)
-        self._keeper.discard(former)
-        self._report_removed(keys)
+        untold, self._unannounced = self._unannounced, {}
+        self._report_removed([key for key in keys if key not in untold] if untold else keys)
+        self._keeper.discard((former, untold))
 
     # --- the life of a job: scheduler thread ---------------------------------------------------
 
@@ -356,9 +357,14 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     # --- what is told: scheduler thread --------------------------------------------------------
 
     def _report_removed(self, keys: list[OffloadKey]) -> None:
+        if not self.enable_kv_events:
+            return
         if self._unannounced:
-            keys = [key for key in keys if self._unannounced.pop(key, key) is not None]
-        if keys and self.enable_kv_events:
+            untold = self._unannounced.keys() & keys
+            keys = [key for key in keys if key not in untold]
+            for key in untold:
+                del self._unannounced[key]
+        if keys:
             self._events.append(OffloadingEvent(keys, Medium.STORAGE, True, self.locality))
 
     def take_events(self) -> Iterable[OffloadingEvent]:

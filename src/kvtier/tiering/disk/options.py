@@ -99,7 +99,8 @@ class DiskOptions:
 
 
 def _own_path(path: Path, parallel: OffloadingParallelConfig) -> Path:
-    """Data-parallel replicas are all given one path, and each needs a file of its own."""
-    if parallel.data_parallel_size <= 1:
+    """Data-parallel replicas are all given one path, and each needs a file of its own. Some engines
+    tell a replica that it is one of one, but keep its index."""
+    if parallel.data_parallel_size <= 1 and parallel.data_parallel_index == 0:
         return path
     return path.with_name(f"{path.stem}-dp{parallel.data_parallel_index}{path.suffix}")

@@ -21,25 +21,19 @@ def populate(residents: Residents, slab: Slab, tag: int) -> None:
     Slots that hold blocks of another namespace are free, but the last to be used: the engine that
     wrote them may come back.
     """
-    entries = slab.index.entries
+    entries = slab.index.entries()
     is_alive = (entries["state"] != EMPTY) & (entries["seq"] >= slab.superblock.cut)
     is_ours = is_alive & (entries["tag"] == tag)
     slots = np.flatnonzero(is_ours)
     slots = slots[np.argsort(entries["used"][slots], kind="stable")[::-1]]
-    keys = _keys_of(slab, slots)
+    keys = _keys_of(slab, entries, slots)
     seqs: list[int] = entries["seq"][slots].tolist()
-    # Two slots with one block: a crash came between writing it anew and forgetting the old one.
-    newest: dict[OffloadKey, int] = {}
-    for position, key in enumerate(keys):
-        other = newest.setdefault(key, position)
-        if seqs[other] < seqs[position]:
-            newest[key] = position
-    if len(newest) < len(keys):
-        kept = sorted(newest.values())
-        is_ours[:] = False
-        is_ours[slots[kept]] = True
-        slots, keys = slots[kept], [keys[i] for i in kept]
-        seqs = [seqs[i] for i in kept]
+    if len(set(keys)) < len(keys):
+        kept = _newest(keys, seqs)
+        is_alive[slots] = False
+        slots, keys, seqs = slots[kept], [keys[i] for i in kept], [seqs[i] for i in kept]
+        is_alive[slots] = True
+        is_ours &= is_alive
     # Millions of new objects, and no garbage among them: collecting would only take time.
     was_enabled = gc.isenabled()
     gc.disable()
@@ -51,11 +45,21 @@ def populate(residents: Residents, slab: Slab, tag: int) -> None:
     residents.set_free(
         np.flatnonzero(~is_alive).tolist(), np.flatnonzero(is_alive & ~is_ours).tolist()
     )
-    del entries
 
 
-def _keys_of(slab: Slab, slots: NDArray[np.int64]) -> list[OffloadKey]:
-    chosen = slab.index.entries[slots]
+def _newest(keys: list[OffloadKey], seqs: list[int]) -> list[int]:
+    """One position of each key. Two slots with one block: a crash came after it was written anew,
+    and before the old one was forgotten."""
+    newest: dict[OffloadKey, int] = {}
+    for position, key in enumerate(keys):
+        other = newest.setdefault(key, position)
+        if seqs[other] < seqs[position]:
+            newest[key] = position
+    return sorted(newest.values())
+
+
+def _keys_of(slab: Slab, entries: NDArray[np.void], slots: NDArray[np.int64]) -> list[OffloadKey]:
+    chosen = entries[slots]
     lengths = chosen["key_len"].tolist()
     keys: list[OffloadKey] = [
         key[:length] for key, length in zip(chosen["key"].tolist(), lengths, strict=True)

@@ -72,7 +72,7 @@ class Snapshot:
         self.damaged_pages: Sequence[int] = table.damaged_pages
         """Of the index. Their slots count as empty here."""
         self.table = table
-        self.entries: NDArray[np.void] = table.entries
+        self.entries: NDArray[np.void] = table.entries()
         """One for each slot. Fields: seq, used, tag, key_len, state, key."""
 
     def live_slots(self) -> NDArray[np.int64]:

@@ -32,7 +32,7 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
     raw = file.read(geometry.index_offset, geometry.num_index_pages * PAGE_BYTES)
     index = IndexTable(geometry, superblock.uuid, raw)
     # Keys that are too long for the index stand in the headers alone.
-    slots = np.flatnonzero(index.entries["state"] == IN_HEADER).tolist()
+    slots = np.flatnonzero(index.entries()["state"] == IN_HEADER).tolist()
     if index.damaged_pages:
         slots += [slot for page_no in index.damaged_pages for slot in index.slots_of_page(page_no)]
         logger.warning(
@@ -74,7 +74,8 @@ def resize(
     has lost by then is found in the slots.
     """
     resized = IndexTable(wanted, superblock.uuid)
-    old, new = index.entries, resized.entries
+    old = index.entries()
+    new = np.zeros(wanted.num_slots, old.dtype)
     num_kept = min(len(old), len(new))
     new[:num_kept] = old[:num_kept]
     resized.long_keys |= {s: key for s, key in index.long_keys.items() if s < num_kept}
@@ -100,8 +101,8 @@ def resize(
                 new[home] = old[stranger]
                 if stranger in index.long_keys:
                     resized.long_keys[home] = index.long_keys[stranger]
-    del old, new
     index.close()
+    resized.set_entries(new)
     write_index(file, resized)
     return resized
 

@@ -14,7 +14,7 @@ from kvtier.tiering.disk.transfer import SlabBlock
 
 __all__ = ["Residents"]
 
-_ADOPTED_AT_ONCE = 64
+_ADOPTED_AT_ONCE = 512
 _MAX_LIVE_REQUESTS = 65_536
 
 

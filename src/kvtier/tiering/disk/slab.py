@@ -33,6 +33,8 @@ __all__ = ["Slab", "SlabRefused", "open_slab", "read_holder", "read_superblock"]
 
 logger = logging.getLogger(__name__)
 
+_LOCK_PATIENCE_S = 1.0
+_LOCK_PAUSE_S = 0.02
 _CLOCK_STEP = 2**32
 """By how much the clock jumps when a slab is opened: more than can pass before it is saved."""
 
@@ -112,8 +114,7 @@ def _open(
     engine_id: str,
     use_o_direct: bool | None,
 ) -> Slab:
-    if not file.try_lock():
-        raise SlabRefused(_in_use(file))
+    _lock(file)
     superblock = _superblock_or_new(file, payload_bytes, max_bytes)
     wanted = superblock.geometry
     if max_bytes is not None:
@@ -165,6 +166,15 @@ def _open(
     holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())
     file.write(HOLDER_OFFSET, holder.encode())
     return Slab(file, superblock, index)
+
+
+def _lock(file: SlabFile) -> None:
+    """Wait a moment if someone else has it: an engine that is just ending, or `kvtier store`."""
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while not file.try_lock():
+        if time.monotonic() > deadline:
+            raise SlabRefused(_in_use(file))
+        time.sleep(_LOCK_PAUSE_S)
 
 
 def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
