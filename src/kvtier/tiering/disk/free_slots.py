@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
 __all__ = ["FreeSlots"]
@@ -41,6 +41,6 @@ class FreeSlots:
             taken += more
         return taken
 
-    def give(self, slot: int) -> None:
-        """A slot is free again."""
-        self._listed.append(slot)
+    def give(self, slots: Iterable[int]) -> None:
+        """Slots are free again."""
+        self._listed.extend(slots)

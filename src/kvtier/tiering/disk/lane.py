@@ -90,8 +90,13 @@ class Lane:
         try:
             while self._in_flight or not self._work.is_stopping:
                 self._step()
+        except Exception:
+            # Nobody may wait for this thread in vain: from now on everything fails at once.
+            logger.exception("%s: the disk tier stops", self._file.path)
+            self._work.stop()
         finally:
-            self._queue.close()
+            self._queue.close()  # waits: the kernel may still write into rows
+            self._work.finish([(unit, (), unit.pieces) for unit in self._in_flight.values()])
 
     def _step(self) -> None:
         """Start what can be started, then handle what has ended."""

@@ -77,6 +77,7 @@ _STAMP = struct.Struct("<16sQQ")
 STAMP_AT = seal.SEAL_BYTES
 _STAMP_END = STAMP_AT + _STAMP.size
 _PADDING = bytes(_BODY_BYTES - _STAMP_END)
+_MOST_NAME = 128  # letters of a name, which may take 12 bytes each in JSON
 _MOST_SLOTS = 2**40
 _MOST_PAYLOAD = 2**40
 
@@ -232,7 +233,8 @@ class Holder:
     since_ns: int
 
     def encode(self) -> bytes:
-        text = json.dumps([self.engine_id[:256], self.pid, self.host[:256], self.since_ns]).encode()
+        names = self.engine_id[:_MOST_NAME], self.host[:_MOST_NAME]
+        text = json.dumps([names[0], self.pid, names[1], self.since_ns]).encode()
         return _page_of(_TEXT.pack(_HOLDER_MAGIC, len(text)) + text)
 
     @classmethod

@@ -97,7 +97,12 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             config.parallel,
         )
         config.require_weights_identity()
-        policy_cls = CachePolicyFactory.get_cache_policy_cls(options.eviction_policy)
+        # A policy of the user's own is found where the primary tier has it from.
+        is_shared = options.eviction_policy == config.options.eviction_policy
+        policy_cls = CachePolicyFactory.get_cache_policy_cls(
+            options.eviction_policy,
+            config.options.cache_policy_module_path if is_shared else None,
+        )
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.locality = Locality.LOCAL
         self.rows_address = address_of(primary_kv_view.cast("B"))
@@ -193,7 +198,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._residents.on_request_finished(req_context)
 
     def begin_epoch(self, fingerprint: bytes) -> None:
-        """Blocks from before are gone for good: no engine finds them again, this or another."""
+        """Blocks from before are gone at once for this engine, and a moment later, when that stands
+        in the file, for every other."""
         super().begin_epoch(fingerprint)
         self._keeper.cut_at(self._residents.next_seq)
         self._start_over()
@@ -282,11 +288,11 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             self._end_load(transfer)
         else:
             self._end_store(transfer)
-        done = transfer.here + [block.key for _, block in transfer.done]
-        success = len(done) == len(job.keys)
-        self._results.append(
-            JobResult(job.job_id, success, None if success else done, transfer.seconds)
-        )
+        done = None
+        success = len(transfer.here) + len(transfer.done) == len(job.keys)
+        if not success:
+            done = transfer.here + [block.key for _, block in transfer.done]
+        self._results.append(JobResult(job.job_id, success, done, transfer.seconds))
 
     def _end_load(self, transfer: Transfer) -> None:
         residents = self._residents

@@ -101,8 +101,8 @@ class Residents:
         """Give slots to these blocks, of which none is there, or to as many of the first as there
         is room for. Blocks in `brought` do not leave for them. Returns the new blocks, being
         written now and in ascending order of slots, and the keys that had to leave."""
-        evicted, num_free = self._make_room(keys, brought, req_context)
-        keys = keys[:num_free]
+        evicted = self._make_room(keys, brought, req_context)
+        keys = keys[: len(self._free)]
         if not keys:
             return [], evicted
         slots = sorted(self._free.take(len(keys)))
@@ -117,21 +117,24 @@ class Residents:
 
     def _make_room(
         self, keys: Sequence[OffloadKey], brought: Collection[OffloadKey], req_context: ReqContext
-    ) -> tuple[list[OffloadKey], int]:
-        """Let blocks leave for these, as far as possible. Returns which, and how many slots are
-        free now."""
+    ) -> list[OffloadKey]:
+        """Let blocks leave for these, as far as possible. Returns which."""
         missing = len(keys) - len(self._free)
+        # Where they are all new, none of them could leave.
+        kept = frozenset(brought) if len(brought) > len(keys) else frozenset[OffloadKey]()
         if missing > 0:
-            missing = min(missing, self._num_idle_besides(brought))
+            missing = min(missing, self._num_idle_besides(kept))
         self._policy.on_store_miss(keys, req_context)
-        evicted: list[OffloadKey] = []
-        if missing > 0:
-            # None: the policy keeps back more than it has to.
-            for key, block in self._policy.evict(missing, frozenset(brought)) or ():
-                evicted.append(key)
-                del self.readable[key]
-                self._free.give(block.block_id)
-        return evicted, len(self._free)
+        if missing <= 0:
+            return []
+        victims = self._policy.evict(missing, kept)
+        if victims is None:  # the policy keeps back more than it has to
+            return []
+        readable = self.readable
+        for key, _ in victims:
+            del readable[key]
+        self._free.give([block.block_id for _, block in victims])
+        return [key for key, _ in victims]
 
     def _num_idle_besides(self, brought: Collection[OffloadKey]) -> int:
         """How many blocks could leave, without those."""
@@ -141,17 +144,21 @@ class Residents:
 
     def written(self, blocks: Iterable[SlabBlock]) -> list[OffloadKey]:
         """These blocks are in their slots. Returns those that are still wanted."""
+        writing, readable = self.writing, self.readable
         ready = []
+        keys = []
         for block in blocks:
-            if self.writing.get(block.key) is block:
-                del self.writing[block.key]
-                self.readable[block.key] = block
+            key = block.key
+            if writing.get(key) is block:
+                del writing[key]
+                readable[key] = block
                 block.ref_cnt = 0
                 ready.append(block)
+                keys.append(key)
             else:
-                self._free.give(block.block_id)
+                self._free.give([block.block_id])
         self._policy.unpinned(ready)
-        return [block.key for block in ready]
+        return keys
 
     def not_written(self, blocks: Iterable[SlabBlock]) -> None:
         """These blocks could not be written."""
@@ -159,7 +166,7 @@ class Residents:
             if self.writing.get(block.key) is block:
                 del self.writing[block.key]
                 self._policy.remove(block.key)
-            self._free.give(block.block_id)
+            self._free.give([block.block_id])
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -189,7 +196,7 @@ class Residents:
                 if self.readable.get(block.key) is block:
                     idle.append(block)
                 else:
-                    self._free.give(block.block_id)
+                    self._free.give([block.block_id])
         self._num_read -= len(idle)
         self._policy.unpinned(idle)
         forgotten = []
@@ -201,7 +208,7 @@ class Residents:
                 forgotten.append(block.key)
             block.ref_cnt -= 1
             if not block.ref_cnt:
-                self._free.give(block.block_id)
+                self._free.give([block.block_id])
         return forgotten
 
     # --- the end -------------------------------------------------------------------------------

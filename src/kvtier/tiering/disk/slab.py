@@ -91,20 +91,42 @@ def open_slab(
     be had. Whatever can be kept of an existing slab is kept. Raises `SlabRefused` or `OSError`, and
     then nothing has changed but what could not be used anyway.
     """
-    _remove_abandoned(path)
-    if not path.exists():
-        if max_bytes is None:
-            raise SlabRefused(f"there is no slab at {path} yet: give max_bytes, and it is made")
-        _make(path, Superblock(uuid.uuid4().bytes, _geometry(max_bytes, payload_bytes)))
     try:
+        _remove_abandoned(path)
+        if not path.exists():
+            if max_bytes is None:
+                raise SlabRefused(f"there is no slab at {path} yet: give max_bytes, and it is made")
+            _make(path, Superblock(uuid.uuid4().bytes, _geometry(max_bytes, payload_bytes)))
         file = SlabFile(path, os.O_RDWR)
-    except NotAFile as refused:
-        raise SlabRefused(f"{refused}: give the path of a slab file") from None
+    except NotAFile:
+        raise SlabRefused(
+            f"{path} is not a regular file: give the path of a file, which is made if need be"
+        ) from None
+    except OSError as error:
+        raise _refusal(path, error) from error
     try:
         return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct)
+    except OSError as error:
+        file.close()
+        raise _refusal(path, error) from error
     except BaseException:
         file.close()
         raise
+
+
+def _refusal(path: Path, error: OSError) -> SlabRefused:
+    remedies = {
+        errno.EACCES: f"let the user of this engine (uid {os.geteuid()}) read and write it, and "
+        "make files beside it",
+        errno.EPERM: "see whether the file is immutable (lsattr), or forbidden by the container",
+        errno.EROFS: "mount its file system for writing, or give another path",
+        errno.EISDIR: "give the path of a file",
+        errno.EMFILE: "let this process have more files open (ulimit -n)",
+        errno.ENFILE: "let the system have more files open (sysctl fs.file-max)",
+        errno.EIO: "look at the disk (dmesg)",
+    }
+    remedy = remedies.get(error.errno or 0, "mend that, or give another path")
+    return SlabRefused(f"{path}: {error.strerror or error}: {remedy}")
 
 
 def _open(
@@ -228,7 +250,9 @@ def _geometry(max_bytes: int, payload_bytes: int) -> Geometry:
     return geometry
 
 
-def _allocate(file: SlabFile, geometry: Geometry) -> None:
+def _allocate(file: SlabFile, geometry: Geometry, path: Path | None = None) -> None:
+    """`path`: what to call the file, if not by its name."""
+    path = path or file.path
     has = file.allocated_bytes
     try:
         file.allocate(geometry.file_bytes)
@@ -236,7 +260,7 @@ def _allocate(file: SlabFile, geometry: Geometry) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise SlabRefused(
-            f"{file.path} needs {geometry.file_bytes} bytes and has {has}; its file system has "
+            f"{path} needs {geometry.file_bytes} bytes and has {has}; its file system has "
             f"{file.free_bytes} left ({os.strerror(error.errno)}): give a smaller max_bytes, or "
             "make room"
         ) from None
@@ -252,7 +276,7 @@ def _make(path: Path, superblock: Superblock) -> None:
     file = SlabFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         file.try_lock()  # says that it is not abandoned
-        _allocate(file, superblock.geometry)
+        _allocate(file, superblock.geometry, path)
         write_index(file, IndexTable(superblock.geometry, superblock.uuid))
         _write_superblock(file, replace(superblock, created_ns=time.time_ns()))
         file.sync()

@@ -26,7 +26,6 @@ class SlabBlock(BlockStatus):
         self.generation = seq
         self.ref_cnt = ref_cnt
         self.place = None
-        self.writer = None
 
 
 Piece: TypeAlias = tuple[int, SlabBlock]
