@@ -30,7 +30,6 @@ _IOCB = struct.Struct("<QIiHhIQQqQII")
 _VECTOR_BYTES = 16
 _POINTER_BYTES = 8
 _EVENT = struct.Struct("<QQqq")
-_TIMESPEC = struct.Struct("<qq")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,12 +77,11 @@ class AioQueue:
         self._max_segments = max_segments
         self.num_in_flight = 0
         # The kernel is given addresses inside this: control blocks, their vectors, pointers to
-        # those being submitted, room for events, and a timeout.
+        # those being submitted, and room for events.
         self._vectors_at = depth * _IOCB.size
         self._pointers_at = self._vectors_at + depth * max_segments * _VECTOR_BYTES
         self._events_at = self._pointers_at + depth * _POINTER_BYTES
-        self._timeout_at = self._events_at + depth * _EVENT.size
-        self._memory = mmap.mmap(-1, self._timeout_at + _TIMESPEC.size)
+        self._memory = mmap.mmap(-1, self._events_at + depth * _EVENT.size)
         self._base = address_of(self._memory)
         context = ctypes.c_ulong(0)
         if _setup(self._numbers[0], depth, ctypes.addressof(context)) != 0:
@@ -120,25 +118,24 @@ class AioQueue:
             if error != errno.EINTR:
                 return 0, error
 
-    def reap(self, wait_s: float | None) -> list[tuple[int, int]]:
-        """What has ended: (tag, bytes moved or the negative error number). Waits for one at least,
-        for so long; None: for as long as it takes. Nothing in flight: nothing to wait for."""
-        if not self.num_in_flight:
-            return []
+    def reap(self, at_least: int = 1) -> list[tuple[int, int]]:
+        """What has ended: (tag, bytes moved or the negative error number). Waits until there are
+        so many; if nothing is in flight, there is nothing to wait for."""
         memory, base = self._memory, self._base
-        timeout_at = None
-        if wait_s is not None:
-            seconds, fraction = divmod(wait_s, 1.0)
-            _TIMESPEC.pack_into(memory, self._timeout_at, int(seconds), int(fraction * 1e9))
-            timeout_at = base + self._timeout_at
+        at_least = min(at_least, self.num_in_flight)
+        if not at_least:
+            return []
         while True:
-            count = _getevents(
-                self._numbers[2], self._context, 1, self._depth, base + self._events_at, timeout_at
+            count: int = _getevents(
+                self._numbers[2], self._context, at_least, self._depth, base + self._events_at, None
             )
-            if count >= 0:
+            if count >= at_least:
                 break
-            if ctypes.get_errno() != errno.EINTR:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            error = ctypes.get_errno()
+            if count < 0 and error != errno.EINTR:
+                raise OSError(error, os.strerror(error))
+            if count > 0:  # a signal came
+                break
         self.num_in_flight -= count
         events = memory[self._events_at : self._events_at + count * _EVENT.size]
         return [(tag, result) for tag, _, result, _ in _EVENT.iter_unpack(events)]

@@ -24,6 +24,10 @@ _SUBMIT_BYTES = 1 << 20
 without waiting for the next to be sealed."""
 
 
+_WOKEN_BY = 8
+"""A thread is woken when so small a part of what it has under way has ended."""
+
+
 class Blocks(Protocol):
     """What a lane asks of the tier. Called on I/O threads."""
 
@@ -101,7 +105,8 @@ class Lane:
     def _step(self) -> None:
         """Start what can be started, then handle what has ended."""
         self._fill(may_wait=not self._in_flight)
-        ended = self._queue.reap(None)
+        # Of many, a few at once: being woken costs more than what there is to do.
+        ended = self._queue.reap(1 + len(self._in_flight) // _WOKEN_BY)
         units = [(tag, self._in_flight.pop(tag), result) for tag, result in ended]
         for _, unit, _ in units:
             self._num_stores -= not unit.transfer.job.is_promotion

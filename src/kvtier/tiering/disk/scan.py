@@ -94,7 +94,7 @@ def _scan_batch(
                     refused = tags.pop(0)
                     del slot_of[refused]
                     free.append(refused)
-            for tag, result in queue.reap(None):
+            for tag, result in queue.reap():
                 slot = slot_of.pop(tag)
                 free.append(tag)
                 if result == PAGE_BYTES:
