@@ -127,10 +127,6 @@ class IndexTable:
         self._changed[page_no] = 1
         self.long_keys.pop(slot, None)
 
-    def clear_all(self) -> None:
-        self.set_entries(np.zeros(0, _ENTRY_DTYPE))
-        self.long_keys.clear()
-
     def mark_used(self, slots: NDArray[np.int64], used: NDArray[np.int64]) -> None:
         """The blocks in these slots were used, at these numbers."""
         pages, positions = np.divmod(slots, ENTRIES_PER_PAGE)

@@ -130,7 +130,6 @@ class IndexKeeper:
     def _cut(self, seq: int, **changes: bytes) -> None:
         self._slab.save_superblock(cut=max(seq, self._wanted_cut), **changes)
         self._slab.file.sync()
-        self._slab.index.clear_all()
 
     def _note_uses(self) -> None:
         while self._uses:

@@ -78,6 +78,7 @@ STAMP_AT = seal.SEAL_BYTES
 _STAMP_END = STAMP_AT + _STAMP.size
 _PADDING = bytes(_BODY_BYTES - _STAMP_END)
 _MOST_NAME = 128  # letters of a name, which may take 12 bytes each in JSON
+_MOST_TIME = 2**62  # in nanoseconds: the year 2116
 _MOST_SLOTS = 2**40
 _MOST_PAYLOAD = 2**40
 
@@ -252,6 +253,7 @@ class Holder:
             and isinstance(host, str)
             and type(pid) is int
             and type(since_ns) is int
+            and 0 <= since_ns < _MOST_TIME
         )
         if not fields_fit:
             raise SlabFormatError("the record of a holder makes no sense")

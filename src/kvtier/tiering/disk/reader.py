@@ -71,7 +71,7 @@ class Snapshot:
         self.geometry: Geometry = superblock.geometry
         self.damaged_pages: Sequence[int] = table.damaged_pages
         """Of the index. Their slots count as empty here."""
-        self.table = table
+        self._unknown = [table.slots_of_page(page_no) for page_no in table.damaged_pages]
         self.entries: NDArray[np.void] = table.entries()
         """One for each slot. Fields: seq, used, tag, key_len, state, key."""
 
@@ -89,8 +89,7 @@ class Snapshot:
 
     def unknown_slots(self) -> list[int]:
         """The slots whose page of the index is damaged: an engine asks the slots themselves."""
-        table = self.table
-        return [slot for page_no in self.damaged_pages for slot in table.slots_of_page(page_no)]
+        return [slot for slots in self._unknown for slot in slots]
 
     def entry(self, slot: int) -> Entry | None:
         """None: the slot holds nothing that an engine would look for."""
@@ -222,7 +221,9 @@ class SlabReader:
             table = self._read_table(before)
             after = self.read_superblock()
             if (after.uuid, after.geometry) == (before.uuid, before.geometry):
-                return Snapshot(after, table)
+                snapshot = Snapshot(after, table)
+                table.close()
+                return snapshot
         raise SlabUnreadable(
             f"{self.file.path} is being made anew again and again: wait until an engine has it"
         )

@@ -31,10 +31,10 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
     geometry = superblock.geometry
     raw = file.read(geometry.index_offset, geometry.num_index_pages * PAGE_BYTES)
     index = IndexTable(geometry, superblock.uuid, raw)
-    # Keys that are too long for the index stand in the headers alone.
-    slots = np.flatnonzero(index.entries()["state"] == IN_HEADER).tolist()
+    _read_long_keys(file, superblock, index)
+    slots: list[int] = []
     if index.damaged_pages:
-        slots += [slot for page_no in index.damaged_pages for slot in index.slots_of_page(page_no)]
+        slots = [slot for page_no in index.damaged_pages for slot in index.slots_of_page(page_no)]
         logger.warning(
             "%s: %d of %d pages of the index are damaged; the headers of %d slots are read",
             file.path,
@@ -45,6 +45,21 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
     for block in scan_headers(file, geometry, superblock.uuid, slots):
         index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
     return index
+
+
+def _read_long_keys(file: SlabFile, superblock: Superblock, index: IndexTable) -> None:
+    """Keys that are too long for the index stand in the headers alone."""
+    entries = index.entries()
+    slots = np.flatnonzero(entries["state"] == IN_HEADER)
+    expected = dict(zip(slots.tolist(), entries["seq"][slots].tolist(), strict=True))
+    for block in scan_headers(file, superblock.geometry, superblock.uuid, list(expected)):
+        # A smaller number than the index has: an older block is back in its place.
+        if block.seq >= expected[block.slot]:
+            del expected[block.slot]
+            index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
+            index.mark_used(np.array([block.slot]), entries["used"][[block.slot]])
+    for slot in expected:
+        index.clear(slot)
 
 
 def write_index(file: SlabFile, index: IndexTable, pages: list[int] | None = None) -> None:
@@ -79,7 +94,7 @@ def resize(
     num_kept = min(len(old), len(new))
     new[:num_kept] = old[:num_kept]
     resized.long_keys |= {s: key for s, key in index.long_keys.items() if s < num_kept}
-    occupied = np.flatnonzero(old["state"] != EMPTY)
+    occupied = np.flatnonzero((old["state"] != EMPTY) & (old["seq"] >= superblock.cut))
     if len(new) < len(old):
         order = np.argsort(old["used"][occupied], kind="stable")
         staying = occupied[order][-len(new) :]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import logging
 import os
 import socket
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,11 +94,10 @@ def open_slab(
     then nothing has changed but what could not be used anyway.
     """
     try:
-        _remove_abandoned(path)
-        if not path.exists():
-            if max_bytes is None:
-                raise SlabRefused(f"there is no slab at {path} yet: give max_bytes, and it is made")
-            _make(path, Superblock(uuid.uuid4().bytes, _geometry(max_bytes, payload_bytes)))
+        with _alone_in(path.parent):
+            _remove_abandoned(path)
+            if not path.exists():
+                _make(path, max_bytes, payload_bytes)
         file = SlabFile(path, os.O_RDWR)
     except NotAFile:
         raise SlabRefused(
@@ -138,6 +139,8 @@ def _open(
 ) -> Slab:
     _lock(file)
     superblock = _superblock_or_new(file, payload_bytes, max_bytes)
+    holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())
+    file.write(HOLDER_OFFSET, holder.encode())
     wanted = superblock.geometry
     if max_bytes is not None:
         wanted = _geometry(max_bytes, payload_bytes)
@@ -185,8 +188,6 @@ def _open(
     _write_superblock(file, superblock)
     if file.size != wanted.file_bytes:
         file.truncate(wanted.file_bytes)
-    holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())
-    file.write(HOLDER_OFFSET, holder.encode())
     return Slab(file, superblock, index)
 
 
@@ -269,38 +270,42 @@ def _allocate(file: SlabFile, geometry: Geometry, path: Path | None = None) -> N
 # --- a new slab --------------------------------------------------------------------------------
 
 
-def _make(path: Path, superblock: Superblock) -> None:
-    """Make an empty slab under a name of its own, and give it `path` when it is whole. If another
-    engine was quicker, theirs stays."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.new")
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Let no other engine make a slab in this directory meanwhile."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _make(path: Path, max_bytes: int | None, payload_bytes: int) -> None:
+    """Make an empty slab under a name of its own, and give it `path` when it is whole."""
+    if max_bytes is None:
+        raise SlabRefused(f"there is no slab at {path} yet: give max_bytes, and it is made")
+    geometry = _geometry(max_bytes, payload_bytes)
+    superblock = Superblock(uuid.uuid4().bytes, geometry, created_ns=time.time_ns())
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     file = SlabFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        file.try_lock()  # says that it is not abandoned
-        _allocate(file, superblock.geometry, path)
-        write_index(file, IndexTable(superblock.geometry, superblock.uuid))
-        _write_superblock(file, replace(superblock, created_ns=time.time_ns()))
+        _allocate(file, geometry, path)
+        write_index(file, IndexTable(geometry, superblock.uuid))
+        _write_superblock(file, superblock)
         file.sync()
-        with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
+        os.rename(temporary, path)
+    except BaseException:
         os.unlink(temporary)
+        raise
+    finally:
         file.close()
 
 
 def _remove_abandoned(path: Path) -> None:
     """Remove what engines left that were killed while they made this slab."""
-    for leftover in path.parent.glob(f".{path.name}.*.new"):
-        try:
-            fd = os.open(leftover, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(leftover)
-        except OSError:  # someone is at it
-            pass
-        finally:
-            os.close(fd)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        leftover.unlink(missing_ok=True)
 
 
 # --- who has it --------------------------------------------------------------------------------
