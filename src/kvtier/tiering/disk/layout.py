@@ -78,7 +78,7 @@ STAMP_AT = seal.SEAL_BYTES
 _STAMP_END = STAMP_AT + _STAMP.size
 _PADDING = bytes(_BODY_BYTES - _STAMP_END)
 _MOST_NAME = 128  # letters of a name, which may take 12 bytes each in JSON
-_MOST_TIME = 2**62  # in nanoseconds: the year 2116
+_MOST_NUMBER = 2**63
 _MOST_SLOTS = 2**40
 _MOST_PAYLOAD = 2**40
 
@@ -215,6 +215,8 @@ class Superblock:
             or not 0 < num_slots <= _MOST_SLOTS
         ):
             raise SlabFormatError(f"{num_slots} slots for {payload_bytes} bytes are impossible")
+        if max(clock, cut, revision) >= _MOST_NUMBER:
+            raise SlabFormatError("its numbers cannot grow any more")
         geometry = Geometry(payload_bytes, num_slots)
         return cls(uuid, geometry, clock, cut, revision, created, last_clear)
 
@@ -253,7 +255,8 @@ class Holder:
             and isinstance(host, str)
             and type(pid) is int
             and type(since_ns) is int
-            and 0 <= since_ns < _MOST_TIME
+            and 0 <= pid < _MOST_NUMBER
+            and 0 <= since_ns < _MOST_NUMBER
         )
         if not fields_fit:
             raise SlabFormatError("the record of a holder makes no sense")

@@ -22,6 +22,7 @@ from kvtier.tiering.disk.index import IndexTable
 from kvtier.tiering.disk.layout import (
     HOLDER_OFFSET,
     PAGE_BYTES,
+    SLOTS_OFFSET,
     SUPERBLOCK_OFFSETS,
     Geometry,
     Holder,
@@ -154,30 +155,17 @@ def _open(
             superblock.geometry.payload_bytes,
             payload_bytes,
         )
-        superblock = Superblock(uuid.uuid4().bytes, wanted, created_ns=time.time_ns())
-        _allocate(file, wanted)
-        write_index(file, IndexTable(wanted, superblock.uuid))
-        _write_superblock(file, superblock)
-        file.truncate(wanted.file_bytes)
-    if use_o_direct is not False and not file.use_o_direct():
-        if use_o_direct:
-            raise SlabRefused(
-                f"use_o_direct is true, and the file system of {file.path} does not allow "
-                'O_DIRECT: leave it at "auto", or put the file on a disk of its own'
-            )
-        logger.warning(
-            "%s: its file system does not allow O_DIRECT; blocks pass through the page cache, "
-            "which costs memory and processor time",
-            file.path,
-        )
+        superblock = _format(file, wanted)
+    if use_o_direct is not False:
+        _use_o_direct(file, is_required=use_o_direct is True)
     kept = superblock.geometry
     if wanted.num_slots >= kept.num_slots:
         # Before anything is read: an index that someone has cut off is then only damaged.
-        _allocate(file, kept)
+        _allocate(file, kept, file.path)
     index = read_index(file, superblock)
     if wanted != kept:
         if wanted.num_slots > kept.num_slots:
-            _allocate(file, wanted)
+            _allocate(file, wanted, file.path)
         index = resize(file, superblock, index, wanted)
     superblock = replace(
         superblock,
@@ -189,6 +177,30 @@ def _open(
     if file.size != wanted.file_bytes:
         file.truncate(wanted.file_bytes)
     return Slab(file, superblock, index)
+
+
+def _use_o_direct(file: SlabFile, is_required: bool) -> None:
+    if file.use_o_direct():
+        return
+    if is_required:
+        raise SlabRefused(
+            f"use_o_direct is true, and the file system of {file.path} does not allow O_DIRECT: "
+            'leave it at "auto", or put the file on a disk of its own'
+        )
+    logger.warning(
+        "%s: its file system does not allow O_DIRECT; blocks pass through the page cache, which "
+        "costs memory and processor time",
+        file.path,
+    )
+
+
+def _format(file: SlabFile, geometry: Geometry, path: Path | None = None) -> Superblock:
+    """Let the file be an empty slab. `path`: what to call it, if not by its name."""
+    _allocate(file, geometry, path or file.path)
+    superblock = Superblock(uuid.uuid4().bytes, geometry, created_ns=time.time_ns())
+    write_index(file, IndexTable(geometry, superblock.uuid))
+    _write_superblock(file, superblock)
+    return superblock
 
 
 def _lock(file: SlabFile) -> None:
@@ -203,7 +215,7 @@ def _lock(file: SlabFile) -> None:
 def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
     """The superblock, or one for a slab whose own cannot be read any more."""
     try:
-        return read_superblock(file)
+        return _within_file(file, read_superblock(file))
     except SlabFormatError as error:
         pages = [file.read(offset, PAGE_BYTES) for offset in SUPERBLOCK_OFFSETS]
         if not any(is_slab_page(page) for page in pages):
@@ -212,12 +224,20 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
             ) from None
         logger.warning("%s: %s; it is made anew", file.path, error)
         size = file.size if max_bytes is None else max_bytes
-        geometry = _geometry(size, payload_bytes)
-        _allocate(file, geometry)
-        superblock = Superblock(uuid.uuid4().bytes, geometry, created_ns=time.time_ns())
-        write_index(file, IndexTable(geometry, superblock.uuid))
-        _write_superblock(file, superblock)
+        return _format(file, _geometry(size, payload_bytes))
+
+
+def _within_file(file: SlabFile, superblock: Superblock) -> Superblock:
+    """The superblock of a file that may have been cut off: what lies behind its end is gone."""
+    geometry = superblock.geometry
+    size = file.size
+    if size >= geometry.file_bytes:
         return superblock
+    num_slots = (size - SLOTS_OFFSET) // geometry.slot_bytes
+    if num_slots < 1:
+        raise SlabFormatError("the file has been cut off")
+    geometry = Geometry(geometry.payload_bytes, min(num_slots, geometry.num_slots))
+    return replace(superblock, geometry=geometry)
 
 
 def read_superblock(file: SlabFile) -> Superblock:
@@ -251,9 +271,8 @@ def _geometry(max_bytes: int, payload_bytes: int) -> Geometry:
     return geometry
 
 
-def _allocate(file: SlabFile, geometry: Geometry, path: Path | None = None) -> None:
-    """`path`: what to call the file, if not by its name."""
-    path = path or file.path
+def _allocate(file: SlabFile, geometry: Geometry, path: Path) -> None:
+    """`path`: what to call the file."""
     has = file.allocated_bytes
     try:
         file.allocate(geometry.file_bytes)
@@ -286,13 +305,10 @@ def _make(path: Path, max_bytes: int | None, payload_bytes: int) -> None:
     if max_bytes is None:
         raise SlabRefused(f"there is no slab at {path} yet: give max_bytes, and it is made")
     geometry = _geometry(max_bytes, payload_bytes)
-    superblock = Superblock(uuid.uuid4().bytes, geometry, created_ns=time.time_ns())
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     file = SlabFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        _allocate(file, geometry, path)
-        write_index(file, IndexTable(geometry, superblock.uuid))
-        _write_superblock(file, superblock)
+        _format(file, geometry, path)
         file.sync()
         os.rename(temporary, path)
     except BaseException:
