@@ -10,15 +10,17 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from kvtier.tiering.disk.layout import PAGE_BYTES
 
-__all__ = ["NotAFile", "SlabFile"]
+__all__ = ["NotAFile", "SlabFile", "lock_within"]
 
 _MODE = 0o600
 _LONGEST_IO = 4 << 20
+_LOCK_PAUSE_S = 0.02
 
 
 class NotAFile(Exception):
@@ -51,14 +53,6 @@ class SlabFile:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
             return False
         self.is_direct = True
-        return True
-
-    def try_lock(self) -> bool:
-        """Become the only one who has this file locked, until it is closed or the process ends."""
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
         return True
 
     # --- bytes ---------------------------------------------------------------------------------
@@ -131,3 +125,17 @@ class SlabFile:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
+
+
+def lock_within(fd: int, patience_s: float) -> bool:
+    """Become the only one who has this locked, until it is closed or the process ends."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return True

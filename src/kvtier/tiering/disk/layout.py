@@ -31,6 +31,7 @@ __all__ = [
     "Geometry",
     "Holder",
     "SlabFormatError",
+    "SlabVersionError",
     "SlotStamp",
     "Superblock",
     "close_page",
@@ -85,6 +86,10 @@ _MOST_PAYLOAD = 2**40
 
 class SlabFormatError(Exception):
     """What was read is not what should stand there."""
+
+
+class SlabVersionError(SlabFormatError):
+    """A slab that another version of kvtier has made."""
 
 
 # --- pages -------------------------------------------------------------------------------------
@@ -207,7 +212,7 @@ class Superblock:
             _SUPERBLOCK.unpack_from(page)
         )
         if version != _VERSION:
-            raise SlabFormatError(f"a slab of version {version}; this kvtier reads {_VERSION}")
+            raise SlabVersionError(f"a slab of version {version}; this kvtier reads {_VERSION}")
         is_whole = payload_bytes % PAGE_BYTES == 0
         if (
             not is_whole

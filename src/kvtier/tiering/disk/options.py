@@ -73,7 +73,7 @@ class DiskOptions:
     @classmethod
     def parse(cls, given: Mapping[str, object], parallel: OffloadingParallelConfig) -> DiskOptions:
         """Raises `ConfigError` with all that is wrong. What is None was not given."""
-        present = {key: value for key, value in given.items() if value is not None}
+        present = {k: value for k, value in given.items() if value is not None or k == "path"}
         refusals = [_KINDS[key].refusal(key, value) for key, value in present.items()]
         problems = [problem for problem in refusals if problem is not None]
         if problems:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import logging
 import os
@@ -17,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvtier.tiering.disk.file import NotAFile, SlabFile
+from kvtier.tiering.disk.file import NotAFile, SlabFile, lock_within
 from kvtier.tiering.disk.index import IndexTable
 from kvtier.tiering.disk.layout import (
     HOLDER_OFFSET,
@@ -27,6 +26,7 @@ from kvtier.tiering.disk.layout import (
     Geometry,
     Holder,
     SlabFormatError,
+    SlabVersionError,
     Superblock,
     is_slab_page,
 )
@@ -37,7 +37,7 @@ __all__ = ["Slab", "SlabRefused", "open_slab", "read_holder", "read_superblock"]
 logger = logging.getLogger(__name__)
 
 _LOCK_PATIENCE_S = 1.0
-_LOCK_PAUSE_S = 0.02
+_MAKING_PATIENCE_S = 60.0
 _CLOCK_STEP = 2**32
 """By how much the clock jumps when a slab is opened: more than can pass before it is saved."""
 
@@ -94,11 +94,14 @@ def open_slab(
     be had. Whatever can be kept of an existing slab is kept. Raises `SlabRefused` or `OSError`, and
     then nothing has changed but what could not be used anyway.
     """
+    path = path.resolve()  # a link to a file that is not there yet says where it is to be
     try:
-        with _alone_in(path.parent):
-            _remove_abandoned(path)
-            if not path.exists():
-                _make(path, max_bytes, payload_bytes)
+        if not path.exists() or _abandoned(path):
+            with _alone_in(path.parent):
+                for leftover in _abandoned(path):
+                    leftover.unlink(missing_ok=True)
+                if not path.exists():
+                    _make(path, max_bytes, payload_bytes)
         file = SlabFile(path, os.O_RDWR)
     except NotAFile:
         raise SlabRefused(
@@ -205,17 +208,18 @@ def _format(file: SlabFile, geometry: Geometry, path: Path | None = None) -> Sup
 
 def _lock(file: SlabFile) -> None:
     """Wait a moment if someone else has it: an engine that is just ending, or `kvtier store`."""
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
-    while not file.try_lock():
-        if time.monotonic() > deadline:
-            raise SlabRefused(_in_use(file))
-        time.sleep(_LOCK_PAUSE_S)
+    if not lock_within(file.fd, _LOCK_PATIENCE_S):
+        raise SlabRefused(_in_use(file))
 
 
 def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
     """The superblock, or one for a slab whose own cannot be read any more."""
     try:
         return _within_file(file, read_superblock(file))
+    except SlabVersionError as error:
+        raise SlabRefused(
+            f"{file.path}: {error}: use that kvtier, give another path, or remove the file"
+        ) from None
     except SlabFormatError as error:
         pages = [file.read(offset, PAGE_BYTES) for offset in SUPERBLOCK_OFFSETS]
         if not any(is_slab_page(page) for page in pages):
@@ -294,7 +298,11 @@ def _alone_in(directory: Path) -> Iterator[None]:
     """Let no other engine make a slab in this directory meanwhile."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        if not lock_within(fd, _MAKING_PATIENCE_S):
+            raise SlabRefused(
+                f"another process has locked the directory {directory} for more than "
+                f"{_MAKING_PATIENCE_S:.0f} s: see who does (lsof), or give another path"
+            )
         yield
     finally:
         os.close(fd)
@@ -318,10 +326,9 @@ def _make(path: Path, max_bytes: int | None, payload_bytes: int) -> None:
         file.close()
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove what engines left that were killed while they made this slab."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
-        leftover.unlink(missing_ok=True)
+def _abandoned(path: Path) -> list[Path]:
+    """What engines left that were killed while they made this slab, or are just making."""
+    return list(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
 
 
 # --- who has it --------------------------------------------------------------------------------
