@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
+from kvtier.cli.store.app import store_app
 
 __all__ = ["app", "run"]
 
@@ -22,6 +23,11 @@ time:
 \b
     kvtier demo
     kvtier demo --help
+
+What a disk tier keeps, while an engine runs or not:
+
+\b
+    kvtier store --help
 """
 
 _DEMO_HELP = """
@@ -51,6 +57,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain text: it can be searched, and piped
     pretty_exceptions_enable=False,
 )
+app.add_typer(store_app)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

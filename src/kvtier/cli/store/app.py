@@ -1,0 +1,202 @@
+"""What `kvtier store` understands: its subcommands, options and exit codes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["store_app"]
+
+_HELP = """
+What a tier keeps on disk: list it, count it, verify it, clear it.
+
+PATH is the slab file of a disk tier (with data-parallel replicas: one of their files, such as
+kv-dp0.slab). Everything works while an engine has it open.
+
+\b
+    kvtier store stat /mnt/nvme/kv.slab
+    kvtier store ls /mnt/nvme/kv.slab --limit 20
+    kvtier store verify /mnt/nvme/kv.slab --max-rate 200MB
+    kvtier store clear /mnt/nvme/kv.slab
+
+Exit code 0: done, and all is well; 1: damage was found, or it was not cleared; 2: wrong input, no
+such store, or the result could not be written.
+docs/store.md says more.
+"""
+
+_LS_HELP = """
+List the blocks that an engine would find.
+
+The rank says which was used last (1). The age is that of the block as it was stored.
+"""
+
+_STAT_HELP = """
+Show what a store is, how full it is, and who has it open.
+"""
+
+_VERIFY_HELP = """
+Read every block and check its seal, payload included.
+
+The page cache is bypassed. While an engine runs, blocks come and go; one that is overwritten just
+then is looked at again, and is no damage. Nothing is mended: an engine that loads a damaged block
+notices, drops it and computes it again.
+
+Exit code 0: all is well; 1: damage was found.
+"""
+
+_CLEAR_HELP = """
+Forget every block, now and for every later engine.
+
+With an engine running, it is asked to, and does so within about a second; without one it is done
+here. The bytes stay in the file until they are overwritten: to be rid of them, end the engine and
+remove the file.
+
+Exit code 0: cleared; 1: not confirmed, or the engine did not obey in time.
+"""
+
+store_app = typer.Typer(
+    name="store", help=_HELP, no_args_is_help=True, rich_markup_mode=None, add_completion=False
+)
+
+_Path = Annotated[Path, typer.Argument(metavar="PATH", help="The slab file.", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+_Namespace = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace",
+        metavar="HEX",
+        help="Only blocks of this model and layout: a fingerprint, or its first digits.",
+    ),
+]
+
+
+@store_app.command("ls", help=_LS_HELP)
+def _ls(
+    path: _Path,
+    limit: Annotated[int, typer.Option(metavar="N", help="At most so many; 0: all.", min=0)] = 100,
+    namespace: _Namespace = None,
+    sort: Annotated[
+        str, typer.Option(metavar="ORDER", help="recent, oldest (by last use), or place.")
+    ] = "recent",
+    json: _Json = False,
+) -> None:
+    def work() -> int:
+        from kvtier.cli.store.commands import list_blocks
+        from kvtier.cli.store.store import Order
+
+        if sort not in list(Order):
+            raise typer.BadParameter(f"{sort}: give one of {', '.join(Order)}", param_hint="--sort")
+        wanted = _checked_namespace(namespace)
+        return list_blocks(path, wanted, Order(sort), limit or None, as_json=json)
+
+    _end_with(path, work)
+
+
+@store_app.command("stat", help=_STAT_HELP)
+def _stat(path: _Path, json: _Json = False) -> None:
+    def work() -> int:
+        from kvtier.cli.store.commands import show_figures
+
+        return show_figures(path, as_json=json)
+
+    _end_with(path, work)
+
+
+@store_app.command("verify", help=_VERIFY_HELP)
+def _verify(
+    path: _Path,
+    max_rate: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Read at most so much per second, such as 200MB."),
+    ] = None,
+    namespace: _Namespace = None,
+    json: _Json = False,
+) -> None:
+    def work() -> int:
+        from kvtier.cli.store.commands import verify
+
+        rate = _checked_rate(max_rate)
+        return verify(path, _checked_namespace(namespace), rate, as_json=json)
+
+    _end_with(path, work)
+
+
+@store_app.command("clear", help=_CLEAR_HELP)
+def _clear(
+    path: _Path,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait for an engine.", min=0.1)
+    ] = 30.0,
+    json: _Json = False,
+) -> None:
+    def work() -> int:
+        from kvtier.cli.store.commands import clear
+
+        return clear(path, timeout, is_sure=yes, as_json=json)
+
+    _end_with(path, work)
+
+
+# --- what was given ----------------------------------------------------------------------------
+
+
+def _checked_namespace(given: str | None) -> str | None:
+    if given is None:
+        return None
+    if not given or any(digit not in "0123456789abcdefABCDEF" for digit in given):
+        raise typer.BadParameter(
+            f'"{given}": give hexadecimal digits, as `kvtier store stat` shows them',
+            param_hint="--namespace",
+        )
+    return given
+
+
+def _checked_rate(given: str | None) -> int | None:
+    if given is None:
+        return None
+    from kvtier.config.sizes import SizeError, parse_size
+
+    try:
+        return parse_size(given.removesuffix("/s"))
+    except SizeError as error:
+        raise typer.BadParameter(f'"{given}": {error}', param_hint="--max-rate") from None
+
+
+# --- how it ends -------------------------------------------------------------------------------
+
+
+def _end_with(path: Path, work: Callable[[], int]) -> None:
+    """Run the command, and end with its exit code. Whatever can go wrong is said in a sentence."""
+    try:
+        code = _exit_code(path, work)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    raise typer.Exit(code)
+
+
+def _exit_code(path: Path, work: Callable[[], int]) -> int:
+    # Here, and in `work`, since they load what `kvtier --help` does not need.
+    from kvtier.cli.store.output import CannotWrite, NobodyReads
+    from kvtier.cli.store.refusal import NotCleared, StoreRefused, explain_os_error
+
+    try:
+        return work()
+    except NobodyReads:
+        return 128 + signal.SIGPIPE
+    except NotCleared as problem:
+        return _said(str(problem), 1)
+    except (StoreRefused, CannotWrite) as problem:
+        return _said(str(problem), 2)
+    except OSError as error:
+        return _said(explain_os_error(path, error), 2)
+
+
+def _said(sentence: str, code: int) -> int:
+    print(f"kvtier store: {sentence}", file=sys.stderr)
+    return code

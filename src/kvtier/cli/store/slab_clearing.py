@@ -1,0 +1,94 @@
+"""Forget everything that is in a slab, by ourselves or through the engine that has it open."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+
+from kvtier.cli.store.refusal import NotCleared, StoreRefused
+from kvtier.cli.store.store import Clearing
+from kvtier.tiering.disk.aio import AioUnavailable
+from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.disk.layout import CONTROL_OFFSET, encode_clear_request
+from kvtier.tiering.disk.reader import SlabReader, SlabUnreadable
+from kvtier.tiering.disk.slab import SlabRefused, open_slab
+
+__all__ = ["clear_slab"]
+
+_LOOK_EVERY_S = 0.05
+_OUR_NAME = "kvtier store clear"
+"""Who has the slab, should an engine be started in this very moment."""
+
+
+def clear_slab(reader: SlabReader, num_blocks: int, patience_s: float) -> Clearing:
+    """Raises `StoreRefused`, `NotCleared` or `OSError`."""
+    started = time.monotonic()
+    request_id: bytes | None = None
+    while True:
+        if not reader.is_held() and _clear_unheld(reader):
+            return Clearing(num_blocks, by_engine=False, seconds=time.monotonic() - started)
+        if request_id is None:
+            request_id = uuid.uuid4().bytes
+            _ask_the_engine(reader, request_id)
+        if _last_clear(reader) in (request_id, reader.clear_request()):
+            # Ours, or one that was written over it by someone else, and so is younger.
+            return Clearing(num_blocks, by_engine=True, seconds=time.monotonic() - started)
+        if time.monotonic() - started > patience_s:
+            raise NotCleared(_not_yet(reader, patience_s))
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _clear_unheld(reader: SlabReader) -> bool:
+    """Take the slab and clear it. False: someone was quicker to take it."""
+    try:
+        slab = open_slab(
+            reader.file.path,
+            reader.read_superblock().geometry.payload_bytes,
+            max_bytes=None,
+            engine_id=_OUR_NAME,
+            use_o_direct=False,
+        )
+    except (AioUnavailable, SlabUnreadable) as problem:
+        raise StoreRefused(str(problem)) from None
+    except SlabRefused as problem:
+        if reader.is_held():
+            return False
+        raise StoreRefused(str(problem)) from None
+    try:
+        # A request that no engine has lived to obey is obeyed by this.
+        last_clear = reader.clear_request() or slab.superblock.last_clear
+        slab.save_superblock(cut=slab.first_seq, last_clear=last_clear)
+        slab.file.sync()
+    finally:
+        slab.close()
+    return True
+
+
+def _ask_the_engine(reader: SlabReader, request_id: bytes) -> None:
+    file = SlabFile(reader.file.path, os.O_RDWR)
+    try:
+        file.use_o_direct()
+        file.write(CONTROL_OFFSET, encode_clear_request(request_id))
+        file.sync()
+    finally:
+        file.close()
+
+
+def _last_clear(reader: SlabReader) -> bytes:
+    try:
+        return reader.read_superblock().last_clear
+    except SlabUnreadable as problem:
+        raise StoreRefused(str(problem)) from None
+
+
+def _not_yet(reader: SlabReader, patience_s: float) -> str:
+    holder = reader.holder()
+    who = "whoever has it open"
+    if holder is not None:
+        who = f'the engine "{holder.engine_id}" (process {holder.pid} on {holder.host})'
+    return (
+        f"{reader.file.path} is not cleared yet: {who} has not obeyed within {patience_s:g} s. The "
+        "request stays in the file, and is obeyed as soon as an engine looks. If this one hangs, "
+        "end it, and run this again"
+    )

@@ -1,0 +1,88 @@
+"""An engine in a process of its own, which does as it is told on standard input.
+
+store FIRST COUNT   store blocks; answers how many are there now
+hits FIRST COUNT    answers how many of these blocks are there
+churn               store new blocks until the next line comes
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvtier.tiering.disk.layout import Geometry
+from tests.cli.store.slabs import GEOMETRY, NAMESPACE, engine_on
+from tests.test_architecture import REPO, SRC
+
+_AT_ONCE = 16
+
+
+class EngineProcess:
+    """The parent's side. A context manager: on leaving, the engine ends well, or is killed."""
+
+    def __init__(self, path: Path, geometry: Geometry = GEOMETRY) -> None:
+        arguments = [str(path), str(geometry.payload_bytes), str(geometry.num_slots)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *arguments],
+            cwd=REPO,
+            env=os.environ | {"PYTHONPATH": f"{SRC}:{REPO}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        assert self._answer() == "ready"
+
+    def ask(self, line: str) -> int:
+        self.tell(line)
+        return int(self._answer())
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.process.communicate(timeout=60)  # the end of its input is the end of it
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+def _serve(path: Path, geometry: Geometry) -> None:
+    with engine_on(path, NAMESPACE, geometry) as harness:
+        print("ready", flush=True)
+        next_new = 1_000_000
+        for line in iter(sys.stdin.readline, ""):
+            command, *numbers = line.split()
+            if command == "churn":
+                while not select.select([sys.stdin], [], [], 0)[0]:
+                    harness.wait_for(harness.store(harness.keys(_AT_ONCE, next_new)))
+                    next_new += _AT_ONCE
+                continue
+            keys = harness.keys(int(numbers[1]), int(numbers[0]))
+            if command == "store":
+                harness.wait_for(harness.store(keys))
+            print(len(harness.hits(keys)), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), Geometry(int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,286 @@
+"""What `kvtier store` refuses, in one sentence each, and how it ends when it is cut short."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.testing import TierHarness
+from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry, Superblock, close_page
+from tests.cli.store.slabs import GEOMETRY, engine_on, fill, flip, overwrite, read, run_store
+from tests.test_architecture import REPO, SRC, foreign_modules
+
+COMMANDS: dict[str, list[str]] = {"ls": [], "stat": [], "verify": [], "clear": ["--yes"]}
+PAGE = (REPO / "docs" / "store.md").read_text()
+KEYS = TierHarness.keys(30)
+
+
+def _damage_both_superblocks(path: Path) -> None:
+    fill(path, [])
+    flip(path, 100)
+    flip(path, PAGE_BYTES + 100)
+
+
+def _newer_version(path: Path) -> None:
+    fill(path, [])
+    for offset in (0, PAGE_BYTES):
+        page = bytearray(read(path, offset, PAGE_BYTES))
+        struct.pack_into("<H", page, 8, 2)
+        close_page(page)
+        overwrite(path, offset, bytes(page))
+
+
+def _impossible(path: Path) -> None:
+    """A superblock that is intact, and says that the file is larger than any disk."""
+    fill(path, [])
+    page = Superblock(b"u" * 16, Geometry(PAGE_BYTES, 2**39), revision=99).encode()
+    overwrite(path, 0, page)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "nothing": (lambda path: None, "there is no"),
+    "no directory": (lambda path: path.symlink_to("nowhere/at/all"), "there is no"),
+    "directory": (Path.mkdir, "is a directory: give the path of a slab file"),
+    "pipe": (os.mkfifo, "is not a regular file: give the path"),
+    "socket": (_socket, "is not a regular file: give the path"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is not a regular file: give the path"),
+    "empty": (Path.touch, "is empty, and no slab"),
+    "text": (lambda path: path.write_text("hello\n" * 5000), "is not a slab: give the path"),
+    "short": (lambda path: path.write_text("hello"), "is not a slab: give the path"),
+    "damaged": (_damage_both_superblocks, "both copies of the superblock"),
+    "newer": (_newer_version, "version 2; this kvtier reads 1. Use the kvtier that wrote it"),
+    "impossible": (_impossible, "it was cut off; remove it"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_slab_is_refused_with_a_remedy(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, remedy = WRONG[case]
+    path = tmp_path / "kv.slab"
+    make(path)
+    for command, options in COMMANDS.items():
+        assert main(["store", command, str(path), *options]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        assert printed.err.startswith("kvtier store: ")
+        assert str(path) in printed.err
+        assert remedy in printed.err
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without the rights of root, if this runs with them."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_slab_of_someone_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kv.slab"
+    fill(path, [])
+    path.chmod(0)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)  # pytest keeps others out
+    for command, options in COMMANDS.items():
+        with as_nobody():
+            assert main(["store", command, str(path), *options]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        assert f"no permission for {path}: run this as" in printed.err
+
+
+OPTIONS = {
+    "no namespace": (["verify", "--namespace", ""], "--namespace", "hexadecimal digits"),
+    "a word as namespace": (["ls", "--namespace", "llama"], "--namespace", "hexadecimal digits"),
+    "a word as rate": (["verify", "--max-rate", "fast"], "--max-rate", "a number and a unit"),
+    "no rate": (["verify", "--max-rate", "0"], "--max-rate", "above 0"),
+    "an unknown unit": (["verify", "--max-rate", "200M"], "--max-rate", "200MB"),
+    "a negative limit": (["ls", "--limit", "-1"], "--limit", "x>=0"),
+    "an unknown order": (["ls", "--sort", "size"], "--sort", "recent, oldest, place"),
+    "no time": (["clear", "--yes", "--timeout", "0"], "--timeout", "x>=0.1"),
+    "an unknown option": (["stat", "--quick"], "--quick", "--help"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_wrong_options_are_refused_with_a_remedy(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [command, *options], option, remedy = OPTIONS[case]
+    assert main(["store", command, str(tmp_path / "kv.slab"), *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert option in printed.err
+    assert remedy in printed.err
+
+
+# --- are you sure? -----------------------------------------------------------------------------
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal_nobody_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv.slab"
+    fill(path, KEYS)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert main(["store", "clear", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "--yes" in printed.err
+    assert run_store(capsys, "stat", path)[1]["blocks"] == len(KEYS)
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1), ("", 1)])
+def test_on_a_terminal_the_user_is_asked(
+    answer: str,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "kv.slab"
+    fill(path, KEYS)
+    monkeypatch.setattr(sys, "stdin", Keyboard(answer))
+    assert main(["store", "clear", str(path)]) == code
+    printed = capsys.readouterr()
+    assert f"{path} holds {len(KEYS)} blocks. Forget all of them? [y/N]\n" in printed.err
+    assert ("nothing was cleared" in printed.err) == (code == 1)
+    assert run_store(capsys, "stat", path)[1]["blocks"] == (len(KEYS) if code else 0)
+
+
+# --- cut short ---------------------------------------------------------------------------------
+
+
+def start(*arguments: str, output: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvtier.cli", "store", *arguments],
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
+    path = tmp_path / "kv.slab"
+    fill(path, TierHarness.keys(95))  # more than are read at once
+    process = start("verify", str(path), "--max-rate", "1", output=subprocess.PIPE)
+    with process:
+        try:
+            _wait_until_open(process, path)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (128 + signal.SIGINT, "", "")
+
+
+def _wait_until_open(process: subprocess.Popen[str], path: Path) -> None:
+    deadline = time.monotonic() + 60
+    folder = Path(f"/proc/{process.pid}/fd")
+    while time.monotonic() < deadline and process.poll() is None:
+        if any(os.path.exists(link) and link.resolve() == path for link in folder.iterdir()):
+            return
+        time.sleep(0.01)
+    raise AssertionError("it has not opened the slab")
+
+
+def test_a_reader_that_has_gone_ends_it_quietly(tmp_path: Path) -> None:
+    path = tmp_path / "kv.slab"
+    fill(path, KEYS)
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        process = start("ls", str(path), output=writer)
+    finally:
+        os.close(writer)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "kv.slab"
+    fill(path, KEYS)
+    with open("/dev/full", "w") as full:
+        process = start("stat", str(path), "--json", output=full.fileno())
+    _, err = process.communicate(timeout=60)
+    reason = os.strerror(errno.ENOSPC)
+    assert process.returncode == 2
+    assert err == f"kvtier store: the result could not be written: {reason}\n"
+
+
+# --- what is said about it ---------------------------------------------------------------------
+
+
+def test_help_needs_nothing_heavy() -> None:
+    assert foreign_modules(["kvtier.cli.store.app"], SRC).isdisjoint({"numpy", "xxhash"})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_about_it_has_every_option_and_key(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["store", command, "--help"]) == 0
+    text = capsys.readouterr().out
+    options = {word for word in text.replace(",", " ").split() if word.startswith("--")}
+    assert [option for option in options - {"--help"} if f"`{option}" not in PAGE] == []
+    path = tmp_path / "kv.slab"
+    fill(path, KEYS)
+    flip(path, GEOMETRY.slot_offset(3) + PAGE_BYTES)
+    document = run_store(capsys, command, path, *COMMANDS[command])[1]
+    keys = set(document)
+    for nested in ("blocks", "namespaces", "holder"):
+        inner = document.get(nested)
+        rows = inner if isinstance(inner, list) else [inner]
+        keys |= {key for row in rows if isinstance(row, dict) for key in row}
+    assert [key for key in keys if f"`{key}`" not in PAGE] == []
+
+
+def test_clearing_says_that_the_bytes_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "clear", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "The bytes stay in the file until they are overwritten" in text
+    assert "remove the file" in text
+
+
+def test_the_slab_of_a_running_engine_is_not_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kv.slab"
+    with engine_on(path) as harness:
+        harness.wait_for(harness.store(KEYS))
+        for command, options in COMMANDS.items():
+            assert run_store(capsys, command, path, *options)[0] == 0
