@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
@@ -283,8 +283,7 @@ def decode_clear_request(page: Buffer) -> bytes:
 # --- the header of a slot ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SlotStamp:
+class SlotStamp(NamedTuple):
     """Where and when a slot was written. Beside the seal, which says what is in it."""
 
     uuid: bytes
@@ -312,4 +311,4 @@ def read_stamp(page: Buffer) -> SlotStamp:
     """The stamp in the header page of a slot. Raises `SlabFormatError`."""
     if not is_intact(page):
         raise SlabFormatError("the header of a slot is damaged, or there is none")
-    return SlotStamp(*_STAMP.unpack_from(page, STAMP_AT))
+    return SlotStamp._make(_STAMP.unpack_from(page, STAMP_AT))

@@ -7,8 +7,8 @@ import mmap
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from kvtier import seal
 from kvtier.base import OffloadKey
@@ -21,13 +21,13 @@ __all__ = ["FoundBlock", "found_in", "scan_headers"]
 logger = logging.getLogger(__name__)
 
 _DEPTH = 64
+_WOKEN_BY = 16
 _SLOTS_AT_ONCE = 4096
-_NUM_THREADS = 4
+_NUM_THREADS = 2
 _TELL_EVERY_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class FoundBlock:
+class FoundBlock(NamedTuple):
     """A block whose header is intact. Whether its payload is, shows when it is loaded."""
 
     slot: int
@@ -94,7 +94,7 @@ def _scan_batch(
                     refused = tags.pop(0)
                     del slot_of[refused]
                     free.append(refused)
-            for tag, result in queue.reap():
+            for tag, result in queue.reap(_WOKEN_BY):
                 slot = slot_of.pop(tag)
                 free.append(tag)
                 if result == PAGE_BYTES:
