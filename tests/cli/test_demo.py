@@ -10,9 +10,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,21 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.demo import phases, server
+from kvtier.cli.demo import disk_tier, phases, process, server
 from kvtier.cli.demo.interruption import Interruption
+from kvtier.cli.demo.life import Ended, Life, Message, Started
 from kvtier.cli.demo.settings import DemoSettings
 from kvtier.connector.common import PrefixMatch
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import Engine, ModelConfig
+from kvtier.tiering.disk.layout import SLOTS_OFFSET
 from kvtier.tiering.manager import TieringOffloadingManager
 from tests.test_architecture import REPO, SRC
 
 COMMAND = [sys.executable, "-m", "kvtier.cli", "demo"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(SRC)}
 OUTLOOK = "kvtier demo: at work; the default sizes take about half a minute of processor time.\n"
-PHASES = ["computed", "device", "host", "tier", "killed"]
+PHASES = ["computed", "device", "host", "tier", "restarted", "killed"]
 HYBRID_PHASES = ["hybrid_computed", "hybrid_host", "hybrid_tier"]
 
 TINY = ["--tokens", "40", "--requests", "2", "--lengths", "64"]
@@ -57,10 +60,21 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
-    """Daemons included: the example tier's thread is one."""
+    """Daemons included: the threads of tiers are."""
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) == before
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's temporary directory, in which nothing is left."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield folder
+    assert list(folder.iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -108,7 +122,7 @@ def test_every_phase_is_served_from_its_own_place(report: dict[str, Any]) -> Non
     assert found["computed"] == found["hybrid_computed"] == (0, 0, 0)
     assert found["device"] == (6, 0, 0)
     assert found["host"] == (0, 6, 0)
-    assert found["tier"] == (0, 0, 6)
+    assert found["tier"] == found["restarted"] == (0, 0, 6)
     assert found["hybrid_host"] == (0, 12, 0)  # both groups
     assert found["hybrid_tier"] == (0, 0, 12)
     host = next(phase for phase in report["phases"] if phase["name"] == "host")
@@ -122,6 +136,15 @@ def test_a_dead_tier_is_cut_off_and_the_other_one_serves(report: dict[str, Any])
     assert first["blocks"] > 0
     assert second["blocks"] > 0
     assert any("cut off" in note for note in killed["notes"])
+
+
+def test_another_process_is_warm(report: dict[str, Any]) -> None:
+    restarted = next(phase for phase in report["phases"] if phase["name"] == "restarted")
+    assert restarted["tiers"] == [{"tier": "disk", "blocks": 6, "bytes": 6 * 32768}]
+    pattern = r"process (\d+) computed and stored the prompts, and ended; process (\d+) was given"
+    found = [re.match(pattern, note) for note in restarted["notes"]]
+    (match,) = filter(None, found)
+    assert match[1] != match[2]
 
 
 def test_times_and_factors_belong_together(report: dict[str, Any]) -> None:
@@ -142,39 +165,78 @@ def test_the_page_about_it_explains_every_key(report: dict[str, Any]) -> None:
 
 
 @contextmanager
-def running() -> Iterator[tuple[subprocess.Popen[str], list[Path]]]:
-    """The demo in a process of its own, at work, and the files it has in shared memory."""
-    process = subprocess.Popen(
+def running(temporary: Path) -> Iterator[subprocess.Popen[str]]:
+    """The demo in a process of its own."""
+    demo = subprocess.Popen(
         COMMAND,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | {"TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        yield process, _region_files_of(process)
+        yield demo
     finally:
-        process.kill()
-        process.communicate()
+        demo.kill()
+        demo.communicate()
 
 
-def _region_files_of(process: subprocess.Popen[str]) -> list[Path]:
+def until(found: Callable[[], Any]) -> Any:
+    """What is found, as soon as it is there."""
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        mapped = Path(f"/proc/{process.pid}/maps").read_text()
-        if found := set(re.findall(r"/\S*/kvtier-\S+", mapped)):
-            return [Path(name) for name in found]
+    while time.monotonic() < deadline:
+        if answer := found():
+            return answer
         time.sleep(0.02)
-    raise AssertionError("the demo has not come to use host memory")
+    raise AssertionError("it did not come to that")
 
 
-def test_ctrl_c_ends_it_and_nothing_is_left() -> None:
-    with running() as (process, files):
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGINT
+def region_files_of(process_id: int) -> set[Path]:
+    """What a process that is at work has in shared memory."""
+    try:
+        mapped = Path(f"/proc/{process_id}/maps").read_text()
+    except FileNotFoundError:
+        return set()
+    return {Path(name) for name in re.findall(r"/\S*/kvtier-\S+", mapped)}
+
+
+def working_child_of(process_id: int) -> tuple[int, set[Path]] | None:
+    """A process that this one has started, and its files in shared memory."""
+    for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split():
+        if files := region_files_of(int(child)):
+            return int(child), files
+    return None
+
+
+def ended_by_ctrl_c(demo: subprocess.Popen[str]) -> None:
+    demo.send_signal(signal.SIGINT)
+    out, err = demo.communicate(timeout=120)
+    assert demo.returncode == 128 + signal.SIGINT
     assert out == ""
     assert err == f"{OUTLOOK}kvtier demo: ended by SIGINT; nothing is left behind.\n"
+
+
+def test_ctrl_c_ends_it_and_nothing_is_left(temporary: Path) -> None:
+    with running(temporary) as demo:
+        files = until(lambda: region_files_of(demo.pid))
+        ended_by_ctrl_c(demo)
+    assert [file for file in files if file.exists()] == []
+
+
+def test_ctrl_c_ends_its_other_process_too(temporary: Path) -> None:
+    with running(temporary) as demo:
+        child, files = until(lambda: working_child_of(demo.pid))
+        ended_by_ctrl_c(demo)
+        assert not Path(f"/proc/{child}").exists()
+    assert [file for file in files if file.exists()] == []
+
+
+def test_its_other_process_cleans_up_when_it_is_killed(temporary: Path) -> None:
+    with running(temporary) as demo:
+        child, files = until(lambda: working_child_of(demo.pid))
+        demo.kill()
+        until(lambda: not region_files_of(child))
+    until(lambda: not list(temporary.iterdir()))
     assert [file for file in files if file.exists()] == []
 
 
@@ -224,6 +286,7 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert not re.search(r"[ \t]$", printed.out, re.MULTILINE)
     assert re.search(r"^from host memory .* yes$", printed.out, re.MULTILINE)
     assert re.search(r"^from host memory +- +4 \(0\.1 MiB\) +-$", printed.out, re.MULTILINE)
+    assert re.search(r"^from disk, after a restart .* yes$", printed.out, re.MULTILINE)
     assert re.search(r"^one of two tiers killed .* yes$", printed.out, re.MULTILINE)
     killed = r"^one of two tiers killed .* first: \d+ \(.* MiB\)\n +second: \d+ \(.* MiB\)$"
     assert re.search(killed, printed.out, re.MULTILINE)
@@ -252,7 +315,8 @@ def test_progress_is_shown_to_those_who_watch(monkeypatch: pytest.MonkeyPatch) -
     terminal = watch(monkeypatch)
     assert main(["demo", *TINY]) == 0
     shown = terminal.getvalue()
-    assert "hybrid: from a tier" in shown
+    assert "hybrid: from disk" in shown
+    assert "stored by another process" in shown
     assert "first token after" in shown
 
 
@@ -304,8 +368,10 @@ def test_wrong_logits_are_noticed_though_the_tokens_are_right(
     monkeypatch.setattr(server, "Engine", OtherLogits)
     assert main(["demo", *TINY]) == 1
     printed = capsys.readouterr().out
-    assert len(re.findall(r" NO *$", printed, re.MULTILINE)) == len(PHASES + HYBRID_PHASES) + 1
-    assert not re.search(r" yes *$", printed, re.MULTILINE)
+    # In each phase and at the one length; only the restarted process has an engine that works.
+    assert len(re.findall(r" NO *$", printed, re.MULTILINE)) == len(PHASES + HYBRID_PHASES)
+    (line,) = re.findall(r"^.* yes *$", printed, re.MULTILINE)
+    assert line.startswith("from disk, after a restart")
     assert "WRONG  tokens or logits differ" in printed
     assert "Every token" not in printed
 
@@ -324,7 +390,7 @@ def test_right_tokens_that_were_computed_again_are_noticed(
     assert report["identical"]
     text = "\n".join(report["problems"])
     assert "from host memory: 32 tokens should have come from host memory" in text
-    assert "hybrid: from a tier: 32 tokens should have come from a tier" in text
+    assert "hybrid: from disk: 32 tokens should have come from a tier" in text
     assert "one of two tiers killed: not cut off" in text
     assert "64 tokens: 48 tokens should have come from host memory" in text
     assert not any(problem.startswith("cold") for problem in report["problems"])
@@ -378,6 +444,68 @@ def test_it_can_be_interrupted_before_any_step(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "nothing is left behind" in printed.err
+
+
+Lives = Callable[[Life, Path, Callable[[], None]], Generator[Message, None, None]]
+
+
+def lives_with(reaction: Callable[[Life, Message], None]) -> Lives:
+    """Processes as they are; something happens after what they say."""
+
+    def live(life: Life, folder: Path, check: Callable[[], None]) -> Generator[Message, None, None]:
+        for message in process.live(life, folder, check):
+            yield message
+            reaction(life, message)
+
+    return live
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_another_process_that_is_killed_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kill(_: Life, message: Message) -> None:
+        if isinstance(message, Started):
+            os.kill(message.process_id, signal.SIGKILL)
+
+    monkeypatch.setattr(phases, "live", lives_with(kill))
+    assert main(["demo", "--json", *TINY]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == ["from disk, after a restart: the process ended by SIGKILL"]
+    assert report["identical"]  # and all others are as they should be
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_damaged_file_changes_no_token_and_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def turn_bits(life: Life, message: Message) -> None:
+        if isinstance(message, Ended):
+            path = Path(life.tiers[0]["path"])
+            slab = path.read_bytes()
+            path.write_bytes(slab[:SLOTS_OFFSET] + bytes(byte ^ 1 for byte in slab[SLOTS_OFFSET:]))
+
+    monkeypatch.setattr(phases, "live", lives_with(turn_bits))
+    assert main(["demo", "--json", *TINY]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["identical"]
+    (problem,) = report["problems"]
+    wanted = "from disk, after a restart: 32 tokens should have come from a tier, but 0 came"
+    assert problem.startswith(wanted)
+    restarted = next(phase for phase in report["phases"] if phase["name"] == "restarted")
+    assert any("pages of the index are damaged" in note for note in restarted["notes"])
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_too_little_room_on_disk_is_said_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(disk_tier, "WARM_UP_TOKENS", 1 << 36)
+    assert main(["demo", *TINY]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "left (" in printed.err
+    assert "The file is put where TMPDIR says" in printed.err
 
 
 @pytest.mark.usefixtures("_tiny")

@@ -34,8 +34,9 @@ _DEMO_HELP = """
 Show that offloading changes when a token comes, never which one.
 
 A small real transformer serves prompts on this machine: cold, then from the device cache, from host
-memory, from a tier below it, as a hybrid model with sliding-window layers, and while one of two
-tiers is killed. Every token and every logit is compared with a run without offloading.
+memory, from disk, from disk in a restarted process, as a hybrid model with sliding-window layers,
+and while one of two tiers is killed. Every token and every logit is compared with a run without
+offloading.
 
 \b
     kvtier demo                             all of it, as tables
@@ -45,7 +46,7 @@ tiers is killed. Every token and every logit is compared with a run without offl
 It takes about half a minute of processor time.
 
 Exit code 0: all identical, and all served from where it should be; 1: not so; 2: wrong input, not
-enough memory, or the result could not be written.
+enough memory or room on disk, or the result could not be written.
 docs/demo.md says how each figure is measured.
 """
 

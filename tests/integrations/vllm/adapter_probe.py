@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import pickle
+import tempfile
 import timeit
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import ParallelConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -159,6 +163,64 @@ def refused_configuration() -> str:
     except kvtier.ConfigError as error:
         return str(error)
     return ""
+
+
+def disk_without_namespace() -> str:
+    """What is said to a user whose blocks would outlive the process, of weights nobody knows."""
+    with tempfile.TemporaryDirectory() as folder:
+        tier = {"type": "disk", "path": f"{folder}/kv.slab", "max_bytes": "1MiB"}
+        try:
+            KVTierOffloadingSpec(vllm_config(secondary_tiers=[tier])).get_manager()
+        except kvtier.ConfigError as error:
+            assert list(Path(folder).iterdir()) == []
+            return str(error)
+    return ""
+
+
+def replica_config(parallel: ParallelConfig, engine_id: str, **user_keys: Any) -> OffloadingConfig:
+    """What a spec is told in an engine with vLLM's own configuration of replicas."""
+    config = vllm_config(**user_keys)
+    own = replace(
+        config.parallel,
+        data_parallel_index=parallel.data_parallel_index,
+        data_parallel_size=parallel.data_parallel_size,
+        data_parallel_rank_local=parallel.data_parallel_rank_local,
+    )
+    return replace(config, parallel=own, engine_id=engine_id)
+
+
+def files_of_replicas() -> dict[str, list[str]]:
+    """The files of two replicas that run at the same time and are given the same path."""
+    found = {}
+    for kind in ("dense", "experts"):
+        with tempfile.TemporaryDirectory() as folder:
+            tier = {"type": "disk", "path": f"{folder}/kv.slab", "max_bytes": "1MiB"}
+            user_keys = {"secondary_tiers": [tier], "cache_namespace": "these weights"}
+            managers = []
+            for rank in range(2):
+                # As vLLM's `run_engine_core` does it.
+                parallel = ParallelConfig(data_parallel_size=2, data_parallel_rank=rank)
+                parallel.data_parallel_rank_local = rank
+                parallel.data_parallel_index = rank
+                if kind == "dense":
+                    parallel.reconfigure_for_independent_dp_rank()
+                config = replica_config(parallel, f"{kind}-engine_dp{rank}", **user_keys)
+                managers.append(KVTierOffloadingSpec(config).get_manager())
+            found[kind] = sorted(path.name for path in Path(folder).iterdir())
+            for manager in managers:
+                manager.shutdown()
+    return found
+
+
+def file_of_an_only_engine() -> list[str]:
+    """Without replicas, the path is the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        tier = {"type": "disk", "path": f"{folder}/kv.slab", "max_bytes": "1MiB"}
+        config = replica_config(
+            ParallelConfig(), "engine", secondary_tiers=[tier], cache_namespace="these weights"
+        )
+        KVTierOffloadingSpec(config).get_manager().shutdown()
+        return [path.name for path in Path(folder).iterdir()]
 
 
 def version_warnings() -> list[str]:

@@ -185,6 +185,9 @@ def adapters(models: Models) -> dict[str, Any]:
         "mapped": adapter_probe.mapped_answers(),
         "failed": adapter_probe.failed_transfers(),
         "refused": adapter_probe.refused_configuration(),
+        "disk_without_namespace": adapter_probe.disk_without_namespace(),
+        "files_of_replicas": adapter_probe.files_of_replicas(),
+        "file_of_an_only_engine": adapter_probe.file_of_an_only_engine(),
         "version_warnings": adapter_probe.version_warnings(),
     }
 

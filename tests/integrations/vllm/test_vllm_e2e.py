@@ -140,6 +140,19 @@ def test_a_tier_that_does_not_exist_is_refused(report: dict[str, Any]) -> None:
     assert message.endswith('Did you mean "example"?')
 
 
+def test_a_disk_tier_wants_to_know_the_weights(report: dict[str, Any]) -> None:
+    message = report["adapters"]["disk_without_namespace"]
+    assert message.startswith("cache_namespace: got nothing")
+    assert "Set cache_namespace to your own word for these weights" in message
+
+
+def test_replicas_given_one_path_have_a_file_each(report: dict[str, Any]) -> None:
+    # vLLM tells replicas of a dense model that they are the only one.
+    for files in report["adapters"]["files_of_replicas"].values():
+        assert files == ["kv-dp0.slab", "kv-dp1.slab"]
+    assert report["adapters"]["file_of_an_only_engine"] == ["kv.slab"]
+
+
 def test_an_unknown_vllm_is_warned_about_once(report: dict[str, Any]) -> None:
     (line,) = report["adapters"]["version_warnings"]
     assert "tested with vLLM 0.1, this is 0.32" in line

@@ -21,6 +21,7 @@ from kvtier.cli.demo.server import RequestStuck
 from kvtier.cli.demo.settings import DemoSettings
 from kvtier.cli.demo.tables import print_report
 from kvtier.cpu.host_memory import NotEnoughMemory
+from kvtier.tiering.factory import TierStartError
 
 __all__ = ["run_demo"]
 
@@ -40,6 +41,13 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> int:
         return end.exit_code
     except NotEnoughMemory as lack:
         print(f"kvtier demo: {lack}\nOr give fewer --requests, or fewer --tokens.", file=sys.stderr)
+        return 2
+    except TierStartError as refusal:
+        print(
+            f"kvtier demo: {refusal}\nThe file is put where TMPDIR says: name a directory with "
+            "more room, or give fewer --requests, or fewer --tokens.",
+            file=sys.stderr,
+        )
         return 2
     text = json.dumps(report.as_json(), indent=2) + "\n" if as_json else _as_tables(report)
     try:

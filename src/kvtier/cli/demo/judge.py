@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from statistics import median
+from typing import Protocol
 
 from kvtier.cli.demo.report import Moved, PhaseRow
-from kvtier.cli.demo.server import OffloadingServer, Served
+from kvtier.cli.demo.server import Served
 from kvtier.cli.demo.settings import Prompt, reusable
 from kvtier.engine import RequestResult
 
-__all__ = ["References", "Source", "is_identical", "problem_of", "row_of"]
+__all__ = ["Offloader", "References", "Source", "is_identical", "problem_of", "row_of"]
 
 References = Mapping[Prompt, Served]
 """The same prompts, answered without offloading."""
@@ -24,6 +25,17 @@ class Source(Enum):
     DEVICE = "the device cache"
     HOST = "host memory"
     TIER = "a tier"
+
+
+class Offloader(Protocol):
+    """What has to be known of an engine to count what it moved."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def tier_types(self) -> Sequence[str]:
+        """In lookup order."""
 
 
 def is_identical(served: Served, references: References) -> bool:
@@ -66,14 +78,14 @@ def row_of(
     title: str,
     all_served: Sequence[Served],
     references: References,
-    server: OffloadingServer,
+    engine: Offloader,
     source: Source | None,
 ) -> PhaseRow:
     """One phase. `source`: where all of it should come from; None if that is judged elsewhere."""
     problems = []
     if source is not None:
         problems = [p for p in (problem_of(served, source) for served in all_served) if p]
-    size = server.block_bytes
+    size = engine.block_bytes
     device, host = (
         sum(served.device_blocks for served in all_served),
         sum(served.host_blocks for served in all_served),
@@ -89,8 +101,8 @@ def row_of(
         device=Moved("device cache", device, device * size),
         host=Moved("host memory", host, host * size),
         tiers=[
-            Moved(tier.tier_type, blocks, blocks * size)
-            for tier, blocks in zip(server.tiers, by_tier, strict=True)
+            Moved(tier_type, blocks, blocks * size)
+            for tier_type, blocks in zip(engine.tier_types, by_tier, strict=True)
         ],
         identical=all(is_identical(served, references) for served in all_served),
         problems=list(dict.fromkeys(problems)),

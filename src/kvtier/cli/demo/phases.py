@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvtier.cli.demo.disk_tier import disk_tier
 from kvtier.cli.demo.display import Display
 from kvtier.cli.demo.doomed_tier import DoomedTier
 from kvtier.cli.demo.judge import References, Source, is_identical, problem_of, row_of
+from kvtier.cli.demo.life import Ended, Life, Started
 from kvtier.cli.demo.operator_log import OperatorLog
+from kvtier.cli.demo.process import ProcessFailed, live
 from kvtier.cli.demo.report import LengthRow, PhaseRow, Report
 from kvtier.cli.demo.server import OffloadingServer, Served, Server
 from kvtier.cli.demo.settings import DemoSettings, Prompt
@@ -17,16 +24,6 @@ from kvtier.engine import ModelConfig
 
 __all__ = ["Demo"]
 
-# A tier with room for all that the demo can be asked for, and all the time it wants: on a busy
-# machine a deadline would say something about the machine.
-_EXAMPLE_TIER: dict[str, Any] = {
-    "type": "example",
-    "simulate_async": True,
-    "max_blocks": 100_000,
-    "max_pinned_share": 0.5,
-    "load_timeout_ms": 60_000,
-    "store_timeout_ms": 60_000,
-}
 _DOOMED_TIER: dict[str, Any] = {
     "type": DoomedTier.__name__,
     "module_path": DoomedTier.__module__,
@@ -45,7 +42,7 @@ _TITLES = {
     Source.COMPUTED: "cold",
     Source.DEVICE: "from the device cache",
     Source.HOST: "from host memory",
-    Source.TIER: "from a tier",
+    Source.TIER: "from disk",
 }
 
 
@@ -65,12 +62,19 @@ class Demo:
         self._display = display
         self._log = log
         self._check = check
+        self._folder = Path()
 
     def run(self) -> None:
-        """All of it."""
+        """All of it. Meanwhile, disk tiers have their files in the user's temporary directory."""
+        with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
+            self._folder = Path(folder)
+            self._run()
+
+    def _run(self) -> None:
         model, prompts = self._settings.model, self._settings.prompts
         references = self._compute("without offloading", model, prompts)
         self._serve_from_everywhere("", model, prompts, references, tuple(Source))
+        self._restart(model, prompts, references)
         self._kill_a_tier(model, prompts, references)
         hybrid = self._settings.hybrid_model
         references = self._compute("hybrid: without offloading", hybrid, prompts)
@@ -103,7 +107,10 @@ class Demo:
         references: References,
         sources: Sequence[Source],
     ) -> None:
-        with OffloadingServer(model, prompts, self._check, [_EXAMPLE_TIER]) as server:
+        with (
+            self._disk_tier(model, prompts) as tier,
+            OffloadingServer(model, prompts, self._check, [tier]) as server,
+        ):
             for source in sources:
                 title = kind + _TITLES[source]
                 problems = _forget(server, source)
@@ -118,9 +125,61 @@ class Demo:
                     row.notes.append(_price_of_storing(row))
                 self._enter(row)
 
+    @contextmanager
+    def _disk_tier(self, model: ModelConfig, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+        """A new one, whose file is gone afterwards."""
+        path = self._folder / "kv.slab"
+        try:
+            yield disk_tier(path, model, prompts)
+        finally:
+            path.unlink(missing_ok=True)
+
     def _enter(self, row: PhaseRow) -> None:
         row.notes += self._log.take()
         self._report.phases.append(row)
+
+    # --- from disk, in a new process ------------------------------------------------------------
+
+    def _restart(
+        self, model: ModelConfig, prompts: Sequence[Prompt], references: References
+    ) -> None:
+        title = "from disk, after a restart"
+        try:
+            with self._disk_tier(model, prompts) as tier:
+                life = Life(model, prompts, [tier])
+                first = self._live("stored by another process", life)
+                second = self._live(title, life)
+        except ProcessFailed as failure:
+            self._report.problems.append(f"{title}: {failure}")
+            return
+        row = row_of("restarted", title, second.served, references, second.started, Source.TIER)
+        for served in first.served:
+            row.identical &= is_identical(served, references)
+            if problem := problem_of(served, Source.COMPUTED):
+                row.problems.append(f"in the first process, {problem}")
+        row.notes.append(
+            f"process {first.started.process_id} computed and stored the prompts, and ended; "
+            f"process {second.started.process_id} was given the file it left"
+        )
+        row.notes += [*first.warnings, *second.warnings]
+        self._enter(row)
+
+    def _live(self, title: str, life: Life) -> _Lived:
+        self._display.begin(title, len(life.prompts))
+        started: Started | None = None
+        all_served = []
+        warnings: Sequence[str] = ()
+        with closing(live(life, self._folder, self._check)) as messages:
+            for message in messages:
+                match message:
+                    case Started():
+                        started = message
+                    case Served():
+                        all_served.append(self._shown(message))
+                    case Ended():
+                        warnings = message.warnings
+        assert started is not None
+        return _Lived(started, all_served, warnings)
 
     # --- one tier dies --------------------------------------------------------------------------
 
@@ -128,10 +187,16 @@ class Demo:
         self, model: ModelConfig, prompts: Sequence[Prompt], references: References
     ) -> None:
         title = "one of two tiers killed"
-        tiers = [_DOOMED_TIER, _EXAMPLE_TIER]
-        with OffloadingServer(
-            model, prompts, self._check, tiers, spare_prompts=_SPARE_PROMPTS
-        ) as server:
+        with (
+            self._disk_tier(model, prompts) as other,
+            OffloadingServer(
+                model,
+                prompts,
+                self._check,
+                [_DOOMED_TIER, other],
+                spare_prompts=_SPARE_PROMPTS,
+            ) as server,
+        ):
             for _ in self._serve_all("both tiers filled", server, prompts):
                 server.settle()
             half = prompts[: -(-len(prompts) // 2)]
@@ -186,7 +251,10 @@ class Demo:
 
     def _compare_lengths(self, model: ModelConfig, prompts: Sequence[Prompt]) -> None:
         references = self._compute("all lengths, without offloading", model, prompts)
-        with OffloadingServer(model, prompts, self._check, [_EXAMPLE_TIER]) as server:
+        with (
+            self._disk_tier(model, prompts) as tier,
+            OffloadingServer(model, prompts, self._check, [tier]) as server,
+        ):
             for prompt in prompts:
                 self._display.begin(f"{len(prompt)} tokens", 1 + 2 * _REPEATS)
                 cold = self._shown(server.serve(prompt))
@@ -210,6 +278,15 @@ class Demo:
                         problems=list(dict.fromkeys(p for p in problems if p)),
                     )
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Lived:
+    """What one process did."""
+
+    started: Started
+    served: Sequence[Served]
+    warnings: Sequence[str]
 
 
 def _forget(server: OffloadingServer, source: Source) -> list[str]:

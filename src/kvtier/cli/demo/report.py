@@ -65,7 +65,7 @@ class LengthRow:
 
     @property
     def tier_speed_up(self) -> float:
-        """How much sooner from a tier."""
+        """How much sooner from the disk tier."""
         return self.cold_s / self.tier_s
 
 

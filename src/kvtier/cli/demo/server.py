@@ -157,6 +157,11 @@ class OffloadingServer(Server):
         assert isinstance(manager, TieringOffloadingManager)
         return manager.secondary_tiers
 
+    @property
+    def tier_types(self) -> list[str]:
+        """In lookup order."""
+        return [tier.tier_type for tier in self.tiers]
+
     def serve(self, prompt: Prompt, after_first_step: Callable[[], None] | None = None) -> Served:
         self._scheduler.get_stats()  # what it counts begins here
         result = self._ask(prompt, after_first_step)
@@ -203,7 +208,7 @@ class OffloadingServer(Server):
         return stats
 
     def _prefixes(self) -> list[str]:
-        return [metric_prefix(place, tier.tier_type) for place, tier in enumerate(self.tiers)]
+        return [metric_prefix(place, name) for place, name in enumerate(self.tier_types)]
 
 
 def _deadline(num_tokens: int) -> float:

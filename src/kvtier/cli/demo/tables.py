@@ -90,7 +90,7 @@ def _places(rows: Iterable[PhaseRow]) -> Table:
 
 def _lengths(rows: Iterable[LengthRow]) -> Table:
     table = _table(
-        "tokens", "cold", "from host memory", "speed-up", "from a tier", "speed-up", "identical"
+        "tokens", "cold", "from host memory", "speed-up", "from disk", "speed-up", "identical"
     )
     table.columns[0].justify = "right"
     for row in rows:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvtier.config import (
     AttentionKind,
     OffloadingCacheConfig,
@@ -12,9 +10,7 @@ from kvtier.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
-
-if TYPE_CHECKING:
-    from kvtier.integrations.vllm import vllm_api
+from kvtier.integrations.vllm import vllm_api
 
 
 def config_from_vllm(config: vllm_api.OffloadingConfig) -> OffloadingConfig:
@@ -50,7 +46,7 @@ def config_from_vllm(config: vllm_api.OffloadingConfig) -> OffloadingConfig:
             pcp_size=parallel.pcp_size,
             dcp_size=parallel.dcp_size,
             data_parallel_index=parallel.data_parallel_index,
-            data_parallel_size=parallel.data_parallel_size,
+            data_parallel_size=vllm_api.data_parallel_size(config),
         ),
         extra_config=config.extra_config,
         kv_cache_layout=config.kv_cache_layout,

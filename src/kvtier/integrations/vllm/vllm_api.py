@@ -89,6 +89,7 @@ __all__ = [
     "ScheduleEndContext",
     "TierFilter",
     "TransferResult",
+    "data_parallel_size",
     "in_prompt_order",
     "keys_in_prompt_order",
     "warn_if_untested",
@@ -117,6 +118,18 @@ def in_prompt_order(keys: Collection[OffloadKey], req_context: ReqContext) -> li
     """Keys of the request, likewise. vLLM gives them group by group."""
     positions: dict[OffloadKey, int] = req_context._offload_key_positions
     return sorted(keys, key=lambda key: positions.get(key, 0))
+
+
+def data_parallel_size(config: OffloadingConfig) -> int:
+    """How many data-parallel replicas there are; of a dense model, how many at least.
+
+    vLLM renumbers the replicas of a dense model as one of one. Their index stays, and so does the
+    end of their engine id, which tells the first of several from an only one.
+    """
+    size: int = config.parallel.data_parallel_size
+    index: int = config.parallel.data_parallel_index
+    is_replica = index > 0 or config.engine_id.endswith(f"_dp{index}")
+    return max(size, index + 1, 2) if is_replica else size
 
 
 _warned = False

@@ -130,7 +130,9 @@ class IndexTable:
     def mark_used(self, slots: NDArray[np.int64], used: NDArray[np.int64]) -> None:
         """The blocks in these slots were used, at these numbers."""
         pages, positions = np.divmod(slots, ENTRIES_PER_PAGE)
-        self._grid()["used"][pages, positions] = used
+        uses = self._grid()["used"]
+        # A use from before the block was stored comes late, and says nothing.
+        uses[pages, positions] = np.maximum(uses[pages, positions], used.astype(np.uint64))
         np.frombuffer(self._changed, np.uint8)[pages] = 1
 
     def _place(self, slot: int) -> tuple[int, int]:

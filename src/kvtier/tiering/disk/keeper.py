@@ -94,24 +94,27 @@ class IndexKeeper:
             self._former.clear()
             is_last = self._stopping
             now = time.monotonic()
-            try:
-                if is_last or now - looked >= _LOOK_EVERY_S:
-                    looked = now
-                    self._look_after_the_file()
-                if self._wanted_cut > self._slab.superblock.cut:
-                    self._cut(self._wanted_cut)
-                if is_last or now - noted >= _NOTE_USES_EVERY_S:
-                    noted = now
-                    self._note_uses()
-                self._write()
-                if is_last:
-                    self._slab.file.sync()
-            except OSError as error:
-                self._on_error(error)
-            except Exception:
-                logger.exception("%s: the index is not kept", self._slab.file.path)
+            if self._wanted_cut > self._slab.superblock.cut:
+                self._try(lambda: self._cut(self._wanted_cut))
+            if is_last or now - noted >= _NOTE_USES_EVERY_S:
+                noted = now
+                self._try(self._note_uses)
+            self._try(self._write)
+            if is_last or now - looked >= _LOOK_EVERY_S:
+                looked = now
+                self._try(self._look_after_the_file)
             if is_last:
+                self._try(self._slab.file.sync)
                 return
+
+    def _try(self, step: Callable[[], None]) -> None:
+        """What fails is tried again at its next time, and keeps nothing else from being done."""
+        try:
+            step()
+        except OSError as error:
+            self._on_error(error)
+        except Exception:
+            logger.exception("%s: the index is not kept", self._slab.file.path)
 
     def _look_after_the_file(self) -> None:
         file = self._slab.file

@@ -230,7 +230,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         here: list[OffloadKey] = []
         kept, coming = residents.readable.keys(), residents.writing.keys()
         if not (kept.isdisjoint(todo.keys()) and coming.isdisjoint(todo.keys())):
-            # What is here of this prompt leaves last.
+            # What is here of this prompt leaves last. What another job is writing counts as here.
             self.touch(keys, job.req_context)
             here = [key for key in todo if key in kept or key in coming]
             for key in here:

@@ -93,8 +93,8 @@ def resize(
     new = np.zeros(wanted.num_slots, old.dtype)
     num_kept = min(len(old), len(new))
     new[:num_kept] = old[:num_kept]
-    resized.long_keys |= {s: key for s, key in index.long_keys.items() if s < num_kept}
     occupied = np.flatnonzero((old["state"] != EMPTY) & (old["seq"] >= superblock.cut))
+    moved: dict[int, bytes] = {}
     if len(new) < len(old):
         order = np.argsort(old["used"][occupied], kind="stable")
         staying = occupied[order][-len(new) :]
@@ -115,9 +115,14 @@ def resize(
             if _move(file, superblock, stranger, home):
                 new[home] = old[stranger]
                 if stranger in index.long_keys:
-                    resized.long_keys[home] = index.long_keys[stranger]
+                    moved[home] = index.long_keys[stranger]
     index.close()
     resized.set_entries(new)
+    resized.long_keys |= {
+        slot: key
+        for slot, key in (index.long_keys | moved).items()
+        if slot < len(new) and new[slot]["state"] == IN_HEADER
+    }
     write_index(file, resized)
     return resized
 
