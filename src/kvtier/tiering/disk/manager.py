@@ -230,8 +230,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         here: list[OffloadKey] = []
         kept, coming = residents.readable.keys(), residents.writing.keys()
         if not (kept.isdisjoint(todo.keys()) and coming.isdisjoint(todo.keys())):
-            # What is here of this prompt leaves last. What another job is writing counts as here.
-            self.touch(keys, job.req_context)
+            # What another job is writing counts as here.
             here = [key for key in todo if key in kept or key in coming]
             for key in here:
                 del todo[key]
@@ -241,6 +240,9 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._counters[metrics.EVICTED] += len(evicted)
         self._counters[metrics.REFUSED] += len(todo) - len(blocks)
         self._report_removed(evicted)
+        if here:
+            # Last: then the head of the prompt leaves last, wherever in it the new blocks are.
+            self.touch(keys, job.req_context)
         rows = todo.values()
         self._begin(Transfer(job, list(zip(rows, blocks, strict=False)), here))
 

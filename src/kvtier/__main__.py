@@ -1,0 +1,6 @@
+"""`python -m kvtier`: the `kvtier` command, where it is not on the path."""
+
+from kvtier.cli import main
+
+if __name__ == "__main__":
+    main()
