@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "integrations": _TOP,
     "replay": _TOP,
     "cli": _TOP | {"engine", "integrations", "replay"},
+    "__main__": frozenset({"cli"}),
     "testing": _TOP | {"engine", "integrations", "replay"},
 }
 

@@ -32,7 +32,7 @@ from kvtier.tiering.disk.layout import SLOTS_OFFSET
 from kvtier.tiering.manager import TieringOffloadingManager
 from tests.test_architecture import REPO, SRC
 
-COMMAND = [sys.executable, "-m", "kvtier.cli", "demo"]
+COMMAND = [sys.executable, "-m", "kvtier", "demo"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(SRC)}
 OUTLOOK = "kvtier demo: at work; the default sizes take about half a minute of processor time.\n"
 PHASES = ["computed", "device", "host", "tier", "restarted", "killed"]

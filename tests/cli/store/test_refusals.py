@@ -186,7 +186,7 @@ def test_on_a_terminal_the_user_is_asked(
 
 def start(*arguments: str, output: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "kvtier.cli", "store", *arguments],
+        [sys.executable, "-m", "kvtier", "store", *arguments],
         env=os.environ | {"PYTHONPATH": str(SRC)},
         stdout=output,
         stderr=subprocess.PIPE,

@@ -220,7 +220,7 @@ def test_an_engine_that_hangs_is_waited_for_only_so_long(
 
 def start_clear(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "kvtier.cli", "store", "clear", str(path), "--yes", "--json"],
+        [sys.executable, "-m", "kvtier", "store", "clear", str(path), "--yes", "--json"],
         env=os.environ | {"PYTHONPATH": str(SRC)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
