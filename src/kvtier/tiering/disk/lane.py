@@ -9,10 +9,11 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvtier.tiering.base import PrimaryRows
 from kvtier.tiering.disk.aio import AioQueue, address_of
 from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry
-from kvtier.tiering.disk.transfer import Piece, Transfer, Unit
+from kvtier.tiering.disk.transfer import Piece, SlabBlock, Transfer, Unit
 from kvtier.tiering.disk.work import WorkQueue
 
 __all__ = ["Blocks", "Lane"]
@@ -31,16 +32,21 @@ _WOKEN_BY = 8
 class Blocks(Protocol):
     """What a lane asks of the tier. Called on I/O threads."""
 
+    rows: PrimaryRows
     rows_address: int
     """Where the primary tier's rows lie."""
 
-    def seal_piece(self, transfer: Transfer, piece: Piece, header: memoryview) -> None:
+    def seal_piece(
+        self, transfer: Transfer, block: SlabBlock, header: memoryview, payload: memoryview
+    ) -> None:
         """Fill in the header of a block that is about to be written."""
 
     def stored(self, transfer: Transfer, pieces: Sequence[Piece]) -> None:
         """These blocks are in their slots."""
 
-    def is_valid(self, transfer: Transfer, piece: Piece, header: memoryview) -> bool:
+    def is_valid(
+        self, transfer: Transfer, block: SlabBlock, header: memoryview, payload: memoryview
+    ) -> bool:
         """Whether the block that was read is the right one."""
 
     def note_error(self, error: int, is_write: bool) -> None:
@@ -74,6 +80,9 @@ class Lane:
         self._free_tags = list(range(num_tags))
         self._num_stores = 0
         self._in_flight: dict[int, Unit] = {}
+        # By tag. Whoever holds a row keeps the memory behind it: the kernel may write there even
+        # after an engine has ended that would not wait for a dead disk.
+        self._rows: list[list[memoryview]] = [[] for _ in range(num_tags)]
         self._headers = mmap.mmap(-1, num_tags * max_pieces * PAGE_BYTES)
         self._headers_address = address_of(self._headers)
         view = memoryview(self._headers)
@@ -100,6 +109,7 @@ class Lane:
             self._work.stop()
         finally:
             self._queue.close()  # waits: the kernel may still write into rows
+            self._rows.clear()
             self._work.finish([(unit, (), unit.pieces) for unit in self._in_flight.values()])
 
     def _step(self) -> None:
@@ -112,7 +122,8 @@ class Lane:
             self._num_stores -= not unit.transfer.job.is_promotion
         self._fill(may_wait=False)  # the disk must not wait while we verify
         self._work.finish([self._checked(*unit) for unit in units])
-        self._free_tags += [tag for tag, _ in ended]
+        for tag, _ in ended:
+            self._free(tag)
 
     def _fill(self, may_wait: bool) -> None:
         """Start as much as may be under way."""
@@ -132,8 +143,8 @@ class Lane:
             try:
                 self._prepare(tag, unit)
             except Exception:
-                logger.exception("%s: a block could not be written", self._file.path)
-                self._free_tags.append(tag)
+                logger.exception("%s: a block could not be moved", self._file.path)
+                self._free(tag)
                 self._work.finish([(unit, (), unit.pieces)])
                 continue
             self._in_flight[tag] = unit
@@ -149,10 +160,11 @@ class Lane:
         transfer, pieces = unit
         is_write = not transfer.job.is_promotion
         position = tag * self._max_pieces
+        payloads = self._rows[tag] = [self._blocks.rows[row] for row, _ in pieces]
         if is_write:
             pages = self._pages[position : position + len(pieces)]
-            for piece, page in zip(pieces, pages, strict=True):
-                self._blocks.seal_piece(transfer, piece, page)
+            for (_, block), page, payload in zip(pieces, pages, payloads, strict=True):
+                self._blocks.seal_piece(transfer, block, page, payload)
         header = self._headers_address + position * PAGE_BYTES
         payload_bytes = self._geometry.payload_bytes
         rows = self._blocks.rows_address
@@ -172,11 +184,15 @@ class Lane:
                 tag = tags[0]
                 tags = tags[1:]
                 unit = self._in_flight.pop(tag)
-                self._free_tags.append(tag)
+                self._free(tag)
                 is_write = not unit.transfer.job.is_promotion
                 self._num_stores -= is_write
                 self._blocks.note_error(error, is_write)
                 self._work.finish([(unit, (), unit.pieces)])
+
+    def _free(self, tag: int) -> None:
+        self._rows[tag] = []
+        self._free_tags.append(tag)
 
     def _checked(
         self, tag: int, unit: Unit, result: int
@@ -196,8 +212,8 @@ class Lane:
             pages = self._pages[position : position + len(pieces)]
             done: list[Piece] = []
             failed: list[Piece] = []
-            for piece, page in zip(pieces, pages, strict=True):
-                is_valid = self._blocks.is_valid(transfer, piece, page)
+            for piece, page, payload in zip(pieces, pages, self._rows[tag], strict=True):
+                is_valid = self._blocks.is_valid(transfer, piece[1], page, payload)
                 (done if is_valid else failed).append(piece)
         except Exception:
             logger.exception("%s: a block could not be checked", self._file.path)

@@ -315,10 +315,11 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     # --- the bytes: I/O threads ----------------------------------------------------------------
 
-    def seal_piece(self, transfer: Transfer, piece: Piece, header: memoryview) -> None:
-        row, block = piece
+    def seal_piece(
+        self, transfer: Transfer, block: SlabBlock, header: memoryview, payload: memoryview
+    ) -> None:
         self._slab.index.clear(block.block_id)  # who was there is about to be overwritten
-        block_seal = self.seal_block(transfer.job, block.key, self.rows[row])
+        block_seal = self.seal_block(transfer.job, block.key, payload)
         write_slot_header(header, block_seal, self._stamp_of(block))
 
     def stored(self, transfer: Transfer, pieces: Sequence[Piece]) -> None:
@@ -326,11 +327,12 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         for _, block in pieces:
             self._slab.index.put(block.block_id, block.generation, tag, block.key)
 
-    def is_valid(self, transfer: Transfer, piece: Piece, header: memoryview) -> bool:
-        row, block = piece
+    def is_valid(
+        self, transfer: Transfer, block: SlabBlock, header: memoryview, payload: memoryview
+    ) -> bool:
         if not is_intact(header):
             self.refuse_block(_what_is_wrong(header))
-        elif not self.verify_block(transfer.job, block.key, header, self.rows[row]):
+        elif not self.verify_block(transfer.job, block.key, header, payload):
             pass  # and it is counted
         elif not has_stamp(header, self._stamp_of(block)):
             self.refuse_block(seal.SealFailure.STALE)
