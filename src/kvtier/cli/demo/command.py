@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import json
-import os
 import signal
 import sys
 import time
@@ -12,6 +11,7 @@ from contextlib import ExitStack, suppress
 
 from rich.console import Console
 
+from kvtier.cli import output
 from kvtier.cli.demo.display import Display, LiveDisplay, NoDisplay
 from kvtier.cli.demo.interruption import Interrupted, Interruption
 from kvtier.cli.demo.operator_log import OperatorLog
@@ -51,12 +51,12 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> int:
         return 2
     text = json.dumps(report.as_json(), indent=2) + "\n" if as_json else _as_tables(report)
     try:
-        _write(text)
-    except BrokenPipeError:  # whoever was reading has seen enough
+        output.write(text)
+        output.finish()
+    except output.NobodyReads:
         return 128 + signal.SIGPIPE
-    except OSError as error:
-        reason = error.strerror or error
-        print(f"kvtier demo: the result could not be written: {reason}", file=sys.stderr)
+    except output.CannotWrite as error:
+        print(f"kvtier demo: {error}", file=sys.stderr)
         return 2
     return 0 if report.ok else 1
 
@@ -64,23 +64,10 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> int:
 def _as_tables(report: Report) -> str:
     terminal = Console()
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    console = Console(width=max(_WIDTH, terminal.width) if is_terminal else _WIDTH)
-    with console.capture() as capture:
-        print_report(report, console)
-    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
-
-
-def _write(text: str) -> None:
-    if sys.stdout is None:  # closed before the demo was started
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError:
-        # What is still in the buffer would fail once more when the interpreter ends.
-        with suppress(OSError), open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        raise
+    width = max(_WIDTH, terminal.width) if is_terminal else _WIDTH
+    text = io.StringIO()
+    print_report(report, Console(file=text, width=width, force_terminal=is_terminal))
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def _run(report: Report, as_json: bool, interruption: Interruption) -> None:

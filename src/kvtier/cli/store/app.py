@@ -182,7 +182,7 @@ def _end_with(path: Path, work: Callable[[], int]) -> None:
 
 def _exit_code(path: Path, work: Callable[[], int]) -> int:
     # Here, and in `work`, since they load what `kvtier --help` does not need.
-    from kvtier.cli.store.output import CannotWrite, NobodyReads
+    from kvtier.cli.output import CannotWrite, NobodyReads
     from kvtier.cli.store.refusal import NotCleared, StoreRefused, explain_os_error
 
     try:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.base import get_offload_block_hash, get_offload_group_idx
+from kvtier.cli.output import finish, note, write
 from kvtier.cli.store.amounts import as_age, as_size, as_time
-from kvtier.cli.store.output import finish, note, write
 from kvtier.cli.store.progress import shown_progress
 from kvtier.cli.store.refusal import StoreRefused
 from kvtier.cli.store.slab_store import SlabStore
