@@ -39,7 +39,7 @@ from kvtier.base import (
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
 
-__all__ = ["JobResult", "PrimaryRows", "SecondaryTierManager", "TransferJob"]
+__all__ = ["JobResult", "PrimaryRows", "SecondaryTierManager", "TierRefused", "TransferJob"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +76,11 @@ class JobResult:
     transfer_time: float | None = None
     """Seconds that the I/O took, stamped where it happened. None: not known; then this tier is not
     measured, and no promotion is refused for being slower than recomputing."""
+
+
+class TierRefused(Exception):
+    """A tier cannot start, for a reason that is not in its configuration alone. Raised by its
+    constructor; the message names the reason, and ends with the remedy."""
 
 
 class PrimaryRows:

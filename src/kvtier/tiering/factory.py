@@ -251,9 +251,12 @@ def _refusal(
     reason = without_secrets(str(error), config.options)
     if isinstance(error, ValueError):
         return ConfigError(_value_problem(reason, config))
+    from kvtier.tiering.base import TierRefused
+
+    if not isinstance(error, TierRefused):
+        reason = f"{type(error).__name__}: {reason}. Mend that, or remove the tier"
     return TierStartError(
-        f"{config.at}: the tier {describe(config.type)} could not start: "
-        f"{type(error).__name__}: {reason}. Mend that, or remove the tier"
+        f"{config.at}: the tier {describe(config.type)} could not start: {reason}"
     )
 
 

@@ -1,7 +1,10 @@
-"""The disk tier passes the conformance kit: roomy and full, with and without O_DIRECT."""
+"""The disk tier passes the conformance kit: roomy and full, silent and frozen, with and without
+O_DIRECT."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +16,8 @@ from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from tests.tiering.disk.backing import DiskBacking
+from tests.tiering.disk.rig import silent_disk
+from tests.tiering.disk.small_disk import LoopDisk, loop_disk
 
 
 class _DiskTier(TierConformance):
@@ -34,6 +39,9 @@ class _DiskTier(TierConformance):
         assert isinstance(tier, DiskSecondaryTierManager)
         return DiskBacking(tier)
 
+    def slow_backend(self, tier: SecondaryTierManager) -> AbstractContextManager[object]:
+        return silent_disk(tier)
+
 
 class TestDisk(_DiskTier):
     pass
@@ -54,3 +62,26 @@ class TestDiskThroughThePageCache(_DiskTier):
     capacity_blocks = 40
     num_slots = 40
     options: ClassVar[dict[str, Any]] = {"use_o_direct": False, "io_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def freezing_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopDisk]:
+    with loop_disk(tmp_path_factory.mktemp("freezing"), 8 << 20) as disk:
+        yield disk
+
+
+class TestDiskThatFreezes(_DiskTier):
+    """A file system that really does not take writes for a while."""
+
+    capacity_blocks = 40
+    num_slots = 40
+
+    @pytest.fixture(autouse=True)
+    def _place(self, _directory: None, freezing_disk: LoopDisk) -> Iterator[None]:
+        self.disk = freezing_disk
+        self.path = freezing_disk.root / "kv.slab"
+        yield
+        self.path.unlink()
+
+    def slow_backend(self, tier: SecondaryTierManager) -> AbstractContextManager[object]:
+        return self.disk.frozen()

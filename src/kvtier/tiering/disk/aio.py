@@ -16,6 +16,8 @@ import platform
 import struct
 from collections.abc import Sequence
 
+from kvtier.tiering.base import TierRefused
+
 __all__ = ["AioQueue", "AioUnavailable", "address_of"]
 
 _NUMBERS = {  # io_setup, io_destroy, io_getevents, io_submit
@@ -34,7 +36,7 @@ _EVENT = struct.Struct("<QQqq")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class AioUnavailable(Exception):
+class AioUnavailable(TierRefused):
     """The kernel does not give us a queue; says why, and the remedy."""
 
 

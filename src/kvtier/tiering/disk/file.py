@@ -13,6 +13,7 @@ import stat
 import time
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakSet
 
 from kvtier.tiering.disk.layout import PAGE_BYTES
 
@@ -21,6 +22,8 @@ __all__ = ["NotAFile", "SlabFile", "lock_within"]
 _MODE = 0o600
 _LONGEST_IO = 4 << 20
 _LOCK_PAUSE_S = 0.02
+
+_open_files: WeakSet[SlabFile] = WeakSet()
 
 
 class NotAFile(Exception):
@@ -39,6 +42,7 @@ class SlabFile:
             os.close(self.fd)
             raise NotAFile(f"{path} is not a regular file")
         self.is_direct = False
+        _open_files.add(self)
 
     def use_o_direct(self) -> bool:
         """Bypass the page cache from now on, if the file system and the disk below it allow it.
@@ -125,6 +129,15 @@ class SlabFile:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
+
+
+def _close_in_child() -> None:
+    """A child that was forked must not keep its parent's files locked when that has ended."""
+    for file in list(_open_files):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock_within(fd: int, patience_s: float) -> bool:

@@ -21,7 +21,15 @@ from kvtier.tiering.disk.layout import (
     is_intact,
 )
 
-__all__ = ["EMPTY", "INLINE", "IN_HEADER", "MAX_INLINE_KEY", "IndexTable", "namespace_tag"]
+__all__ = [
+    "EMPTY",
+    "INLINE",
+    "IN_HEADER",
+    "MAX_INLINE_KEY",
+    "IndexTable",
+    "is_alive",
+    "namespace_tag",
+]
 
 MAX_INLINE_KEY = 42
 """Longer keys are not in the index: they are read from the slot's header at the next start."""
@@ -46,6 +54,12 @@ _ENTRY_DTYPE = np.dtype(
     ]
 )
 _ENTRIES_END = _PAGE_HEAD.size + ENTRIES_PER_PAGE * _ENTRY_BYTES
+
+
+def is_alive(entries: NDArray[np.void], cut: int) -> NDArray[np.bool_]:
+    """Which entries stand for blocks: not empty, and not from before the cut."""
+    alive: NDArray[np.bool_] = (entries["state"] != EMPTY) & (entries["seq"] >= cut)
+    return alive
 
 
 def namespace_tag(fingerprint: bytes) -> int:
@@ -85,6 +99,10 @@ class IndexTable:
                 page[:] = bytes(PAGE_BYTES)
                 self.damaged_pages.append(page_no)
                 self._changed[page_no] = 1
+
+    def __len__(self) -> int:
+        """How many pages it has."""
+        return len(self._changed)
 
     def entries(self) -> NDArray[np.void]:
         """A copy of every slot's entry. Fields: seq, used, tag, key_len, state, key."""

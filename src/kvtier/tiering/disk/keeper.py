@@ -11,14 +11,10 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.disk.layout import (
-    CONTROL_OFFSET,
-    PAGE_BYTES,
-    SlabFormatError,
-    decode_clear_request,
-)
+from kvtier.cpu.policies.base import CachePolicy
 from kvtier.tiering.disk.recovery import write_index
-from kvtier.tiering.disk.slab import Slab
+from kvtier.tiering.disk.slab import Slab, read_clear_request
+from kvtier.tiering.disk.transfer import SlabBlock
 
 __all__ = ["IndexKeeper"]
 
@@ -28,7 +24,8 @@ _WRITE_EVERY_S = 0.05
 """How far the index in the file is behind, about: what a killed engine has stored since is lost."""
 _NOTE_USES_EVERY_S = 2.0
 _LOOK_EVERY_S = 1.0
-_MAX_USES = 4096
+_DESTROYED_AT_ONCE = 256
+_MAX_USES = 1024
 """Batches of uses that wait to be noted. More: the oldest are forgotten, and with them only how
 recently some blocks were used."""
 
@@ -53,10 +50,13 @@ class IndexKeeper:
         self._on_clear = on_clear
         self._on_error = on_error
         self._uses: deque[tuple[int, Collection[OffloadKey]]] = deque(maxlen=_MAX_USES)
-        self._former: list[object] = []
+        self._former: deque[tuple[CachePolicy, dict[OffloadKey, SlabBlock]]] = deque()
         self._wanted_cut = slab.superblock.cut
         self._wake = threading.Event()
         self._stopping = False
+        self._resting_until = 0.0
+        self._obeyed: bytes | None = None
+        """The last request to clear that was obeyed, though maybe not written down."""
         self.allocated_bytes = slab.file.allocated_bytes
         """What `du` says of the file, a second ago at most."""
         self._thread = threading.Thread(target=self._run, name="kvtier-disk-index", daemon=True)
@@ -74,9 +74,9 @@ class IndexKeeper:
         self._wanted_cut = seq
         self._wake.set()
 
-    def discard(self, former: object) -> None:
-        """Let go of something large, which takes a while."""
-        self._former.append(former)
+    def destroy(self, policy: CachePolicy, blocks: dict[OffloadKey, SlabBlock]) -> None:
+        """Let go of blocks that nobody needs any more, and of their order."""
+        self._former.append((policy, blocks))
 
     def stop(self) -> None:
         """Write what there is to write, and end. Waits."""
@@ -91,9 +91,10 @@ class IndexKeeper:
         while True:
             self._wake.wait(_WRITE_EVERY_S)
             self._wake.clear()
-            self._former.clear()
             is_last = self._stopping
             now = time.monotonic()
+            if now < self._resting_until and not is_last:
+                continue
             if self._wanted_cut > self._slab.superblock.cut:
                 self._try(lambda: self._cut(self._wanted_cut))
             if is_last or now - noted >= _NOTE_USES_EVERY_S:
@@ -106,25 +107,36 @@ class IndexKeeper:
             if is_last:
                 self._try(self._slab.file.sync)
                 return
+            self._try(self._destroy_some)
 
     def _try(self, step: Callable[[], None]) -> None:
         """What fails is tried again at its next time, and keeps nothing else from being done."""
         try:
             step()
         except OSError as error:
+            self._resting_until = time.monotonic() + _LOOK_EVERY_S
             self._on_error(error)
         except Exception:
             logger.exception("%s: the index is not kept", self._slab.file.path)
+
+    def _destroy_some(self) -> None:
+        """In small steps: freeing a million objects at once would stop every thread for long."""
+        deadline = time.monotonic() + _WRITE_EVERY_S
+        while self._former and time.monotonic() < deadline:
+            policy, blocks = self._former[0]
+            for _ in range(min(_DESTROYED_AT_ONCE, len(blocks))):
+                policy.remove(blocks.popitem()[0])
+            if not blocks:
+                self._former.popleft()
+            time.sleep(0)
 
     def _look_after_the_file(self) -> None:
         file = self._slab.file
         self.allocated_bytes = file.allocated_bytes
         self._slab.keep_clock(self._now())
-        try:
-            request_id = decode_clear_request(file.read(CONTROL_OFFSET, PAGE_BYTES))
-        except SlabFormatError:
-            return
-        if request_id != self._slab.superblock.last_clear:
+        request_id = read_clear_request(file)
+        if request_id not in (None, self._slab.superblock.last_clear, self._obeyed):
+            self._obeyed = request_id
             # Told first: what is stored from now on may be lost, but nothing from before is left.
             self._on_clear()
             self._cut(self._now(), last_clear=request_id)
@@ -135,13 +147,16 @@ class IndexKeeper:
         self._slab.file.sync()
 
     def _note_uses(self) -> None:
+        slots: list[int] = []
+        seqs: list[int] = []
         while self._uses:
             first_seq, keys = self._uses.popleft()
-            found = self._slots_of(keys)
-            if found:
-                positions, slots = np.array(found).T
-                # Of one prompt, the head is the last to leave.
-                self._slab.index.mark_used(slots, first_seq + len(keys) - 1 - positions)
+            last_seq = first_seq + len(keys) - 1
+            for position, slot in self._slots_of(keys):
+                slots.append(slot)
+                seqs.append(last_seq - position)  # of one prompt, the head is the last to leave
+        # Where a slot is named twice, the later and so larger number stays.
+        self._slab.index.mark_used(np.array(slots, np.int64), np.array(seqs, np.int64))
 
     def _write(self) -> None:
         index = self._slab.index

@@ -66,13 +66,16 @@ class Lane:
         blocks: Blocks,
         *,
         depth: int,
+        max_stores: int,
         max_pieces: int,
     ) -> None:
+        """`max_stores`: how many of those under way may be writes."""
         self._file = file
         self._geometry = geometry
         self._work = work
         self._blocks = blocks
         self._depth = depth
+        self._max_stores = max_stores
         self._max_pieces = max_pieces
         # A unit keeps its tag until it has been verified: by then as many others may be in flight.
         num_tags = 2 * depth
@@ -91,7 +94,11 @@ class Lane:
         ]
         # A daemon: an engine that ends without a shutdown must not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._queue.close()
+            raise
 
     def join(self) -> None:
         """Wait until the thread has ended, which it does when the work queue is stopped."""
@@ -115,8 +122,12 @@ class Lane:
     def _step(self) -> None:
         """Start what can be started, then handle what has ended."""
         self._fill(may_wait=not self._in_flight)
-        # Of many, a few at once: being woken costs more than what there is to do.
-        ended = self._queue.reap(1 + len(self._in_flight) // _WOKEN_BY)
+        num_under_way = len(self._in_flight)
+        at_least = 1
+        if self._num_stores in (0, num_under_way):  # a load must not wait for a slow store
+            # Of many, a few at once: being woken costs more than what there is to do.
+            at_least += num_under_way // _WOKEN_BY
+        ended = self._queue.reap(at_least)
         units = [(tag, self._in_flight.pop(tag), result) for tag, result in ended]
         for _, unit, _ in units:
             self._num_stores -= not unit.transfer.job.is_promotion
@@ -128,7 +139,7 @@ class Lane:
     def _fill(self, may_wait: bool) -> None:
         """Start as much as may be under way."""
         while room := min(self._depth - len(self._in_flight), len(self._free_tags)):
-            store_room = max(1, self._depth // 2) - self._num_stores
+            store_room = self._max_stores - self._num_stores
             units = self._work.take(room, store_room, may_wait)
             if not units:
                 return

@@ -70,8 +70,8 @@ _HOLDER_MAGIC = b"KVTHOLD\x00"
 _CLEAR_MAGIC = b"KVTCLEAR"
 _VERSION = 1
 
-# magic, version, uuid, payload bytes, slots, clock, cut, revision, created, last clear
-_SUPERBLOCK = struct.Struct("<8sHxxxxxx16sQQQQQQ16s")
+# magic, version, uuid, payload bytes, slots, clock, cut, revision, created, last clear, max_bytes
+_SUPERBLOCK = struct.Struct("<8sHxxxxxx16sQQQQQQ16sQ")
 _CLEAR = struct.Struct("<8s16s")
 _TEXT = struct.Struct("<8sI")
 _STAMP = struct.Struct("<16sQQ")
@@ -150,7 +150,12 @@ class Geometry:
     @property
     def needed_bytes(self) -> int:
         """The most that the file will ever take, with what the file system adds to it."""
-        return self.file_bytes + _EXTENT_BYTES + _EXTENT_BYTES_PER_SLOT * self.num_slots
+        return self.needed_with(0)
+
+    def needed_with(self, extent_bytes: int) -> int:
+        """The same, if the file system needs so much for the file when nothing is written yet."""
+        extent_bytes = max(extent_bytes, _EXTENT_BYTES)
+        return self.file_bytes + extent_bytes + _EXTENT_BYTES_PER_SLOT * self.num_slots
 
     def slot_offset(self, slot: int) -> int:
         return SLOTS_OFFSET + slot * self.slot_bytes
@@ -187,6 +192,8 @@ class Superblock:
     created_ns: int = 0
     last_clear: bytes = bytes(16)
     """The last request to clear that was obeyed."""
+    max_bytes: int = 0
+    """What the file was given its size for. 0: not known."""
 
     def encode(self) -> bytes:
         return _page_of(
@@ -201,6 +208,7 @@ class Superblock:
                 self.revision,
                 self.created_ns,
                 self.last_clear,
+                self.max_bytes,
             )
         )
 
@@ -208,9 +216,9 @@ class Superblock:
     def decode(cls, page: Buffer) -> Superblock:
         """Raises `SlabFormatError`."""
         _require_intact(page, _SLAB_MAGIC, "superblock")
-        _, version, uuid, payload_bytes, num_slots, clock, cut, revision, created, last_clear = (
-            _SUPERBLOCK.unpack_from(page)
-        )
+        fields = _SUPERBLOCK.unpack_from(page)
+        _, version, uuid, payload_bytes, num_slots, clock, cut, revision, created = fields[:9]
+        last_clear, max_bytes = fields[9:]
         if version != _VERSION:
             raise SlabVersionError(f"a slab of version {version}; this kvtier reads {_VERSION}")
         is_whole = payload_bytes % PAGE_BYTES == 0
@@ -223,7 +231,7 @@ class Superblock:
         if max(clock, cut, revision) >= _MOST_NUMBER:
             raise SlabFormatError("its numbers cannot grow any more")
         geometry = Geometry(payload_bytes, num_slots)
-        return cls(uuid, geometry, clock, cut, revision, created, last_clear)
+        return cls(uuid, geometry, clock, cut, revision, created, last_clear, max_bytes)
 
 
 def is_slab_page(page: Buffer) -> bool:

@@ -6,9 +6,10 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier import seal
@@ -23,6 +24,8 @@ from kvtier.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from kvtier.config import ConfigError, Problem
+from kvtier.config.redaction import describe
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.disk import metrics
@@ -46,6 +49,7 @@ from kvtier.tiering.disk.work import WorkQueue
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.cpu.policies.base import CachePolicy
 
 __all__ = ["DiskSecondaryTierManager"]
 
@@ -58,6 +62,7 @@ _UNIT_BYTES = 1 << 20
 _IN_FLIGHT_BYTES = 32 << 20
 """How much one thread keeps under way. A load waits behind half of that in stores at most."""
 _LEAST_DEPTH, _MOST_DEPTH = 4, 32
+_MAX_ROW_BYTES = 1 << 30  # the kernel moves less than 2 GiB by one call
 _MAX_QUEUED_BYTES = 1 << 30
 """Stores that wait for the disk; what comes on top is refused."""
 _ANNOUNCED_AT_ONCE = 1024
@@ -99,34 +104,62 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         config.require_weights_identity()
         # A policy of the user's own is found where the primary tier has it from.
         is_shared = options.eviction_policy == config.options.eviction_policy
-        policy_cls = CachePolicyFactory.get_cache_policy_cls(
+        policy_cls = _policy_cls(
             options.eviction_policy,
             config.options.cache_policy_module_path if is_shared else None,
         )
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.locality = Locality.LOCAL
         self.rows_address = address_of(primary_kv_view.cast("B"))
+        try:
+            self._open(options)
+            try:
+                self._start(policy_cls, options.io_threads)
+            except BaseException:
+                self._slab.close()
+                raise
+        except BaseException:
+            self.rows.release()
+            raise
+
+    def _open(self, options: DiskOptions) -> None:
         row_bytes = self.rows.row_bytes
+        if row_bytes > _MAX_ROW_BYTES:
+            raise ValueError(
+                f"rows of {row_bytes} bytes: the disk tier moves at most {_MAX_ROW_BYTES} at once; "
+                "use fewer blocks_per_chunk"
+            )
         if row_bytes % PAGE_BYTES or self.rows_address % PAGE_BYTES:
             raise ValueError(
                 f"rows of {row_bytes} bytes at {self.rows_address:#x}: the primary tier's rows "
                 f"must be aligned to {PAGE_BYTES} bytes"
             )
+        engine_id = self.offloading_spec.config.engine_id
         self._slab = open_slab(
-            options.path, row_bytes, options.max_bytes, config.engine_id, options.use_o_direct
+            options.path,
+            row_bytes,
+            options.max_bytes,
+            engine_id,
+            options.use_o_direct,
+            namespace_tag(self.fingerprint),
         )
-        try:
-            self._start(policy_cls, options.io_threads)
-        except BaseException:
-            self._slab.close()
-            raise
 
-    def _start(self, policy_cls: Any, io_threads: int) -> None:
+    def _start(self, policy_cls: type[CachePolicy], io_threads: int) -> None:
+        started = time.monotonic()
         slab = self._slab
         geometry = slab.geometry
         self._uuid = slab.superblock.uuid
         self._residents = Residents(policy_cls, geometry.num_slots, slab.first_seq)
         populate(self._residents, slab, namespace_tag(self.fingerprint))
+        logger.info(
+            "%s: %d blocks of %d slots found for namespace %s, in %.1f s; %s",
+            slab.file.path,
+            len(self._residents.readable),
+            geometry.num_slots,
+            self.fingerprint.hex(),
+            time.monotonic() - started,
+            "O_DIRECT" if slab.file.is_direct else "through the page cache",
+        )
         self._unannounced = dict.fromkeys(self._residents.readable)
         """Blocks of an earlier engine that nobody has been told of yet."""
         self._in_flight: set[Transfer] = set()
@@ -154,19 +187,22 @@ class DiskSecondaryTierManager(SecondaryTierManager):
                         self._work,
                         self,
                         depth=depth,
+                        # The first of several is for loads alone: file systems can make writes
+                        # wait, and the thread with them.
+                        max_stores=depth // 2 if number or io_threads == 1 else 0,
                         max_pieces=max_pieces,
                     )
                 )
+            self._keeper = IndexKeeper(
+                slab,
+                self._residents.slots_of,
+                lambda: self._residents.next_seq,
+                self._want_clear,
+                self._note_keeper_error,
+            )
         except BaseException:
             self._stop_lanes()
             raise
-        self._keeper = IndexKeeper(
-            slab,
-            self._residents.slots_of,
-            lambda: self._residents.next_seq,
-            self._want_clear,
-            self._note_keeper_error,
-        )
 
     # --- what is kept: scheduler thread --------------------------------------------------------
 
@@ -211,14 +247,23 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def _start_over(self) -> None:
         self._clear_wanted = False
         busy = {block.block_id for transfer in self._in_flight for _, block in transfer.pieces}
-        keys, former = self._residents.start_over(busy)
+        policy, blocks = self._residents.start_over(busy)
         untold, self._unannounced = self._unannounced, {}
-        self._report_removed([key for key in keys if key not in untold] if untold else keys)
-        self._keeper.discard((former, untold))
+        if self.enable_kv_events:
+            told = [key for key in blocks if key not in untold] if untold else list(blocks)
+            self._report_removed(told)
+        self._keeper.destroy(policy, blocks)
 
     # --- the life of a job: scheduler thread ---------------------------------------------------
 
     def submit_store(self, job: TransferJob) -> None:
+        try:
+            self._store(job)
+        except BaseException:
+            self._results.append(JobResult(job.job_id, False))
+            raise
+
+    def _store(self, job: TransferJob) -> None:
         if self._clear_wanted:
             self._start_over()
         if job.fingerprint != self.fingerprint:
@@ -247,14 +292,20 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._begin(Transfer(job, list(zip(rows, blocks, strict=False)), here))
 
     def submit_load(self, job: TransferJob) -> None:
+        try:
+            self._load(job)
+        except BaseException:
+            self._results.append(JobResult(job.job_id, False))
+            raise
+
+    def _load(self, job: TransferJob) -> None:
         if self._clear_wanted:
             self._start_over()
         pieces: list[Piece] = []
         if job.fingerprint == self.fingerprint:
             self.touch(job.keys, job.req_context)
-            found = self._residents.pin(job.keys)
-            rows = zip(job.keys, job.block_ids.tolist(), strict=True)
-            pieces = [(row, found[key]) for key, row in rows if key in found]
+            found = zip(job.block_ids.tolist(), self._residents.pin(job.keys), strict=True)
+            pieces = [(row, block) for row, block in found if block is not None]
             pieces.sort(key=_slot_of)
         self._begin(Transfer(job, pieces))
 
@@ -265,6 +316,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for transfer in self._work.take_ended():
             self._finish(transfer)
+        if self._unannounced and not self.enable_kv_events:
+            self._unannounced = {}  # nobody wants to be told
         results, self._results = self._results, []
         return results
 
@@ -380,9 +433,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         events, self._events = self._events, []
         if self._unannounced and self.enable_kv_events:
-            found = list(islice(self._unannounced, _ANNOUNCED_AT_ONCE))
-            for key in found:
-                del self._unannounced[key]
+            count = min(len(self._unannounced), _ANNOUNCED_AT_ONCE)
+            found = [self._unannounced.popitem()[0] for _ in range(count)]
             events.append(OffloadingEvent(found, Medium.STORAGE, False, self.locality))
         return events
 
@@ -408,6 +460,23 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
         return dict(metrics.DEFINITIONS)
+
+
+def _policy_cls(name: str, module_path: str | None) -> type[CachePolicy]:
+    try:
+        return CachePolicyFactory.get_cache_policy_cls(name, module_path)
+    except ConfigError:
+        if module_path is not None:
+            raise
+        raise ConfigError(
+            Problem(
+                "eviction_policy",
+                describe(name),
+                'the name of an eviction policy: "lru", "arc", one that is installed, or the '
+                "primary tier's own",
+                "Write one of these",
+            )
+        ) from None
 
 
 def _slot_of(piece: Piece) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.disk.index import EMPTY
+from kvtier.tiering.disk.index import is_alive
 from kvtier.tiering.disk.residents import Residents
 from kvtier.tiering.disk.slab import Slab
 
@@ -22,18 +22,18 @@ def populate(residents: Residents, slab: Slab, tag: int) -> None:
     wrote them may come back.
     """
     entries = slab.index.entries()
-    is_alive = (entries["state"] != EMPTY) & (entries["seq"] >= slab.superblock.cut)
-    is_ours = is_alive & (entries["tag"] == tag)
+    alive = is_alive(entries, slab.superblock.cut)
+    is_ours = alive & (entries["tag"] == tag)
     slots = np.flatnonzero(is_ours)
     slots = slots[np.argsort(entries["used"][slots], kind="stable")[::-1]]
     keys = _keys_of(slab, entries, slots)
     seqs: list[int] = entries["seq"][slots].tolist()
     if len(set(keys)) < len(keys):
         kept = _newest(keys, seqs)
-        is_alive[slots] = False
+        alive[slots] = False
         slots, keys, seqs = slots[kept], [keys[i] for i in kept], [seqs[i] for i in kept]
-        is_alive[slots] = True
-        is_ours &= is_alive
+        alive[slots] = True
+        is_ours &= alive
     # Millions of new objects, and no garbage among them: collecting would only take time.
     was_enabled = gc.isenabled()
     gc.disable()
@@ -42,9 +42,7 @@ def populate(residents: Residents, slab: Slab, tag: int) -> None:
     finally:
         if was_enabled:
             gc.enable()
-    residents.set_free(
-        np.flatnonzero(~is_alive).tolist(), np.flatnonzero(is_alive & ~is_ours).tolist()
-    )
+    residents.set_free(np.flatnonzero(~alive).tolist(), np.flatnonzero(alive & ~is_ours).tolist())
 
 
 def _newest(keys: list[OffloadKey], seqs: list[int]) -> list[int]:

@@ -23,7 +23,7 @@ from kvtier import seal
 from kvtier.base import OffloadKey
 from kvtier.seal import SealFailure
 from kvtier.tiering.disk.file import NotAFile, SlabFile
-from kvtier.tiering.disk.index import EMPTY, IN_HEADER, IndexTable, namespace_tag
+from kvtier.tiering.disk.index import EMPTY, IN_HEADER, IndexTable, is_alive, namespace_tag
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
     PAGE_BYTES,
@@ -77,9 +77,7 @@ class Snapshot:
 
     def live_slots(self) -> NDArray[np.int64]:
         """The slots whose blocks an engine would find, in order."""
-        entries = self.entries
-        is_alive = (entries["state"] != EMPTY) & (entries["seq"] >= self.superblock.cut)
-        return np.flatnonzero(is_alive)
+        return np.flatnonzero(is_alive(self.entries, self.superblock.cut))
 
     def num_dead(self) -> int:
         """Blocks that are in the index still, and were cleared."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtier import seal
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.index import EMPTY, IN_HEADER, IndexTable, namespace_tag
+from kvtier.tiering.disk.index import IN_HEADER, IndexTable, is_alive, namespace_tag
 from kvtier.tiering.disk.layout import (
     PAGE_BYTES,
     Geometry,
@@ -29,8 +29,7 @@ _PAGES_AT_ONCE = 256
 def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
     """The index as it was last written. Where it is damaged, the slots are asked."""
     geometry = superblock.geometry
-    raw = file.read(geometry.index_offset, geometry.num_index_pages * PAGE_BYTES)
-    index = IndexTable(geometry, superblock.uuid, raw)
+    index = IndexTable(geometry, superblock.uuid, _raw_index(file, geometry))
     _read_long_keys(file, superblock, index)
     slots: list[int] = []
     if index.damaged_pages:
@@ -45,6 +44,27 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
     for block in scan_headers(file, geometry, superblock.uuid, slots):
         index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
     return index
+
+
+def _raw_index(file: SlabFile, geometry: Geometry) -> bytes:
+    """All pages of the index. Those that cannot be read are zeros, and so count as damaged."""
+    parts = []
+    for first in range(0, geometry.num_index_pages, _PAGES_AT_ONCE):
+        num_pages = min(_PAGES_AT_ONCE, geometry.num_index_pages - first)
+        offset = geometry.index_offset + first * PAGE_BYTES
+        parts.append(_read_readable(file, offset, num_pages).ljust(num_pages * PAGE_BYTES, b"\0"))
+    return b"".join(parts)
+
+
+def _read_readable(file: SlabFile, offset: int, num_pages: int) -> bytes:
+    try:
+        return file.read(offset, num_pages * PAGE_BYTES)
+    except OSError:
+        if num_pages == 1:
+            return bytes(PAGE_BYTES)
+    half = num_pages // 2
+    head = _read_readable(file, offset, half).ljust(half * PAGE_BYTES, b"\0")
+    return head + _read_readable(file, offset + half * PAGE_BYTES, num_pages - half)
 
 
 def _read_long_keys(file: SlabFile, superblock: Superblock, index: IndexTable) -> None:
@@ -80,23 +100,23 @@ def write_index(file: SlabFile, index: IndexTable, pages: list[int] | None = Non
 
 
 def resize(
-    file: SlabFile, superblock: Superblock, index: IndexTable, wanted: Geometry
+    file: SlabFile, superblock: Superblock, index: IndexTable, wanted: Geometry, tag: int | None
 ) -> IndexTable:
     """Let the slab have another number of slots. Returns the new index, which is in the file.
 
-    If there are fewer, the blocks that were used last stay, and those of them that lie behind the
-    new end are moved. Whenever this is cut short, the old superblock holds, and what the old index
-    has lost by then is found in the slots.
+    If there are fewer, the blocks that were used last stay, those of the namespace `tag` before all
+    others, and those of them that lie behind the new end are moved. The old index is given up
+    before that: whenever this is cut short, the old superblock holds, and the slots are asked.
     """
     resized = IndexTable(wanted, superblock.uuid)
     old = index.entries()
     new = np.zeros(wanted.num_slots, old.dtype)
     num_kept = min(len(old), len(new))
     new[:num_kept] = old[:num_kept]
-    occupied = np.flatnonzero((old["state"] != EMPTY) & (old["seq"] >= superblock.cut))
+    occupied = np.flatnonzero(is_alive(old, superblock.cut))
     moved: dict[int, bytes] = {}
     if len(new) < len(old):
-        order = np.argsort(old["used"][occupied], kind="stable")
+        order = np.lexsort((old["used"][occupied], old["tag"][occupied] == tag))
         staying = occupied[order][-len(new) :]
         strangers = staying[staying >= len(new)].tolist()
         is_free = np.ones(len(new), bool)
@@ -111,6 +131,8 @@ def resize(
             len(strangers),
             len(occupied) - len(staying),
         )
+        if strangers:
+            file.write(superblock.geometry.index_offset, bytes(len(index) * PAGE_BYTES))
         for stranger, home in zip(strangers, homes, strict=False):
             if _move(file, superblock, stranger, home):
                 new[home] = old[stranger]
@@ -130,7 +152,10 @@ def resize(
 def _move(file: SlabFile, superblock: Superblock, source: int, target: int) -> bool:
     """Copy a block to another slot, with a header that says so."""
     geometry = superblock.geometry
-    slot = file.read(geometry.slot_offset(source), geometry.slot_bytes)
+    try:
+        slot = file.read(geometry.slot_offset(source), geometry.slot_bytes)
+    except OSError:
+        return False
     found = found_in(slot[:PAGE_BYTES], source, superblock.uuid)
     if found is None:
         return False

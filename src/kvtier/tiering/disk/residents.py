@@ -110,8 +110,12 @@ class Residents:
         # Of one prompt, the head has the largest number: it is the last to leave.
         last_seq = self.next_seq - 1
         blocks = list(map(SlabBlock, slots, keys, range(last_seq, last_seq - len(keys), -1)))
+        try:
+            self._policy.insert_run(keys, blocks, keys, req_context)
+        except BaseException:  # a policy of the user's own
+            self._free.give(slots)
+            raise
         self.writing.update(zip(keys, blocks, strict=True))
-        self._policy.insert_run(keys, blocks, keys, req_context)
         self._close_if_ended(req_context)
         return blocks, evicted
 
@@ -170,19 +174,16 @@ class Residents:
 
     # --- reading -------------------------------------------------------------------------------
 
-    def pin(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, SlabBlock]:
-        """Those of the blocks that can be read. They stay until they are unpinned."""
-        pinned: dict[OffloadKey, SlabBlock] = {}
+    def pin(self, keys: Iterable[OffloadKey]) -> list[SlabBlock | None]:
+        """The blocks that can be read, None for the others. They stay until they are unpinned, as
+        often as they are named here."""
+        pinned = list(map(self.readable.get, keys))
         newly = []
-        get = self.readable.get
-        for key in keys:
-            block = get(key)
-            if block is None or key in pinned:
-                continue
-            if not block.ref_cnt:
-                newly.append(block)
-            block.ref_cnt += 1
-            pinned[key] = block
+        for block in pinned:
+            if block is not None:
+                if not block.ref_cnt:
+                    newly.append(block)
+                block.ref_cnt += 1
         self._num_read += len(newly)
         self._policy.pinned(newly)
         return pinned
@@ -213,14 +214,13 @@ class Residents:
 
     # --- the end -------------------------------------------------------------------------------
 
-    def start_over(self, busy: Collection[int]) -> tuple[list[OffloadKey], object]:
+    def start_over(self, busy: Collection[int]) -> tuple[CachePolicy, dict[OffloadKey, SlabBlock]]:
         """Forget everything. `busy`: slots that transfers under way still read or write; they come
-        back with those. Returns the keys that could be read, and what is left of the former order,
-        for another thread to destroy, which takes a while."""
-        former = (self._policy, self.readable, self.writing)
+        back with those. Returns the former order, and the blocks that could be read: for another
+        thread to destroy, little by little, because that takes a while."""
+        former = (self._policy, self.readable)
         self._policy = self._policy_cls(self.num_slots)
-        keys = list(self.readable)
         self.readable, self.writing = {}, {}
         self._num_read = 0
         self._free.start_over(self.num_slots, busy)
-        return keys, former
+        return former

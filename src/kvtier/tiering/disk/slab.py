@@ -10,15 +10,17 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvtier.tiering.base import TierRefused
 from kvtier.tiering.disk.file import NotAFile, SlabFile, lock_within
 from kvtier.tiering.disk.index import IndexTable
 from kvtier.tiering.disk.layout import (
+    CONTROL_OFFSET,
     HOLDER_OFFSET,
     PAGE_BYTES,
     SLOTS_OFFSET,
@@ -28,11 +30,19 @@ from kvtier.tiering.disk.layout import (
     SlabFormatError,
     SlabVersionError,
     Superblock,
+    decode_clear_request,
     is_slab_page,
 )
 from kvtier.tiering.disk.recovery import read_index, resize, write_index
 
-__all__ = ["Slab", "SlabRefused", "open_slab", "read_holder", "read_superblock"]
+__all__ = [
+    "Slab",
+    "SlabRefused",
+    "open_slab",
+    "read_clear_request",
+    "read_holder",
+    "read_superblock",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +52,7 @@ _CLOCK_STEP = 2**32
 """By how much the clock jumps when a slab is opened: more than can pass before it is saved."""
 
 
-class SlabRefused(Exception):
+class SlabRefused(TierRefused):
     """The slab cannot be used; says why, and the remedy."""
 
 
@@ -86,13 +96,19 @@ class Slab:
 
 
 def open_slab(
-    path: Path, payload_bytes: int, max_bytes: int | None, engine_id: str, use_o_direct: bool | None
+    path: Path,
+    payload_bytes: int,
+    max_bytes: int | None,
+    engine_id: str,
+    use_o_direct: bool | None,
+    tag: int | None = None,
 ) -> Slab:
     """Open the slab at `path` for blocks of so many bytes, or make it. Waits for the disk.
 
     `max_bytes`: what it may take in all; None: as much as it has. `use_o_direct`: None: if it can
-    be had. Whatever can be kept of an existing slab is kept. Raises `SlabRefused` or `OSError`, and
-    then nothing has changed but what could not be used anyway.
+    be had. `tag`: the namespace whose blocks are kept first. Whatever can be kept of an existing
+    slab is kept. Raises `SlabRefused`, and then nothing has changed but what could not be used
+    anyway.
     """
     path = path.resolve()  # a link to a file that is not there yet says where it is to be
     try:
@@ -110,7 +126,7 @@ def open_slab(
     except OSError as error:
         raise _refusal(path, error) from error
     try:
-        return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct)
+        return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct, tag)
     except OSError as error:
         file.close()
         raise _refusal(path, error) from error
@@ -140,16 +156,16 @@ def _open(
     max_bytes: int | None,
     engine_id: str,
     use_o_direct: bool | None,
+    tag: int | None,
 ) -> Slab:
     _lock(file)
-    superblock = _superblock_or_new(file, payload_bytes, max_bytes)
+    if not file.path.exists() or not file.path.samefile(f"/proc/self/fd/{file.fd}"):
+        raise SlabRefused(f"{file.path} was replaced while it was opened: start the engine again")
+    stored = _superblock_or_new(file, payload_bytes, max_bytes)
     holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())
     file.write(HOLDER_OFFSET, holder.encode())
-    wanted = superblock.geometry
-    if max_bytes is not None:
-        wanted = _geometry(max_bytes, payload_bytes)
-    elif wanted.payload_bytes != payload_bytes:
-        wanted = _geometry(wanted.needed_bytes, payload_bytes)
+    superblock = _within_file(file, stored)
+    wanted = _make_room(file, stored, superblock, payload_bytes, max_bytes)
     os.fchmod(file.fd, 0o600)
     if superblock.geometry.payload_bytes != payload_bytes:
         logger.warning(
@@ -161,25 +177,48 @@ def _open(
         superblock = _format(file, wanted)
     if use_o_direct is not False:
         _use_o_direct(file, is_required=use_o_direct is True)
-    kept = superblock.geometry
-    if wanted.num_slots >= kept.num_slots:
-        # Before anything is read: an index that someone has cut off is then only damaged.
-        _allocate(file, kept, file.path)
     index = read_index(file, superblock)
-    if wanted != kept:
-        if wanted.num_slots > kept.num_slots:
-            _allocate(file, wanted, file.path)
-        index = resize(file, superblock, index, wanted)
+    if wanted != superblock.geometry:
+        index = resize(file, superblock, index, wanted, tag)
+    clock = max(superblock.clock, superblock.cut) + _CLOCK_STEP
     superblock = replace(
         superblock,
         geometry=wanted,
-        clock=max(superblock.clock, superblock.cut) + _CLOCK_STEP,
+        clock=clock,
         revision=superblock.revision + 1,
+        max_bytes=superblock.max_bytes if max_bytes is None else max_bytes,
     )
+    clear_request = read_clear_request(file)
+    if clear_request not in (None, superblock.last_clear):
+        superblock = replace(superblock, cut=clock, last_clear=clear_request)
     _write_superblock(file, superblock)
     if file.size != wanted.file_bytes:
         file.truncate(wanted.file_bytes)
     return Slab(file, superblock, index)
+
+
+def _make_room(
+    file: SlabFile,
+    stored: Superblock,
+    readable: Superblock,
+    payload_bytes: int,
+    max_bytes: int | None,
+) -> Geometry:
+    """What the slab is to be like from now on; there is room for it. `stored`: what its superblock
+    says; `readable`: what is left of that in the file."""
+    has_our_blocks = stored.geometry.payload_bytes == payload_bytes
+    if max_bytes is None and has_our_blocks:
+        wanted = readable.geometry
+    elif max_bytes == stored.max_bytes and has_our_blocks:
+        wanted = stored.geometry
+        if wanted.file_bytes > max_bytes:
+            raise SlabRefused(f"{file.path}: its superblock makes no sense: remove the file")
+    else:
+        size = max_bytes or readable.geometry.needed_bytes
+        return _allocate_within(file, size, payload_bytes, file.path)
+    # All of it, once more: someone may have cut the end off, or made a hole into the file.
+    _allocate(file, wanted, file.path)
+    return wanted
 
 
 def _use_o_direct(file: SlabFile, is_required: bool) -> None:
@@ -197,11 +236,11 @@ def _use_o_direct(file: SlabFile, is_required: bool) -> None:
     )
 
 
-def _format(file: SlabFile, geometry: Geometry, path: Path | None = None) -> Superblock:
-    """Let the file be an empty slab. `path`: what to call it, if not by its name."""
-    _allocate(file, geometry, path or file.path)
+def _format(file: SlabFile, geometry: Geometry) -> Superblock:
+    """Let the file, whose room is allocated, be an empty slab."""
     superblock = Superblock(uuid.uuid4().bytes, geometry, created_ns=time.time_ns())
     write_index(file, IndexTable(geometry, superblock.uuid))
+    file.write(CONTROL_OFFSET, bytes(PAGE_BYTES))
     _write_superblock(file, superblock)
     return superblock
 
@@ -215,7 +254,11 @@ def _lock(file: SlabFile) -> None:
 def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
     """The superblock, or one for a slab whose own cannot be read any more."""
     try:
-        return _within_file(file, read_superblock(file))
+        superblock = read_superblock(file)
+        _mend_copies(file, superblock)
+        if not _slots_in_file(file, superblock):
+            raise SlabFormatError("the file has been cut off")
+        return superblock
     except SlabVersionError as error:
         raise SlabRefused(
             f"{file.path}: {error}: use that kvtier, give another path, or remove the file"
@@ -228,32 +271,52 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
             ) from None
         logger.warning("%s: %s; it is made anew", file.path, error)
         size = file.size if max_bytes is None else max_bytes
-        return _format(file, _geometry(size, payload_bytes))
+        return _format(file, _allocate_within(file, size, payload_bytes, file.path))
+
+
+def _mend_copies(file: SlabFile, superblock: Superblock) -> None:
+    """Let all copies be this one, before any of them is written anew: else the last whole one might
+    be torn. A copy that cannot be read or written is left as it is."""
+    page = superblock.encode()
+    for offset in SUPERBLOCK_OFFSETS:
+        with suppress(OSError):
+            if file.read(offset, PAGE_BYTES) != page:
+                file.write(offset, page)
+
+
+def _slots_in_file(file: SlabFile, superblock: Superblock) -> int:
+    """How many slots there are, in a file that may have been cut off."""
+    geometry = superblock.geometry
+    if file.size >= geometry.file_bytes:
+        return geometry.num_slots
+    return min(geometry.num_slots, max(0, file.size - SLOTS_OFFSET) // geometry.slot_bytes)
 
 
 def _within_file(file: SlabFile, superblock: Superblock) -> Superblock:
     """The superblock of a file that may have been cut off: what lies behind its end is gone."""
-    geometry = superblock.geometry
-    size = file.size
-    if size >= geometry.file_bytes:
+    num_slots = _slots_in_file(file, superblock)
+    if num_slots == superblock.geometry.num_slots:
         return superblock
-    num_slots = (size - SLOTS_OFFSET) // geometry.slot_bytes
-    if num_slots < 1:
-        raise SlabFormatError("the file has been cut off")
-    geometry = Geometry(geometry.payload_bytes, min(num_slots, geometry.num_slots))
-    return replace(superblock, geometry=geometry)
+    logger.warning(
+        "%s has been cut off: %d of %d slots are left. It gets back the size that max_bytes says",
+        file.path,
+        num_slots,
+        superblock.geometry.num_slots,
+    )
+    return replace(superblock, geometry=replace(superblock.geometry, num_slots=num_slots))
 
 
 def read_superblock(file: SlabFile) -> Superblock:
-    """The newer of the intact copies. Raises `SlabFormatError` if there is none."""
+    """The newer of the intact copies. Raises `SlabFormatError`, or `OSError`, if there is none."""
     found = []
-    problem = SlabFormatError("there is no superblock")
+    problem: Exception = SlabFormatError("there is no superblock")
     for offset in SUPERBLOCK_OFFSETS:
         try:
             found.append(Superblock.decode(file.read(offset, PAGE_BYTES)))
-        except SlabFormatError as error:
-            problem = error
-    if not found:
+        except (SlabFormatError, OSError) as error:
+            if not isinstance(problem, SlabVersionError):
+                problem = error
+    if not found or isinstance(problem, SlabVersionError):
         raise problem
     return max(found, key=lambda superblock: superblock.revision)
 
@@ -273,6 +336,19 @@ def _geometry(max_bytes: int, payload_bytes: int) -> Geometry:
             f"give {Geometry(payload_bytes, 1).needed_bytes} or more"
         )
     return geometry
+
+
+def _allocate_within(file: SlabFile, max_bytes: int, payload_bytes: int, path: Path) -> Geometry:
+    """Make room for the most slots that fit. What the file system needs to remember where the file
+    lies is known only afterwards: where free space is in many small parts, that is more."""
+    extent_bytes = 0
+    while True:
+        geometry = _geometry(max_bytes - extent_bytes, payload_bytes)
+        _allocate(file, geometry, path)
+        found = max(0, file.allocated_bytes - file.size)
+        if geometry.needed_with(found) <= max_bytes or found <= extent_bytes:
+            return geometry
+        extent_bytes = found
 
 
 def _allocate(file: SlabFile, geometry: Geometry, path: Path) -> None:
@@ -312,11 +388,12 @@ def _make(path: Path, max_bytes: int | None, payload_bytes: int) -> None:
     """Make an empty slab under a name of its own, and give it `path` when it is whole."""
     if max_bytes is None:
         raise SlabRefused(f"there is no slab at {path} yet: give max_bytes, and it is made")
-    geometry = _geometry(max_bytes, payload_bytes)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     file = SlabFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        _format(file, geometry, path)
+        geometry = _allocate_within(file, max_bytes, payload_bytes, path)
+        file.truncate(geometry.file_bytes)
+        _format(file, geometry)
         file.sync()
         os.rename(temporary, path)
     except BaseException:
@@ -342,14 +419,20 @@ def read_holder(file: SlabFile) -> Holder | None:
         return None
 
 
+def read_clear_request(file: SlabFile) -> bytes | None:
+    """The last request to forget everything, obeyed or not."""
+    try:
+        return decode_clear_request(file.read(CONTROL_OFFSET, PAGE_BYTES))
+    except (SlabFormatError, OSError):
+        return None
+
+
 def _in_use(file: SlabFile) -> str:
     holder = read_holder(file)
-    if holder is None:
-        who = "another process"
-    else:
+    who = "another process"
+    if holder is not None:
+        is_here = (holder.pid, holder.host) == (os.getpid(), socket.gethostname())
+        place = "this very process" if is_here else f"process {holder.pid} on {holder.host}"
         since = datetime.fromtimestamp(holder.since_ns / 1e9, UTC)
-        who = (
-            f'the engine "{holder.engine_id}" (process {holder.pid} on {holder.host}, since '
-            f"{since:%Y-%m-%d %H:%M:%S} UTC)"
-        )
-    return f"{file.path} is in use by {who}: give each engine a path of its own"
+        who = f'the engine "{holder.engine_id}" ({place}, since {since:%Y-%m-%d %H:%M:%S} UTC)'
+    return f"{file.path} is in use by {who}: give each engine, and each of its tiers, a path of its own"

@@ -44,7 +44,7 @@ class WorkQueue:
                 return
             (self._loads if transfer.job.is_promotion else self._stores).append(transfer)
             self._num_open += 1
-            self._to_do.notify()
+            self._to_do.notify_all()  # not every thread takes stores
 
     def take_ended(self) -> list[Transfer]:
         """The transfers that have ended since the last call; each is handed out once."""
@@ -76,13 +76,13 @@ class WorkQueue:
         """The next things to do, so many of them stores at most. None: nothing now, or nothing any
         more. Waits for something to do if `may_wait`."""
         with self._lock:
-            while may_wait and not (self._loads or self._stores or self.is_stopping):
+            while may_wait and not self.is_stopping:
+                if self._loads or (self._stores and max_stores > 0):
+                    break
                 self._to_do.wait()
             max_units = min(max_units, _MOST_AT_ONCE)
             units = self._take_from(self._loads, max_units)
             units += self._take_from(self._stores, min(max_units - len(units), max_stores))
-            if self._loads or self._stores:
-                self._to_do.notify()  # a transfer wakes one thread, and there is more to do
         return units
 
     def _take_from(self, queue: deque[Transfer], max_units: int) -> list[Unit]:

@@ -1,0 +1,1 @@
+"""Lives of a disk tier that end with SIGKILL, and an oracle that knows what must be left."""

@@ -1,0 +1,360 @@
+"""One life of a disk tier, in a process that is going to be killed.
+
+It says what it is about to do, and what has been done. What it can see itself, it checks itself:
+as long as it lives, nothing that was acknowledged is lost, and nothing else is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import Any
+
+import numpy as np
+
+import kvtier.tiering.disk.keeper
+from kvtier.base import LookupResult, ReqContext, ScheduleEndContext
+from kvtier.testing.sample_spec import sample_spec
+from kvtier.testing.slots import LentSlots
+from kvtier.tiering.base import JobResult, TransferJob
+from kvtier.tiering.disk import metrics
+from kvtier.tiering.disk.keeper import IndexKeeper
+from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+from kvtier.tiering.disk.slab import Slab
+from tests.tiering.disk.crash.generations import generation_in, key_of, payload_of_generation
+from tests.tiering.disk.crash.mutants import MUTANTS
+from tests.tiering.disk.crash.orders import Orders
+from tests.tiering.disk.crash.planting import plant
+from tests.tiering.disk.crash.points import Points
+
+_NUM_ROWS = 48
+_AT_ONCE = 40
+_LONGEST_LIFE_S = 20
+_PATIENCE_S = 10.0
+_GAUGE_PATIENCE_S = 4.0
+
+
+class Wrong(Exception):
+    """The tier did what it must not do."""
+
+
+def live(orders: Orders, report: Callable[..., None]) -> None:
+    """From opening the slab to the end, whichever it is."""
+    signal.alarm(_LONGEST_LIFE_S)  # whoever hangs is killed, and by another signal
+    logging.disable()
+    plant(kvtier.tiering.disk.keeper, _WRITE_EVERY_S=orders.write_every_s)
+    try:
+        if orders.mutant is not None:
+            MUTANTS[orders.mutant].plant()
+        _plant_reports(report)
+        Points(orders.point, orders.nth, report).plant()
+        life = _Life(orders, report)
+        life.inspect()
+        life.work()
+        if not orders.ends_cleanly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        life.end()
+    except Wrong as wrong:
+        report("wrong", str(wrong))
+    except BaseException:
+        report("wrong", traceback.format_exc()[-3000:])
+
+
+def _plant_reports(report: Callable[..., None]) -> None:
+    """Say when the index has been written, and when a cut has."""
+    real_write, real_save = IndexKeeper._write, Slab.save_superblock
+
+    def _write(keeper: IndexKeeper) -> None:
+        report("index begins")
+        real_write(keeper)
+        report("index ends")
+
+    def save_superblock(slab: Slab, **changes: Any) -> None:
+        real_save(slab, **changes)
+        report("cut", changes.get("cut", 0))
+
+    plant(IndexKeeper, _write=_write)
+    plant(Slab, save_superblock=save_superblock)
+
+
+@dataclass(slots=True)
+class _Job:
+    job: TransferJob
+    generations: dict[int, int]
+    """By number of key: what is stored, or must be loaded."""
+
+
+@dataclass(slots=True)
+class _Storing:
+    """A generation that jobs are storing. Several may bring the same one."""
+
+    generation: int
+    num_jobs: int = 0
+    is_stored: bool = False
+
+
+class _Life:
+    def __init__(self, orders: Orders, report: Callable[..., None]) -> None:
+        self._orders = orders
+        self._report = report
+        self._random = Random(orders.seed)
+        self._rows = LentSlots(_NUM_ROWS, orders.row_bytes)
+        spec = sample_spec(
+            orders.row_bytes, _NUM_ROWS, orders.namespace, engine_id=f"life {orders.number}"
+        )
+        started = time.monotonic()
+        self._tier = DiskSecondaryTierManager(
+            spec,
+            self._rows.view,
+            "disk",
+            path=orders.path,
+            max_bytes=orders.max_bytes,
+            eviction_policy=orders.policy,
+        )
+        took = time.monotonic() - started
+        self._fingerprint = self._tier.fingerprint
+        self._homes = [self._fingerprint, *(Random(i).randbytes(16) for i in range(2))]
+        self._generations = count((orders.number << 20) + 1)
+        self._job_ids = count(1)
+        self._requests = count(1)
+        self._jobs: dict[int, _Job] = {}
+        self._kept: dict[int, int] = {}
+        """By number of key, the generation that the tier has acknowledged and not removed."""
+        self._storing: dict[int, _Storing] = {}
+        status = os.stat(orders.path)
+        report("opened", self._fingerprint.hex(), took, status.st_size, status.st_blocks * 512)
+        report("clock", self._tier._slab.superblock.uuid.hex(), self._tier._residents.next_seq)
+
+    # --- what the life before has left ---------------------------------------------------------
+
+    def inspect(self) -> None:
+        """Load everything that is there, and say what it is."""
+        self._await_gauge()
+        numbers = [n for n in range(self._orders.num_keys) if self._is_hit(n)]
+        for start in range(0, len(numbers), _AT_ONCE):
+            batch = numbers[start : start + _AT_ONCE]
+            job = self._new_job(batch, is_promotion=True)
+            self._tier.submit_load(job)
+            [result] = self._await_results(1)
+            loaded = _moved(job, result)
+            found = []
+            for number, row in zip(batch, job.block_ids.tolist(), strict=True):
+                if key_of(number) in loaded:
+                    self._kept[number] = self._generation_in(row, number, job)
+                    found.append(self._kept[number])
+                elif self._is_hit(number):
+                    raise Wrong(f"block {number} could not be loaded, and is a hit again")
+            self._rows.take_back(job.block_ids.tolist())
+            self._report("found", found)
+        list(self._tier.take_events())
+        self._report("inspected")
+
+    def _await_gauge(self) -> None:
+        """The gauge says what `du` says."""
+        deadline = time.monotonic() + _GAUGE_PATIENCE_S
+        while True:
+            stats = self._tier.get_stats()
+            gauge = stats.gauges[metrics.FILE_BYTES]
+            allocated = os.stat(self._orders.path).st_blocks * 512
+            if gauge == allocated:
+                return
+            if time.monotonic() > deadline:
+                raise Wrong(f"the gauge says {gauge} bytes, and du {allocated}")
+            time.sleep(0.01)
+
+    def _await_results(self, how_many: int) -> list[JobResult]:
+        deadline = time.monotonic() + _PATIENCE_S
+        results: list[JobResult] = []
+        while len(results) < how_many:
+            if time.monotonic() > deadline:
+                raise Wrong("a job does not end")
+            results += self._tier.get_finished_jobs()
+            time.sleep(0.0002)
+        return results
+
+    # --- operations ----------------------------------------------------------------------------
+
+    def work(self) -> None:
+        random = self._random
+        for _ in range(self._orders.num_operations):
+            roll = random.random()
+            if roll < self._orders.epoch_rate:
+                self._begin_epoch()
+            elif roll < 0.45:
+                self._store()
+            elif roll < 0.65:
+                self._load()
+            elif roll < 0.75:
+                keys = [key_of(number) for number in self._some_numbers()]
+                self._tier.touch(keys, self._request())
+            elif roll < 0.8:
+                time.sleep(random.uniform(0, 0.004))
+            self._step()
+
+    def _some_numbers(self) -> list[int]:
+        num_keys = self._orders.num_keys
+        if self._random.random() < 0.5:
+            first = self._random.randrange(num_keys)
+            return list(range(first, min(num_keys, first + self._random.randint(1, 12))))
+        return self._random.sample(range(num_keys), self._random.randint(1, min(12, num_keys)))
+
+    def _request(self) -> ReqContext:
+        request = ReqContext(f"request {next(self._requests)}")
+        self._tier.on_new_request(request)
+        return request
+
+    def _store(self) -> None:
+        numbers = self._some_numbers()
+        if self._rows.num_free < len(numbers):
+            return
+        generations, new = {}, []
+        for number in numbers:
+            if number in self._kept:
+                generations[number] = self._kept[number]
+                continue
+            if number not in self._storing:
+                self._storing[number] = _Storing(next(self._generations))
+                new.append([number, self._storing[number].generation])
+            self._storing[number].num_jobs += 1
+            generations[number] = self._storing[number].generation
+        job = self._new_job(numbers, is_promotion=False)
+        for number, row in zip(numbers, job.block_ids.tolist(), strict=True):
+            self._rows.fill(row, self._payload(number, generations[number]))
+        self._jobs[job.job_id] = _Job(job, generations)
+        self._report("put", new)
+        self._tier.submit_store(job)
+        self._report("placed", self._take_removed(), self._tier._residents.next_seq)
+        if self._random.random() < 0.7:
+            self._tier.on_request_finished(job.req_context)
+
+    def _load(self) -> None:
+        if not self._kept:
+            return
+        numbers = list(dict.fromkeys(self._random.choices(list(self._kept), k=8)))
+        if self._rows.num_free < len(numbers):
+            return
+        for number in numbers:
+            if not self._is_hit(number):
+                raise Wrong(f"block {number} was acknowledged, not removed, and is a miss")
+        job = self._new_job(numbers, is_promotion=True)
+        expected = {number: self._kept[number] for number in numbers}
+        self._jobs[job.job_id] = _Job(job, expected)
+        self._tier.submit_load(job)
+        self._tier.on_request_finished(job.req_context)
+
+    def _begin_epoch(self) -> None:
+        home = self._random.random() < 0.5
+        chance = self._random
+        fingerprint = chance.choice(self._homes) if home else chance.randbytes(16)
+        self._report("epoch", self._tier._residents.next_seq, fingerprint.hex())
+        self._tier.begin_epoch(fingerprint)
+        self._report("epoch has begun")
+        self._fingerprint = fingerprint
+        self._kept.clear()
+        self._storing.clear()
+        list(self._tier.take_events())
+        for number in range(self._orders.num_keys):
+            if self._is_hit(number):
+                raise Wrong(f"block {number} is a hit right after an epoch has begun")
+
+    def _step(self) -> None:
+        for result in self._tier.get_finished_jobs():
+            self._finish(self._jobs.pop(result.job_id), result)
+        self._tier.on_schedule_end(ScheduleEndContext())
+        removed = self._take_removed()
+        if removed:
+            raise Wrong(f"generations {removed} are removed, and nothing was wrong with them")
+
+    def _finish(self, own: _Job, result: JobResult) -> None:
+        job = own.job
+        moved = _moved(job, result)
+        is_current = job.fingerprint == self._fingerprint
+        numbers = list(own.generations)
+        if job.is_promotion:
+            for number, row in zip(numbers, job.block_ids.tolist(), strict=True):
+                if key_of(number) in moved:
+                    if self._generation_in(row, number, job) != own.generations[number]:
+                        raise Wrong(f"block {number} was loaded, but not as it was stored last")
+                elif is_current:
+                    raise Wrong(f"block {number} could not be loaded")
+        elif is_current:
+            acked = []
+            for number, generation in own.generations.items():
+                storing = self._storing.get(number)
+                if storing is None or storing.generation != generation:
+                    continue
+                storing.num_jobs -= 1
+                storing.is_stored |= key_of(number) in moved
+                if not storing.num_jobs:
+                    del self._storing[number]
+                    if storing.is_stored:
+                        self._kept[number] = generation
+                        acked.append(generation)
+            self._report("acked", acked)
+        self._rows.take_back(job.block_ids.tolist())
+
+    def _take_removed(self) -> list[int]:
+        """The generations that the tier has removed."""
+        numbers = {key_of(number): number for number in range(self._orders.num_keys)}
+        removed: list[int] = []
+        for event in self._tier.take_events():
+            if event.removed:
+                removed += [self._forget(numbers[key]) for key in event.keys]
+        return removed
+
+    def _forget(self, number: int) -> int:
+        if number in self._kept:
+            return self._kept.pop(number)
+        storing = self._storing.get(number)
+        if storing is None or not storing.is_stored:
+            raise Wrong(f"block {number} was removed, and was not there")
+        del self._storing[number]  # one of its jobs is not over, but has nothing to do with it
+        return storing.generation
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End as an engine does that is not killed."""
+        self._tier.drain_jobs()
+        self._step()
+        if self._jobs:
+            raise Wrong(f"{len(self._jobs)} jobs were never reported")
+        self._tier.shutdown()
+        self._report("shut down")
+
+    # --- jobs and bytes ------------------------------------------------------------------------
+
+    def _new_job(self, numbers: Sequence[int], is_promotion: bool) -> TransferJob:
+        return TransferJob(
+            job_id=next(self._job_ids),
+            keys=[key_of(number) for number in numbers],
+            block_ids=np.array(self._rows.lend(len(numbers)), np.int64),
+            is_promotion=is_promotion,
+            req_context=self._request(),
+            fingerprint=self._fingerprint,
+        )
+
+    def _is_hit(self, number: int) -> bool:
+        return self._tier.lookup(key_of(number), ReqContext("")) is LookupResult.HIT
+
+    def _payload(self, number: int, generation: int) -> bytes:
+        return payload_of_generation(
+            key_of(number), self._fingerprint, generation, self._orders.row_bytes
+        )
+
+    def _generation_in(self, row: int, number: int, job: TransferJob) -> int:
+        generation = generation_in(self._rows.content(row), key_of(number), job.fingerprint)
+        if generation is None:
+            raise Wrong(f"block {number} was loaded with bytes that nobody has ever stored there")
+        return generation
+
+
+def _moved(job: TransferJob, result: JobResult) -> set[bytes]:
+    return set(job.keys) if result.success else set(result.successful_keys or ())

@@ -1,0 +1,164 @@
+"""Planted bugs, each of which the oracle has to notice. They are planted in the child alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import kvtier.tiering.disk.recovery as recovery_module
+import kvtier.tiering.disk.slab as slab_module
+from kvtier import seal
+from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.disk.free_slots import FreeSlots
+from kvtier.tiering.disk.index import IndexTable
+from kvtier.tiering.disk.keeper import IndexKeeper
+from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+from kvtier.tiering.disk.slab import Slab
+from kvtier.tiering.disk.transfer import Transfer
+from kvtier.tiering.disk.work import WorkQueue
+from tests.tiering.disk.crash.orders import Bias
+from tests.tiering.disk.crash.planting import plant
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One planted bug, and the lives in which it shows."""
+
+    plant: Callable[[], None]
+    bias: Bias
+    first_seed: int
+    """From here on, it is not long before it does."""
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def _mutant(first_seed: int = 0, **bias: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def register(bug: Callable[[], None]) -> Callable[[], None]:
+        MUTANTS[bug.__name__] = Mutant(bug, Bias(**bias), first_seed)
+        return bug
+
+    return register
+
+
+# --- what is read -------------------------------------------------------------------------------
+
+
+@_mutant(point="slot written")
+def nothing_is_verified() -> None:
+    plant(DiskSecondaryTierManager, is_valid=lambda *_: True)
+
+
+@_mutant(4, point="slot half", power_cut="torn index")
+def the_payload_is_not_verified() -> None:
+    def verify_block(tier: Any, job: Any, key: Any, header: Any, payload: Any) -> bool:
+        failure = seal.check(header, payload, key, job.fingerprint)
+        return failure is None or failure is seal.SealFailure.DIGEST
+
+    plant(SecondaryTierManager, verify_block=verify_block)
+
+
+@_mutant(10, power_cut="torn index")
+def an_index_page_needs_no_checksum() -> None:
+    plant(IndexTable, _empty_damaged_pages=lambda _: None)
+
+
+@_mutant(power_cut="torn index")
+def damaged_index_pages_are_not_rebuilt() -> None:
+    def scan_headers(file: Any, geometry: Any, uuid: Any, slots: Sequence[int]) -> Iterable[Any]:
+        return ()
+
+    plant(recovery_module, scan_headers=scan_headers)
+
+
+# --- what is written ----------------------------------------------------------------------------
+
+
+@_mutant()
+def jobs_are_reported_before_they_are_written() -> None:
+    real = WorkQueue.submit
+
+    def submit(queue: WorkQueue, transfer: Transfer) -> None:
+        if transfer.job.is_promotion or not transfer.pieces:
+            real(queue, transfer)
+            return
+        early = Transfer(transfer.job, list(transfer.pieces), transfer.here)
+        early.done = list(transfer.pieces)
+        early.num_taken = len(early.pieces)
+        queue._ended.append(early)
+
+    plant(WorkQueue, submit=submit)
+
+
+@_mutant()
+def a_changed_index_page_is_forgotten() -> None:
+    real = IndexTable.take_changed
+    plant(IndexTable, take_changed=lambda index: real(index)[:-1])
+
+
+@_mutant(6, point="superblock 1 half")
+def there_is_one_superblock() -> None:
+    plant(slab_module, SUPERBLOCK_OFFSETS=(0,))
+
+
+@_mutant(epoch_rate=0.1, power_cut="torn index")
+def the_cut_is_not_written() -> None:
+    real = Slab.save_superblock
+
+    def save_superblock(slab: Slab, **changes: Any) -> None:
+        cut = changes.pop("cut", slab.superblock.cut)
+        real(slab, **changes)
+        slab.superblock = replace(slab.superblock, cut=cut)
+
+    plant(Slab, save_superblock=save_superblock)
+
+
+@_mutant(6, epoch_rate=0.1)
+def an_epoch_is_not_cut() -> None:
+    plant(IndexKeeper, cut_at=lambda *_: None)
+
+
+@_mutant()
+def the_clock_stands_still() -> None:
+    plant(slab_module, _CLOCK_STEP=0)
+
+
+# --- what is kept -------------------------------------------------------------------------------
+
+
+@_mutant()
+def a_slot_is_free_twice() -> None:
+    real = FreeSlots.give
+
+    def give(free: FreeSlots, slots: Iterable[int]) -> None:
+        slots = list(slots)
+        real(free, slots)
+        real(free, slots[:1])
+
+    plant(FreeSlots, give=give)
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+@_mutant()
+def the_file_has_holes() -> None:
+    plant(SlabFile, allocate=lambda file, length: os.ftruncate(file.fd, length))
+
+
+@_mutant()
+def a_smaller_slab_keeps_its_file() -> None:
+    plant(SlabFile, truncate=lambda *_: None)
+
+
+@_mutant()
+def temporary_files_stay() -> None:
+    plant(slab_module, _abandoned=lambda path: [])
+
+
+@_mutant()
+def the_gauge_is_that_of_the_start() -> None:
+    plant(SlabFile, allocated_bytes=property(lambda file: file.size))

@@ -1,0 +1,76 @@
+"""What a power cut can do to the file after a kill: writes that are torn, and writes lost."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+from random import Random
+
+from kvtier.tiering.disk.layout import PAGE_BYTES, SLOTS_OFFSET, SUPERBLOCK_OFFSETS
+from tests.tiering.disk.crash.image import superblocks_in
+
+HALF = PAGE_BYTES // 2
+KINDS = (
+    "torn index",
+    "torn index",
+    "lost index",
+    "torn superblock",
+    "lost superblock",
+    "lost slots",
+)
+"""What may happen; what is named twice is twice as likely."""
+
+
+class Loss(Enum):
+    """What a power cut costs."""
+
+    NOTHING = "nothing"
+    """There was nothing to be spoilt."""
+    WRITES = "writes"
+    """What was written is damaged, but there is another copy of what it said."""
+    BLOCKS = "blocks"
+    """Blocks that were there may be gone."""
+
+
+class PowerCut:
+    """Remembers the file as it was, to undo parts of what one life has written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._before = path.read_bytes() if path.exists() else b""
+
+    def strike(self, kind: str, random: Random) -> Loss:
+        """Do it to the file."""
+        if not self._before or not self._path.exists():
+            return Loss.NOTHING
+        after = self._path.read_bytes()
+        before = superblocks_in(self._before)
+        now = superblocks_in(after)
+        if len(now) != 2 or not before:  # two copies are for one failure, not for two
+            return Loss.NOTHING
+        geometry = max(now, key=lambda copy: copy.revision).geometry
+        with open(self._path, "r+b", buffering=0) as file:
+            if kind.endswith("superblock"):
+                pages = [random.choice(SUPERBLOCK_OFFSETS)]
+            elif any(copy.geometry != geometry for copy in (*now, *before)):
+                return Loss.NOTHING
+            elif kind == "lost slots":
+                slots = self._before[SLOTS_OFFSET : geometry.index_offset]
+                os.pwrite(file.fileno(), slots, SLOTS_OFFSET)
+                return Loss.BLOCKS
+            else:
+                all_pages = range(geometry.index_offset, geometry.file_bytes, PAGE_BYTES)
+                pages = random.sample(all_pages, random.randint(1, len(all_pages)))
+            loss = Loss.WRITES
+            for offset in pages:
+                old = self._before[offset : offset + PAGE_BYTES]
+                new = after[offset : offset + PAGE_BYTES]
+                page = old
+                if kind.startswith("torn"):
+                    page = random.choice((old[:HALF] + new[HALF:], new[:HALF] + old[HALF:]))
+                # Where only one half has changed, what is torn may be whole, and old.
+                if page == old != new and kind.endswith("index"):
+                    loss = Loss.BLOCKS
+                os.pwrite(file.fileno(), page, offset)
+        return loss

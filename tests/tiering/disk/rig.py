@@ -1,0 +1,93 @@
+"""Disk tiers for tests: made in one line, driven by the harness of the conformance kit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from kvtier.base import OffloadingSpec
+from kvtier.testing import TierHarness
+from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.disk.layout import Geometry
+from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ROW_BYTES = 8192
+PATIENCE_S = 30.0
+
+
+def bytes_for(num_blocks: int, row_bytes: int = ROW_BYTES) -> int:
+    """The `max_bytes` with which a slab holds so many blocks."""
+    return Geometry(row_bytes, num_blocks).needed_bytes
+
+
+def disk_harness(
+    path: Path,
+    num_blocks: int = 32,
+    *,
+    row_bytes: int = ROW_BYTES,
+    num_rows: int = 64,
+    namespace: str = "these weights",
+    **options: Any,
+) -> TierHarness:
+    """An engine around a disk tier of so many blocks. Raises what the tier's constructor does."""
+    options.setdefault("max_bytes", bytes_for(num_blocks, row_bytes))
+
+    def make_tier(spec: OffloadingSpec, view: memoryview) -> SecondaryTierManager:
+        return DiskSecondaryTierManager(spec, view, "disk", path=str(path), **options)
+
+    return TierHarness(
+        make_tier,
+        num_slots=num_rows,
+        row_bytes=row_bytes,
+        patience_s=PATIENCE_S,
+        namespace=namespace,
+    )
+
+
+def disk_of(harness: TierHarness) -> DiskSecondaryTierManager:
+    assert isinstance(harness.tier, DiskSecondaryTierManager)
+    return harness.tier
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.005)
+
+
+def du(path: Path) -> int:
+    """What `du -B1` says."""
+    return os.stat(path).st_blocks * 512
+
+
+@contextmanager
+def silent_disk(tier: SecondaryTierManager) -> Iterator[None]:
+    """Reads and writes reach the disk, but nothing is heard of them before the context is left."""
+    assert isinstance(tier, DiskSecondaryTierManager)
+    answers = threading.Event()
+    queues = [lane._queue for lane in tier._lanes]
+    for queue in queues:
+        queue.reap = _when_set(answers, queue.reap)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        answers.set()
+        for queue in queues:
+            del queue.reap
+
+
+def _when_set(event: threading.Event, call: Callable[P, T]) -> Callable[P, T]:
+    def wait_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
+        event.wait()
+        return call(*args, **kwargs)
+
+    return wait_and_call
