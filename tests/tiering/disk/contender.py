@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from kvtier.tiering.disk import slab
+from kvtier.tiering.disk.refusal import SlabRefused
 from tests.tiering.disk.rig import ROW_BYTES, bytes_for
 
 
@@ -34,7 +35,7 @@ def main() -> None:
         try:
             held = slab.open_slab(Path(path), ROW_BYTES, bytes_for(num_blocks), engine_id, None)
             print("has it", flush=True)
-        except slab.SlabRefused as refused:
+        except SlabRefused as refused:
             print(refused, flush=True)
         except BaseException as error:
             print(f"unexpected: {error!r}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -9,11 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from unittest.mock import patch
 
 from kvtier.base import OffloadingSpec
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.disk.layout import Geometry
+from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 
 P = ParamSpec("P")
@@ -91,3 +94,40 @@ def _when_set(event: threading.Event, call: Callable[P, T]) -> Callable[P, T]:
         return call(*args, **kwargs)
 
     return wait_and_call
+
+
+@contextmanager
+def bad_sectors(*offsets: int, writing_mends: bool = True) -> Iterator[None]:
+    """Pages of every slab that cannot be read until they have been written, as on a disk that is
+    dying slowly, or that cannot be written either. Blocks in slots are not looked at."""
+    bad = set(offsets)
+    read, write = SlabFile.read, SlabFile.write_aligned
+
+    def fail_if_bad(offset: int, length: int) -> None:
+        if any(offset <= page < offset + length for page in bad):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def read_or_fail(file: SlabFile, offset: int, length: int) -> bytes:
+        fail_if_bad(offset, length)
+        return read(file, offset, length)
+
+    def write_or_fail(file: SlabFile, offset: int, data: memoryview) -> None:
+        if writing_mends:
+            bad.difference_update(range(offset, offset + len(data), PAGE_BYTES))
+        fail_if_bad(offset, len(data))
+        write(file, offset, data)
+
+    with (
+        patch.object(SlabFile, "read", read_or_fail),
+        patch.object(SlabFile, "write_aligned", write_or_fail),
+    ):
+        yield
+
+
+def is_mapped(address: int) -> bool:
+    """Whether a primary tier's memory lies there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if start <= address < end:
+            return "kvtier" in line
+    return False

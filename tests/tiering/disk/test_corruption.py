@@ -26,7 +26,7 @@ from kvtier.engine import Engine, EngineConfig, RequestResult, make_connector, o
 from kvtier.seal import SealFailure
 from kvtier.testing import TierHarness
 from kvtier.tiering.disk.layout import PAGE_BYTES
-from kvtier.tiering.disk.slab import SlabRefused
+from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.manager import TieringOffloadingManager
 from tests.engine.models import FULL, random_tokens
 from tests.engine.oracle import assert_same

@@ -26,7 +26,7 @@ from kvtier.tiering.base import TransferJob
 from kvtier.tiering.disk import manager, metrics
 from kvtier.tiering.disk.aio import AioUnavailable
 from kvtier.tiering.disk.layout import Geometry
-from kvtier.tiering.disk.slab import SlabRefused
+from kvtier.tiering.disk.refusal import SlabRefused
 from tests.tiering.disk.rig import (
     ROW_BYTES,
     bytes_for,

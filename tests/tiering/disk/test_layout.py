@@ -41,8 +41,8 @@ from kvtier.tiering.disk.layout import (
     read_stamp,
     write_slot_header,
 )
+from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.disk.scan import found_in
-from kvtier.tiering.disk.slab import SlabRefused
 from tests.tiering.disk.rig import disk_harness
 
 UUID = bytes(range(16))

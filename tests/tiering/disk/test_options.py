@@ -14,7 +14,7 @@ from kvtier.testing import TierHarness
 from kvtier.testing.sample_spec import sample_spec
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.disk.options import DiskOptions
-from kvtier.tiering.disk.slab import SlabRefused
+from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.factory import SecondaryTierFactory
 from tests.config.sample import make_config
 from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness

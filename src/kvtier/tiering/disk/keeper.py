@@ -13,7 +13,8 @@ import numpy as np
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.base import CachePolicy
 from kvtier.tiering.disk.recovery import write_index
-from kvtier.tiering.disk.slab import Slab, read_clear_request
+from kvtier.tiering.disk.slab import Slab
+from kvtier.tiering.disk.superblocks import read_clear_request
 from kvtier.tiering.disk.transfer import SlabBlock
 
 __all__ = ["IndexKeeper"]

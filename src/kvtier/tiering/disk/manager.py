@@ -61,6 +61,7 @@ _UNIT_BYTES = 1 << 20
 """Neighbouring blocks go together up to this size: disks reward it, and it costs less of us."""
 _IN_FLIGHT_BYTES = 32 << 20
 """How much one thread keeps under way. A load waits behind half of that in stores at most."""
+_MAX_PIECES = 16
 _LEAST_DEPTH, _MOST_DEPTH = 4, 32
 _MAX_ROW_BYTES = 1 << 30  # the kernel moves less than 2 GiB by one call
 _MAX_QUEUED_BYTES = 1 << 30
@@ -172,7 +173,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._errors: Counter[str] = Counter()
         self._told: set[int] = set()
         self._max_queued = max(1, _MAX_QUEUED_BYTES // geometry.slot_bytes)
-        max_pieces = max(1, _UNIT_BYTES // geometry.slot_bytes)
+        max_pieces = min(max(1, _UNIT_BYTES // geometry.slot_bytes), _MAX_PIECES)
         unit_bytes = max_pieces * geometry.slot_bytes
         depth = min(max(_IN_FLIGHT_BYTES // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
         self._work = WorkQueue(max_pieces)

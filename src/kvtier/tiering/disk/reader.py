@@ -38,7 +38,7 @@ from kvtier.tiering.disk.layout import (
     read_stamp,
 )
 from kvtier.tiering.disk.scan import FoundBlock, scan_headers
-from kvtier.tiering.disk.slab import read_holder
+from kvtier.tiering.disk.superblocks import read_holder
 
 __all__ = ["CheckedSlot", "Entry", "SlabReader", "SlabUnreadable", "Snapshot", "check_slot"]
 

@@ -1,59 +1,50 @@
-"""A slab file as a whole: made, opened, locked, resized, and closed."""
+"""A slab file as a whole: opened, locked, resized, and closed."""
 
 from __future__ import annotations
 
-import errno
-import glob
 import logging
 import os
 import socket
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvtier.tiering.base import TierRefused
 from kvtier.tiering.disk.file import NotAFile, SlabFile, lock_within
 from kvtier.tiering.disk.index import IndexTable
 from kvtier.tiering.disk.layout import (
-    CONTROL_OFFSET,
     HOLDER_OFFSET,
     PAGE_BYTES,
-    SLOTS_OFFSET,
     SUPERBLOCK_OFFSETS,
     Geometry,
     Holder,
     SlabFormatError,
     SlabVersionError,
     Superblock,
-    decode_clear_request,
     is_slab_page,
 )
-from kvtier.tiering.disk.recovery import read_index, resize, write_index
+from kvtier.tiering.disk.making import format_slab, make_if_missing
+from kvtier.tiering.disk.recovery import read_index, resize
+from kvtier.tiering.disk.refusal import SlabRefused, refusal_for
+from kvtier.tiering.disk.room import allocate, allocate_within
+from kvtier.tiering.disk.superblocks import (
+    mend_copies,
+    read_clear_request,
+    read_holder,
+    read_superblock,
+    slots_in_file,
+    within_file,
+    write_superblock,
+)
 
-__all__ = [
-    "Slab",
-    "SlabRefused",
-    "open_slab",
-    "read_clear_request",
-    "read_holder",
-    "read_superblock",
-]
+__all__ = ["Slab", "open_slab"]
 
 logger = logging.getLogger(__name__)
 
 _LOCK_PATIENCE_S = 1.0
-_MAKING_PATIENCE_S = 60.0
 _CLOCK_STEP = 2**32
 """By how much the clock jumps when a slab is opened: more than can pass before it is saved."""
-
-
-class SlabRefused(TierRefused):
-    """The slab cannot be used; says why, and the remedy."""
 
 
 class Slab:
@@ -86,7 +77,7 @@ class Slab:
     def save_superblock(self, **changes: Any) -> None:
         """Change the superblock, also in the file."""
         changed = replace(self.superblock, **changes, revision=self.superblock.revision + 1)
-        _write_superblock(self.file, changed)
+        write_superblock(self.file, changed)
         self.superblock = changed
 
     def close(self) -> None:
@@ -112,42 +103,22 @@ def open_slab(
     """
     path = path.resolve()  # a link to a file that is not there yet says where it is to be
     try:
-        if not path.exists() or _abandoned(path):
-            with _alone_in(path.parent):
-                for leftover in _abandoned(path):
-                    leftover.unlink(missing_ok=True)
-                if not path.exists():
-                    _make(path, max_bytes, payload_bytes)
+        make_if_missing(path, max_bytes, payload_bytes)
         file = SlabFile(path, os.O_RDWR)
     except NotAFile:
         raise SlabRefused(
             f"{path} is not a regular file: give the path of a file, which is made if need be"
         ) from None
     except OSError as error:
-        raise _refusal(path, error) from error
+        raise refusal_for(path, error) from error
     try:
         return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct, tag)
     except OSError as error:
         file.close()
-        raise _refusal(path, error) from error
+        raise refusal_for(path, error) from error
     except BaseException:
         file.close()
         raise
-
-
-def _refusal(path: Path, error: OSError) -> SlabRefused:
-    remedies = {
-        errno.EACCES: f"let the user of this engine (uid {os.geteuid()}) read and write it, and "
-        "make files beside it",
-        errno.EPERM: "see whether the file is immutable (lsattr), or forbidden by the container",
-        errno.EROFS: "mount its file system for writing, or give another path",
-        errno.EISDIR: "give the path of a file",
-        errno.EMFILE: "let this process have more files open (ulimit -n)",
-        errno.ENFILE: "let the system have more files open (sysctl fs.file-max)",
-        errno.EIO: "look at the disk (dmesg)",
-    }
-    remedy = remedies.get(error.errno or 0, "mend that, or give another path")
-    return SlabRefused(f"{path}: {error.strerror or error}: {remedy}")
 
 
 def _open(
@@ -164,7 +135,7 @@ def _open(
     stored = _superblock_or_new(file, payload_bytes, max_bytes)
     holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())
     file.write(HOLDER_OFFSET, holder.encode())
-    superblock = _within_file(file, stored)
+    superblock = within_file(file, stored)
     wanted = _make_room(file, stored, superblock, payload_bytes, max_bytes)
     os.fchmod(file.fd, 0o600)
     if superblock.geometry.payload_bytes != payload_bytes:
@@ -174,7 +145,7 @@ def _open(
             superblock.geometry.payload_bytes,
             payload_bytes,
         )
-        superblock = _format(file, wanted)
+        superblock = format_slab(file, wanted)
     if use_o_direct is not False:
         _use_o_direct(file, is_required=use_o_direct is True)
     index = read_index(file, superblock)
@@ -191,7 +162,7 @@ def _open(
     clear_request = read_clear_request(file)
     if clear_request not in (None, superblock.last_clear):
         superblock = replace(superblock, cut=clock, last_clear=clear_request)
-    _write_superblock(file, superblock)
+    write_superblock(file, superblock)
     if file.size != wanted.file_bytes:
         file.truncate(wanted.file_bytes)
     return Slab(file, superblock, index)
@@ -215,9 +186,9 @@ def _make_room(
             raise SlabRefused(f"{file.path}: its superblock makes no sense: remove the file")
     else:
         size = max_bytes or readable.geometry.needed_bytes
-        return _allocate_within(file, size, payload_bytes, file.path)
+        return allocate_within(file, size, payload_bytes, file.path)
     # All of it, once more: someone may have cut the end off, or made a hole into the file.
-    _allocate(file, wanted, file.path)
+    allocate(file, wanted, file.path)
     return wanted
 
 
@@ -236,15 +207,6 @@ def _use_o_direct(file: SlabFile, is_required: bool) -> None:
     )
 
 
-def _format(file: SlabFile, geometry: Geometry) -> Superblock:
-    """Let the file, whose room is allocated, be an empty slab."""
-    superblock = Superblock(uuid.uuid4().bytes, geometry, created_ns=time.time_ns())
-    write_index(file, IndexTable(geometry, superblock.uuid))
-    file.write(CONTROL_OFFSET, bytes(PAGE_BYTES))
-    _write_superblock(file, superblock)
-    return superblock
-
-
 def _lock(file: SlabFile) -> None:
     """Wait a moment if someone else has it: an engine that is just ending, or `kvtier store`."""
     if not lock_within(file.fd, _LOCK_PATIENCE_S):
@@ -255,8 +217,8 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
     """The superblock, or one for a slab whose own cannot be read any more."""
     try:
         superblock = read_superblock(file)
-        _mend_copies(file, superblock)
-        if not _slots_in_file(file, superblock):
+        mend_copies(file, superblock)
+        if not slots_in_file(file, superblock):
             raise SlabFormatError("the file has been cut off")
         return superblock
     except SlabVersionError as error:
@@ -271,160 +233,7 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
             ) from None
         logger.warning("%s: %s; it is made anew", file.path, error)
         size = file.size if max_bytes is None else max_bytes
-        return _format(file, _allocate_within(file, size, payload_bytes, file.path))
-
-
-def _mend_copies(file: SlabFile, superblock: Superblock) -> None:
-    """Let all copies be this one, before any of them is written anew: else the last whole one might
-    be torn. A copy that cannot be read or written is left as it is."""
-    page = superblock.encode()
-    for offset in SUPERBLOCK_OFFSETS:
-        with suppress(OSError):
-            if file.read(offset, PAGE_BYTES) != page:
-                file.write(offset, page)
-
-
-def _slots_in_file(file: SlabFile, superblock: Superblock) -> int:
-    """How many slots there are, in a file that may have been cut off."""
-    geometry = superblock.geometry
-    if file.size >= geometry.file_bytes:
-        return geometry.num_slots
-    return min(geometry.num_slots, max(0, file.size - SLOTS_OFFSET) // geometry.slot_bytes)
-
-
-def _within_file(file: SlabFile, superblock: Superblock) -> Superblock:
-    """The superblock of a file that may have been cut off: what lies behind its end is gone."""
-    num_slots = _slots_in_file(file, superblock)
-    if num_slots == superblock.geometry.num_slots:
-        return superblock
-    logger.warning(
-        "%s has been cut off: %d of %d slots are left. It gets back the size that max_bytes says",
-        file.path,
-        num_slots,
-        superblock.geometry.num_slots,
-    )
-    return replace(superblock, geometry=replace(superblock.geometry, num_slots=num_slots))
-
-
-def read_superblock(file: SlabFile) -> Superblock:
-    """The newer of the intact copies. Raises `SlabFormatError`, or `OSError`, if there is none."""
-    found = []
-    problem: Exception = SlabFormatError("there is no superblock")
-    for offset in SUPERBLOCK_OFFSETS:
-        try:
-            found.append(Superblock.decode(file.read(offset, PAGE_BYTES)))
-        except (SlabFormatError, OSError) as error:
-            if not isinstance(problem, SlabVersionError):
-                problem = error
-    if not found or isinstance(problem, SlabVersionError):
-        raise problem
-    return max(found, key=lambda superblock: superblock.revision)
-
-
-def _write_superblock(file: SlabFile, superblock: Superblock) -> None:
-    """One copy after the other: whenever this is cut short, one of them is whole."""
-    page = superblock.encode()
-    for offset in SUPERBLOCK_OFFSETS:
-        file.write(offset, page)
-
-
-def _geometry(max_bytes: int, payload_bytes: int) -> Geometry:
-    geometry = Geometry.within(max_bytes, payload_bytes)
-    if geometry.num_slots < 1:
-        raise SlabRefused(
-            f"max_bytes = {max_bytes}: that is too little for one block of {payload_bytes} bytes; "
-            f"give {Geometry(payload_bytes, 1).needed_bytes} or more"
-        )
-    return geometry
-
-
-def _allocate_within(file: SlabFile, max_bytes: int, payload_bytes: int, path: Path) -> Geometry:
-    """Make room for the most slots that fit. What the file system needs to remember where the file
-    lies is known only afterwards: where free space is in many small parts, that is more."""
-    extent_bytes = 0
-    while True:
-        geometry = _geometry(max_bytes - extent_bytes, payload_bytes)
-        _allocate(file, geometry, path)
-        found = max(0, file.allocated_bytes - file.size)
-        if geometry.needed_with(found) <= max_bytes or found <= extent_bytes:
-            return geometry
-        extent_bytes = found
-
-
-def _allocate(file: SlabFile, geometry: Geometry, path: Path) -> None:
-    """`path`: what to call the file."""
-    has = file.allocated_bytes
-    try:
-        file.allocate(geometry.file_bytes)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise SlabRefused(
-            f"{path} needs {geometry.file_bytes} bytes and has {has}; its file system has "
-            f"{file.free_bytes} left ({os.strerror(error.errno)}): give a smaller max_bytes, or "
-            "make room"
-        ) from None
-
-
-# --- a new slab --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Let no other engine make a slab in this directory meanwhile."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if not lock_within(fd, _MAKING_PATIENCE_S):
-            raise SlabRefused(
-                f"another process has locked the directory {directory} for more than "
-                f"{_MAKING_PATIENCE_S:.0f} s: see who does (lsof), or give another path"
-            )
-        yield
-    finally:
-        os.close(fd)
-
-
-def _make(path: Path, max_bytes: int | None, payload_bytes: int) -> None:
-    """Make an empty slab under a name of its own, and give it `path` when it is whole."""
-    if max_bytes is None:
-        raise SlabRefused(f"there is no slab at {path} yet: give max_bytes, and it is made")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    file = SlabFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        geometry = _allocate_within(file, max_bytes, payload_bytes, path)
-        file.truncate(geometry.file_bytes)
-        _format(file, geometry)
-        file.sync()
-        os.rename(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    finally:
-        file.close()
-
-
-def _abandoned(path: Path) -> list[Path]:
-    """What engines left that were killed while they made this slab, or are just making."""
-    return list(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
-
-
-# --- who has it --------------------------------------------------------------------------------
-
-
-def read_holder(file: SlabFile) -> Holder | None:
-    """Who opened the slab last, and may have it open still."""
-    try:
-        return Holder.decode(file.read(HOLDER_OFFSET, PAGE_BYTES))
-    except SlabFormatError:
-        return None
-
-
-def read_clear_request(file: SlabFile) -> bytes | None:
-    """The last request to forget everything, obeyed or not."""
-    try:
-        return decode_clear_request(file.read(CONTROL_OFFSET, PAGE_BYTES))
-    except (SlabFormatError, OSError):
-        return None
+        return format_slab(file, allocate_within(file, size, payload_bytes, file.path))
 
 
 def _in_use(file: SlabFile) -> str:
@@ -435,4 +244,4 @@ def _in_use(file: SlabFile) -> str:
         place = "this very process" if is_here else f"process {holder.pid} on {holder.host}"
         since = datetime.fromtimestamp(holder.since_ns / 1e9, UTC)
         who = f'the engine "{holder.engine_id}" ({place}, since {since:%Y-%m-%d %H:%M:%S} UTC)'
-    return f"{file.path} is in use by {who}: give each engine, and each of its tiers, a path of its own"
+    return f"{file.path} is in use by {who}: give each engine and each tier a path of its own"

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import kvtier.tiering.disk.making as making_module
 import kvtier.tiering.disk.recovery as recovery_module
 import kvtier.tiering.disk.slab as slab_module
+import kvtier.tiering.disk.superblocks as superblocks_module
 from kvtier import seal
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.disk.file import SlabFile
@@ -101,7 +103,7 @@ def a_changed_index_page_is_forgotten() -> None:
 
 @_mutant(6, point="superblock 1 half")
 def there_is_one_superblock() -> None:
-    plant(slab_module, SUPERBLOCK_OFFSETS=(0,))
+    plant(superblocks_module, SUPERBLOCK_OFFSETS=(0,))
 
 
 @_mutant(epoch_rate=0.1, power_cut="torn index")
@@ -156,7 +158,7 @@ def a_smaller_slab_keeps_its_file() -> None:
 
 @_mutant()
 def temporary_files_stay() -> None:
-    plant(slab_module, _abandoned=lambda path: [])
+    plant(making_module, _abandoned=lambda path: [])
 
 
 @_mutant()

@@ -1,0 +1,134 @@
+"""Single pages that the disk cannot read or write any more: the rest is kept, and kept in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing import TierHarness
+from kvtier.tiering.disk import keeper, metrics
+from kvtier.tiering.disk.layout import CONTROL_OFFSET, HOLDER_OFFSET, PAGE_BYTES, Geometry
+from tests.tiering.disk.rig import (
+    ROW_BYTES,
+    bad_sectors,
+    disk_harness,
+    disk_of,
+    wait_until,
+)
+
+NUM_BLOCKS = 130  # three pages of the index
+GEOMETRY = Geometry(ROW_BYTES, NUM_BLOCKS)
+KEYS = TierHarness.keys(NUM_BLOCKS)
+
+
+def store_all(harness: TierHarness) -> None:
+    for start in range(0, NUM_BLOCKS, 10):
+        (report,) = harness.wait_for(harness.store(KEYS[start : start + 10]))
+        assert report.result.success
+
+
+def loaded(harness: TierHarness) -> set[bytes]:
+    moved: set[bytes] = set()
+    for start in range(0, NUM_BLOCKS, 10):
+        (report,) = harness.wait_for(harness.load(KEYS[start : start + 10]))
+        moved |= report.moved
+    return moved
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A full slab."""
+    path = tmp_path / "kv.slab"
+    with disk_harness(path, NUM_BLOCKS) as harness:
+        store_all(harness)
+    return path
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(0, id="superblock-0"),
+        pytest.param(PAGE_BYTES, id="superblock-1"),
+        pytest.param(HOLDER_OFFSET, id="holder"),
+        pytest.param(CONTROL_OFFSET, id="control"),
+        pytest.param(GEOMETRY.index_offset, id="index-0"),
+        pytest.param(GEOMETRY.index_offset + PAGE_BYTES, id="index-1"),
+    ],
+)
+def test_a_page_that_cannot_be_read_costs_no_block(path: Path, page: int) -> None:
+    with bad_sectors(page), disk_harness(path, NUM_BLOCKS) as harness:
+        assert loaded(harness) == set(KEYS)
+    with disk_harness(path, NUM_BLOCKS) as harness:
+        assert harness.hits(KEYS) == set(KEYS)
+
+
+def test_a_block_that_cannot_be_moved_is_the_only_one_to_go(path: Path) -> None:
+    """Shrinking moves the blocks behind the new end."""
+    stranger = 100
+    with bad_sectors(GEOMETRY.slot_offset(stranger)), disk_harness(path, 60) as harness:
+        left = loaded(harness)
+    assert len(left) == 59
+    assert left < set(KEYS[-60:])
+
+
+def test_index_pages_that_could_not_be_written_for_a_while_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv.slab"
+    monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 0.05)  # or it rests too long for us
+    with disk_harness(path, NUM_BLOCKS) as harness:
+        pages = range(GEOMETRY.index_offset, GEOMETRY.file_bytes, PAGE_BYTES)
+        with bad_sectors(*pages, writing_mends=False):
+            store_all(harness)
+            eio = Errors(harness)
+            wait_until(lambda: eio.count() > 2, "the index cannot be written")
+    with disk_harness(path, NUM_BLOCKS) as harness:
+        assert harness.hits(KEYS) == set(KEYS)
+
+
+def test_the_keeper_does_not_try_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a disk that fails for good, it counts an error in each of its longer periods."""
+    monkeypatch.setattr(keeper, "_WRITE_EVERY_S", 0.001)
+    monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 3600.0)  # and so long it rests
+    with disk_harness(tmp_path / "kv.slab", NUM_BLOCKS) as harness:
+        eio = Errors(harness)
+        with bad_sectors(GEOMETRY.index_offset, writing_mends=False):
+            rounds = Rounds(disk_of(harness)._keeper)
+            harness.wait_for(harness.store(KEYS[:8]))
+            wait_until(lambda: eio.count() > 0, "the index cannot be written")
+            rounds.wait_for(50)
+            assert eio.count() == 1
+
+
+class Errors:
+    """How often the disk has said EIO."""
+
+    def __init__(self, harness: TierHarness) -> None:
+        self._harness = harness
+        self._count = 0.0
+
+    def count(self) -> float:
+        self._count += self._harness.call("get_stats").counters[metrics.error_counter("EIO")]
+        return self._count
+
+
+class Rounds:
+    """Counts the rounds of the keeper's thread."""
+
+    def __init__(self, index_keeper: keeper.IndexKeeper) -> None:
+        self._count = 0
+        self._wake = index_keeper._wake
+        self._wait = self._wake.wait
+        self._wake.wait = self._counted  # type: ignore[method-assign]
+
+    def _counted(self, timeout: float | None = None) -> bool:
+        self._count += 1
+        return self._wait(timeout)
+
+    def wait_for(self, count: int) -> None:
+        """Wait until there have been so many more."""
+        wanted = self._count + count
+        wait_until(lambda: self._count >= wanted, f"{count} rounds of the keeper")

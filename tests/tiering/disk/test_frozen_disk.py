@@ -1,0 +1,88 @@
+"""A disk that takes no writes for a while: loads go on, and nobody's memory is touched."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.testing import FaultSchedule, TierHarness
+from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+from tests.tiering.disk.engine import configured_engine, engine_with_faults
+from tests.tiering.disk.rig import disk_harness, disk_of, is_mapped, silent_disk, wait_until
+from tests.tiering.disk.small_disk import loop_disk
+
+KEYS = TierHarness.keys(32)
+
+
+def is_held_up(tier: DiskSecondaryTierManager) -> bool:
+    """Whether a thread has begun a write, which the file system does not take."""
+    return any(lane._num_stores for lane in tier._lanes)
+
+
+def test_loads_are_answered_while_stores_wait(tmp_path: Path) -> None:
+    with loop_disk(tmp_path, 64 << 20) as disk:
+        with disk_harness(disk.root / "kv.slab", 1000) as harness:
+            harness.wait_for(harness.store(KEYS))
+            with disk.frozen():
+                stores = [harness.store(harness.keys(1, start=100 * n)) for n in range(1, 21)]
+                wait_until(lambda: is_held_up(disk_of(harness)), "a write is under way")
+                time.sleep(0.1)  # whichever threads would take the other stores take them now
+                loads = [harness.load(KEYS[n : n + 4]) for n in range(0, 32, 4)]
+                for report in harness.wait_for(*loads):
+                    assert report.result.success
+                assert all(job.job_id not in harness.ledger.reports for job in stores)
+            for report in harness.wait_for(*stores):
+                assert report.result.success
+
+
+def test_what_waits_in_the_kernel_keeps_its_memory(tmp_path: Path) -> None:
+    """The engine ends while a write waits, and does not wait for it."""
+    threads = set(threading.enumerate())
+    with loop_disk(tmp_path, 64 << 20) as disk:
+        path = disk.root / "kv.slab"
+        engine, faulty = engine_with_faults(path, FaultSchedule(), shutdown_timeout_s=0.2)
+        tier = faulty.tier
+        assert isinstance(tier, DiskSecondaryTierManager)
+        with disk.frozen():
+            engine.serve(KEYS)
+            wait_until(lambda: is_held_up(tier), "a write is under way")
+            address = tier.rows_address
+            engine.manager.shutdown()
+            assert is_mapped(address), "what is written may be someone else's memory"
+        wait_until(lambda: set(threading.enumerate()) <= threads, "the tier has ended")
+        with configured_engine(path, num_rows=64, num_blocks=1024) as after:
+            after.serve(KEYS)  # compares what it finds
+            after.settle()
+
+
+# --- how much is under way ---------------------------------------------------------------------
+
+
+def test_stores_take_half_of_the_queue_and_no_load_waits_for_one(tmp_path: Path) -> None:
+    with disk_harness(tmp_path / "kv.slab", 256, num_rows=200, io_threads=1) as harness:
+        (lane,) = disk_of(harness)._lanes
+        queue = lane._queue
+        seen: list[tuple[int, int, int]] = []
+
+        def watched(reap: Callable[[int], list[tuple[int, int]]]) -> Callable[[int], object]:
+            def watch_and_reap(at_least: int = 1) -> list[tuple[int, int]]:
+                seen.append((lane._num_stores, len(lane._in_flight), at_least))
+                return reap(at_least)
+
+            return watch_and_reap
+
+        harness.wait_for(harness.store(KEYS))
+        with silent_disk(harness.tier):
+            queue.reap = watched(queue.reap)  # type: ignore[method-assign, assignment]
+            jobs = [harness.store(harness.keys(1, start=40))]
+            wait_until(lambda: bool(seen), "the thread waits for the first of them")
+            jobs += [harness.store(harness.keys(1, start=50 + n)) for n in range(100)]
+            jobs += [harness.load(KEYS[n : n + 1]) for n in range(4)]
+        for report in harness.wait_for(*jobs):
+            assert report.result.success
+    assert max(num_stores for num_stores, _, _ in seen) == lane._depth // 2
+    mixed = [at_least for stores, all_, at_least in seen if 0 < stores < all_]
+    assert mixed, "no load was under way beside a store"
+    assert set(mixed) == {1}, "a load that has been read waits for stores"

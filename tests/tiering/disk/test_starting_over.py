@@ -1,0 +1,194 @@
+"""Everything is forgotten at once, by reset or by request: for good, once, and without a pause."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from kvtier.base import OffloadKey
+from kvtier.testing import TierHarness
+from kvtier.tiering.disk import keeper
+from kvtier.tiering.disk.layout import (
+    CONTROL_OFFSET,
+    SUPERBLOCK_OFFSETS,
+    encode_clear_request,
+)
+from kvtier.tiering.disk.transfer import SlabBlock
+from tests.tiering.disk.rig import bad_sectors, disk_harness, disk_of, wait_until
+
+MANY = 200_000
+REQUEST = b"forget everything"[:16]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv.slab"
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    return Looks(monkeypatch)
+
+
+class Looks:
+    """How often keepers have looked for a request to clear. They do it often."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._read = keeper.read_clear_request
+        monkeypatch.setattr(keeper, "read_clear_request", self._counted)
+        monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 0.02)
+        monkeypatch.setattr(keeper, "_WRITE_EVERY_S", 0.01)
+
+    def _counted(self, file: Any) -> bytes | None:
+        self.count += 1
+        return self._read(file)
+
+    def wait_for_some(self) -> None:
+        wanted = self.count + 4
+        wait_until(lambda: self.count >= wanted, "the keeper has looked a few times")
+
+
+class Unlisted(dict[OffloadKey, Any]):
+    """Nobody may go through all of it; who takes single ones out is taken down."""
+
+    def __init__(self, content: dict[OffloadKey, Any]) -> None:
+        super().__init__(content)
+        self.taken_by: Counter[threading.Thread] = Counter()
+
+    def popitem(self) -> tuple[OffloadKey, Any]:
+        self.taken_by[threading.current_thread()] += 1
+        return super().popitem()
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        _refuse()
+
+    def keys(self) -> NoReturn:
+        _refuse()
+
+    def values(self) -> NoReturn:
+        _refuse()
+
+    def items(self) -> NoReturn:
+        _refuse()
+
+    def clear(self) -> None:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise AssertionError("something is done with all blocks in one go")
+
+
+def store(harness: TierHarness, count: int, start: int = 0) -> list[OffloadKey]:
+    keys = harness.keys(count, start)
+    (report,) = harness.wait_for(harness.store(keys))
+    assert report.result.success
+    return keys
+
+
+def ask_to_clear(path: Path, request_id: bytes = REQUEST) -> None:
+    """As `kvtier store clear` does while an engine runs."""
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), encode_clear_request(request_id), CONTROL_OFFSET)
+        os.fsync(file.fileno())
+
+
+# --- without a pause ---------------------------------------------------------------------------
+
+
+def test_many_blocks_are_destroyed_little_by_little_by_the_keeper(path: Path) -> None:
+    with disk_harness(path) as harness:
+        tier = disk_of(harness)
+        tier.enable_kv_events = False
+        keys = harness.keys(MANY)
+        tier._residents.adopt(keys, range(MANY), range(MANY))
+        blocks = tier._residents.readable = Unlisted(tier._residents.readable)
+        policy = tier._residents._policy
+        harness.begin_epoch(b"another".ljust(16))
+        assert not harness.hits(keys[:8])
+        wait_until(lambda: not tier._keeper._former, "the keeper has destroyed them")
+        assert not blocks
+        assert blocks.taken_by == {tier._keeper._thread: MANY}
+        assert policy.get(keys[0]) is policy.get(keys[-1]) is None
+        assert not harness.hits(store(harness, 8)) ^ set(harness.keys(8))
+
+
+def test_blocks_of_an_earlier_engine_are_announced_once_and_in_small_steps(path: Path) -> None:
+    with disk_harness(path) as harness:
+        tier = disk_of(harness)
+        keys = harness.keys(20_000)
+        tier._unannounced = Unlisted(dict.fromkeys(keys))
+        num_steps = 0
+        while tier._unannounced:
+            harness.step()
+            num_steps += 1
+        told = [key for event in harness.events for key in event.keys]
+        assert len(told) == len(keys)
+        assert set(told) == set(keys)
+        assert max(len(event.keys) for event in harness.events) <= 1024
+        assert num_steps < 30
+
+
+def test_what_nobody_is_told_is_not_kept_for_it(path: Path) -> None:
+    with disk_harness(path) as harness:
+        store(harness, 8)
+    with disk_harness(path) as harness:
+        harness.tier.enable_kv_events = False
+        assert disk_of(harness)._unannounced
+        harness.step()
+        assert not disk_of(harness)._unannounced
+
+
+# --- by request --------------------------------------------------------------------------------
+
+
+def test_a_request_that_waits_is_obeyed_before_the_first_lookup(path: Path, looks: Looks) -> None:
+    with disk_harness(path) as harness:
+        old = store(harness, 8)
+    ask_to_clear(path)
+    with disk_harness(path) as harness:
+        assert not harness.hits(old)
+        new = store(harness, 8, start=20)
+        looks.wait_for_some()
+        assert harness.hits(new) == set(new)
+    with disk_harness(path) as harness:
+        looks.wait_for_some()
+        assert harness.hits(old + new) == set(new)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_an_old_request_means_nothing_to_a_slab_made_anew(
+    path: Path, looks: Looks, is_damaged: bool
+) -> None:
+    with disk_harness(path) as harness:
+        ask_to_clear(path)
+        slab = disk_of(harness)._slab
+        wait_until(lambda: slab.superblock.last_clear == REQUEST, "it is obeyed")
+    if is_damaged:
+        with path.open("r+b") as file:
+            for offset in SUPERBLOCK_OFFSETS:
+                os.pwrite(file.fileno(), b"?", offset + 100)
+    with disk_harness(path, row_bytes=8192 if is_damaged else 4096) as harness:
+        keys = store(harness, 8)
+        looks.wait_for_some()
+        assert harness.hits(keys) == set(keys)
+
+
+def test_a_request_that_cannot_be_written_down_is_obeyed_once(path: Path, looks: Looks) -> None:
+    with disk_harness(path) as harness:
+        old = store(harness, 8)
+        with bad_sectors(*SUPERBLOCK_OFFSETS, writing_mends=False):
+            ask_to_clear(path)
+            wait_until(lambda: not harness.hits(old), "it is obeyed")
+            new = store(harness, 8, start=20)
+            looks.wait_for_some()
+            assert harness.hits(new) == set(new)
+    with disk_harness(path) as harness:
+        assert not harness.hits(old)
