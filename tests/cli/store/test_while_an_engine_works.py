@@ -199,6 +199,21 @@ def test_without_an_engine_it_is_done_here(path: Path, capsys: pytest.CaptureFix
         assert harness.hits(KEYS) == set(KEYS[:2])
 
 
+def test_blocks_behind_a_damaged_index_are_cleared_and_counted(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with engine_on(path) as harness:
+        harness.wait_for(harness.store(KEYS))
+    flip(path, GEOMETRY.index_offset + 50)
+    assert main(["store", "clear", str(path), "--yes", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["cleared_blocks"] == 20
+    assert printed.err.startswith("kvtier store: ")
+    assert "pages of the index are damaged" in printed.err
+    with engine_on(path) as harness:
+        assert harness.hits(KEYS) == set()
+
+
 def test_an_engine_that_hangs_is_waited_for_only_so_long(
     path: Path, engine: EngineProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:

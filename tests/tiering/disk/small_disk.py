@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -18,6 +19,9 @@ __all__ = ["LoopDisk", "loop_disk", "small_tmpfs"]
 _FREEZE, _THAW = 0xC0045877, 0xC0045878
 _SET_LOOP_STATUS, _GET_LOOP_STATUS = 0x4C04, 0x4C05
 _LOOP_STATUS_BYTES, _SIZE_LIMIT_AT = 232, 32
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+_BLOCK_BYTES = 4096
+_libc = ctypes.CDLL(None, use_errno=True)
 _KEPT_BYTES = 4 << 20
 """The start of the device, where ext4 keeps its tables."""
 
@@ -92,6 +96,23 @@ class LoopDisk:
         """Let others take all room that is left, down to the last block."""
         _take_all_room(self.root / "of-others")
 
+    def fragment(self) -> None:
+        """Let others take all room and give every other block of it back, so that no two free
+        blocks are neighbours."""
+        self.fill()
+        with (self.root / "of-others").open("r+b") as file:
+            os.fsync(file.fileno())
+            for offset in range(0, file.seek(0, os.SEEK_END), 2 * _BLOCK_BYTES):
+                _punch_hole(file.fileno(), offset, _BLOCK_BYTES)
+            os.fsync(file.fileno())  # then what was freed can be had
+
+
+def _punch_hole(fd: int, offset: int, length: int) -> None:
+    mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
+    if _libc.fallocate64(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(length)):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
 
 def _take_all_room(path: Path) -> None:
     with path.open("ab", buffering=0) as file:
@@ -99,6 +120,14 @@ def _take_all_room(path: Path) -> None:
             with suppress(OSError):
                 while True:
                     file.write(bytes(size))
+
+
+def _unmount(root: Path) -> None:
+    try:
+        _run("umount", str(root))
+    except OSError:  # a test that fails may leave a file open; it goes when that is closed
+        _run("umount", "--lazy", str(root))
+        raise
 
 
 @contextmanager
@@ -113,7 +142,7 @@ def loop_disk(
     if content is None:
         with image.open("wb") as file:
             file.truncate(num_bytes)
-        _run("mkfs.ext4", "-q", "-b", "4096", "-m", "0", str(image))
+        _run("mkfs.ext4", "-q", "-b", str(_BLOCK_BYTES), "-m", "0", str(image))
     else:
         image.write_bytes(content)
     try:
@@ -124,7 +153,7 @@ def loop_disk(
     try:
         yield LoopDisk(image, root)
     finally:
-        _run("umount", str(root))
+        _unmount(root)
 
 
 @contextmanager
@@ -140,4 +169,4 @@ def small_tmpfs(directory: Path, num_bytes: int) -> Iterator[Path]:
     try:
         yield root
     finally:
-        _run("umount", str(root))
+        _unmount(root)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from tests.tiering.disk.engine import configured_engine, engine_with_faults
-from tests.tiering.disk.rig import disk_harness, disk_of, is_mapped, silent_disk, wait_until
+from tests.tiering.disk.rig import disk_harness, disk_of, is_mapped, wait_until
 from tests.tiering.disk.small_disk import loop_disk
 
 KEYS = TierHarness.keys(32)
@@ -22,19 +21,21 @@ def is_held_up(tier: DiskSecondaryTierManager) -> bool:
 
 
 def test_loads_are_answered_while_stores_wait(tmp_path: Path) -> None:
-    with loop_disk(tmp_path, 64 << 20) as disk:
-        with disk_harness(disk.root / "kv.slab", 1000) as harness:
-            harness.wait_for(harness.store(KEYS))
-            with disk.frozen():
-                stores = [harness.store(harness.keys(1, start=100 * n)) for n in range(1, 21)]
-                wait_until(lambda: is_held_up(disk_of(harness)), "a write is under way")
-                time.sleep(0.1)  # whichever threads would take the other stores take them now
-                loads = [harness.load(KEYS[n : n + 4]) for n in range(0, 32, 4)]
-                for report in harness.wait_for(*loads):
-                    assert report.result.success
-                assert all(job.job_id not in harness.ledger.reports for job in stores)
-            for report in harness.wait_for(*stores):
+    with (
+        loop_disk(tmp_path, 64 << 20) as disk,
+        disk_harness(disk.root / "kv.slab", 1000) as harness,
+    ):
+        harness.wait_for(harness.store(KEYS))
+        with disk.frozen():
+            stores = [harness.store(harness.keys(1, start=100 * n)) for n in range(1, 21)]
+            wait_until(lambda: is_held_up(disk_of(harness)), "a write is under way")
+            time.sleep(0.1)  # whichever threads would take the other stores take them now
+            loads = [harness.load(KEYS[n : n + 4]) for n in range(0, 32, 4)]
+            for report in harness.wait_for(*loads):
                 assert report.result.success
+            assert all(job.job_id not in harness.ledger.reports for job in stores)
+        for report in harness.wait_for(*stores):
+            assert report.result.success
 
 
 def test_what_waits_in_the_kernel_keeps_its_memory(tmp_path: Path) -> None:
@@ -63,23 +64,22 @@ def test_what_waits_in_the_kernel_keeps_its_memory(tmp_path: Path) -> None:
 def test_stores_take_half_of_the_queue_and_no_load_waits_for_one(tmp_path: Path) -> None:
     with disk_harness(tmp_path / "kv.slab", 256, num_rows=200, io_threads=1) as harness:
         (lane,) = disk_of(harness)._lanes
-        queue = lane._queue
+        reap = lane._queue.reap
         seen: list[tuple[int, int, int]] = []
+        answers = threading.Event()
 
-        def watched(reap: Callable[[int], list[tuple[int, int]]]) -> Callable[[int], object]:
-            def watch_and_reap(at_least: int = 1) -> list[tuple[int, int]]:
-                seen.append((lane._num_stores, len(lane._in_flight), at_least))
-                return reap(at_least)
-
-            return watch_and_reap
+        def watched(at_least: int = 1) -> list[tuple[int, int]]:
+            seen.append((lane._num_stores, len(lane._in_flight), at_least))
+            answers.wait()
+            return reap(at_least)
 
         harness.wait_for(harness.store(KEYS))
-        with silent_disk(harness.tier):
-            queue.reap = watched(queue.reap)  # type: ignore[method-assign, assignment]
-            jobs = [harness.store(harness.keys(1, start=40))]
-            wait_until(lambda: bool(seen), "the thread waits for the first of them")
-            jobs += [harness.store(harness.keys(1, start=50 + n)) for n in range(100)]
-            jobs += [harness.load(KEYS[n : n + 1]) for n in range(4)]
+        lane._queue.reap = watched  # type: ignore[method-assign]
+        jobs = [harness.store(harness.keys(1, start=40))]
+        wait_until(lambda: bool(seen), "the thread waits for the first of them")
+        jobs += [harness.store(harness.keys(1, start=50 + n)) for n in range(100)]
+        jobs += [harness.load(KEYS[n : n + 1]) for n in range(4)]
+        answers.set()
         for report in harness.wait_for(*jobs):
             assert report.result.success
     assert max(num_stores for num_stores, _, _ in seen) == lane._depth // 2

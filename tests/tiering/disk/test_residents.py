@@ -25,6 +25,17 @@ from kvtier.tiering.disk.transfer import SlabBlock
 NOBODY = ReqContext("nobody")
 
 
+def _stored(
+    residents: Residents,
+    new: list[OffloadKey],
+    brought: list[OffloadKey],
+    context: ReqContext,
+) -> tuple[list[SlabBlock], list[OffloadKey]]:
+    """The blocks that got a slot, and the keys of those that left for them."""
+    evicted = residents.make_room(new, brought, context)
+    return residents.place(new, context), evicted
+
+
 def key(number: int) -> OffloadKey:
     return OffloadKey(b"%04d" % number)
 
@@ -71,7 +82,7 @@ class Machine(RuleBasedStateMachine):
         present = {*self.residents.readable, *self.residents.writing}
         new = [each for each in wanted if each not in present]
         pinned_before = self.slots_under_way()
-        blocks, evicted = self.residents.place(new, wanted, ReqContext(request))
+        blocks, evicted = _stored(self.residents, new, wanted, ReqContext(request))
         for gone in evicted:
             assert gone not in wanted, "a block left for others of its own prompt"
             assert self.kept.pop(gone) not in pinned_before, "a block left that is being read"
@@ -171,7 +182,7 @@ class Machine(RuleBasedStateMachine):
                 self.residents.written(job.blocks)
         if hasattr(self, "residents"):
             fresh = keys(*range(1000, 1000 + self.num_slots))
-            blocks, _ = self.residents.place(fresh, fresh, NOBODY)
+            blocks, _ = _stored(self.residents, fresh, fresh, NOBODY)
             assert [block.block_id for block in blocks] == list(range(self.num_slots))
 
 
@@ -186,7 +197,7 @@ TestResidentsWithARC = ARCMachine.TestCase
 def filled(num_slots: int, policy_cls: type[CachePolicy] = LRUCachePolicy) -> Residents:
     residents = Residents(policy_cls, num_slots, first_seq=100)
     residents.set_free(list(range(num_slots)), [])
-    blocks, _ = residents.place(keys(*range(num_slots)), keys(*range(num_slots)), NOBODY)
+    blocks, _ = _stored(residents, keys(*range(num_slots)), keys(*range(num_slots)), NOBODY)
     residents.written(blocks)
     return residents
 
@@ -194,14 +205,14 @@ def filled(num_slots: int, policy_cls: type[CachePolicy] = LRUCachePolicy) -> Re
 @pytest.mark.parametrize("policy_cls", [LRUCachePolicy, ARCCachePolicy])
 def test_of_one_prompt_the_tail_leaves_first(policy_cls: type[CachePolicy]) -> None:
     residents = filled(4, policy_cls)
-    _, evicted = residents.place(keys(10, 11), keys(10, 11), NOBODY)
+    _, evicted = _stored(residents, keys(10, 11), keys(10, 11), NOBODY)
     assert set(evicted) == set(keys(2, 3))
 
 
 def test_what_was_used_last_leaves_last() -> None:
     residents = filled(4)
     residents.touch(keys(2, 3), NOBODY)
-    _, evicted = residents.place(keys(10, 11), keys(10, 11), NOBODY)
+    _, evicted = _stored(residents, keys(10, 11), keys(10, 11), NOBODY)
     assert set(evicted) == set(keys(0, 1))
 
 
@@ -211,7 +222,7 @@ def test_what_was_adopted_leaves_in_the_order_of_its_last_use() -> None:
     residents.set_free([], [])
     order = []
     for number in range(10, 14):
-        _, evicted = residents.place(keys(number), keys(number), NOBODY)
+        _, evicted = _stored(residents, keys(number), keys(number), NOBODY)
         order += evicted
     assert order == keys(0, 2, 1, 3)
 
@@ -220,9 +231,9 @@ def test_a_block_that_two_loads_read_stays_until_both_have_ended() -> None:
     residents = filled(1)
     first, second = (list(filter(None, residents.pin(keys(0)))) for _ in range(2))
     residents.unpin(first, [])
-    assert residents.place(keys(1), keys(1), NOBODY) == ([], [])
+    assert _stored(residents, keys(1), keys(1), NOBODY) == ([], [])
     residents.unpin(second, [])
-    blocks, evicted = residents.place(keys(1), keys(1), NOBODY)
+    blocks, evicted = _stored(residents, keys(1), keys(1), NOBODY)
     assert (len(blocks), evicted) == (1, keys(0))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -46,7 +47,8 @@ The page cache is bypassed. While an engine runs, blocks come and go; one that i
 then is looked at again, and is no damage. Nothing is mended: an engine that loads a damaged block
 notices, drops it and computes it again.
 
-Exit code 0: all is well; 1: damage was found.
+Exit code 0: all is well; 1: damage was found; 130: ended by Ctrl-C, and what was found until then
+is printed.
 """
 
 _CLEAR_HELP = """
@@ -56,14 +58,23 @@ With an engine running, it is asked to, and does so within about a second; witho
 here. The bytes stay in the file until they are overwritten: to be rid of them, end the engine and
 remove the file.
 
-Exit code 0: cleared; 1: not confirmed, or the engine did not obey in time.
+Exit code 0: cleared; 1: not confirmed, or the engine did not obey in time; 2: neither --yes nor
+a terminal to ask on.
 """
 
 store_app = typer.Typer(
     name="store", help=_HELP, no_args_is_help=True, rich_markup_mode=None, add_completion=False
 )
 
-_Path = Annotated[Path, typer.Argument(metavar="PATH", help="The slab file.", show_default=False)]
+_Path = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH",
+        help="The slab file.",
+        show_default=False,
+        readable=False,  # not checked here: we say whose it is, and typer does not
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 _Namespace = Annotated[
     str | None,
@@ -138,7 +149,7 @@ def _clear(
     def work() -> int:
         from kvtier.cli.store.commands import clear
 
-        return clear(path, timeout, is_sure=yes, as_json=json)
+        return clear(path, _checked_timeout(timeout), is_sure=yes, as_json=json)
 
     _end_with(path, work)
 
@@ -168,6 +179,12 @@ def _checked_rate(given: str | None) -> int | None:
         raise typer.BadParameter(f'"{given}": {error}', param_hint="--max-rate") from None
 
 
+def _checked_timeout(given: float) -> float:
+    if not math.isfinite(given):
+        raise typer.BadParameter(f"{given}: give a number of seconds", param_hint="--timeout")
+    return given
+
+
 # --- how it ends -------------------------------------------------------------------------------
 
 
@@ -184,9 +201,11 @@ def _exit_code(path: Path, work: Callable[[], int]) -> int:
     # Here, and in `work`, since they load what `kvtier --help` does not need.
     from kvtier.cli.output import CannotWrite, NobodyReads
     from kvtier.cli.store.refusal import NotCleared, StoreRefused, explain_os_error
+    from kvtier.cli.store.warnings import warnings_as_notes
 
     try:
-        return work()
+        with warnings_as_notes():
+            return work()
     except NobodyReads:
         return 128 + signal.SIGPIPE
     except NotCleared as problem:

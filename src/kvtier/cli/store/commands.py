@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -118,7 +119,7 @@ def _write_json(document: dict[str, Any]) -> None:
 
 
 def verify(path: Path, namespace: str | None, max_rate: int | None, *, as_json: bool) -> int:
-    with open_store(path) as store, shown_progress() as on_progress:
+    with open_store(path) as store, shown_progress(max_rate) as on_progress:
         scrub = store.verify(namespace, max_rate, on_progress)
         place_name = store.place_name
     if as_json:
@@ -126,6 +127,8 @@ def verify(path: Path, namespace: str | None, max_rate: int | None, *, as_json: 
     else:
         write("".join(f"{line}\n" for line in _scrub_lines(path, scrub, place_name)))
         finish()
+    if not scrub.is_complete:
+        return 128 + signal.SIGINT
     return 0 if scrub.is_sound else 1
 
 
@@ -133,6 +136,7 @@ def _scrub_json(path: Path, scrub: Scrub, place_name: str) -> dict[str, Any]:
     return {
         "path": str(path),
         "ok": scrub.is_sound,
+        "complete": scrub.is_complete,
         "good": scrub.num_good,
         "damaged": len(scrub.damaged),
         "gone": scrub.num_gone,
@@ -159,6 +163,11 @@ def _scrub_lines(path: Path, scrub: Scrub, place_name: str) -> Iterator[str]:
     yield (
         f"{path}: {as_size(scrub.num_bytes)} read in {scrub.seconds:.1f} s ({as_size(rate)} per s)"
     )
+    if not scrub.is_complete:
+        yield (
+            f"ended by Ctrl-C after {as_size(scrub.num_bytes)} of {as_size(scrub.total_bytes)}; "
+            "what looked damaged was not looked at again"
+        )
     yield f"good     {scrub.num_good}"
     if scrub.num_gone:
         yield f"gone     {scrub.num_gone} (overwritten or dropped by the engine meanwhile)"

@@ -1,4 +1,4 @@
-"""How far verifying has come, on a terminal."""
+"""How far verifying has come, and how long it will take."""
 
 from __future__ import annotations
 
@@ -15,19 +15,29 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from kvtier.cli.output import note
+from kvtier.cli.store.amounts import as_age, as_size
+
 __all__ = ["shown_progress"]
 
-
-def _nobody_watches(_done: int, _total: int) -> None:
-    return
+_LONG_S = 60.0
 
 
 @contextmanager
-def shown_progress() -> Iterator[Callable[[int, int], None]]:
+def shown_progress(max_rate: int | None) -> Iterator[Callable[[int, int], None]]:
     """Tell what this gives how many bytes are done, and of how many. A bar on standard error where
-    that is a terminal, and gone at the end; elsewhere nothing."""
+    that is a terminal, and gone at the end; elsewhere nothing. One line before that if `max_rate`,
+    in bytes per second, makes it long."""
+
+    def say_how_long(done: int, total: int) -> None:
+        if max_rate is not None and not done and total / max_rate > _LONG_S:
+            note(
+                f"kvtier store: {as_size(total)} to read, at most {as_size(max_rate)} per s: that "
+                f"takes about {as_age(total / max_rate)}"
+            )
+
     if sys.stderr is None or not sys.stderr.isatty():
-        yield _nobody_watches
+        yield say_how_long
         return
     columns = (
         BarColumn(bar_width=20),
@@ -37,4 +47,9 @@ def shown_progress() -> Iterator[Callable[[int, int], None]]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def show(done: int, total: int) -> None:
+            say_how_long(done, total)
+            bar.update(task, completed=done, total=total)
+
+        yield show

@@ -18,11 +18,10 @@ class RateLimit:
         self._free_at = time.monotonic()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Wait until so many bytes may be read. Time in which nothing was read is not made up for
-        later."""
+        """Wait until so many bytes may be read: as long as they take, beforehand, so that the rate
+        is kept from the first byte on. Time in which nothing was read is not made up for later."""
         if self._bytes_per_s is None:
             return
-        start = max(self._free_at, time.monotonic())
-        self._free_at = start + num_bytes / self._bytes_per_s
-        while (rest := start - time.monotonic()) > 0:
+        self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
+        while (rest := self._free_at - time.monotonic()) > 0:
             time.sleep(min(rest, _LONGEST_NAP_S))

@@ -6,13 +6,17 @@ import os
 import time
 import uuid
 
+import numpy as np
+
 from kvtier.cli.store.refusal import NotCleared, StoreRefused
 from kvtier.cli.store.store import Clearing
 from kvtier.tiering.disk.aio import AioUnavailable
 from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.disk.index import is_alive
 from kvtier.tiering.disk.layout import CONTROL_OFFSET, encode_clear_request
 from kvtier.tiering.disk.reader import SlabReader, SlabUnreadable
-from kvtier.tiering.disk.slab import SlabRefused, open_slab
+from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.disk.slab import open_slab
 
 __all__ = ["clear_slab"]
 
@@ -22,12 +26,13 @@ _OUR_NAME = "kvtier store clear"
 
 
 def clear_slab(reader: SlabReader, num_blocks: int, patience_s: float) -> Clearing:
-    """Raises `StoreRefused`, `NotCleared` or `OSError`."""
+    """`num_blocks`: how many there are, as far as is known without asking slots whose part of the
+    index is damaged. Raises `StoreRefused`, `NotCleared` or `OSError`."""
     started = time.monotonic()
     request_id: bytes | None = None
     while True:
-        if not reader.is_held() and _clear_unheld(reader):
-            return Clearing(num_blocks, by_engine=False, seconds=time.monotonic() - started)
+        if not reader.is_held() and (num_found := _clear_unheld(reader)) is not None:
+            return Clearing(num_found, by_engine=False, seconds=time.monotonic() - started)
         if request_id is None:
             request_id = uuid.uuid4().bytes
             _ask_the_engine(reader, request_id)
@@ -39,12 +44,14 @@ def clear_slab(reader: SlabReader, num_blocks: int, patience_s: float) -> Cleari
         time.sleep(_LOOK_EVERY_S)
 
 
-def _clear_unheld(reader: SlabReader) -> bool:
-    """Take the slab and clear it. False: someone was quicker to take it."""
+def _clear_unheld(reader: SlabReader) -> int | None:
+    """Take the slab and clear it. Returns how many blocks there were; None: someone was quicker to
+    take it."""
     try:
+        before = reader.read_superblock()
         slab = open_slab(
             reader.file.path,
-            reader.read_superblock().geometry.payload_bytes,
+            before.geometry.payload_bytes,
             max_bytes=None,
             engine_id=_OUR_NAME,
             use_o_direct=False,
@@ -53,16 +60,17 @@ def _clear_unheld(reader: SlabReader) -> bool:
         raise StoreRefused(str(problem)) from None
     except SlabRefused as problem:
         if reader.is_held():
-            return False
+            return None
         raise StoreRefused(str(problem)) from None
     try:
+        num_blocks = int(np.count_nonzero(is_alive(slab.index.entries(), before.cut)))
         # A request that no engine has lived to obey is obeyed by this.
         last_clear = reader.clear_request() or slab.superblock.last_clear
         slab.save_superblock(cut=slab.first_seq, last_clear=last_clear)
         slab.file.sync()
     finally:
         slab.close()
-    return True
+    return num_blocks
 
 
 def _ask_the_engine(reader: SlabReader, request_id: bytes) -> None:

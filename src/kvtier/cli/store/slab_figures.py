@@ -118,7 +118,7 @@ class SlabFigures:
         if self.num_intact_superblocks < 2:
             yield "superblock  one of two copies is damaged; an engine that starts mends it"
         if self.is_clear_pending:
-            yield "clear       asked for; an engine obeys within about a second of running"
+            yield "clear       asked for; an engine obeys within about a second, or when it starts"
 
     def _who(self) -> str:
         if self.holder is None:

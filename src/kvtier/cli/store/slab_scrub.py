@@ -21,7 +21,7 @@ __all__ = ["SlabScrubber"]
 
 _NUM_THREADS = 4
 _RUN_BYTES = 1 << 20
-"""Neighbouring slots are read together up to this size."""
+"""Neighbouring slots are read together up to this size, or to what may be read in a second."""
 _PATIENCE_S = 3.0
 """A slot that an engine is writing is written by then, and its index, too."""
 _PAUSE_S = 0.1
@@ -53,6 +53,7 @@ class SlabScrubber:
         self._reader = reader
         self._tags = tags
         self._limit = RateLimit(max_rate)
+        self._run_bytes = min(_RUN_BYTES, max_rate or _RUN_BYTES)
         self._on_progress = on_progress
         self._scrub = Scrub()
         self._buffers = threading.local()
@@ -63,16 +64,20 @@ class SlabScrubber:
         scrub = self._scrub
         first_revision = self._reader.superblock.revision
         slots = self._slots_of(snapshot)
-        total = len(slots) * snapshot.geometry.slot_bytes
-        self._on_progress(0, total)
+        scrub.total_bytes = len(slots) * snapshot.geometry.slot_bytes
         suspects: list[_Verdict] = []
-        for verdict in self._check(snapshot, slots):
-            if verdict.reason is not None:
-                suspects.append(verdict)
-            elif not verdict.is_empty:
-                scrub.num_good += 1
-            self._on_progress(scrub.num_bytes, total)
-        for verdict in self._look_again(suspects, first_revision):
+        try:
+            self._on_progress(0, scrub.total_bytes)
+            for verdict in self._check(snapshot, slots):
+                if verdict.reason is not None:
+                    suspects.append(verdict)
+                elif not verdict.is_empty:
+                    scrub.num_good += 1
+                self._on_progress(scrub.num_bytes, scrub.total_bytes)
+            suspects = self._look_again(suspects, first_revision)
+        except KeyboardInterrupt:
+            scrub.is_complete = False
+        for verdict in suspects:
             assert verdict.reason is not None
             scrub.damaged.append(Damage(verdict.slot, verdict.key, verdict.reason))
         self._remark(snapshot)
@@ -130,15 +135,11 @@ class SlabScrubber:
             if slot < snapshot.geometry.num_slots
             and (slot in unknown or snapshot.entry(slot) is not None)
         ]
-        self._scrub.num_gone += len(slots) - len(there)
-        still = []
-        for verdict in self._check(snapshot, there):
-            if verdict.reason is not None:
-                still.append(verdict)
-            elif verdict.is_empty:
-                self._scrub.num_gone += 1
-            else:
-                self._scrub.num_good += 1
+        verdicts = list(self._check(snapshot, there))
+        still = [verdict for verdict in verdicts if verdict.reason is not None]
+        num_empty = sum(verdict.is_empty for verdict in verdicts)
+        self._scrub.num_gone += len(slots) - len(there) + num_empty
+        self._scrub.num_good += len(there) - len(still) - num_empty
         return still
 
     # --- reading -------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class SlabScrubber:
         slot_bytes = snapshot.geometry.slot_bytes
         with ThreadPoolExecutor(_NUM_THREADS, "kvtier-scrub") as pool:
             try:
-                for run in _runs(slots, max(1, _RUN_BYTES // slot_bytes)):
+                for run in _runs(slots, max(1, self._run_bytes // slot_bytes)):
                     self._limit.wait_for(len(run) * slot_bytes)
                     under_way.append(pool.submit(self._check_run, snapshot, run))
                     if len(under_way) >= 2 * _NUM_THREADS:

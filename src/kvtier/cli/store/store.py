@@ -80,6 +80,10 @@ class Scrub:
     """They left, or were overwritten, while this ran."""
     num_bytes: int = 0
     """So many were read."""
+    total_bytes: int = 0
+    """So many were to be read."""
+    is_complete: bool = True
+    """False: the user has ended it. What looked damaged until then was not looked at again."""
     seconds: float = 0.0
     damaged: list[Damage] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -87,7 +91,7 @@ class Scrub:
 
     @property
     def is_sound(self) -> bool:
-        return not self.damaged and not self.remarks
+        return self.is_complete and not self.damaged and not self.remarks
 
     def reasons(self) -> Counter[str]:
         return Counter(damage.reason for damage in self.damaged)
@@ -136,7 +140,8 @@ class Store(Protocol):
         on_progress: Callable[[int, int], None],
     ) -> Scrub:
         """Read every block and check it. `max_rate`: bytes per second. `on_progress` is told how
-        many bytes have been read, and how many there are to read."""
+        many bytes have been read, and how many there are to read. Ctrl-C ends it early, with what
+        was found until then."""
 
     def clear(self, patience_s: float) -> Clearing:
         """Forget every block. Waits for the engine, if there is one, no longer than this."""

@@ -52,10 +52,10 @@ class SlabFile:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
             self.read(0, PAGE_BYTES)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
-            return False
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
+                return False
+            # It is the page that cannot be read, not the way to read it.
         self.is_direct = True
         return True
 

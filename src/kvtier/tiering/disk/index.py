@@ -9,10 +9,12 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.base import OffloadKey
 from kvtier.tiering.disk.layout import (
     ENTRIES_PER_PAGE,
     PAGE_BYTES,
@@ -107,6 +109,18 @@ class IndexTable:
     def entries(self) -> NDArray[np.void]:
         """A copy of every slot's entry. Fields: seq, used, tag, key_len, state, key."""
         return self._grid().flatten()[: self.geometry.num_slots]
+
+    def keys(self, entries: NDArray[np.void], slots: NDArray[np.int64]) -> list[OffloadKey]:
+        """The keys in these slots, according to `entries`."""
+        chosen = entries[slots]
+        lengths = chosen["key_len"].tolist()
+        keys: list[Any] = [
+            key[:length] for key, length in zip(chosen["key"].tolist(), lengths, strict=True)
+        ]
+        if self.long_keys:
+            for position, slot in enumerate(slots.tolist()):
+                keys[position] = self.long_keys.get(slot, keys[position])
+        return keys
 
     def set_entries(self, entries: NDArray[np.void]) -> None:
         """Let every slot have this entry."""

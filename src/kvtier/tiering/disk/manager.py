@@ -260,7 +260,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def submit_store(self, job: TransferJob) -> None:
         try:
             self._store(job)
-        except BaseException:
+        except BaseException:  # a policy of the user's own
             self._results.append(JobResult(job.job_id, False))
             raise
 
@@ -281,21 +281,25 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             for key in here:
                 del todo[key]
         new = list(todo)[: max(0, self._max_queued - self._num_queued)]
-        blocks, evicted = residents.place(new, keys, job.req_context)
-        self._num_queued += len(blocks)
+        evicted = residents.make_room(new, keys, job.req_context)
         self._counters[metrics.EVICTED] += len(evicted)
-        self._counters[metrics.REFUSED] += len(todo) - len(blocks)
         self._report_removed(evicted)
+        blocks = residents.place(new, job.req_context)
+        self._counters[metrics.REFUSED] += len(todo) - len(blocks)
         if here:
-            # Last: then the head of the prompt leaves last, wherever in it the new blocks are.
-            self.touch(keys, job.req_context)
-        rows = todo.values()
-        self._begin(Transfer(job, list(zip(rows, blocks, strict=False)), here))
+            try:
+                # Last: then the head of the prompt leaves last, wherever the new blocks are in it.
+                self.touch(keys, job.req_context)
+            except BaseException:
+                residents.not_written(blocks)
+                raise
+        self._num_queued += len(blocks)
+        self._begin(Transfer(job, list(zip(todo.values(), blocks, strict=False)), here))
 
     def submit_load(self, job: TransferJob) -> None:
         try:
             self._load(job)
-        except BaseException:
+        except BaseException:  # a policy of the user's own
             self._results.append(JobResult(job.job_id, False))
             raise
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.disk.index import is_alive
@@ -26,7 +25,7 @@ def populate(residents: Residents, slab: Slab, tag: int) -> None:
     is_ours = alive & (entries["tag"] == tag)
     slots = np.flatnonzero(is_ours)
     slots = slots[np.argsort(entries["used"][slots], kind="stable")[::-1]]
-    keys = _keys_of(slab, entries, slots)
+    keys = slab.index.keys(entries, slots)
     seqs: list[int] = entries["seq"][slots].tolist()
     if len(set(keys)) < len(keys):
         kept = _newest(keys, seqs)
@@ -54,16 +53,3 @@ def _newest(keys: list[OffloadKey], seqs: list[int]) -> list[int]:
         if seqs[other] < seqs[position]:
             newest[key] = position
     return sorted(newest.values())
-
-
-def _keys_of(slab: Slab, entries: NDArray[np.void], slots: NDArray[np.int64]) -> list[OffloadKey]:
-    chosen = entries[slots]
-    lengths = chosen["key_len"].tolist()
-    keys: list[OffloadKey] = [
-        key[:length] for key, length in zip(chosen["key"].tolist(), lengths, strict=True)
-    ]
-    if slab.index.long_keys:
-        for position, slot in enumerate(slots.tolist()):
-            if slot in slab.index.long_keys:
-                keys[position] = slab.index.long_keys[slot]  # type: ignore[call-overload]
-    return keys

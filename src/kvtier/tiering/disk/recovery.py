@@ -8,8 +8,9 @@ import mmap
 import numpy as np
 
 from kvtier import seal
+from kvtier.base import OffloadKey
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.index import IN_HEADER, IndexTable, is_alive, namespace_tag
+from kvtier.tiering.disk.index import EMPTY, IN_HEADER, IndexTable, is_alive, namespace_tag
 from kvtier.tiering.disk.layout import (
     PAGE_BYTES,
     Geometry,
@@ -41,9 +42,24 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
             geometry.num_index_pages,
             len(slots),
         )
-    for block in scan_headers(file, geometry, superblock.uuid, slots):
-        index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
+        for block in scan_headers(file, geometry, superblock.uuid, slots):
+            index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
+        _forget_twins(index)
     return index
+
+
+def _forget_twins(index: IndexTable) -> None:
+    """Slots remember blocks that left them, or were moved. Of one block, the newest counts; of
+    equals the last, because the other is a copy of it that may not be whole."""
+    entries = index.entries()
+    slots = np.flatnonzero(entries["state"] != EMPTY)
+    slots = slots[np.lexsort((-slots, np.iinfo(np.uint64).max - entries["seq"][slots]))]
+    seen: set[tuple[int, OffloadKey]] = set()
+    names = zip(entries["tag"][slots].tolist(), index.keys(entries, slots), strict=True)
+    for slot, name in zip(slots.tolist(), names, strict=True):
+        if name in seen:
+            index.clear(slot)
+        seen.add(name)
 
 
 def _raw_index(file: SlabFile, geometry: Geometry) -> bytes:

@@ -95,34 +95,11 @@ class Residents:
 
     # --- writing -------------------------------------------------------------------------------
 
-    def place(
-        self, keys: Sequence[OffloadKey], brought: Collection[OffloadKey], req_context: ReqContext
-    ) -> tuple[list[SlabBlock], list[OffloadKey]]:
-        """Give slots to these blocks, of which none is there, or to as many of the first as there
-        is room for. Blocks in `brought` do not leave for them. Returns the new blocks, being
-        written now and in ascending order of slots, and the keys that had to leave."""
-        evicted = self._make_room(keys, brought, req_context)
-        keys = keys[: len(self._free)]
-        if not keys:
-            return [], evicted
-        slots = sorted(self._free.take(len(keys)))
-        self.next_seq += len(keys)
-        # Of one prompt, the head has the largest number: it is the last to leave.
-        last_seq = self.next_seq - 1
-        blocks = list(map(SlabBlock, slots, keys, range(last_seq, last_seq - len(keys), -1)))
-        try:
-            self._policy.insert_run(keys, blocks, keys, req_context)
-        except BaseException:  # a policy of the user's own
-            self._free.give(slots)
-            raise
-        self.writing.update(zip(keys, blocks, strict=True))
-        self._close_if_ended(req_context)
-        return blocks, evicted
-
-    def _make_room(
+    def make_room(
         self, keys: Sequence[OffloadKey], brought: Collection[OffloadKey], req_context: ReqContext
     ) -> list[OffloadKey]:
-        """Let blocks leave for these, as far as possible. Returns which."""
+        """Let blocks leave for these, of which none is there, as far as possible. Those in
+        `brought` stay. Returns which have left. `place` must follow."""
         missing = len(keys) - len(self._free)
         # Where they are all new, none of them could leave.
         kept = frozenset(brought) if len(brought) > len(keys) else frozenset[OffloadKey]()
@@ -134,11 +111,34 @@ class Residents:
         victims = self._policy.evict(missing, kept)
         if victims is None:  # the policy keeps back more than it has to
             return []
-        readable = self.readable
-        for key, _ in victims:
-            del readable[key]
-        self._free.give([block.block_id for _, block in victims])
-        return [key for key, _ in victims]
+        pop = self.readable.pop
+        gone = [block for block in (pop(key, None) for key, _ in victims) if block is not None]
+        self._free.give([block.block_id for block in gone])
+        return [block.key for block in gone]
+
+    def place(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[SlabBlock]:
+        """Give slots to these blocks, or to as many of the first as there is room for. Returns the
+        blocks, being written now and in ascending order of slots."""
+        keys = keys[: len(self._free)]
+        if not keys:
+            return []
+        slots = sorted(self._free.take(len(keys)))
+        self.next_seq += len(keys)
+        # Of one prompt, the head has the largest number: it is the last to leave.
+        last_seq = self.next_seq - 1
+        blocks = list(map(SlabBlock, slots, keys, range(last_seq, last_seq - len(keys), -1)))
+        try:
+            self._policy.insert_run(keys, blocks, keys, req_context)
+        except BaseException:  # a policy of the user's own
+            self._free.give(slots)
+            raise
+        self.writing.update(zip(keys, blocks, strict=True))
+        try:
+            self._close_if_ended(req_context)
+        except BaseException:
+            self.not_written(blocks)
+            raise
+        return blocks
 
     def _num_idle_besides(self, brought: Collection[OffloadKey]) -> int:
         """How many blocks could leave, without those."""
@@ -184,8 +184,13 @@ class Residents:
                 if not block.ref_cnt:
                     newly.append(block)
                 block.ref_cnt += 1
+        try:
+            self._policy.pinned(newly)
+        except BaseException:  # a policy of the user's own
+            for block in filter(None, pinned):
+                block.ref_cnt -= 1
+            raise
         self._num_read += len(newly)
-        self._policy.pinned(newly)
         return pinned
 
     def unpin(self, good: Iterable[SlabBlock], bad: Iterable[SlabBlock]) -> list[OffloadKey]:

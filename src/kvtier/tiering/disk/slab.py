@@ -136,6 +136,8 @@ def _open(
     holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())
     file.write(HOLDER_OFFSET, holder.encode())
     superblock = within_file(file, stored)
+    if superblock is not stored and max_bytes is None:
+        superblock = replace(superblock, max_bytes=0)  # it is smaller now than was asked for
     wanted = _make_room(file, stored, superblock, payload_bytes, max_bytes)
     os.fchmod(file.fd, 0o600)
     if superblock.geometry.payload_bytes != payload_bytes:

@@ -57,11 +57,14 @@ def write_superblock(file: SlabFile, superblock: Superblock) -> None:
 
 def mend_copies(file: SlabFile, superblock: Superblock) -> None:
     """Let all copies be this one, before any of them is written anew: else the last whole one might
-    be torn. A copy that cannot be read or written is left as it is."""
+    be torn. Writing a sector often mends it; one that cannot be written is left as it is."""
     page = superblock.encode()
     for offset in SUPERBLOCK_OFFSETS:
+        found = b""
         with suppress(OSError):
-            if file.read(offset, PAGE_BYTES) != page:
+            found = file.read(offset, PAGE_BYTES)
+        if found != page:
+            with suppress(OSError):
                 file.write(offset, page)
 
 
@@ -79,7 +82,7 @@ def within_file(file: SlabFile, superblock: Superblock) -> Superblock:
     if num_slots == superblock.geometry.num_slots:
         return superblock
     logger.warning(
-        "%s has been cut off: %d of %d slots are left. It gets back the size that max_bytes says",
+        "%s has been cut off: %d of %d slots are left; max_bytes, if given, gets it its size back",
         file.path,
         num_slots,
         superblock.geometry.num_slots,
