@@ -77,7 +77,7 @@ def silent_disk(tier: SecondaryTierManager) -> Iterator[None]:
     """Reads and writes reach the disk, but nothing is heard of them before the context is left."""
     assert isinstance(tier, DiskSecondaryTierManager)
     answers = threading.Event()
-    queues = [lane._queue for lane in tier._lanes]
+    queues = [lane._queue for lane in tier._io.lanes]
     for queue in queues:
         queue.reap = _when_set(answers, queue.reap)  # type: ignore[method-assign]
     try:

@@ -23,7 +23,7 @@ import pytest
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import TransferJob
-from kvtier.tiering.disk import manager, metrics
+from kvtier.tiering.disk import manager, metrics, slab_io
 from kvtier.tiering.disk.aio import AioUnavailable
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.refusal import SlabRefused
@@ -347,8 +347,8 @@ def test_no_room_in_the_kernel_is_refused_at_start(
     most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     threads = set(threading.enumerate())
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_LEAST_DEPTH", most)
-        patch.setattr(manager, "_MOST_DEPTH", most)
+        patch.setattr(slab_io, "_LEAST_DEPTH", most)
+        patch.setattr(slab_io, "_MOST_DEPTH", most)
         with pytest.raises(AioUnavailable, match=r"fs\.aio-max-nr"):
             disk_harness(path, 4, row_bytes=1 << 20, num_rows=4)
     assert set(threading.enumerate()) <= threads
@@ -362,7 +362,7 @@ def test_a_kernel_queue_that_fails_fails_everything_and_hangs_nobody(
     """There is no known way to it. But a thread that has ended must not be waited for."""
     with disk_harness(tmp_path / "kv.slab", io_threads=1) as harness:
         store_all(harness, 8)
-        (lane,) = disk_of(harness)._lanes
+        (lane,) = disk_of(harness)._io.lanes
 
         def fail(at_least: int = 1) -> list[tuple[int, int]]:
             raise OSError(errno.EINVAL, "the queue is gone")

@@ -17,7 +17,7 @@ KEYS = TierHarness.keys(32)
 
 def is_held_up(tier: DiskSecondaryTierManager) -> bool:
     """Whether a thread has begun a write, which the file system does not take."""
-    return any(lane._num_stores for lane in tier._lanes)
+    return any(lane._num_stores for lane in tier._io.lanes)
 
 
 def test_loads_are_answered_while_stores_wait(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_what_waits_in_the_kernel_keeps_its_memory(tmp_path: Path) -> None:
         with disk.frozen():
             engine.serve(KEYS)
             wait_until(lambda: is_held_up(tier), "a write is under way")
-            address = tier.rows_address
+            address = tier._io.rows_address
             engine.manager.shutdown()
             assert is_mapped(address), "what is written may be someone else's memory"
         wait_until(lambda: set(threading.enumerate()) <= threads, "the tier has ended")
@@ -63,7 +63,7 @@ def test_what_waits_in_the_kernel_keeps_its_memory(tmp_path: Path) -> None:
 
 def test_stores_take_half_of_the_queue_and_no_load_waits_for_one(tmp_path: Path) -> None:
     with disk_harness(tmp_path / "kv.slab", 256, num_rows=200, io_threads=1) as harness:
-        (lane,) = disk_of(harness)._lanes
+        (lane,) = disk_of(harness)._io.lanes
         reap = lane._queue.reap
         seen: list[tuple[int, int, int]] = []
         answers = threading.Event()

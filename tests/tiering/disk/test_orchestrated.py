@@ -13,7 +13,7 @@ from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.factory import TierStartError
 from tests.tiering.disk.engine import Engine, configured_engine, engine_with_faults
-from tests.tiering.disk.rig import bytes_for, du, silent_disk, wait_until
+from tests.tiering.disk.rig import bytes_for, du, is_mapped, silent_disk, wait_until
 
 PROMPTS = [TierHarness.keys(6, start=10 * number) for number in range(12)]
 
@@ -118,21 +118,13 @@ def test_an_engine_ends_though_its_disk_does_not_answer(path: Path) -> None:
         engine.manager.on_new_request(request)
         engine.manager.lookup_prefix(PROMPTS[0], request)
         engine.step()
-        wait_until(lambda: any(lane._in_flight for lane in disk._lanes), "a load is under way")
-        address = disk.rows_address
+        wait_until(lambda: any(lane._in_flight for lane in disk._io.lanes), "a load is under way")
+        address = disk._io.rows_address
         engine.manager.shutdown()
         assert is_mapped(address), "the disk writes into memory that may be someone else's"
     wait_until(lambda: set(threading.enumerate()) <= threads, "the tier has ended")
     with configured_engine(path) as after:
         assert after.serve(PROMPTS[0]) == 6
-
-
-def is_mapped(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(number, 16) for number in line.split()[0].split("-"))
-        if start <= address < end:
-            return "kvtier" in line
-    return False
 
 
 def test_a_refused_tier_leaves_nothing_behind(path: Path) -> None:

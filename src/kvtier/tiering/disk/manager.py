@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvtier import seal
 from kvtier.base import (
     Locality,
     LookupResult,
@@ -32,20 +29,15 @@ from kvtier.tiering.disk import metrics
 from kvtier.tiering.disk.aio import address_of
 from kvtier.tiering.disk.index import namespace_tag
 from kvtier.tiering.disk.keeper import IndexKeeper
-from kvtier.tiering.disk.lane import Lane
 from kvtier.tiering.disk.layout import (
     PAGE_BYTES,
-    encode_stamp,
-    has_stamp,
-    is_intact,
-    write_slot_header,
 )
 from kvtier.tiering.disk.options import DiskOptions
 from kvtier.tiering.disk.population import populate
 from kvtier.tiering.disk.residents import Residents
 from kvtier.tiering.disk.slab import open_slab
-from kvtier.tiering.disk.transfer import Piece, SlabBlock, Transfer
-from kvtier.tiering.disk.work import WorkQueue
+from kvtier.tiering.disk.slab_io import SlabIO
+from kvtier.tiering.disk.transfer import Piece, Transfer
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
@@ -57,12 +49,6 @@ logger = logging.getLogger(__name__)
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 
-_UNIT_BYTES = 1 << 20
-"""Neighbouring blocks go together up to this size: disks reward it, and it costs less of us."""
-_IN_FLIGHT_BYTES = 32 << 20
-"""How much one thread keeps under way. A load waits behind half of that in stores at most."""
-_MAX_PIECES = 16
-_LEAST_DEPTH, _MOST_DEPTH = 4, 32
 _MAX_ROW_BYTES = 1 << 30  # the kernel moves less than 2 GiB by one call
 _MAX_QUEUED_BYTES = 1 << 30
 """Stores that wait for the disk; what comes on top is refused."""
@@ -73,8 +59,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     """Blocks in the slots of a slab file.
 
     The scheduler's thread alone knows what is kept (`Residents`), and makes room before a store
-    begins. The lanes, threads with a kernel queue each, move blocks between slots and the primary
-    tier's rows without a copy, seal and verify them. The index keeper, a thread too, writes down
+    begins. `SlabIO` moves blocks on threads of its own. `IndexKeeper`, a thread too, writes down
     what is where, for the next engine. The slot's own header has the last word about it.
     """
 
@@ -111,11 +96,11 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         )
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.locality = Locality.LOCAL
-        self.rows_address = address_of(primary_kv_view.cast("B"))
+        rows_address = address_of(primary_kv_view.cast("B"))
         try:
-            self._open(options)
+            self._open(options, rows_address)
             try:
-                self._start(policy_cls, options.io_threads)
+                self._start(policy_cls, rows_address, options.io_threads)
             except BaseException:
                 self._slab.close()
                 raise
@@ -123,16 +108,16 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             self.rows.release()
             raise
 
-    def _open(self, options: DiskOptions) -> None:
+    def _open(self, options: DiskOptions, rows_address: int) -> None:
         row_bytes = self.rows.row_bytes
         if row_bytes > _MAX_ROW_BYTES:
             raise ValueError(
                 f"rows of {row_bytes} bytes: the disk tier moves at most {_MAX_ROW_BYTES} at once; "
                 "use fewer blocks_per_chunk"
             )
-        if row_bytes % PAGE_BYTES or self.rows_address % PAGE_BYTES:
+        if row_bytes % PAGE_BYTES or rows_address % PAGE_BYTES:
             raise ValueError(
-                f"rows of {row_bytes} bytes at {self.rows_address:#x}: the primary tier's rows "
+                f"rows of {row_bytes} bytes at {rows_address:#x}: the primary tier's rows "
                 f"must be aligned to {PAGE_BYTES} bytes"
             )
         engine_id = self.offloading_spec.config.engine_id
@@ -145,11 +130,10 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             namespace_tag(self.fingerprint),
         )
 
-    def _start(self, policy_cls: type[CachePolicy], io_threads: int) -> None:
+    def _start(self, policy_cls: type[CachePolicy], rows_address: int, io_threads: int) -> None:
         started = time.monotonic()
         slab = self._slab
         geometry = slab.geometry
-        self._uuid = slab.superblock.uuid
         self._residents = Residents(policy_cls, geometry.num_slots, slab.first_seq)
         populate(self._residents, slab, namespace_tag(self.fingerprint))
         logger.info(
@@ -169,40 +153,18 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._counters: Counter[str] = Counter()
         self._num_queued = 0
         self._clear_wanted = False
-        self._errors_lock = threading.Lock()
-        self._errors: Counter[str] = Counter()
-        self._told: set[int] = set()
         self._max_queued = max(1, _MAX_QUEUED_BYTES // geometry.slot_bytes)
-        max_pieces = min(max(1, _UNIT_BYTES // geometry.slot_bytes), _MAX_PIECES)
-        unit_bytes = max_pieces * geometry.slot_bytes
-        depth = min(max(_IN_FLIGHT_BYTES // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
-        self._work = WorkQueue(max_pieces)
-        self._lanes: list[Lane] = []
+        self._io = SlabIO(self, slab, rows_address, io_threads)
         try:
-            for number in range(io_threads):
-                self._lanes.append(
-                    Lane(
-                        f"kvtier-{self.tier_type}-{number}",
-                        slab.file,
-                        geometry,
-                        self._work,
-                        self,
-                        depth=depth,
-                        # The first of several is for loads alone: file systems can make writes
-                        # wait, and the thread with them.
-                        max_stores=depth // 2 if number or io_threads == 1 else 0,
-                        max_pieces=max_pieces,
-                    )
-                )
             self._keeper = IndexKeeper(
                 slab,
                 self._residents.slots_of,
                 lambda: self._residents.next_seq,
                 self._want_clear,
-                self._note_keeper_error,
+                lambda error: self._io.note_error(error.errno or errno.EIO, is_write=True),
             )
         except BaseException:
-            self._stop_lanes()
+            self._io.stop()
             raise
 
     # --- what is kept: scheduler thread --------------------------------------------------------
@@ -316,10 +278,10 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     def _begin(self, transfer: Transfer) -> None:
         self._in_flight.add(transfer)
-        self._work.submit(transfer)
+        self._io.work.submit(transfer)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        for transfer in self._work.take_ended():
+        for transfer in self._io.work.take_ended():
             self._finish(transfer)
         if self._unannounced and not self.enable_kv_events:
             self._unannounced = {}  # nobody wants to be told
@@ -327,19 +289,14 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
-        self._work.wait_until_idle()
+        self._io.work.wait_until_idle()
 
     def shutdown(self) -> None:
         """Gives up what has not been begun. The results are still to be had."""
-        self._stop_lanes()
+        self._io.stop()
         self._keeper.stop()
         self._slab.close()
         self.rows.release()
-
-    def _stop_lanes(self) -> None:
-        self._work.stop()
-        for lane in self._lanes:
-            lane.join()
 
     def _finish(self, transfer: Transfer) -> None:
         self._in_flight.discard(transfer)
@@ -371,57 +328,6 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         if stored and self.enable_kv_events:
             self._events.append(OffloadingEvent(stored, Medium.STORAGE, False, self.locality))
 
-    # --- the bytes: I/O threads ----------------------------------------------------------------
-
-    def seal_piece(
-        self, transfer: Transfer, block: SlabBlock, header: memoryview, payload: memoryview
-    ) -> None:
-        self._slab.index.clear(block.block_id)  # who was there is about to be overwritten
-        block_seal = self.seal_block(transfer.job, block.key, payload)
-        write_slot_header(header, block_seal, self._stamp_of(block))
-
-    def stored(self, transfer: Transfer, pieces: Sequence[Piece]) -> None:
-        tag = namespace_tag(transfer.job.fingerprint)
-        for _, block in pieces:
-            self._slab.index.put(block.block_id, block.generation, tag, block.key)
-
-    def is_valid(
-        self, transfer: Transfer, block: SlabBlock, header: memoryview, payload: memoryview
-    ) -> bool:
-        if not is_intact(header):
-            self.refuse_block(_what_is_wrong(header))
-        elif not self.verify_block(transfer.job, block.key, header, payload):
-            pass  # and it is counted
-        elif not has_stamp(header, self._stamp_of(block)):
-            self.refuse_block(seal.SealFailure.STALE)
-        else:
-            return True
-        self._slab.index.clear(block.block_id)
-        return False
-
-    def _stamp_of(self, block: SlabBlock) -> bytes:
-        return encode_stamp(self._uuid, block.block_id, block.generation)
-
-    def note_error(self, error: int, is_write: bool) -> None:
-        """Any thread."""
-        kind = errno.errorcode.get(error, str(error))
-        with self._errors_lock:
-            self._errors[kind] += 1
-            is_first = error not in self._told
-            self._told.add(error)
-        if is_first:
-            logger.warning(
-                "%s: a %s has failed: %s (%s). The engine computes such blocks itself; the tier "
-                "is tried again. This is said once for each kind of error",
-                self._slab.file.path,
-                "write" if is_write else "read",
-                os.strerror(error),
-                kind,
-            )
-
-    def _note_keeper_error(self, error: OSError) -> None:
-        self.note_error(error.errno or errno.EIO, is_write=True)
-
     # --- what is told: scheduler thread --------------------------------------------------------
 
     def _report_removed(self, keys: list[OffloadKey]) -> None:
@@ -446,10 +352,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def get_stats(self) -> OffloadingStats:
         counters: dict[str, float] = {name: self._counters[name] for name in metrics.COUNTERS}
         self._counters.clear()
-        with self._errors_lock:
-            for kind, count in self._errors.items():
-                counters[metrics.error_counter(kind)] += count
-            self._errors.clear()
+        for kind, count in self._io.take_errors().items():
+            counters[metrics.error_counter(kind)] += count
         return OffloadingStats(
             counters,
             gauges={
@@ -486,11 +390,3 @@ def _policy_cls(name: str, module_path: str | None) -> type[CachePolicy]:
 
 def _slot_of(piece: Piece) -> int:
     return piece[1].block_id
-
-
-def _what_is_wrong(header: memoryview) -> seal.SealFailure:
-    try:
-        seal.read(header[: seal.SEAL_BYTES])
-    except seal.SealError as error:
-        return error.failure
-    return seal.SealFailure.HEADER

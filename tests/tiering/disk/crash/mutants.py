@@ -17,8 +17,8 @@ from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.free_slots import FreeSlots
 from kvtier.tiering.disk.index import IndexTable
 from kvtier.tiering.disk.keeper import IndexKeeper
-from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.disk.slab import Slab
+from kvtier.tiering.disk.slab_io import SlabIO
 from kvtier.tiering.disk.transfer import Transfer
 from kvtier.tiering.disk.work import WorkQueue
 from tests.tiering.disk.crash.orders import Bias
@@ -51,7 +51,7 @@ def _mutant(first_seed: int = 0, **bias: Any) -> Callable[[Callable[[], None]], 
 
 @_mutant(point="slot written")
 def nothing_is_verified() -> None:
-    plant(DiskSecondaryTierManager, is_valid=lambda *_: True)
+    plant(SlabIO, is_valid=lambda *_: True)
 
 
 @_mutant(4, point="slot half", power_cut="torn index")
