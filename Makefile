@@ -38,6 +38,7 @@ soak: $(VENV)/.ready vllm-env ## the long proofs, with random examples
 
 .PHONY: bench
 bench: $(VENV)/.ready vllm-env ## print the figures, and save them under build/bench
+	@.ci/system-packages $(PYTHON) bench
 	@$(VENV)/bin/python -m tests.bench
 
 .PHONY: lint

@@ -26,7 +26,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 missed: list[str] = []
-"""Figures of this run that are larger than they should be."""
+"""Figures of this run that are not what they should be."""
 
 
 def verdict(what: str, value: float, limit: float) -> str:
@@ -35,6 +35,14 @@ def verdict(what: str, value: float, limit: float) -> str:
         return f"{what}: ok ({value:.2f}, at most {limit:.4g})"
     missed.append(what)
     return f"{what}: MISSED ({value:.2f}, at most {limit:.4g})"
+
+
+def verdict_at_least(what: str, value: float, limit: float) -> str:
+    """The same for a figure that should be large."""
+    if value >= limit:
+        return f"{what}: ok ({value:.2f}, at least {limit:.4g})"
+    missed.append(what)
+    return f"{what}: MISSED ({value:.2f}, at least {limit:.4g})"
 
 
 def save(name: str, result: dict[str, Any]) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,8 +14,8 @@ from tests.bench.request_life import BLOCK_CALLS, HARVEST, PHASES
 from tests.bench.tiered_life import FIRST_HIT, FIRST_MISS
 from tests.bench.tiered_prefix import PREFIX, PrefixCase
 from tests.bench.tiered_subjects import Case
+from tests.bench.worker import Worker, vllm_python, worker
 
-ROOT = Path(__file__).parents[2]
 ROUNDS = 3
 """New processes in each: a shared machine makes one slower for as long as it lives."""
 BATCHES = 4
@@ -62,39 +58,6 @@ Costs = dict[str, float]
 """Nanoseconds per block, by phase or kind of lookup."""
 
 
-class Worker:
-    """A process that measures."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def ask(self, question: object) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(question), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"tiering_cost: the process that measures has ended at {question}")
-        return json.loads(line)
-
-
-@contextmanager
-def worker(python: str, module: str, *arguments: str) -> Iterator[Worker]:
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    environment.pop("KVTIER_STRICT", None)
-    with subprocess.Popen(
-        [python, "-m", module, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        yield Worker(process)
-
-
 def measure_in_turns(case: Case, workers: Sequence[Worker]) -> list[tuple[Costs, ...]]:
     for each in workers:
         each.ask({"begin": asdict(case)})
@@ -105,12 +68,7 @@ def measure_in_turns(case: Case, workers: Sequence[Worker]) -> list[tuple[Costs,
 
 
 def run() -> None:
-    vllm_python = os.environ.get("KVTIER_VLLM_PYTHON")
-    if vllm_python is None:
-        sys.exit(
-            "tiering_cost: KVTIER_VLLM_PYTHON is not set. It names the python of an environment "
-            "with vLLM, to compare with; `make bench` makes one and sets it."
-        )
+    python_with_vllm = vllm_python("tiering_cost")
     lives: dict[Case, list[list[tuple[Costs, ...]]]] = {}
     prefixes: dict[PrefixCase, list[dict[str, list[float]]]] = {}
     for _ in range(ROUNDS):
@@ -118,7 +76,9 @@ def run() -> None:
             kvtier = processes.enter_context(
                 worker(sys.executable, "tests.bench.tiered_life", "kvtier")
             )
-            vllm = processes.enter_context(worker(vllm_python, "tests.bench.tiered_life", "vllm"))
+            vllm = processes.enter_context(
+                worker(python_with_vllm, "tests.bench.tiered_life", "vllm")
+            )
             prefix = processes.enter_context(worker(sys.executable, "tests.bench.tiered_prefix"))
             for case in IDLE + BUSY:
                 lives.setdefault(case, []).append(measure_in_turns(case, (kvtier, vllm)))

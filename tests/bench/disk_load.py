@@ -1,0 +1,162 @@
+"""Drives one tier on disk at full rate, as its scheduler would.
+
+Run as a module it measures one tier, a round at a time, so that several can be measured in turns.
+Commands are JSON documents on standard input, one in a line, and so are answers on standard output:
+`{"begin": case}`, `{"move": round}`, `{"watch": watch}`, `{"end": 0}`. It runs in two
+environments: this project's, and one that has vLLM, for vLLM's own tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain, cycle
+from random import Random
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
+from typing import Any
+
+import numpy as np
+
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from tests.bench.disk_subjects import SUBJECTS, Case, Round, Watch
+from tests.bench.disk_traffic import Keys, Load
+from tests.bench.disk_watch import watch
+
+PASSES = 3
+"""Orders in which blocks are read; about as many as fit into a round."""
+
+
+def processor_seconds() -> float:
+    """Of all threads and children of this process, so far."""
+    usages = (getrusage(RUSAGE_SELF), getrusage(RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def until(seconds: float, jobs: Callable[[], Keys]) -> Iterator[Keys]:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        yield jobs()
+
+
+class Session:
+    """One tier at a time, always full."""
+
+    def __init__(self, name: str) -> None:
+        self._make = SUBJECTS[name]
+        self._region: SharedOffloadRegion | None = None
+        self._random = Random(0)
+
+    def begin(self, described: dict[str, Any]) -> dict[str, Any]:
+        """Make a tier and fill it."""
+        self._case = case = Case(**described)
+        num_rows = case.jobs_at_once * case.job_blocks
+        region = SharedOffloadRegion(
+            case.region, num_rows, None, case.block_bytes, case.block_bytes
+        )
+        view = region.create_kv_memoryview()
+        noise = np.random.default_rng(0).bytes(case.block_bytes + num_rows)
+        for row in range(num_rows):
+            np.asarray(view)[row] = np.frombuffer(noise, np.uint8, case.block_bytes, row)
+        self._load = Load(self._make(case, view), num_rows)
+        self._region = region
+        self._prompts = [
+            self._load.new_keys(case.job_blocks) for _ in range(case.num_blocks // case.job_blocks)
+        ]
+        self._load.run(iter(self._prompts), False, case.jobs_at_once)
+        return self._load.subject.about
+
+    def move(self, described: dict[str, Any]) -> dict[str, float]:
+        """Keep the tier busy for a while, and answer how fast it was."""
+        round_ = Round(**described)
+        subject = self._load.subject
+        if round_.is_load:
+            subject.cool(list(chain.from_iterable(self._prompts)))
+            known = self._known_prompts()
+            measured = self._timed(lambda: self._several(round_, known.__next__), round_)
+        else:
+            if self._case.scattered:
+                self._shuffle_recency()
+            stored: list[Keys] = []
+
+            def new_prompt() -> Keys:
+                stored.append(self._load.new_keys(self._case.job_blocks))
+                return stored[-1]
+
+            measured = self._timed(lambda: self._several(round_, new_prompt), round_)
+            self._forget_oldest(stored)
+        return measured
+
+    def watch(self, described: dict[str, Any]) -> dict[str, Any]:
+        """How punctual the scheduler is meanwhile."""
+        watched, stored = watch(self._load, self._prompts, self._case, Watch(**described))
+        self._forget_oldest(stored)
+        return watched
+
+    def _several(self, round_: Round, next_prompt: Callable[[], Keys]) -> Keys:
+        prompts = range(self._case.jobs_at_once if round_.is_alone else 1)
+        return list(chain.from_iterable(next_prompt() for _ in prompts))
+
+    def _timed(self, jobs: Callable[[], Keys], round_: Round) -> dict[str, float]:
+        at_once = 1 if round_.is_alone else self._case.jobs_at_once
+        cpu, started = processor_seconds(), time.perf_counter()
+        num_moved = self._load.run(until(round_.seconds, jobs), round_.is_load, at_once)
+        took = time.perf_counter() - started
+        num_bytes = num_moved * self._case.block_bytes
+        return {
+            "bytes_per_s": num_bytes / took,
+            "cpu_s_per_gb": (processor_seconds() - cpu) / num_bytes * 1e9,
+        }
+
+    def _known_prompts(self) -> Iterator[Keys]:
+        """Keys for one load after the other, without end, in random order."""
+        passes: list[Keys] = []
+        for _ in range(PASSES):
+            prompts = list(self._prompts)
+            if self._case.scattered:
+                keys = list(chain.from_iterable(prompts))
+                self._random.shuffle(keys)
+                size = self._case.job_blocks
+                prompts = [keys[start : start + size] for start in range(0, len(keys), size)]
+            self._random.shuffle(prompts)
+            passes += prompts
+        return cycle(passes)
+
+    def _shuffle_recency(self) -> None:
+        """So that the slots which become free for a job lie all over the tier."""
+        keys = list(chain.from_iterable(self._prompts))
+        self._random.shuffle(keys)
+        self._load.subject.tier.touch(keys, self._load.subject.make_context("shuffle"))
+
+    def _forget_oldest(self, stored: list[Keys]) -> None:
+        """The tier is as full as before."""
+        prompts = self._prompts + stored
+        gone, self._prompts = prompts[: len(stored)], prompts[len(stored) :]
+        self._load.subject.forget(list(chain.from_iterable(gone)))
+
+    def end(self, _: object = None) -> None:
+        if self._region is None:
+            return
+        self._load.subject.tier.drain_jobs()
+        self._load.subject.tier.shutdown()
+        del self._load
+        self._region.cleanup()
+        self._region = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("subject", choices=sorted(SUBJECTS))
+    session = Session(parser.parse_args().subject)
+    try:
+        for line in sys.stdin:
+            ((command, argument),) = json.loads(line).items()
+            print(json.dumps(getattr(session, command)(argument)), flush=True)
+    finally:
+        session.end()
+
+
+if __name__ == "__main__":
+    main()

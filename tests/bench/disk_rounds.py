@@ -1,0 +1,150 @@
+"""Tiers on disk and `fio`, measured in turns on one file system."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from tests.bench import fio
+from tests.bench.disk_subjects import Case, Round
+from tests.bench.worker import Worker, worker
+
+KiB, MiB = 1 << 10, 1 << 20
+TIER_BYTES = 1536 * MiB
+JOB_BYTES = 8 * MiB
+JOBS_AT_ONCE = 32
+ROUNDS = 5
+SECONDS = 0.7
+SECONDS_ALONE = 0.4
+
+KVTIER, SCATTERED, VLLM = "kvtier", "scattered", "vLLM"
+PSYNC, IO_URING, COLD = "fio psync", "fio io_uring", "fio cold"
+FIO_DEPTH = 32
+
+Measured = dict[str, list[dict[str, float]]]
+"""By subject, for each round: `bytes_per_s`, and for tiers `cpu_s_per_gb`."""
+
+
+@dataclass(frozen=True)
+class What:
+    """One line of figures."""
+
+    block_bytes: int
+    is_load: bool
+    is_alone: bool = False
+    """One request at a time, instead of a full load."""
+
+    def __str__(self) -> str:
+        return f"{size_name(self.block_bytes)} {'read' if self.is_load else 'write'}"
+
+
+def size_name(num_bytes: int) -> str:
+    return f"{num_bytes // KiB} KiB" if num_bytes < MiB else f"{num_bytes // MiB} MiB"
+
+
+class DiskRounds:
+    """Measures one line of figures after the other. Made by `disk_rounds`."""
+
+    def __init__(self, directory: Path, tiers: dict[str, Worker]) -> None:
+        self._directory = directory
+        self._tiers = tiers
+        self._fio_file = directory / "fio"
+        fio.lay_out(self._fio_file, TIER_BYTES)
+        self.about: dict[str, dict[str, object]] = {}
+        """What the tiers say of themselves."""
+
+    def measure(self, block_bytes: int, alone: bool) -> Iterator[tuple[What, Measured]]:
+        """Reads and writes with blocks of one size; `alone`: also one request at a time."""
+        with ExitStack() as stack:
+            for name, tier in self._tiers.items():
+                own = stack.enter_context(TemporaryDirectory(dir=self._directory))
+                case = Case(
+                    own,
+                    f"bench-{os.getpid()}",
+                    block_bytes,
+                    TIER_BYTES // block_bytes,
+                    JOB_BYTES // block_bytes,
+                    JOBS_AT_ONCE,
+                    scattered=name == SCATTERED,
+                )
+                self.about[name] = tier.ask({"begin": asdict(case)})
+            # Reads come first: by writes, what a tier was filled with is evicted.
+            for is_load in (True, False):
+                for is_alone in (False, True) if alone else (False,):
+                    what = What(block_bytes, is_load, is_alone)
+                    subjects = self._tier_subjects(what)
+                    if not is_alone:
+                        subjects |= self._fio_subjects(what)
+                    yield what, in_turns(subjects)
+            for tier in self._tiers.values():
+                tier.ask({"end": 0})
+
+    def _tier_subjects(self, what: What) -> dict[str, Callable[[], dict[str, float]]]:
+        seconds = SECONDS_ALONE if what.is_alone else SECONDS
+        command = {"move": asdict(Round(what.is_load, seconds, what.is_alone))}
+        return {name: partial(tier.ask, command) for name, tier in self._tiers.items()}
+
+    def _fio_subjects(self, what: What) -> dict[str, Callable[[], dict[str, float]]]:
+        threads = self.about[KVTIER]["threads"]
+        assert isinstance(threads, int)
+
+        def ask(engine: fio.Engine) -> dict[str, float]:
+            speed = fio.bytes_per_second(
+                self._fio_file,
+                TIER_BYTES,
+                what.block_bytes,
+                engine,
+                write=not what.is_load,
+                seconds=SECONDS,
+            )
+            return {"bytes_per_s": speed}
+
+        as_many_buffers = JOBS_AT_ONCE * JOB_BYTES // what.block_bytes
+        return {
+            PSYNC: partial(ask, fio.psync(threads)),
+            IO_URING: partial(ask, fio.io_uring(FIO_DEPTH)),
+            COLD: partial(ask, fio.io_uring(as_many_buffers)),
+        }
+
+
+@contextmanager
+def disk_rounds(directory: Path, vllm_python: str) -> Iterator[DiskRounds]:
+    module = "tests.bench.disk_load"
+    with (
+        worker(sys.executable, module, "kvtier") as kvtier,
+        worker(sys.executable, module, "kvtier") as scattered,
+        worker(vllm_python, module, "vllm") as vllm,
+    ):
+        yield DiskRounds(directory, {KVTIER: kvtier, SCATTERED: scattered, VLLM: vllm})
+
+
+def in_turns(subjects: dict[str, Callable[[], dict[str, float]]]) -> Measured:
+    measured: Measured = {name: [] for name in subjects}
+    random = Random(0)
+    for _ in range(ROUNDS):
+        # In another order each time: nobody always comes after the same one.
+        for name in random.sample(list(subjects), len(subjects)):
+            measured[name].append(subjects[name]())
+    return measured
+
+
+def typical(measured: Measured, name: str, field: str = "bytes_per_s") -> float:
+    return median(round_[field] for round_ in measured[name])
+
+
+def ratios(measured: Measured, name: str, to: str, field: str = "bytes_per_s") -> list[float]:
+    """Round by round, so that a busy second of the machine is in both."""
+    pairs = zip(measured[name], measured[to], strict=True)
+    return [ours[field] / theirs[field] for ours, theirs in pairs]
+
+
+def with_spread(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"

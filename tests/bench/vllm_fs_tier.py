@@ -1,0 +1,100 @@
+"""Stock vLLM's own tier on disk, made to be measured: one file per block, 32 threads.
+
+Where its C helper is built, it reads and writes whole jobs without the interpreter, and bypasses
+the page cache where the file system lets it; so it does on ours.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import ScheduleEndContext, TransferJob
+from vllm.v1.kv_offload.tiering.fs import io as fs_io
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+from tests.bench.disk_subjects import Case, DiskSubject
+
+SPARE_BYTES = 1 << 30
+
+
+class BareSpec(OffloadingSpec):  # type: ignore[misc]
+    """A configuration, and no engine to make anything for."""
+
+    def get_manager(self) -> Any:
+        raise NotImplementedError
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        raise NotImplementedError
+
+
+def make_spec(row_bytes: int) -> BareSpec:
+    return BareSpec(
+        OffloadingConfig(
+            groups=(OffloadingGroupConfig(16, ("layer.0",), 0),),
+            worker_kv_bytes_per_block=row_bytes,
+            enable_kv_cache_events=False,
+            extra_config={},
+            engine_id="bench",
+            model=OffloadingModelConfig("bench", "bfloat16"),
+            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+            parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
+        )
+    )
+
+
+def make_subject(case: Case, view: memoryview) -> DiskSubject:
+    tier = FileSystemTierManager(
+        make_spec(case.block_bytes), view, "fs", root_dir=os.path.join(case.directory, "vllm-fs")
+    )
+
+    def make_job(job_id: int, keys: Any, rows: Any, is_load: bool) -> TransferJob:
+        return TransferJob(job_id, keys, rows, is_load, ReqContext(f"job-{job_id}"))
+
+    doomed: list[Any] = []
+
+    def forget(keys: list[Any]) -> None:
+        """It never removes a block, so this does, when there are many; the directories stay, as
+        they would in a store that has been in use for a while."""
+        doomed.extend(keys)
+        if len(doomed) * case.block_bytes > SPARE_BYTES:
+            for key in doomed:
+                Path(tier.file_mapper.get_file_name(key)).unlink(missing_ok=True)
+            doomed.clear()
+            os.sync()  # or the next in turn would wait for it
+
+    def cool(keys: list[Any]) -> None:
+        if tier._use_o_direct:  # then nothing was ever in the page cache
+            return
+        for key in keys:
+            fd = os.open(tier.file_mapper.get_file_name(key), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+    return DiskSubject(
+        tier=tier,
+        make_key=make_offload_key,
+        make_job=make_job,
+        make_context=ReqContext,
+        schedule_end=ScheduleEndContext((), ()),
+        look_up=lambda keys, context: [tier.lookup(key, context) for key in keys],
+        forget=forget,
+        cool=cool,
+        about={
+            "threads": len(tier._pool._threads),
+            "o_direct": tier._use_o_direct,
+            "c_helper": fs_io._HAS_FSIO_C,
+        },
+    )

@@ -1,0 +1,63 @@
+"""Processes that measure, and are asked for what they have measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def vllm_python(benchmark: str) -> str:
+    """The interpreter that has vLLM, to compare with."""
+    python = os.environ.get("KVTIER_VLLM_PYTHON")
+    if python is None:
+        sys.exit(
+            f"{benchmark}: KVTIER_VLLM_PYTHON is not set. It names the python of an environment "
+            "with vLLM, to compare with; `make bench` makes one and sets it."
+        )
+    return python
+
+
+class Worker:
+    """A process that answers questions, JSON documents both, one in a line."""
+
+    def __init__(self, process: subprocess.Popen[str], module: str) -> None:
+        self._process = process
+        self._module = module
+
+    def ask(self, question: object) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"{self._module}: the process that measures has ended at {question}")
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """As `kill -9` does. No question follows."""
+        self._process.kill()
+
+
+@contextmanager
+def worker(python: str, module: str, *arguments: str) -> Iterator[Worker]:
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    environment.pop("KVTIER_STRICT", None)
+    with subprocess.Popen(
+        [python, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        yield Worker(process, module)
