@@ -26,7 +26,7 @@ BENCHMARKS = {
     "host_copy": (host_copy.run, "the host worker's copies, against bare memory copies"),
     "tiering_cost": (tiering_cost.run, "scheduler_cost with tiers below (two minutes)"),
     "tiering_scale": (tiering_scale.run, "the same with many blocks, and after many requests"),
-    "disk_speed": (disk_speed.run, "the disk tier beside fio and vLLM's fs tier (four minutes)"),
+    "disk_speed": (disk_speed.run, "the disk tier beside fio and vLLM's fs tier (five minutes)"),
     "disk_jitter": (disk_jitter.run, "how late the scheduler is while the disk tier works"),
     "disk_restart": (disk_restart.run, "how long the disk tier takes to come back (two minutes)"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),

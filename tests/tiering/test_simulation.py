@@ -74,7 +74,8 @@ AT_LEAST = {
     "counted: dropped_blocks": 500,
     "counted: shed_blocks": 1000,
     "counted: violations": 400,
-    **{f"seal failures: {failure}": 5 for failure in SealFailure},
+    # STALE is found by tiers that write into the same place again and again; these do not.
+    **{f"seal failures: {failure}": 5 for failure in SealFailure if failure != SealFailure.STALE},
 }
 """What has to happen in `NUM_LIVES` lives, or they prove nothing."""
 

@@ -292,6 +292,9 @@ class FaultyTier(SecondaryTierManager):
     ) -> bool:
         return self.tier.verify_block(job, key, header, payload)
 
+    def refuse_block(self, failure: seal.SealFailure) -> None:
+        self.tier.refuse_block(failure)
+
 
 def _garbage_of(fault: Fault) -> Any:
     return random_of(fault).choice(_GARBAGE)
