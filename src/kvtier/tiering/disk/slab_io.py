@@ -25,8 +25,10 @@ __all__ = ["SlabIO"]
 
 logger = logging.getLogger(__name__)
 
+_LARGE_BYTES = 256 << 10
+"""Blocks of this size are read and written one by one: putting them together gains nothing."""
 _UNIT_BYTES = 1 << 20
-"""Neighbouring blocks go together up to this size: disks reward it, and it costs less of us."""
+"""Smaller ones that are neighbours go together up to this size: it costs less of us."""
 _MAX_PIECES = 16
 _IN_FLIGHT_BYTES = 32 << 20
 """How much one thread keeps under way. A load waits behind half of that in stores at most."""
@@ -53,7 +55,9 @@ class SlabIO:
         self._errors: Counter[str] = Counter()
         self._told: set[int] = set()
         geometry = slab.geometry
-        max_pieces = min(max(1, _UNIT_BYTES // geometry.slot_bytes), _MAX_PIECES)
+        max_pieces = 1
+        if geometry.slot_bytes < _LARGE_BYTES:
+            max_pieces = min(_UNIT_BYTES // geometry.slot_bytes, _MAX_PIECES)
         unit_bytes = max_pieces * geometry.slot_bytes
         depth = min(max(_IN_FLIGHT_BYTES // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
         self.work = WorkQueue(max_pieces)
