@@ -8,9 +8,6 @@ environments: this project's, and one that has vLLM, for vLLM's own tier.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain, cycle
@@ -24,6 +21,7 @@ from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.bench.disk_subjects import SUBJECTS, Case, Round, Watch
 from tests.bench.disk_traffic import Keys, Load
 from tests.bench.disk_watch import watch
+from tests.bench.worker import answer
 
 PASSES = 3
 """Orders in which blocks are read; about as many as fit into a round."""
@@ -146,17 +144,5 @@ class Session:
         self._region = None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("subject", choices=sorted(SUBJECTS))
-    session = Session(parser.parse_args().subject)
-    try:
-        for line in sys.stdin:
-            ((command, argument),) = json.loads(line).items()
-            print(json.dumps(getattr(session, command)(argument)), flush=True)
-    finally:
-        session.end()
-
-
 if __name__ == "__main__":
-    main()
+    answer(Session, SUBJECTS, __doc__)

@@ -8,16 +8,14 @@ environments: this project's, and one that has vLLM, for vLLM's own manager.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
-import sys
 from statistics import median
 from typing import Any
 
 from tests.bench.request_life import Subject, keys_of, live
 from tests.bench.tiered_subjects import SUBJECTS, Case, Tiered
+from tests.bench.worker import answer
 
 BLOCKS = 512
 """Per request."""
@@ -143,17 +141,5 @@ class Session:
         gc.collect()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("subject", choices=sorted(SUBJECTS))
-    session = Session(parser.parse_args().subject)
-    try:
-        for line in sys.stdin:
-            ((command, argument),) = json.loads(line).items()
-            print(json.dumps(getattr(session, command)(argument)), flush=True)
-    finally:
-        session.end()
-
-
 if __name__ == "__main__":
-    main()
+    answer(Session, SUBJECTS, __doc__)

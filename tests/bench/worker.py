@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,20 @@ def vllm_python(benchmark: str) -> str:
             "with vLLM, to compare with; `make bench` makes one and sets it."
         )
     return python
+
+
+def answer(begin: Callable[[str], Any], subjects: Iterable[str], description: str | None) -> None:
+    """What such a process does: `begin` makes a session with the subject that the command line
+    names, each question calls a method of it, and `end` ends it."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("subject", choices=sorted(subjects))
+    session = begin(parser.parse_args().subject)
+    try:
+        for line in sys.stdin:
+            ((command, argument),) = json.loads(line).items()
+            print(json.dumps(getattr(session, command)(argument)), flush=True)
+    finally:
+        session.end()
 
 
 class Worker:

@@ -6,7 +6,7 @@ import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -220,15 +220,21 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     # --- the life of a job: scheduler thread ---------------------------------------------------
 
     def submit_store(self, job: TransferJob) -> None:
+        self._submit(self._store, job)
+
+    def submit_load(self, job: TransferJob) -> None:
+        self._submit(self._load, job)
+
+    def _submit(self, begin: Callable[[TransferJob], None], job: TransferJob) -> None:
+        if self._clear_wanted:
+            self._start_over()
         try:
-            self._store(job)
+            begin(job)
         except BaseException:  # a policy of the user's own
             self._results.append(JobResult(job.job_id, False))
             raise
 
     def _store(self, job: TransferJob) -> None:
-        if self._clear_wanted:
-            self._start_over()
         if job.fingerprint != self.fingerprint:
             self._results.append(JobResult(job.job_id, False))
             return
@@ -258,16 +264,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._num_queued += len(blocks)
         self._begin(Transfer(job, list(zip(todo.values(), blocks, strict=False)), here))
 
-    def submit_load(self, job: TransferJob) -> None:
-        try:
-            self._load(job)
-        except BaseException:  # a policy of the user's own
-            self._results.append(JobResult(job.job_id, False))
-            raise
-
     def _load(self, job: TransferJob) -> None:
-        if self._clear_wanted:
-            self._start_over()
         pieces: list[Piece] = []
         if job.fingerprint == self.fingerprint:
             self.touch(job.keys, job.req_context)
