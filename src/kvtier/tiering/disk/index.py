@@ -140,6 +140,10 @@ class IndexTable:
         start = page_no * ENTRIES_PER_PAGE
         return range(start, min(start + ENTRIES_PER_PAGE, self.geometry.num_slots))
 
+    def damaged_slots(self) -> list[int]:
+        """The slots whose entries are on damaged pages."""
+        return [slot for page_no in self.damaged_pages for slot in self.slots_of_page(page_no)]
+
     # --- changes -------------------------------------------------------------------------------
 
     def put(self, slot: int, seq: int, tag: int, key: bytes) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.disk.index import is_alive
+from kvtier.tiering.disk.recovery import forget_twins
 from kvtier.tiering.disk.residents import Residents
 from kvtier.tiering.disk.slab import Slab
 
@@ -20,19 +22,11 @@ def populate(residents: Residents, slab: Slab, tag: int) -> None:
     Slots that hold blocks of another namespace are free, but the last to be used: the engine that
     wrote them may come back.
     """
-    entries = slab.index.entries()
-    alive = is_alive(entries, slab.superblock.cut)
-    is_ours = alive & (entries["tag"] == tag)
-    slots = np.flatnonzero(is_ours)
-    slots = slots[np.argsort(entries["used"][slots], kind="stable")[::-1]]
-    keys = slab.index.keys(entries, slots)
-    seqs: list[int] = entries["seq"][slots].tolist()
+    entries, slots, keys = _ours(slab, tag)
     if len(set(keys)) < len(keys):
-        kept = _newest(keys, seqs)
-        alive[slots] = False
-        slots, keys, seqs = slots[kept], [keys[i] for i in kept], [seqs[i] for i in kept]
-        alive[slots] = True
-        is_ours &= alive
+        forget_twins(slab.index)
+        entries, slots, keys = _ours(slab, tag)
+    seqs: list[int] = entries["seq"][slots].tolist()
     # Millions of new objects, and no garbage among them: collecting would only take time.
     was_enabled = gc.isenabled()
     gc.disable()
@@ -41,15 +35,15 @@ def populate(residents: Residents, slab: Slab, tag: int) -> None:
     finally:
         if was_enabled:
             gc.enable()
-    residents.set_free(np.flatnonzero(~alive).tolist(), np.flatnonzero(alive & ~is_ours).tolist())
+    alive = is_alive(entries, slab.superblock.cut)
+    is_theirs = alive & (entries["tag"] != tag)
+    residents.set_free(np.flatnonzero(~alive).tolist(), np.flatnonzero(is_theirs).tolist())
 
 
-def _newest(keys: list[OffloadKey], seqs: list[int]) -> list[int]:
-    """One position of each key. Two slots with one block: a crash came after it was written anew,
-    and before the old one was forgotten."""
-    newest: dict[OffloadKey, int] = {}
-    for position, key in enumerate(keys):
-        other = newest.setdefault(key, position)
-        if seqs[other] < seqs[position]:
-            newest[key] = position
-    return sorted(newest.values())
+def _ours(slab: Slab, tag: int) -> tuple[NDArray[np.void], NDArray[np.int64], list[OffloadKey]]:
+    """All entries of the index; the slots with blocks of this namespace, the most recently used
+    ones first; and their keys."""
+    entries = slab.index.entries()
+    slots = np.flatnonzero(is_alive(entries, slab.superblock.cut) & (entries["tag"] == tag))
+    slots = slots[np.argsort(entries["used"][slots], kind="stable")[::-1]]
+    return entries, slots, slab.index.keys(entries, slots)

@@ -71,7 +71,7 @@ class Snapshot:
         self.geometry: Geometry = superblock.geometry
         self.damaged_pages: Sequence[int] = table.damaged_pages
         """Of the index. Their slots count as empty here."""
-        self._unknown = [table.slots_of_page(page_no) for page_no in table.damaged_pages]
+        self._unknown = table.damaged_slots()
         self.entries: NDArray[np.void] = table.entries()
         """One for each slot. Fields: seq, used, tag, key_len, state, key."""
 
@@ -81,13 +81,11 @@ class Snapshot:
 
     def num_dead(self) -> int:
         """Blocks that are in the index still, and were cleared."""
-        entries = self.entries
-        is_dead = (entries["state"] != EMPTY) & (entries["seq"] < self.superblock.cut)
-        return int(np.count_nonzero(is_dead))
+        return int(np.count_nonzero(self.entries["state"] != EMPTY)) - len(self.live_slots())
 
     def unknown_slots(self) -> list[int]:
         """The slots whose page of the index is damaged: an engine asks the slots themselves."""
-        return [slot for slots in self._unknown for slot in slots]
+        return self._unknown
 
     def entry(self, slot: int) -> Entry | None:
         """None: the slot holds nothing that an engine would look for."""

@@ -20,7 +20,7 @@ from kvtier.tiering.disk.layout import (
 )
 from kvtier.tiering.disk.scan import found_in, scan_headers
 
-__all__ = ["read_index", "resize", "write_index"]
+__all__ = ["forget_twins", "read_index", "resize", "write_index"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,8 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
     geometry = superblock.geometry
     index = IndexTable(geometry, superblock.uuid, _raw_index(file, geometry))
     _read_long_keys(file, superblock, index)
-    slots: list[int] = []
     if index.damaged_pages:
-        slots = [slot for page_no in index.damaged_pages for slot in index.slots_of_page(page_no)]
+        slots = index.damaged_slots()
         logger.warning(
             "%s: %d of %d pages of the index are damaged; the headers of %d slots are read",
             file.path,
@@ -44,12 +43,13 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
         )
         for block in scan_headers(file, geometry, superblock.uuid, slots):
             index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
-        _forget_twins(index)
+        forget_twins(index)
     return index
 
 
-def _forget_twins(index: IndexTable) -> None:
-    """Slots remember blocks that left them, or were moved. Of one block, the newest counts; of
+def forget_twins(index: IndexTable) -> None:
+    """One block in two slots: a slot remembers a block that left it or was moved, or a crash came
+    after a block was written anew and before the old one was forgotten. The newest counts; of
     equals the last, because the other is a copy of it that may not be whole."""
     entries = index.entries()
     slots = np.flatnonzero(entries["state"] != EMPTY)
