@@ -9,6 +9,9 @@ from tests.bench import (
     disk_jitter,
     disk_restart,
     disk_speed,
+    fs_jitter,
+    fs_lookups,
+    fs_speed,
     hit_ratios,
     host_copy,
     scale,
@@ -29,6 +32,9 @@ BENCHMARKS = {
     "disk_speed": (disk_speed.run, "the disk tier beside fio and vLLM's fs tier (five minutes)"),
     "disk_jitter": (disk_jitter.run, "how late the scheduler is while the disk tier works"),
     "disk_restart": (disk_restart.run, "how long the disk tier takes to come back (two minutes)"),
+    "fs_speed": (fs_speed.run, "the fs tier beside fio and vLLM's (five minutes)"),
+    "fs_jitter": (fs_jitter.run, "how late the scheduler is while the fs tier works"),
+    "fs_lookups": (fs_lookups.run, "how long the fs tier takes to say what is there"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
 }
 

@@ -2,8 +2,8 @@
 
 Run as a module it measures one tier, a round at a time, so that several can be measured in turns.
 Commands are JSON documents on standard input, one in a line, and so are answers on standard output:
-`{"begin": case}`, `{"move": round}`, `{"watch": watch}`, `{"end": 0}`. It runs in two
-environments: this project's, and one that has vLLM, for vLLM's own tier.
+`{"begin": case}`, `{"move": round}`, `{"watch": watch}`, `{"look_up": how}`, `{"end": 0}`. It runs
+in two environments: this project's, and one that has vLLM, for vLLM's own tier.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
-from tests.bench.disk_subjects import SUBJECTS, Case, Round, Watch
+from tests.bench.disk_lookups import look_up
+from tests.bench.disk_subjects import SUBJECTS, Case, LookUp, Round, Watch
 from tests.bench.disk_traffic import Keys, Load
 from tests.bench.disk_watch import watch
 from tests.bench.worker import answer
@@ -59,7 +60,7 @@ class Session:
         for row in range(num_rows):
             np.asarray(view)[row] = np.frombuffer(noise, np.uint8, case.block_bytes, row)
         self._load = Load(self._make(case, view), num_rows)
-        self._region = region
+        self._region, self._view = region, view
         self._prompts = [
             self._load.new_keys(case.job_blocks) for _ in range(case.num_blocks // case.job_blocks)
         ]
@@ -92,6 +93,16 @@ class Session:
         watched, stored = watch(self._load, self._prompts, self._case, Watch(**described))
         self._forget_oldest(stored)
         return watched
+
+    def look_up(self, described: dict[str, Any]) -> dict[str, Any]:
+        """How soon an engine knows what is there that has just been started."""
+        how = LookUp(**described)
+        keys = list(chain.from_iterable(self._prompts))
+        if not how.is_present:
+            keys = self._load.new_keys(len(keys))
+        self._load.subject.tier.shutdown()
+        self._load.subject = self._make(self._case, self._view)
+        return look_up(self._load.subject, keys, how)
 
     def _several(self, round_: Round, next_prompt: Callable[[], Keys]) -> Keys:
         prompts = range(self._case.jobs_at_once if round_.is_alone else 1)
@@ -139,7 +150,7 @@ class Session:
             return
         self._load.subject.tier.drain_jobs()
         self._load.subject.tier.shutdown()
-        del self._load
+        del self._load, self._view
         self._region.cleanup()
         self._region = None
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvtier.tiering.disk.layout import PAGE_BYTES, Superblock
+from kvtier.tiering.disk.layout import Superblock
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.bench.report import print_table, save, verdict
 from tests.bench.scratch import scratch_directory
 from tests.bench.worker import Worker, worker

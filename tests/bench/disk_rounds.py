@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,14 +17,14 @@ from tests.bench.disk_subjects import Case, Round
 from tests.bench.worker import Worker, worker
 
 KiB, MiB = 1 << 10, 1 << 20
-TIER_BYTES = 1536 * MiB
+SIZES = (64 * KiB, 256 * KiB, 1 * MiB, 4 * MiB)
 JOB_BYTES = 8 * MiB
 JOBS_AT_ONCE = 32
 ROUNDS = 5
 SECONDS = 0.7
 SECONDS_ALONE = 0.4
 
-KVTIER, SCATTERED, VLLM = "kvtier", "scattered", "vLLM"
+KVTIER, VLLM = "kvtier", "vLLM"
 PSYNC, IO_URING, COLD = "fio psync", "fio io_uring", "fio cold"
 FIO_DEPTH = 32
 
@@ -50,14 +49,35 @@ def size_name(num_bytes: int) -> str:
     return f"{num_bytes // KiB} KiB" if num_bytes < MiB else f"{num_bytes // MiB} MiB"
 
 
+@dataclass(frozen=True)
+class Contender:
+    """A tier to be measured, in a process of its own."""
+
+    python: str
+    subject: str
+    """One of `SUBJECTS`."""
+    scattered: bool = False
+    grows: bool = False
+    is_read: bool = True
+    """False: its reads are those of another one, and are left out."""
+
+
 class DiskRounds:
     """Measures one line of figures after the other. Made by `disk_rounds`."""
 
-    def __init__(self, directory: Path, tiers: dict[str, Worker]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tier_bytes: int,
+        contenders: Mapping[str, Contender],
+        tiers: dict[str, Worker],
+    ) -> None:
         self._directory = directory
+        self._tier_bytes = tier_bytes
+        self._contenders = contenders
         self._tiers = tiers
         self._fio_file = directory / "fio"
-        fio.lay_out(self._fio_file, TIER_BYTES)
+        fio.lay_out(self._fio_file, tier_bytes)
         self.about: dict[str, dict[str, object]] = {}
         """What the tiers say of themselves."""
 
@@ -66,14 +86,16 @@ class DiskRounds:
         with ExitStack() as stack:
             for name, tier in self._tiers.items():
                 own = stack.enter_context(TemporaryDirectory(dir=self._directory))
+                contender = self._contenders[name]
                 case = Case(
                     own,
                     f"bench-{os.getpid()}",
                     block_bytes,
-                    TIER_BYTES // block_bytes,
+                    self._tier_bytes // block_bytes,
                     JOB_BYTES // block_bytes,
                     JOBS_AT_ONCE,
-                    scattered=name == SCATTERED,
+                    scattered=contender.scattered,
+                    grows=contender.grows,
                 )
                 self.about[name] = tier.ask({"begin": asdict(case)})
             # Reads come first: by writes, what a tier was filled with is evicted.
@@ -90,7 +112,11 @@ class DiskRounds:
     def _tier_subjects(self, what: What) -> dict[str, Callable[[], dict[str, float]]]:
         seconds = SECONDS_ALONE if what.is_alone else SECONDS
         command = {"move": asdict(Round(what.is_load, seconds, what.is_alone))}
-        return {name: partial(tier.ask, command) for name, tier in self._tiers.items()}
+        return {
+            name: partial(tier.ask, command)
+            for name, tier in self._tiers.items()
+            if self._contenders[name].is_read or not what.is_load
+        }
 
     def _fio_subjects(self, what: What) -> dict[str, Callable[[], dict[str, float]]]:
         threads = self.about[KVTIER]["threads"]
@@ -99,7 +125,7 @@ class DiskRounds:
         def ask(engine: fio.Engine) -> dict[str, float]:
             speed = fio.bytes_per_second(
                 self._fio_file,
-                TIER_BYTES,
+                self._tier_bytes,
                 what.block_bytes,
                 engine,
                 write=not what.is_load,
@@ -116,14 +142,16 @@ class DiskRounds:
 
 
 @contextmanager
-def disk_rounds(directory: Path, vllm_python: str) -> Iterator[DiskRounds]:
-    module = "tests.bench.disk_load"
-    with (
-        worker(sys.executable, module, "kvtier") as kvtier,
-        worker(sys.executable, module, "kvtier") as scattered,
-        worker(vllm_python, module, "vllm") as vllm,
-    ):
-        yield DiskRounds(directory, {KVTIER: kvtier, SCATTERED: scattered, VLLM: vllm})
+def disk_rounds(
+    directory: Path, tier_bytes: int, contenders: Mapping[str, Contender]
+) -> Iterator[DiskRounds]:
+    """`contenders`: by name; `KVTIER` is one of them."""
+    with ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(worker(each.python, "tests.bench.disk_load", each.subject))
+            for name, each in contenders.items()
+        }
+        yield DiskRounds(directory, tier_bytes, contenders, workers)
 
 
 def in_turns(subjects: dict[str, Callable[[], dict[str, float]]]) -> Measured:

@@ -27,6 +27,9 @@ class Case:
     jobs_at_once: int
     scattered: bool = False
     """Whether the blocks of a job lie all over the tier, instead of side by side."""
+    grows: bool = False
+    """Whether there is room for more: then nothing is evicted, and too much is removed between the
+    rounds."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,15 @@ class Watch:
     seconds: float
     is_busy: bool
     """Whether loads and stores are under way all the time."""
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """How to ask a tier for blocks."""
+
+    is_present: bool
+    is_prompt: bool
+    """Together, in prompt order, instead of one by one."""
 
 
 def nothing_to_do(_: Sequence[Any]) -> None:
@@ -71,8 +83,14 @@ class DiskSubject:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def kvtier_subject(case: Case, view: memoryview) -> DiskSubject:
+def kvtier_disk_subject(case: Case, view: memoryview) -> DiskSubject:
     from tests.bench.kvtier_disk_tier import make_subject
+
+    return make_subject(case, view)
+
+
+def kvtier_fs_subject(case: Case, view: memoryview) -> DiskSubject:
+    from tests.bench.kvtier_fs_tier import make_subject
 
     return make_subject(case, view)
 
@@ -83,4 +101,5 @@ def vllm_subject(case: Case, view: memoryview) -> DiskSubject:
     return make_subject(case, view)
 
 
-SUBJECTS = {"kvtier": kvtier_subject, "vllm": vllm_subject}
+DISK, FS, VLLM_FS = "kvtier-disk", "kvtier-fs", "vllm-fs"
+SUBJECTS = {DISK: kvtier_disk_subject, FS: kvtier_fs_subject, VLLM_FS: vllm_subject}

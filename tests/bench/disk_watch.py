@@ -25,13 +25,14 @@ LOOKED_UP = 64
 def watch(
     load: Load, prompts: Sequence[Keys], case: Case, how: Watch
 ) -> tuple[dict[str, Any], list[Keys]]:
-    """Answers, in microseconds, how long after its time a step had its answers (`answer`) and its
-    end (`step`); and what was stored."""
+    """Answers, in microseconds, how long after its time a step began (`wake`), had its answers
+    (`answer`) and its end (`step`), and how long it took to ask (`lookup`); and what was stored."""
     scheduler = _Scheduler(load, prompts, case)
-    answered, ended = [], []
+    woken, answered, ended = [], [], []
     begin = due = time.perf_counter()
     while due < begin + how.seconds:
         time.sleep(max(0.0, due - time.perf_counter()))
+        woken.append(time.perf_counter() - due)
         scheduler.look_up()
         answered.append(time.perf_counter() - due)
         if how.is_busy:
@@ -43,6 +44,8 @@ def watch(
     moved_bytes = scheduler.num_moved * case.block_bytes
     scheduler.wait()
     figures = {
+        "wake": _percentiles(woken),
+        "lookup": _percentiles([end - begin for begin, end in zip(woken, answered, strict=True)]),
         "answer": _percentiles(answered),
         "step": _percentiles(ended),
         "bytes_per_s": moved_bytes / took,

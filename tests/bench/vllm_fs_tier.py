@@ -7,10 +7,10 @@ the page cache where the file system lets it; so it does on ours.
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadingSpec, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -22,9 +22,8 @@ from vllm.v1.kv_offload.tiering.base import ScheduleEndContext, TransferJob
 from vllm.v1.kv_offload.tiering.fs import io as fs_io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
+from tests.bench.block_files import BlockFiles
 from tests.bench.disk_subjects import Case, DiskSubject
-
-SPARE_BYTES = 1 << 30
 
 
 class BareSpec(OffloadingSpec):  # type: ignore[misc]
@@ -60,38 +59,25 @@ def make_subject(case: Case, view: memoryview) -> DiskSubject:
     def make_job(job_id: int, keys: Any, rows: Any, is_load: bool) -> TransferJob:
         return TransferJob(job_id, keys, rows, is_load, ReqContext(f"job-{job_id}"))
 
-    doomed: list[Any] = []
-
-    def forget(keys: list[Any]) -> None:
-        """It never removes a block, so this does, when there are many; the directories stay, as
-        they would in a store that has been in use for a while."""
-        doomed.extend(keys)
-        if len(doomed) * case.block_bytes > SPARE_BYTES:
-            for key in doomed:
-                Path(tier.file_mapper.get_file_name(key)).unlink(missing_ok=True)
-            doomed.clear()
-            os.sync()  # or the next in turn would wait for it
-
-    def cool(keys: list[Any]) -> None:
-        if tier._use_o_direct:  # then nothing was ever in the page cache
-            return
+    def look_up(keys: Sequence[Any], context: Any) -> list[Any]:
+        """As its scheduler does: what follows the first block that is absent is not asked for."""
+        answers = []
         for key in keys:
-            fd = os.open(tier.file_mapper.get_file_name(key), os.O_RDONLY)
-            try:
-                os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+            answers.append(tier.lookup(key, context))
+            if answers[-1] is LookupResult.MISS:
+                break
+        return answers
 
+    files = BlockFiles(tier.file_mapper.get_file_name, case.block_bytes, tier._use_o_direct)
     return DiskSubject(
         tier=tier,
         make_key=make_offload_key,
         make_job=make_job,
         make_context=ReqContext,
         schedule_end=ScheduleEndContext((), ()),
-        look_up=lambda keys, context: [tier.lookup(key, context) for key in keys],
-        forget=forget,
-        cool=cool,
+        look_up=look_up,
+        forget=files.forget,
+        cool=files.cool,
         about={
             "threads": len(tier._pool._threads),
             "o_direct": tier._use_o_direct,

@@ -302,3 +302,6 @@ SecondaryTierFactory.register_secondary_tier(
 SecondaryTierFactory.register_secondary_tier(
     "disk", "kvtier.tiering.disk.manager", "DiskSecondaryTierManager"
 )
+SecondaryTierFactory.register_secondary_tier(
+    "fs", "kvtier.tiering.fs.manager", "FsSecondaryTierManager"
+)

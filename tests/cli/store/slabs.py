@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,9 @@ import pytest
 from kvtier.base import OffloadingSpec, OffloadKey
 from kvtier.cli import main
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry
+from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+from kvtier.tiering.io.page import PAGE_BYTES
 
 ROW_BYTES = 8192
 NUM_SLOTS = 100
@@ -24,19 +23,15 @@ SLOT_BYTES = GEOMETRY.slot_bytes
 NAMESPACE = "a model"
 
 
-@contextmanager
-def engine_on(
-    path: Path, namespace: str = NAMESPACE, geometry: Geometry = GEOMETRY
-) -> Iterator[TierHarness]:
-    """The tier of an engine, at work on the slab in this process."""
+def engine_on(path: Path, namespace: str = NAMESPACE, geometry: Geometry = GEOMETRY) -> TierHarness:
+    """The tier of an engine, at work on the slab in this process. A context manager."""
 
     def make_tier(spec: OffloadingSpec, view: memoryview) -> DiskSecondaryTierManager:
         return DiskSecondaryTierManager(
             spec, view, "disk", path=str(path), max_bytes=geometry.needed_bytes
         )
 
-    with TierHarness(make_tier, row_bytes=geometry.payload_bytes, namespace=namespace) as harness:
-        yield harness
+    return TierHarness(make_tier, row_bytes=geometry.payload_bytes, namespace=namespace)
 
 
 def fill(

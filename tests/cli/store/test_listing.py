@@ -12,7 +12,8 @@ import pytest
 from kvtier.base import make_offload_key
 from kvtier.cli import main
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk.layout import CONTROL_OFFSET, PAGE_BYTES, encode_clear_request
+from kvtier.tiering.disk.layout import CONTROL_OFFSET, encode_clear_request
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.cli.store.slabs import (
     GEOMETRY,
     NUM_SLOTS,

@@ -21,13 +21,20 @@ import pytest
 from kvtier.cli import main
 from kvtier.cli.store.slab_scrub import SlabScrubber
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry, Superblock, close_page
+from kvtier.tiering.disk.layout import Geometry, Superblock
 from kvtier.tiering.disk.reader import Snapshot
+from kvtier.tiering.io.page import PAGE_BYTES, close_page
+from tests.cli.store.outcomes import (
+    assert_all_refuse,
+    assert_refused,
+    assert_the_page_has_all_of,
+    interrupt,
+    start,
+)
 from tests.cli.store.slabs import GEOMETRY, engine_on, fill, flip, overwrite, read, run_store
-from tests.test_architecture import REPO, SRC, foreign_modules
+from tests.test_architecture import SRC, foreign_modules
 
 COMMANDS: dict[str, list[str]] = {"ls": [], "stat": [], "verify": [], "clear": ["--yes"]}
-PAGE = (REPO / "docs" / "store.md").read_text()
 KEYS = TierHarness.keys(30)
 
 
@@ -61,7 +68,7 @@ def _socket(path: Path) -> None:
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nothing": (lambda path: None, "there is no"),
     "no directory": (lambda path: path.symlink_to("nowhere/at/all"), "there is no"),
-    "directory": (Path.mkdir, "is a directory: give the path of a slab file"),
+    "directory": (Path.mkdir, "no root of an fs tier: give the path of a slab"),
     "pipe": (os.mkfifo, "is not a regular file: give the path"),
     "socket": (_socket, "is not a regular file: give the path"),
     "device": (lambda path: path.symlink_to("/dev/zero"), "is not a regular file: give the path"),
@@ -81,14 +88,7 @@ def test_what_is_no_slab_is_refused_with_a_remedy(
     make, remedy = WRONG[case]
     path = tmp_path / "kv.slab"
     make(path)
-    for command, options in COMMANDS.items():
-        assert main(["store", command, str(path), *options]) == 2
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        assert printed.err.count("\n") == 1
-        assert printed.err.startswith("kvtier store: ")
-        assert str(path) in printed.err
-        assert remedy in printed.err
+    assert_all_refuse(capsys, COMMANDS, path, remedy)
 
 
 @contextmanager
@@ -110,13 +110,8 @@ def test_a_slab_of_someone_else(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.chmod(0)
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)  # pytest keeps others out
-    for command, options in COMMANDS.items():
-        with as_nobody():
-            assert main(["store", command, str(path), *options]) == 2
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        assert printed.err.count("\n") == 1
-        assert f"no permission for {path}: run this as" in printed.err
+    with as_nobody():
+        assert_all_refuse(capsys, COMMANDS, path, f"no permission for {path}: run this as")
 
 
 OPTIONS = {
@@ -138,12 +133,7 @@ OPTIONS = {
 def test_wrong_options_are_refused_with_a_remedy(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [command, *options], option, remedy = OPTIONS[case]
-    assert main(["store", command, str(tmp_path / "kv.slab"), *options]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert option in printed.err
-    assert remedy in printed.err
+    assert_refused(capsys, tmp_path / "kv.slab", *OPTIONS[case])
 
 
 # --- are you sure? -----------------------------------------------------------------------------
@@ -188,30 +178,11 @@ def test_on_a_terminal_the_user_is_asked(
 # --- cut short ---------------------------------------------------------------------------------
 
 
-def start(*arguments: str, output: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvtier", "store", *arguments],
-        env=os.environ | {"PYTHONPATH": str(SRC)},
-        stdout=output,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_ctrl_c_ends_it_with_what_was_found(tmp_path: Path) -> None:
     path = tmp_path / "kv.slab"
     fill(path, KEYS)
     process = start("verify", str(path), "--max-rate", "1", "--json", output=subprocess.PIPE)
-    with process:
-        try:
-            assert process.stderr is not None
-            assert "that takes about" in process.stderr.readline()  # now it reads
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (128 + signal.SIGINT, "")
-    document = json.loads(out)
+    document = json.loads(interrupt(process, "that takes about"))  # now it reads
     assert (document["ok"], document["complete"], document["damaged"]) == (False, False, 0)
 
 
@@ -268,20 +239,10 @@ def test_help_needs_nothing_heavy() -> None:
 def test_the_page_about_it_has_every_option_and_key(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["store", command, "--help"]) == 0
-    text = capsys.readouterr().out
-    options = {word for word in text.replace(",", " ").split() if word.startswith("--")}
-    assert [option for option in options - {"--help"} if f"`{option}" not in PAGE] == []
     path = tmp_path / "kv.slab"
     fill(path, KEYS)
     flip(path, GEOMETRY.slot_offset(3) + PAGE_BYTES)
-    document = run_store(capsys, command, path, *COMMANDS[command])[1]
-    keys = set(document)
-    for nested in ("blocks", "namespaces", "holder"):
-        inner = document.get(nested)
-        rows = inner if isinstance(inner, list) else [inner]
-        keys |= {key for row in rows if isinstance(row, dict) for key in row}
-    assert [key for key in keys if f"`{key}`" not in PAGE] == []
+    assert_the_page_has_all_of(capsys, command, path, COMMANDS[command])
 
 
 def test_clearing_says_that_the_bytes_stay(capsys: pytest.CaptureFixture[str]) -> None:

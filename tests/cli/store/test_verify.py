@@ -21,14 +21,9 @@ from kvtier.cli.store.rate_limit import RateLimit
 from kvtier.seal import SealFailure
 from kvtier.testing import TierHarness
 from kvtier.tiering.disk.index import namespace_tag
-from kvtier.tiering.disk.layout import (
-    PAGE_BYTES,
-    Geometry,
-    Superblock,
-    encode_stamp,
-    write_slot_header,
-)
+from kvtier.tiering.disk.layout import Geometry, Superblock, encode_stamp, write_slot_header
 from kvtier.tiering.disk.reader import Entry, check_slot
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.cli.store.slabs import (
     GEOMETRY,
     SLOT_BYTES,

@@ -19,7 +19,8 @@ from kvtier.cli.store import slab_scrub
 from kvtier.cli.store.slab_store import SlabStore
 from kvtier.cli.store.store import Scrub
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry
+from kvtier.tiering.disk.layout import Geometry
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.cli.store.engine_process import EngineProcess
 from tests.cli.store.slabs import GEOMETRY, engine_on, flip, run_store, slot_of
 from tests.test_architecture import SRC

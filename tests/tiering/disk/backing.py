@@ -6,8 +6,9 @@ import os
 
 from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES
-from kvtier.tiering.disk.layout import PAGE_BYTES, encode_stamp, read_stamp, write_slot_header
+from kvtier.tiering.disk.layout import encode_stamp, read_stamp, write_slot_header
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = ["DiskBacking"]
 

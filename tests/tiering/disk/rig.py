@@ -16,8 +16,9 @@ from kvtier.base import OffloadingSpec
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry
+from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+from kvtier.tiering.io.page import PAGE_BYTES
 
 P = ParamSpec("P")
 T = TypeVar("T")

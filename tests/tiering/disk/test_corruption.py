@@ -25,8 +25,8 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import Engine, EngineConfig, RequestResult, make_connector, offloading_config
 from kvtier.seal import SealFailure
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk.layout import PAGE_BYTES
 from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.io.page import PAGE_BYTES
 from kvtier.tiering.manager import TieringOffloadingManager
 from tests.engine.models import FULL, random_tokens
 from tests.engine.oracle import assert_same

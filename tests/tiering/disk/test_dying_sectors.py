@@ -8,7 +8,9 @@ import pytest
 
 from kvtier.testing import TierHarness
 from kvtier.tiering.disk import keeper, metrics
-from kvtier.tiering.disk.layout import CONTROL_OFFSET, HOLDER_OFFSET, PAGE_BYTES, Geometry
+from kvtier.tiering.disk.layout import CONTROL_OFFSET, HOLDER_OFFSET, Geometry
+from kvtier.tiering.io.errors import error_counter
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.rig import (
     ROW_BYTES,
     bad_sectors,
@@ -111,7 +113,9 @@ class Errors:
         self._count = 0.0
 
     def count(self) -> float:
-        self._count += self._harness.call("get_stats").counters[metrics.error_counter("EIO")]
+        self._count += self._harness.call("get_stats").counters[
+            error_counter(metrics.PREFIX, "EIO")
+        ]
         return self._count
 
 

@@ -24,9 +24,10 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import TransferJob
 from kvtier.tiering.disk import manager, metrics, slab_io
-from kvtier.tiering.disk.aio import AioUnavailable
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.io.aio import AioUnavailable
+from kvtier.tiering.io.errors import error_counter
 from tests.tiering.disk.rig import (
     ROW_BYTES,
     bytes_for,
@@ -59,7 +60,7 @@ class Figures:
         return self._counters[name]
 
     def errors(self, kind: str) -> float:
-        return self[metrics.error_counter(kind)]
+        return self[error_counter(metrics.PREFIX, kind)]
 
 
 def store_all(harness: TierHarness, count: int, start: int = 0) -> None:
@@ -375,7 +376,7 @@ def test_a_kernel_queue_that_fails_fails_everything_and_hangs_nobody(
         assert not store.moved
         (report,) = harness.wait_for(harness.store(harness.keys(4, start=30)))
         assert not report.moved
-        assert any("the disk tier stops" in message for message in caplog.messages)
+        assert any("the tier stops" in message for message in caplog.messages)
 
 
 # --- more than the disk takes ------------------------------------------------------------------

@@ -16,9 +16,10 @@ import pytest
 
 from kvtier.testing.sample_spec import sample_spec
 from kvtier.tiering.disk import slab
-from kvtier.tiering.disk.layout import PAGE_BYTES, SUPERBLOCK_OFFSETS, close_page
+from kvtier.tiering.disk.layout import SUPERBLOCK_OFFSETS
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.io.page import PAGE_BYTES, close_page
 from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness
 
 _VERSION_AT = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.tiering.disk.file import NotAFile, SlabFile, lock_within
-from kvtier.tiering.disk.layout import PAGE_BYTES
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.small_disk import small_tmpfs
 
 MAKE = os.O_RDWR | os.O_CREAT

@@ -69,7 +69,7 @@ def test_stores_take_half_of_the_queue_and_no_load_waits_for_one(tmp_path: Path)
         answers = threading.Event()
 
         def watched(at_least: int = 1) -> list[tuple[int, int]]:
-            seen.append((lane._num_stores, len(lane._in_flight), at_least))
+            seen.append((lane._num_stores, lane._num_under_way, at_least))
             answers.wait()
             return reap(at_least)
 

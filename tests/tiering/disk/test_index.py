@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiering.disk.index import EMPTY, IN_HEADER, INLINE, MAX_INLINE_KEY, IndexTable
-from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry, close_page
+from kvtier.tiering.disk.layout import Geometry
+from kvtier.tiering.io.page import PAGE_BYTES, close_page
 
 UUID = bytes(range(16))
 OTHER_UUID = bytes(range(1, 17))

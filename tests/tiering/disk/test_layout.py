@@ -23,7 +23,6 @@ from kvtier.tiering.disk import slab
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
     HOLDER_OFFSET,
-    PAGE_BYTES,
     SLOTS_OFFSET,
     SUPERBLOCK_OFFSETS,
     Geometry,
@@ -31,18 +30,17 @@ from kvtier.tiering.disk.layout import (
     SlabFormatError,
     SlotStamp,
     Superblock,
-    close_page,
     decode_clear_request,
     encode_clear_request,
     encode_stamp,
     has_stamp,
-    is_intact,
     is_slab_page,
     read_stamp,
     write_slot_header,
 )
 from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.disk.scan import found_in
+from kvtier.tiering.io.page import PAGE_BYTES, close_page, is_intact
 from tests.tiering.disk.rig import disk_harness
 
 UUID = bytes(range(16))

@@ -118,7 +118,9 @@ def test_an_engine_ends_though_its_disk_does_not_answer(path: Path) -> None:
         engine.manager.on_new_request(request)
         engine.manager.lookup_prefix(PROMPTS[0], request)
         engine.step()
-        wait_until(lambda: any(lane._in_flight for lane in disk._io.lanes), "a load is under way")
+        wait_until(
+            lambda: any(lane._num_under_way for lane in disk._io.lanes), "a load is under way"
+        )
         address = disk._io.rows_address
         engine.manager.shutdown()
         assert is_mapped(address), "the disk writes into memory that may be someone else's"

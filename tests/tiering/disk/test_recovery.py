@@ -17,13 +17,9 @@ from kvtier.base import OffloadKey, make_offload_key
 from kvtier.seal import SealFailure
 from kvtier.testing import TierHarness, payload_of
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.layout import (
-    PAGE_BYTES,
-    SUPERBLOCK_OFFSETS,
-    encode_stamp,
-    write_slot_header,
-)
+from kvtier.tiering.disk.layout import SUPERBLOCK_OFFSETS, encode_stamp, write_slot_header
 from kvtier.tiering.disk.slab import Slab
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.crash.image import Image, write
 from tests.tiering.disk.rig import bytes_for, disk_harness, disk_of, du, wait_until
 

@@ -10,7 +10,7 @@ import pytest
 from kvtier.base import OffloadKey
 from kvtier.testing import TierHarness
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.layout import PAGE_BYTES
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.rig import bytes_for, disk_harness, disk_of, du
 from tests.tiering.disk.small_disk import loop_disk
 

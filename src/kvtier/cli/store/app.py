@@ -14,16 +14,18 @@ import typer
 __all__ = ["store_app"]
 
 _HELP = """
-What a tier keeps on disk: list it, count it, verify it, clear it.
+What a tier keeps on disk: list it, count it, verify it, clear it, tidy it up.
 
 PATH is the slab file of a disk tier (with data-parallel replicas: one of their files, such as
-kv-dp0.slab). Everything works while an engine has it open.
+kv-dp0.slab), or the directory of an fs tier, its root_dir. Everything works while engines have it
+open.
 
 \b
     kvtier store stat /mnt/nvme/kv.slab
-    kvtier store ls /mnt/nvme/kv.slab --limit 20
+    kvtier store ls /mnt/shared/kv --limit 20
     kvtier store verify /mnt/nvme/kv.slab --max-rate 200MB
-    kvtier store clear /mnt/nvme/kv.slab
+    kvtier store clear /mnt/shared/kv --namespace a8758fdc
+    kvtier store gc /mnt/shared/kv --older-than 30d
 
 Exit code 0: done, and all is well; 1: damage was found, or it was not cleared; 2: wrong input, no
 such store, or the result could not be written.
@@ -38,14 +40,16 @@ The rank says which was used last (1). The age is that of the block as it was st
 
 _STAT_HELP = """
 Show what a store is, how full it is, and who has it open.
+
+Of an fs tier: what its directory takes, what its ledger says, its namespaces and its engines.
 """
 
 _VERIFY_HELP = """
 Read every block and check its seal, payload included.
 
-The page cache is bypassed. While an engine runs, blocks come and go; one that is overwritten just
-then is looked at again, and is no damage. Nothing is mended: an engine that loads a damaged block
-notices, drops it and computes it again.
+The page cache is bypassed where that can be done. While an engine runs, blocks come and go; one
+that is overwritten just then is looked at again, and is no damage. Nothing is mended: an engine
+that loads a damaged block notices, drops it and computes it again.
 
 Exit code 0: all is well; 1: damage was found; 130: ended by Ctrl-C, and what was found until then
 is printed.
@@ -54,12 +58,32 @@ is printed.
 _CLEAR_HELP = """
 Forget every block, now and for every later engine.
 
-With an engine running, it is asked to, and does so within about a second; without one it is done
-here. The bytes stay in the file until they are overwritten: to be rid of them, end the engine and
-remove the file.
+Of a disk tier: with an engine running, it is asked to, and does so within about a second; without
+one it is done here. The bytes stay in the file until they are overwritten: to be rid of them, end
+the engine and remove the file.
 
-Exit code 0: cleared; 1: not confirmed, or the engine did not obey in time; 2: neither --yes nor
-a terminal to ask on.
+Of an fs tier: the files are removed here, whatever engines do meanwhile. Blocks that only one live
+engine finds, after a reset of its cache, are left alone.
+
+Exit code 0: cleared; 1: not confirmed, or an engine did not obey or make way in time; 2: neither
+--yes nor a terminal to ask on; 130: ended by Ctrl-C, and what is removed is counted out.
+"""
+
+_GC_HELP = """
+Tidy up the directory of an fs tier: what dead engines have left, the count, what nobody uses.
+
+Takes back what dead engines have left, counts all blocks again, and removes namespaces that no
+live engine uses, after it has shown them and asked. Engines may run; while it counts, they store
+nothing.
+
+\b
+    kvtier store gc /mnt/shared/kv --dry-run           look only
+    kvtier store gc /mnt/shared/kv --older-than 30d    what was not used for so long
+    kvtier store gc /mnt/shared/kv --older-than 30d --yes     for cron
+
+Exit code 0: done; 1: not confirmed, or another has had the ledger locked for too long; 2: wrong
+input, no such directory, or neither --yes nor a terminal to ask on, and then nothing is done; 130:
+ended by Ctrl-C.
 """
 
 store_app = typer.Typer(
@@ -70,7 +94,7 @@ _Path = Annotated[
     Path,
     typer.Argument(
         metavar="PATH",
-        help="The slab file.",
+        help="The slab file of a disk tier, or the directory of an fs tier.",
         show_default=False,
         readable=False,  # not checked here: we say whose it is, and typer does not
     ),
@@ -142,14 +166,47 @@ def _clear(
     path: _Path,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait for an engine.", min=0.1)
+        float, typer.Option(metavar="SECONDS", help="How long to wait for engines.", min=0.1)
     ] = 30.0,
+    namespace: _Namespace = None,
     json: _Json = False,
 ) -> None:
     def work() -> int:
         from kvtier.cli.store.commands import clear
 
-        return clear(path, _checked_timeout(timeout), is_sure=yes, as_json=json)
+        wanted = _checked_namespace(namespace)
+        return clear(path, wanted, _checked_timeout(timeout), is_sure=yes, as_json=json)
+
+    _end_with(path, work)
+
+
+@store_app.command("gc", help=_GC_HELP)
+def _gc(
+    path: _Path,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Remove only what was not used for so long: 90m, 12h, 30d."
+        ),
+    ] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--namespace",
+            metavar="HEX",
+            help="Remove only this one: a fingerprint, or its first digits. May be given again.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what there is.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json: _Json = False,
+) -> None:
+    def work() -> int:
+        from kvtier.cli.store.gc import collect_garbage
+
+        wanted = [start for start in map(_checked_namespace, namespace or ()) if start is not None]
+        age = _checked_age(older_than)
+        return collect_garbage(path, wanted, age, is_dry=dry_run, is_sure=yes, as_json=json)
 
     _end_with(path, work)
 
@@ -179,6 +236,17 @@ def _checked_rate(given: str | None) -> int | None:
         raise typer.BadParameter(f'"{given}": {error}', param_hint="--max-rate") from None
 
 
+def _checked_age(given: str | None) -> int | None:
+    if given is None:
+        return None
+    from kvtier.cli.store.durations import DurationError, parse_duration
+
+    try:
+        return parse_duration(given)
+    except DurationError as error:
+        raise typer.BadParameter(f'"{given}": {error}', param_hint="--older-than") from None
+
+
 def _checked_timeout(given: float) -> float:
     if not math.isfinite(given):
         raise typer.BadParameter(f"{given}: give a number of seconds", param_hint="--timeout")
@@ -200,7 +268,7 @@ def _end_with(path: Path, work: Callable[[], int]) -> None:
 def _exit_code(path: Path, work: Callable[[], int]) -> int:
     # Here, and in `work`, since they load what `kvtier --help` does not need.
     from kvtier.cli.output import CannotWrite, NobodyReads
-    from kvtier.cli.store.refusal import NotCleared, StoreRefused, explain_os_error
+    from kvtier.cli.store.refusal import NotDone, StoreRefused, explain_os_error
     from kvtier.cli.store.warnings import warnings_as_notes
 
     try:
@@ -208,7 +276,7 @@ def _exit_code(path: Path, work: Callable[[], int]) -> int:
             return work()
     except NobodyReads:
         return 128 + signal.SIGPIPE
-    except NotCleared as problem:
+    except NotDone as problem:
         return _said(str(problem), 1)
     except (StoreRefused, CannotWrite) as problem:
         return _said(str(problem), 2)

@@ -1,4 +1,4 @@
-"""How far verifying has come, and how long it will take."""
+"""How far it has come, and how long it will take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -18,7 +20,7 @@ from rich.progress import (
 from kvtier.cli.output import note
 from kvtier.cli.store.amounts import as_age, as_size
 
-__all__ = ["shown_progress"]
+__all__ = ["shown_count", "shown_progress"]
 
 _LONG_S = 60.0
 
@@ -36,20 +38,29 @@ def shown_progress(max_rate: int | None) -> Iterator[Callable[[int, int], None]]
                 f"takes about {as_age(total / max_rate)}"
             )
 
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield say_how_long
-        return
-    columns = (
-        BarColumn(bar_width=20),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn()) as show:
 
-        def show(done: int, total: int) -> None:
+        def say_and_show(done: int, total: int) -> None:
             say_how_long(done, total)
-            bar.update(task, completed=done, total=total)
+            show(done, total)
 
+        yield say_and_show
+
+
+@contextmanager
+def shown_count() -> Iterator[Callable[[int, int], None]]:
+    """The same for how many blocks are done."""
+    with _bar(MofNCompleteColumn()) as show:
         yield show
+
+
+@contextmanager
+def _bar(*columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    console = Console(stderr=True)
+    all_columns = (BarColumn(bar_width=20), *columns, TimeRemainingColumn())
+    with Progress(*all_columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["NotCleared", "StoreRefused", "explain_os_error"]
+__all__ = ["NotDone", "StoreRefused", "explain_os_error", "no_such_namespace", "not_a_root"]
+
+_WHAT_TO_GIVE = (
+    "give the path of a slab file, the `path` of a disk tier, or the `root_dir` of an fs tier"
+)
 
 
 class StoreRefused(Exception):
     """It cannot be done; says why, and the remedy."""
 
 
-class NotCleared(Exception):
-    """The engine has not obeyed in time; says what happens next."""
+class NotDone(Exception):
+    """Someone has not made way in time; says what happens next."""
+
+
+def no_such_namespace(wanted: str, there: Sequence[str]) -> StoreRefused:
+    return StoreRefused(
+        f"no block is in a namespace that begins with {wanted}. There are: "
+        f"{', '.join(there) or 'none'}"
+    )
+
+
+def not_a_root(path: Path) -> StoreRefused:
+    return StoreRefused(f"{path} is a directory, and no root of an fs tier: {_WHAT_TO_GIVE}")
 
 
 def explain_os_error(path: Path, error: OSError) -> str:
     """What the system said about the store at `path`, and what to do."""
     if error.errno == errno.ENOENT:
-        return f"there is no {path}: give the path of a slab file, the `path` of a disk tier"
+        return f"there is no {path}: {_WHAT_TO_GIVE}"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"no permission for {path}: run this as {_owner(path)}, or as root"
     if error.errno == errno.ENXIO:

@@ -5,42 +5,77 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from kvtier.cli.store.refusal import NotCleared, StoreRefused
-from kvtier.cli.store.store import Clearing
-from kvtier.tiering.disk.aio import AioUnavailable
+from kvtier.cli.store.refusal import NotDone, StoreRefused
 from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.index import is_alive
 from kvtier.tiering.disk.layout import CONTROL_OFFSET, encode_clear_request
 from kvtier.tiering.disk.reader import SlabReader, SlabUnreadable
 from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.disk.slab import open_slab
+from kvtier.tiering.io.aio import AioUnavailable
 
-__all__ = ["clear_slab"]
+__all__ = ["SlabClearing", "clear_slab"]
 
 _LOOK_EVERY_S = 0.05
 _OUR_NAME = "kvtier store clear"
 """Who has the slab, should an engine be started in this very moment."""
 
 
-def clear_slab(reader: SlabReader, num_blocks: int, patience_s: float) -> Clearing:
+@dataclass(frozen=True, slots=True)
+class SlabClearing:
+    """`Clearing` of a slab."""
+
+    path: str
+    num_blocks: int
+    by_engine: bool
+    """Whether the engine that has the slab open did it."""
+    seconds: float
+
+    @property
+    def is_complete(self) -> bool:
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "cleared_blocks": self.num_blocks,
+            "by_engine": self.by_engine,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def lines(self) -> Iterator[str]:
+        by = " by the engine that has it open" if self.by_engine else ""
+        yield f"{self.path}: {self.num_blocks} blocks were cleared{by}."
+        yield "Their bytes stay in the file until they are overwritten, or it is removed."
+
+
+def clear_slab(reader: SlabReader, num_blocks: int, patience_s: float) -> SlabClearing:
     """`num_blocks`: how many there are, as far as is known without asking slots whose part of the
-    index is damaged. Raises `StoreRefused`, `NotCleared` or `OSError`."""
+    index is damaged. Raises `StoreRefused`, `NotDone` or `OSError`."""
+    path = str(reader.file.path)
     started = time.monotonic()
     request_id: bytes | None = None
     while True:
         if not reader.is_held() and (num_found := _clear_unheld(reader)) is not None:
-            return Clearing(num_found, by_engine=False, seconds=time.monotonic() - started)
+            return SlabClearing(
+                path, num_found, by_engine=False, seconds=time.monotonic() - started
+            )
         if request_id is None:
             request_id = uuid.uuid4().bytes
             _ask_the_engine(reader, request_id)
         if _last_clear(reader) in (request_id, reader.clear_request()):
             # Ours, or one that was written over it by someone else, and so is younger.
-            return Clearing(num_blocks, by_engine=True, seconds=time.monotonic() - started)
+            return SlabClearing(
+                path, num_blocks, by_engine=True, seconds=time.monotonic() - started
+            )
         if time.monotonic() - started > patience_s:
-            raise NotCleared(_not_yet(reader, patience_s))
+            raise NotDone(_not_yet(reader, patience_s))
         time.sleep(_LOOK_EVERY_S)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.cli.store.refusal import StoreRefused
-from kvtier.tiering.disk.aio import AioUnavailable
+from kvtier.cli.store.refusal import StoreRefused, no_such_namespace
 from kvtier.tiering.disk.reader import SlabReader, Snapshot
+from kvtier.tiering.io.aio import AioUnavailable
 
 __all__ = ["Namespace", "matching_tags", "namespaces_of"]
 
@@ -60,8 +60,5 @@ def matching_tags(namespaces: list[Namespace], wanted: str) -> list[int]:
     start = wanted.lower()
     tags = [space.tag for space in namespaces if space.name.startswith(start)]
     if not tags:
-        there = ", ".join(space.name for space in namespaces) or "none"
-        raise StoreRefused(
-            f"no block is in a namespace that begins with {wanted}. There are: {there}"
-        )
+        raise no_such_namespace(wanted, [space.name for space in namespaces])
     return tags

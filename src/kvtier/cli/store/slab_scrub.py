@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import mmap
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.base import OffloadKey
-from kvtier.cli.store.rate_limit import RateLimit
-from kvtier.cli.store.store import Damage, Scrub
+from kvtier.cli.store.scrubbing import UNREADABLE, Scrubber, Verdict
+from kvtier.cli.store.store import Scrub
 from kvtier.tiering.disk.reader import SlabReader, Snapshot, check_slot
 
 __all__ = ["SlabScrubber"]
 
-_NUM_THREADS = 4
 _RUN_BYTES = 1 << 20
 """Neighbouring slots are read together up to this size, or to what may be read in a second."""
 _PATIENCE_S = 3.0
 """A slot that an engine is writing is written by then, and its index, too."""
 _PAUSE_S = 0.1
-_UNREADABLE = "unreadable"
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    slot: int
-    key: OffloadKey | None
-    """Of the block that should be there, or is; None: it cannot be said which."""
-    reason: str | None = None
-    """Why it is damaged."""
-    is_empty: bool = False
-
-
-class SlabScrubber:
+class SlabScrubber(Scrubber):
     """One pass over a slab. What looks damaged is looked at again until it is certain that no
     engine was just writing it."""
 
@@ -50,38 +32,22 @@ class SlabScrubber:
         on_progress: Callable[[int, int], None],
     ) -> None:
         """`tags`: of the namespaces to read; None: everything."""
+        super().__init__(max_rate, on_progress)
         self._reader = reader
         self._tags = tags
-        self._limit = RateLimit(max_rate)
         self._run_bytes = min(_RUN_BYTES, max_rate or _RUN_BYTES)
-        self._on_progress = on_progress
-        self._scrub = Scrub()
-        self._buffers = threading.local()
 
     def run(self, snapshot: Snapshot) -> Scrub:
         """Raises `SlabUnreadable` or `OSError`."""
-        started = time.monotonic()
-        scrub = self._scrub
         first_revision = self._reader.superblock.revision
         slots = self._slots_of(snapshot)
-        scrub.total_bytes = len(slots) * snapshot.geometry.slot_bytes
-        suspects: list[_Verdict] = []
-        try:
-            self._on_progress(0, scrub.total_bytes)
-            for verdict in self._check(snapshot, slots):
-                if verdict.reason is not None:
-                    suspects.append(verdict)
-                elif not verdict.is_empty:
-                    scrub.num_good += 1
-                self._on_progress(scrub.num_bytes, scrub.total_bytes)
-            suspects = self._look_again(suspects, first_revision)
-        except KeyboardInterrupt:
-            scrub.is_complete = False
-        for verdict in suspects:
-            assert verdict.reason is not None
-            scrub.damaged.append(Damage(verdict.slot, verdict.key, verdict.reason))
+        scrub = self._judge_all(
+            len(slots) * snapshot.geometry.slot_bytes,
+            self._check(snapshot, slots),
+            lambda suspects: self._look_again(suspects, first_revision),
+        )
+        scrub.is_certain = scrub.is_complete
         self._remark(snapshot)
-        scrub.seconds = time.monotonic() - started
         return scrub
 
     def _slots_of(self, snapshot: Snapshot) -> list[int]:
@@ -111,7 +77,7 @@ class SlabScrubber:
 
     # --- once more -----------------------------------------------------------------------------
 
-    def _look_again(self, suspects: list[_Verdict], first_revision: int) -> list[_Verdict]:
+    def _look_again(self, suspects: list[Verdict], first_revision: int) -> list[Verdict]:
         """Those that are still damaged when an engine, if there is one, has had time to finish what
         it was writing. The index in the file comes after the slots."""
         began = time.monotonic()
@@ -121,13 +87,13 @@ class SlabScrubber:
                 and self._reader.read_superblock().revision == first_revision
             )
             snapshot = self._reader.snapshot()
-            suspects = self._still_damaged(snapshot, [verdict.slot for verdict in suspects])
+            suspects = self._still_damaged(snapshot, [int(verdict.place) for verdict in suspects])
             if is_alone or time.monotonic() - began > _PATIENCE_S:
                 break
             time.sleep(_PAUSE_S)
         return suspects
 
-    def _still_damaged(self, snapshot: Snapshot, slots: list[int]) -> list[_Verdict]:
+    def _still_damaged(self, snapshot: Snapshot, slots: list[int]) -> list[Verdict]:
         unknown = set(snapshot.unknown_slots())
         there = [
             slot
@@ -144,28 +110,16 @@ class SlabScrubber:
 
     # --- reading -------------------------------------------------------------------------------
 
-    def _check(self, snapshot: Snapshot, slots: Sequence[int]) -> Iterator[_Verdict]:
+    def _check(self, snapshot: Snapshot, slots: Sequence[int]) -> Iterator[Verdict]:
         """Read and judge these slots, in ascending order."""
-        under_way: deque[Future[list[_Verdict]]] = deque()
         slot_bytes = snapshot.geometry.slot_bytes
-        with ThreadPoolExecutor(_NUM_THREADS, "kvtier-scrub") as pool:
-            try:
-                for run in _runs(slots, max(1, self._run_bytes // slot_bytes)):
-                    self._limit.wait_for(len(run) * slot_bytes)
-                    under_way.append(pool.submit(self._check_run, snapshot, run))
-                    if len(under_way) >= 2 * _NUM_THREADS:
-                        yield from self._counted(under_way.popleft().result(), slot_bytes)
-                while under_way:
-                    yield from self._counted(under_way.popleft().result(), slot_bytes)
-            finally:
-                for future in under_way:
-                    future.cancel()
+        return self._read_all(
+            _runs(slots, max(1, self._run_bytes // slot_bytes)),
+            lambda run: len(run) * slot_bytes,
+            lambda run: self._check_run(snapshot, run),
+        )
 
-    def _counted(self, verdicts: list[_Verdict], slot_bytes: int) -> list[_Verdict]:
-        self._scrub.num_bytes += len(verdicts) * slot_bytes
-        return verdicts
-
-    def _check_run(self, snapshot: Snapshot, run: range) -> list[_Verdict]:
+    def _check_run(self, snapshot: Snapshot, run: range) -> list[Verdict]:
         """On a thread of the pool."""
         slot_bytes = snapshot.geometry.slot_bytes
         offset = snapshot.geometry.slot_offset(run[0])
@@ -187,25 +141,18 @@ class SlabScrubber:
                 verdicts.append(_judge(snapshot, slot, memory[start : start + slot_bytes]))
         return verdicts
 
-    def _buffer(self, num_bytes: int) -> memoryview:
-        """Page-aligned memory of the calling thread."""
-        memory: memoryview | None = getattr(self._buffers, "memory", None)
-        if memory is None or len(memory) < num_bytes:
-            memory = self._buffers.memory = memoryview(mmap.mmap(-1, num_bytes))
-        return memory[:num_bytes]
 
-
-def _judge(snapshot: Snapshot, slot: int, block: memoryview) -> _Verdict:
+def _judge(snapshot: Snapshot, slot: int, block: memoryview) -> Verdict:
     entry = snapshot.entry(slot)
     checked = check_slot(block, snapshot.superblock, slot, entry)
     is_empty = checked.key is None and checked.failure is None
     key = checked.key if entry is None or entry.key is None else entry.key
-    return _Verdict(slot, key, checked.failure, is_empty)
+    return Verdict(slot, key, checked.failure, is_empty)
 
 
-def _unreadable(snapshot: Snapshot, slot: int) -> _Verdict:
+def _unreadable(snapshot: Snapshot, slot: int) -> Verdict:
     entry = snapshot.entry(slot)
-    return _Verdict(slot, None if entry is None else entry.key, _UNREADABLE)
+    return Verdict(slot, None if entry is None else entry.key, UNREADABLE)
 
 
 def _runs(slots: Sequence[int], most: int) -> Iterator[range]:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from kvtier.base import OffloadKey
 from kvtier.cli.store.refusal import StoreRefused
-from kvtier.cli.store.slab_clearing import clear_slab
+from kvtier.cli.store.slab_clearing import SlabClearing, clear_slab
 from kvtier.cli.store.slab_figures import SlabFigures
 from kvtier.cli.store.slab_namespaces import matching_tags, namespaces_of
 from kvtier.cli.store.slab_scrub import SlabScrubber
-from kvtier.cli.store.store import Clearing, Listing, Order, Scrub, StoredBlock
-from kvtier.tiering.disk.aio import AioUnavailable
+from kvtier.cli.store.store import Listing, Order, Scrub, StoredBlock
 from kvtier.tiering.disk.reader import SlabReader, SlabUnreadable, Snapshot
+from kvtier.tiering.io.aio import AioUnavailable
 
 __all__ = ["SlabStore"]
 
@@ -29,6 +29,7 @@ class SlabStore:
 
     kind = "slab"
     place_name = "slot"
+    is_place_short = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,9 +120,20 @@ class SlabStore:
         except SlabUnreadable as problem:
             raise StoreRefused(str(problem)) from None
 
-    def clear(self, patience_s: float) -> Clearing:
-        num_blocks = len(self._snapshot().live_slots())
-        return clear_slab(self._reader, num_blocks, patience_s)
+    def count(self, namespace: str | None) -> int:
+        if namespace is not None:
+            raise StoreRefused(
+                f"{self.path} is a slab, which is cleared as a whole: leave out --namespace"
+            )
+        return len(self._snapshot().live_slots())
+
+    def clear(
+        self,
+        namespace: str | None,
+        patience_s: float,
+        on_progress: Callable[[int, int], None],
+    ) -> SlabClearing:
+        return clear_slab(self._reader, self.count(namespace), patience_s)
 
     def _snapshot(self) -> Snapshot:
         try:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from kvtier.base import OffloadKey
 
@@ -38,6 +37,8 @@ class StoredBlock:
     """When it was stored, in nanoseconds since 1970; None: not known."""
     rank: int
     """1: of all blocks, it was used last."""
+    used_ns: int | None = None
+    """When it was used last, in nanoseconds since 1970; None: the rank is all that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,9 @@ class Scrub:
     total_bytes: int = 0
     """So many were to be read."""
     is_complete: bool = True
-    """False: the user has ended it. What looked damaged until then was not looked at again."""
+    """False: the user has ended it."""
+    is_certain: bool = True
+    """False: what looked damaged was not looked at again, and may be sound."""
     seconds: float = 0.0
     damaged: list[Damage] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -97,18 +100,22 @@ class Scrub:
         return Counter(damage.reason for damage in self.damaged)
 
 
-@dataclass(frozen=True, slots=True)
-class Clearing:
+class Clearing(Protocol):
     """How a store was cleared."""
 
-    num_blocks: int
-    by_engine: bool
-    """Whether the engine that has the store open did it."""
-    seconds: float
+    @property
+    def is_complete(self) -> bool:
+        """False: the user has ended it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
 
 
 class Store(Protocol):
-    """A place where a tier keeps blocks. An engine may be at work on it. A context manager.
+    """A place where a tier keeps blocks. An engine may be at work on it.
 
     Every call may wait for the disk, and raise `StoreRefused` or `OSError`.
     """
@@ -118,15 +125,8 @@ class Store(Protocol):
     """What it is, in a word."""
     place_name: str
     """What the place of a block is called."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    is_place_short: bool
+    """Whether it fits into a table."""
 
     def figures(self) -> Figures: ...
 
@@ -143,5 +143,14 @@ class Store(Protocol):
         many bytes have been read, and how many there are to read. Ctrl-C ends it early, with what
         was found until then."""
 
-    def clear(self, patience_s: float) -> Clearing:
-        """Forget every block. Waits for the engine, if there is one, no longer than this."""
+    def count(self, namespace: str | None) -> int:
+        """How many blocks `clear` would forget."""
+
+    def clear(
+        self,
+        namespace: str | None,
+        patience_s: float,
+        on_progress: Callable[[int, int], None],
+    ) -> Clearing:
+        """Forget every block, or those of some namespaces. Waits for engines, if there are any, no
+        longer than this. `on_progress` is told how many blocks have left, and of how many."""

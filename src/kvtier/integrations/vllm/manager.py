@@ -7,7 +7,7 @@ waiting request at every step, so it does as little as possible.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -24,6 +24,7 @@ from kvtier.base import (
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.integrations.vllm import vllm_api
+from kvtier.integrations.vllm.block_hashes import tell_about
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +83,12 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         metric_names: Collection[str] = (),
         *,
         has_groups: bool = False,
+        lasting_tiers: Sequence[str] = (),
     ) -> None:
-        """`has_groups`: the model has more than one KV-cache group."""
+        """`has_groups`: the model has more than one KV-cache group. `lasting_tiers`: the types of
+        those in which other processes look for this one's blocks."""
         self._manager = manager
+        self._untold_tiers = list(lasting_tiers)
         self._has_groups = has_groups
         self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in metric_names}
         self._undeclared: set[str] = set()
@@ -166,7 +170,17 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def touch(self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext) -> None:
         self._manager.touch(keys, self._context(req_context))
 
+    def _tell_about_hashes(self) -> None:
+        """Say once which other processes can find what this one stores. vLLM makes the root of its
+        hashes after the manager, and asks a server's engine for pending work right after that."""
+        root = vllm_api.hash_root()
+        if root is not None:
+            tell_about(root, self._untold_tiers)
+            self._untold_tiers.clear()
+
     def on_new_request(self, req_context: vllm_api.ReqContext) -> vllm_api.RequestOffloadingContext:
+        if self._untold_tiers:
+            self._tell_about_hashes()
         answer = self._manager.on_new_request(self._adopt(req_context))
         return vllm_api.RequestOffloadingContext(policy=_VLLM_POLICIES[answer.policy])
 
@@ -189,6 +203,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         )
 
     def has_pending_work(self) -> bool:
+        if self._untold_tiers:
+            self._tell_about_hashes()
         return self._manager.has_pending_work()
 
     def take_events(self) -> Iterable[vllm_api.OffloadingEvent]:

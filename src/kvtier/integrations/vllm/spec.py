@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvtier.base import MetricDefinition, MetricKind
+from kvtier.base import MetricDefinition, MetricKind, OffloadingManager
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.integrations.vllm import vllm_api
+from kvtier.integrations.vllm.block_hashes import lasting_tiers
 from kvtier.integrations.vllm.config import config_from_vllm
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.worker import WorkerAdapter, kv_caches_from_vllm
+from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.spec import TieringOffloadingSpec
 
 
@@ -58,10 +60,13 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
 
     def get_manager(self) -> ManagerAdapter:
         if self._manager is None:
+            manager: OffloadingManager = self._spec.get_manager()
+            tiers = manager.secondary_tiers if isinstance(manager, TieringOffloadingManager) else ()
             self._manager = ManagerAdapter(
-                self._spec.get_manager(),
+                manager,
                 self._spec.build_metric_definitions(self.extra_config),
                 has_groups=len(self.kvtier_config.groups) > 1,
+                lasting_tiers=lasting_tiers(tiers),
             )
         return self._manager
 

@@ -7,11 +7,14 @@ warning; one that lacks a name used here is refused with a message that says so.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection
+from typing import get_args
 
 import vllm
 
 from kvtier.base import OffloadKey
+from kvtier.integrations.vllm.block_hashes import HashRoot, HashSeed
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +31,12 @@ def _supported_in_words() -> str:
 
 
 try:
+    from vllm.config.cache import PrefixCachingHashAlgo
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_offload.base import (
         CanonicalKVCaches,
         GPULoadStoreSpec,
@@ -90,6 +96,7 @@ __all__ = [
     "TierFilter",
     "TransferResult",
     "data_parallel_size",
+    "hash_root",
     "in_prompt_order",
     "keys_in_prompt_order",
     "warn_if_untested",
@@ -130,6 +137,24 @@ def data_parallel_size(config: OffloadingConfig) -> int:
     index: int = config.parallel.data_parallel_index
     is_replica = index > 0 or config.engine_id.endswith(f"_dp{index}")
     return max(size, index + 1, 2) if is_replica else size
+
+
+def hash_root() -> HashRoot | None:
+    """What this process's block hashes are chained to; None: an engine is starting, and has not
+    made it yet. It has once there are requests.
+
+    Earlier releases have no seed of their own: there the root is random unless `PYTHONHASHSEED` is
+    set. 0.32 has one for those algorithms that need no secret.
+    """
+    value: bytes | None = getattr(kv_cache_utils, "NONE_HASH", None)
+    if value is None:
+        return None
+    default: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+    return HashRoot(
+        value,
+        HashSeed(os.environ.get("PYTHONHASHSEED"), default),
+        {name: get_hash_fn_by_name(name) for name in get_args(PrefixCachingHashAlgo)},
+    )
 
 
 _warned = False

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import WeakSet
 
-from kvtier.tiering.disk.layout import PAGE_BYTES
+from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = ["NotAFile", "SlabFile", "lock_within"]
 

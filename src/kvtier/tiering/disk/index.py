@@ -15,13 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.disk.layout import (
-    ENTRIES_PER_PAGE,
-    PAGE_BYTES,
-    Geometry,
-    close_page,
-    is_intact,
-)
+from kvtier.tiering.disk.layout import ENTRIES_PER_PAGE, Geometry
+from kvtier.tiering.io.page import PAGE_BYTES, close_page, is_intact
 
 __all__ = [
     "EMPTY",

@@ -16,16 +16,14 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
-
-from xxhash import xxh3_64_intdigest
+from typing import NamedTuple
 
 from kvtier import seal
+from kvtier.tiering.io.page import BODY_BYTES, PAGE_BYTES, Buffer, close_page, is_intact
 
 __all__ = [
     "CONTROL_OFFSET",
     "HOLDER_OFFSET",
-    "PAGE_BYTES",
     "SLOTS_OFFSET",
     "SUPERBLOCK_OFFSETS",
     "Geometry",
@@ -34,21 +32,15 @@ __all__ = [
     "SlabVersionError",
     "SlotStamp",
     "Superblock",
-    "close_page",
     "decode_clear_request",
     "encode_clear_request",
     "encode_stamp",
     "has_stamp",
-    "is_intact",
     "is_slab_page",
     "read_stamp",
     "write_slot_header",
 ]
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
-
-PAGE_BYTES = 4096
-"""Unit of everything in the file; O_DIRECT wants offsets and addresses to be multiples of it."""
 SUPERBLOCK_OFFSETS = (0, PAGE_BYTES)
 HOLDER_OFFSET = 2 * PAGE_BYTES
 CONTROL_OFFSET = 3 * PAGE_BYTES
@@ -56,9 +48,6 @@ SLOTS_OFFSET = 4 * PAGE_BYTES
 
 ENTRIES_PER_PAGE = 63
 """Entries of the index in one of its pages; see `kvtier.tiering.disk.index`."""
-
-_CHECKSUM = struct.Struct("<Q")
-_BODY_BYTES = PAGE_BYTES - _CHECKSUM.size
 
 # A file system keeps its own record of where a file's bytes are, and `du` counts it. ext4: 340
 # extents in a page, and at worst two extents per slot, one that was written and one that was not.
@@ -77,7 +66,7 @@ _TEXT = struct.Struct("<8sI")
 _STAMP = struct.Struct("<16sQQ")
 STAMP_AT = seal.SEAL_BYTES
 _STAMP_END = STAMP_AT + _STAMP.size
-_PADDING = bytes(_BODY_BYTES - _STAMP_END)
+_PADDING = bytes(BODY_BYTES - _STAMP_END)
 _MOST_NAME = 128  # letters of a name, which may take 12 bytes each in JSON
 _MOST_NUMBER = 2**63
 _MOST_SLOTS = 2**40
@@ -93,19 +82,6 @@ class SlabVersionError(SlabFormatError):
 
 
 # --- pages -------------------------------------------------------------------------------------
-
-
-def close_page(page: bytearray | memoryview) -> None:
-    """Put the checksum at the end of a page whose other bytes are written."""
-    _CHECKSUM.pack_into(page, _BODY_BYTES, xxh3_64_intdigest(page[:_BODY_BYTES]))
-
-
-def is_intact(page: Buffer) -> bool:
-    """Whether a page is one that `close_page` has ended, unchanged."""
-    if len(page) != PAGE_BYTES:
-        return False
-    (checksum,) = _CHECKSUM.unpack_from(page, _BODY_BYTES)
-    return bool(checksum == xxh3_64_intdigest(page[:_BODY_BYTES]))
 
 
 def _page_of(body: bytes) -> bytes:
@@ -258,7 +234,7 @@ class Holder:
         """Raises `SlabFormatError`."""
         _require_intact(page, _HOLDER_MAGIC, "record of a holder")
         _, length = _TEXT.unpack_from(page)
-        text = bytes(page[_TEXT.size : _BODY_BYTES])[:length]
+        text = bytes(page[_TEXT.size : BODY_BYTES])[:length]
         try:
             engine_id, pid, host, since_ns = json.loads(text)
         except (ValueError, TypeError, RecursionError):
@@ -306,7 +282,7 @@ def encode_stamp(uuid: bytes, slot: int, seq: int) -> bytes:
 
 def write_slot_header(page: bytearray | memoryview, block_seal: bytes, stamp: bytes) -> None:
     """Fill the header page of a slot. What the page held before does not matter."""
-    page[:_BODY_BYTES] = block_seal + stamp + _PADDING
+    page[:BODY_BYTES] = block_seal + stamp + _PADDING
     close_page(page)
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from kvtier.tiering.disk.file import SlabFile, lock_within
 from kvtier.tiering.disk.index import IndexTable
-from kvtier.tiering.disk.layout import CONTROL_OFFSET, PAGE_BYTES, Geometry, Superblock
+from kvtier.tiering.disk.layout import CONTROL_OFFSET, Geometry, Superblock
 from kvtier.tiering.disk.recovery import write_index
 from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.disk.room import allocate_within
 from kvtier.tiering.disk.superblocks import write_superblock
+from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = ["format_slab", "make_if_missing"]
 

@@ -26,18 +26,18 @@ from kvtier.config.redaction import describe
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.disk import metrics
-from kvtier.tiering.disk.aio import address_of
 from kvtier.tiering.disk.index import namespace_tag
 from kvtier.tiering.disk.keeper import IndexKeeper
-from kvtier.tiering.disk.layout import (
-    PAGE_BYTES,
-)
 from kvtier.tiering.disk.options import DiskOptions
 from kvtier.tiering.disk.population import populate
 from kvtier.tiering.disk.residents import Residents
 from kvtier.tiering.disk.slab import open_slab
 from kvtier.tiering.disk.slab_io import SlabIO
-from kvtier.tiering.disk.transfer import Piece, Transfer
+from kvtier.tiering.disk.transfer import SlabBlock, SlabTransfer
+from kvtier.tiering.io.aio import address_of
+from kvtier.tiering.io.errors import error_counter
+from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.io.transfer import Piece, Transfer
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
@@ -147,7 +147,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         )
         self._unannounced = dict.fromkeys(self._residents.readable)
         """Blocks of an earlier engine that nobody has been told of yet."""
-        self._in_flight: set[Transfer] = set()
+        self._in_flight: set[Transfer[SlabBlock]] = set()
         self._results: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
         self._counters: Counter[str] = Counter()
@@ -161,7 +161,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
                 self._residents.slots_of,
                 lambda: self._residents.next_seq,
                 self._want_clear,
-                lambda error: self._io.note_error(error.errno or errno.EIO, is_write=True),
+                lambda error: self._io.errors.note(error.errno or errno.EIO, is_write=True),
             )
         except BaseException:
             self._io.stop()
@@ -262,18 +262,18 @@ class DiskSecondaryTierManager(SecondaryTierManager):
                 residents.not_written(blocks)
                 raise
         self._num_queued += len(blocks)
-        self._begin(Transfer(job, list(zip(todo.values(), blocks, strict=False)), here))
+        self._begin(SlabTransfer(job, list(zip(todo.values(), blocks, strict=False)), here))
 
     def _load(self, job: TransferJob) -> None:
-        pieces: list[Piece] = []
+        pieces: list[Piece[SlabBlock]] = []
         if job.fingerprint == self.fingerprint:
             self.touch(job.keys, job.req_context)
             found = zip(job.block_ids.tolist(), self._residents.pin(job.keys), strict=True)
             pieces = [(row, block) for row, block in found if block is not None]
             pieces.sort(key=_slot_of)
-        self._begin(Transfer(job, pieces))
+        self._begin(SlabTransfer(job, pieces))
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _begin(self, transfer: SlabTransfer) -> None:
         self._in_flight.add(transfer)
         self._io.work.submit(transfer)
 
@@ -295,7 +295,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._slab.close()
         self.rows.release()
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: Transfer[SlabBlock]) -> None:
         self._in_flight.discard(transfer)
         job = transfer.job
         if job.is_promotion:
@@ -308,7 +308,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             done = transfer.here + [block.key for _, block in transfer.done]
         self._results.append(JobResult(job.job_id, success, done, transfer.seconds))
 
-    def _end_load(self, transfer: Transfer) -> None:
+    def _end_load(self, transfer: Transfer[SlabBlock]) -> None:
         residents = self._residents
         # A block that could not be loaded once would be a HIT in vain again and again.
         forgotten = residents.unpin(
@@ -317,7 +317,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._counters[metrics.FORGOTTEN] += len(forgotten)
         self._report_removed(forgotten)
 
-    def _end_store(self, transfer: Transfer) -> None:
+    def _end_store(self, transfer: Transfer[SlabBlock]) -> None:
         self._num_queued -= len(transfer.pieces)
         self._residents.not_written(block for _, block in transfer.failed)
         stored = self._residents.written(block for _, block in transfer.done)
@@ -349,8 +349,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def get_stats(self) -> OffloadingStats:
         counters: dict[str, float] = {name: self._counters[name] for name in metrics.COUNTERS}
         self._counters.clear()
-        for kind, count in self._io.take_errors().items():
-            counters[metrics.error_counter(kind)] += count
+        for kind, count in self._io.errors.take().items():
+            counters[error_counter(metrics.PREFIX, kind)] += count
         return OffloadingStats(
             counters,
             gauges={
@@ -385,5 +385,5 @@ def _policy_cls(name: str, module_path: str | None) -> type[CachePolicy]:
         ) from None
 
 
-def _slot_of(piece: Piece) -> int:
+def _slot_of(piece: Piece[SlabBlock]) -> int:
     return piece[1].block_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier.base import MetricDefinition, MetricKind
+from kvtier.tiering.io.errors import error_counters
 
 __all__ = [
     "CAPACITY",
@@ -12,29 +13,23 @@ __all__ = [
     "FAILED",
     "FILE_BYTES",
     "FORGOTTEN",
+    "PREFIX",
     "QUEUED",
     "REFUSED",
     "RESIDENT",
-    "error_counter",
 ]
 
-RESIDENT = "kvtier_disk_resident_blocks"
-CAPACITY = "kvtier_disk_capacity_blocks"
-FILE_BYTES = "kvtier_disk_file_bytes"
-QUEUED = "kvtier_disk_queued_blocks"
-EVICTED = "kvtier_disk_evicted_blocks"
-REFUSED = "kvtier_disk_refused_blocks"
-FAILED = "kvtier_disk_failed_blocks"
-FORGOTTEN = "kvtier_disk_forgotten_blocks"
+PREFIX = "kvtier_disk"
+"""Of all these names."""
 
-_NAMED_ERRORS = ("EIO", "ENOSPC", "EROFS", "EMFILE", "EACCES", "ENODATA")
-_OTHER = "other"
-
-
-def error_counter(kind: str) -> str:
-    """The counter of errors of this kind, by the name of the error number."""
-    return f"kvtier_disk_errors_{(kind if kind in _NAMED_ERRORS else _OTHER).lower()}"
-
+RESIDENT = f"{PREFIX}_resident_blocks"
+CAPACITY = f"{PREFIX}_capacity_blocks"
+FILE_BYTES = f"{PREFIX}_file_bytes"
+QUEUED = f"{PREFIX}_queued_blocks"
+EVICTED = f"{PREFIX}_evicted_blocks"
+REFUSED = f"{PREFIX}_refused_blocks"
+FAILED = f"{PREFIX}_failed_blocks"
+FORGOTTEN = f"{PREFIX}_forgotten_blocks"
 
 _GAUGES = {
     RESIDENT: "Blocks in the disk tier, those being written included.",
@@ -47,10 +42,7 @@ _COUNTERS = {
     REFUSED: "Blocks not stored because the disk tier had no room, or could not keep up.",
     FAILED: "Blocks that could not be written.",
     FORGOTTEN: "Blocks that could not be loaded, or were damaged, and are forgotten.",
-    **{
-        error_counter(kind): f"Reads and writes of the disk tier that failed with {kind}."
-        for kind in (*_NAMED_ERRORS, _OTHER)
-    },
+    **error_counters(PREFIX),
 }
 COUNTERS = tuple(_COUNTERS)
 DEFINITIONS = {

@@ -26,19 +26,18 @@ from kvtier.tiering.disk.file import NotAFile, SlabFile
 from kvtier.tiering.disk.index import EMPTY, IN_HEADER, IndexTable, is_alive, namespace_tag
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
-    PAGE_BYTES,
     SUPERBLOCK_OFFSETS,
     Geometry,
     Holder,
     SlabFormatError,
     Superblock,
     decode_clear_request,
-    is_intact,
     is_slab_page,
     read_stamp,
 )
 from kvtier.tiering.disk.scan import FoundBlock, scan_headers
 from kvtier.tiering.disk.superblocks import read_holder
+from kvtier.tiering.io.page import PAGE_BYTES, is_intact
 
 __all__ = ["CheckedSlot", "Entry", "SlabReader", "SlabUnreadable", "Snapshot", "check_slot"]
 

@@ -11,14 +11,9 @@ from kvtier import seal
 from kvtier.base import OffloadKey
 from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.index import EMPTY, IN_HEADER, IndexTable, is_alive, namespace_tag
-from kvtier.tiering.disk.layout import (
-    PAGE_BYTES,
-    Geometry,
-    Superblock,
-    encode_stamp,
-    write_slot_header,
-)
+from kvtier.tiering.disk.layout import Geometry, Superblock, encode_stamp, write_slot_header
 from kvtier.tiering.disk.scan import found_in, scan_headers
+from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = ["forget_twins", "read_index", "resize", "write_index"]
 

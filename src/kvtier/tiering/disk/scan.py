@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from kvtier import seal
 from kvtier.base import OffloadKey
-from kvtier.tiering.disk.aio import AioQueue, address_of
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.layout import PAGE_BYTES, Geometry, SlabFormatError, read_stamp
+from kvtier.tiering.disk.layout import Geometry, SlabFormatError, read_stamp
+from kvtier.tiering.io.aio import AioQueue, address_of
+from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = ["FoundBlock", "found_in", "scan_headers"]
 

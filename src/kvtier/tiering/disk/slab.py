@@ -15,7 +15,6 @@ from kvtier.tiering.disk.file import NotAFile, SlabFile, lock_within
 from kvtier.tiering.disk.index import IndexTable
 from kvtier.tiering.disk.layout import (
     HOLDER_OFFSET,
-    PAGE_BYTES,
     SUPERBLOCK_OFFSETS,
     Geometry,
     Holder,
@@ -37,6 +36,7 @@ from kvtier.tiering.disk.superblocks import (
     within_file,
     write_superblock,
 )
+from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = ["Slab", "open_slab"]
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import threading
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvtier import seal
 from kvtier.tiering.disk.index import namespace_tag
-from kvtier.tiering.disk.lane import Lane
-from kvtier.tiering.disk.layout import encode_stamp, has_stamp, is_intact, write_slot_header
+from kvtier.tiering.disk.layout import encode_stamp, has_stamp, write_slot_header
 from kvtier.tiering.disk.slab import Slab
-from kvtier.tiering.disk.transfer import Piece, SlabBlock, Transfer
-from kvtier.tiering.disk.work import WorkQueue
+from kvtier.tiering.disk.transfer import SlabBlock
+from kvtier.tiering.io.errors import ErrorLog
+from kvtier.tiering.io.lane import Ended, Lane
+from kvtier.tiering.io.page import is_intact
+from kvtier.tiering.io.transfer import Piece, Unit
+from kvtier.tiering.io.work import WorkQueue
 
 if TYPE_CHECKING:
-    from kvtier.tiering.base import SecondaryTierManager
+    from kvtier.tiering.base import SecondaryTierManager, TransferJob
 
 __all__ = ["SlabIO"]
 
@@ -33,6 +32,9 @@ _MAX_PIECES = 16
 _IN_FLIGHT_BYTES = 32 << 20
 """How much one thread keeps under way. A load waits behind half of that in stores at most."""
 _LEAST_DEPTH, _MOST_DEPTH = 4, 32
+
+_Outcome: TypeAlias = tuple[Unit[SlabBlock], Sequence[Piece[SlabBlock]], Sequence[Piece[SlabBlock]]]
+"""A unit, and which of its pieces were moved and which were not."""
 
 
 class SlabIO:
@@ -51,32 +53,32 @@ class SlabIO:
         self._tier = tier
         self._slab = slab
         self._uuid = slab.superblock.uuid
-        self._errors_lock = threading.Lock()
-        self._errors: Counter[str] = Counter()
-        self._told: set[int] = set()
+        self.where = slab.file.path
+        self.errors = ErrorLog(self.where)
+        """Of reads and writes."""
         geometry = slab.geometry
         max_pieces = 1
         if geometry.slot_bytes < _LARGE_BYTES:
             max_pieces = min(_UNIT_BYTES // geometry.slot_bytes, _MAX_PIECES)
         unit_bytes = max_pieces * geometry.slot_bytes
         depth = min(max(_IN_FLIGHT_BYTES // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
-        self.work = WorkQueue(max_pieces)
+        self.work: WorkQueue[SlabBlock] = WorkQueue(max_pieces)
         """What is to be moved, and what has been."""
-        self.lanes: list[Lane] = []
+        self.lanes: list[Lane[SlabBlock]] = []
         try:
             for number in range(io_threads):
                 self.lanes.append(
                     Lane(
-                        f"kvtier-{tier.tier_type}-{number}",
-                        slab.file,
-                        geometry,
-                        self.work,
-                        self,
+                        name=f"kvtier-{tier.tier_type}-{number}",
+                        work=self.work,
+                        mover=self,
                         depth=depth,
+                        max_loads=depth,
                         # The first of several is for loads alone: file systems can make writes
                         # wait, and the thread with them.
                         max_stores=depth // 2 if number or io_threads == 1 else 0,
                         max_pieces=max_pieces,
+                        payload_bytes=geometry.payload_bytes,
                     )
                 )
         except BaseException:
@@ -89,49 +91,66 @@ class SlabIO:
         for lane in self.lanes:
             lane.join()
 
-    def take_errors(self) -> Counter[str]:
-        """How many reads and writes have failed since the last call, by the name of the error."""
-        with self._errors_lock:
-            taken, self._errors = self._errors, Counter()
-        return taken
+    # --- what the lanes ask: on their threads --------------------------------------------------
+
+    def begin(
+        self,
+        unit: Unit[SlabBlock],
+        pages: Sequence[memoryview],
+        payloads: Sequence[memoryview],
+    ) -> tuple[int, int]:
+        transfer, pieces = unit
+        if not transfer.job.is_promotion:
+            for (_, block), page, payload in zip(pieces, pages, payloads, strict=True):
+                self._seal(transfer.job, block, page, payload)
+        slab = self._slab
+        return slab.file.fd, slab.geometry.slot_offset(pieces[0][1].block_id)
+
+    def end(self, ended: Sequence[Ended[SlabBlock]]) -> None:
+        self.work.finish([self._outcome(each) for each in ended])
 
     def note_error(self, error: int, is_write: bool) -> None:
-        """Any thread."""
-        kind = errno.errorcode.get(error, str(error))
-        with self._errors_lock:
-            self._errors[kind] += 1
-            is_first = error not in self._told
-            self._told.add(error)
-        if is_first:
-            logger.warning(
-                "%s: a %s has failed: %s (%s). The engine computes such blocks itself; the tier "
-                "is tried again. This is said once for each kind of error",
-                self._slab.file.path,
-                "write" if is_write else "read",
-                os.strerror(error),
-                kind,
-            )
+        self.errors.note(error, is_write)
 
     # --- a block: on the lanes' threads --------------------------------------------------------
 
-    def seal_piece(
-        self, transfer: Transfer, block: SlabBlock, header: memoryview, payload: memoryview
+    def _outcome(self, ended: Ended[SlabBlock]) -> _Outcome:
+        unit, _, pages, payloads, error = ended
+        transfer, pieces = unit
+        if error:
+            return unit, (), pieces
+        try:
+            if not transfer.job.is_promotion:
+                self._note_stored(transfer.job, pieces)
+                return unit, pieces, ()
+            done: list[Piece[SlabBlock]] = []
+            failed: list[Piece[SlabBlock]] = []
+            for piece, page, payload in zip(pieces, pages, payloads, strict=True):
+                is_valid = self._is_valid(transfer.job, piece[1], page, payload)
+                (done if is_valid else failed).append(piece)
+        except Exception:
+            logger.exception("%s: a block could not be checked", self.where)
+            return unit, (), pieces
+        return unit, done, failed
+
+    def _seal(
+        self, job: TransferJob, block: SlabBlock, header: memoryview, payload: memoryview
     ) -> None:
         self._slab.index.clear(block.block_id)  # who was there is about to be overwritten
-        block_seal = self._tier.seal_block(transfer.job, block.key, payload)
+        block_seal = self._tier.seal_block(job, block.key, payload)
         write_slot_header(header, block_seal, self._stamp_of(block))
 
-    def stored(self, transfer: Transfer, pieces: Sequence[Piece]) -> None:
-        tag = namespace_tag(transfer.job.fingerprint)
+    def _note_stored(self, job: TransferJob, pieces: Sequence[Piece[SlabBlock]]) -> None:
+        tag = namespace_tag(job.fingerprint)
         for _, block in pieces:
             self._slab.index.put(block.block_id, block.generation, tag, block.key)
 
-    def is_valid(
-        self, transfer: Transfer, block: SlabBlock, header: memoryview, payload: memoryview
+    def _is_valid(
+        self, job: TransferJob, block: SlabBlock, header: memoryview, payload: memoryview
     ) -> bool:
         if not is_intact(header):
             self._tier.refuse_block(_what_is_wrong(header))
-        elif not self._tier.verify_block(transfer.job, block.key, header, payload):
+        elif not self._tier.verify_block(job, block.key, header, payload):
             pass  # and it is counted
         elif not has_stamp(header, self._stamp_of(block)):
             self._tier.refuse_block(seal.SealFailure.STALE)

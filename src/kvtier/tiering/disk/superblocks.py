@@ -10,7 +10,6 @@ from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
     HOLDER_OFFSET,
-    PAGE_BYTES,
     SLOTS_OFFSET,
     SUPERBLOCK_OFFSETS,
     Holder,
@@ -19,6 +18,7 @@ from kvtier.tiering.disk.layout import (
     Superblock,
     decode_clear_request,
 )
+from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = [
     "mend_copies",

@@ -9,12 +9,12 @@ from kvtier.base import OffloadKey
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
     HOLDER_OFFSET,
-    PAGE_BYTES,
     SUPERBLOCK_OFFSETS,
     SlabFormatError,
     Superblock,
 )
 from kvtier.tiering.disk.scan import found_in
+from kvtier.tiering.io.page import PAGE_BYTES
 
 
 class Image:

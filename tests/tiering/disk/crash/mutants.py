@@ -19,8 +19,9 @@ from kvtier.tiering.disk.index import IndexTable
 from kvtier.tiering.disk.keeper import IndexKeeper
 from kvtier.tiering.disk.slab import Slab
 from kvtier.tiering.disk.slab_io import SlabIO
-from kvtier.tiering.disk.transfer import Transfer
-from kvtier.tiering.disk.work import WorkQueue
+from kvtier.tiering.disk.transfer import SlabBlock, SlabTransfer
+from kvtier.tiering.io.transfer import Transfer
+from kvtier.tiering.io.work import WorkQueue
 from tests.tiering.disk.crash.orders import Bias
 from tests.tiering.disk.crash.planting import plant
 
@@ -51,7 +52,7 @@ def _mutant(first_seed: int = 0, **bias: Any) -> Callable[[Callable[[], None]], 
 
 @_mutant(point="slot written")
 def nothing_is_verified() -> None:
-    plant(SlabIO, is_valid=lambda *_: True)
+    plant(SlabIO, _is_valid=lambda *_: True)
 
 
 @_mutant(4, point="slot half", power_cut="torn index")
@@ -83,11 +84,11 @@ def damaged_index_pages_are_not_rebuilt() -> None:
 def jobs_are_reported_before_they_are_written() -> None:
     real = WorkQueue.submit
 
-    def submit(queue: WorkQueue, transfer: Transfer) -> None:
+    def submit(queue: WorkQueue[SlabBlock], transfer: Transfer[SlabBlock]) -> None:
         if transfer.job.is_promotion or not transfer.pieces:
             real(queue, transfer)
             return
-        early = Transfer(transfer.job, list(transfer.pieces), transfer.here)
+        early = SlabTransfer(transfer.job, list(transfer.pieces), transfer.here)
         early.done = list(transfer.pieces)
         early.num_taken = len(early.pieces)
         queue._ended.append(early)

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvtier.tiering.disk.aio import AioQueue
 from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
@@ -24,6 +23,7 @@ from kvtier.tiering.disk.layout import (
     SLOTS_OFFSET,
     SUPERBLOCK_OFFSETS,
 )
+from kvtier.tiering.io.aio import AioQueue
 from tests.tiering.disk.crash.planting import plant
 
 WRITTEN = ("superblock 1", "superblock 2", "holder", "index", "move", "slot")

@@ -7,7 +7,8 @@ from enum import Enum
 from pathlib import Path
 from random import Random
 
-from kvtier.tiering.disk.layout import PAGE_BYTES, SLOTS_OFFSET, SUPERBLOCK_OFFSETS
+from kvtier.tiering.disk.layout import SLOTS_OFFSET, SUPERBLOCK_OFFSETS
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.crash.image import superblocks_in
 
 HALF = PAGE_BYTES // 2

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from kvtier.tiering.disk.aio import AioQueue, AioUnavailable, address_of
+from kvtier.tiering.io.aio import AioQueue, AioUnavailable, address_of
 
 PAGE = 4096
 DEPTH = 16
@@ -145,7 +145,7 @@ def test_closing_waits_for_what_is_under_way(fd: int) -> None:
 
 def test_more_than_the_kernel_allows_is_refused_with_the_remedy() -> None:
     most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
-    with pytest.raises(AioUnavailable, match=r"fs\.aio-max-nr.*io_threads"):
+    with pytest.raises(AioUnavailable, match=r"fs\.aio-max-nr.*fewer threads"):
         AioQueue(2 * most, 1)
 
 

@@ -154,7 +154,7 @@ def _unavailable(error: int, depth: int) -> AioUnavailable:
     if error == errno.EAGAIN:
         return AioUnavailable(
             f"the kernel has no room for {depth} more asynchronous reads and writes ({reason}): "
-            "raise fs.aio-max-nr (sysctl), or give fewer io_threads"
+            "raise fs.aio-max-nr (sysctl), or give fewer threads"
         )
     return AioUnavailable(
         f"the kernel refuses asynchronous I/O ({reason}): allow io_setup, io_submit, "

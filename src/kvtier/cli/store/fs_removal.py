@@ -1,0 +1,83 @@
+"""Removes blocks from an fs root, where engines may be at work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.cli.store.refusal import NotDone, StoreRefused
+from kvtier.tiering.fs.books import Books, SeatLost
+from kvtier.tiering.fs.clearing import remove_namespace
+from kvtier.tiering.fs.ledger import LedgerBusy, LedgerLost
+from kvtier.tiering.fs.reader import SeenNamespace, disk_usage
+from kvtier.tiering.fs.refusal import RootRefused, refusal_for
+from kvtier.tiering.fs.root import open_root
+from kvtier.tiering.fs.seat import Occupant
+
+__all__ = ["Removal", "remove_namespaces", "seat_at"]
+
+_OUR_NAME = "kvtier store"
+"""Who sits there, for those who ask meanwhile."""
+
+
+@contextmanager
+def seat_at(path: Path, patience_s: float) -> Iterator[Books]:
+    """A seat like that of an engine, to change what is there. It is left at the end. Raises
+    `StoreRefused` or `NotDone`, also for what is raised in the context."""
+    try:
+        books = open_root(path, Occupant.here(_OUR_NAME, namespace=""), patience_s)
+        try:
+            yield books
+        finally:
+            books.close()
+    except RootRefused as problem:
+        if isinstance(problem.__cause__, LedgerBusy):
+            raise NotDone(str(problem)) from None
+        raise StoreRefused(str(problem)) from None
+    except (SeatLost, LedgerLost):
+        raise StoreRefused(
+            f"{path} was emptied, or something else was put in its place, while this ran: run it "
+            "again"
+        ) from None
+    except LedgerBusy as error:
+        raise NotDone(str(refusal_for(path, error))) from None
+    except OSError as error:
+        raise StoreRefused(str(refusal_for(path, error))) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What became of a namespace that was to be removed."""
+
+    space: SeenNamespace
+    num_blocks: int
+    freed_bytes: int
+    """As `du` counts them, directories included."""
+
+
+def remove_namespaces(
+    books: Books,
+    spaces: Sequence[SeenNamespace],
+    is_stopping: Callable[[], bool],
+    on_progress: Callable[[int, int], None],
+) -> list[Removal]:
+    """Remove all blocks of these. Ends early when `is_stopping` says so. Raises `OSError` or
+    `SeatLost`."""
+    removals: list[Removal] = []
+    total = sum(space.num_blocks for space in spaces)
+    num_done = 0
+
+    def count(num_removed: int) -> None:
+        nonlocal num_done
+        num_done += num_removed
+        on_progress(num_done, max(num_done, total))
+
+    for space in spaces:
+        if is_stopping():
+            break
+        num_blocks = remove_namespace(books, space.path, is_stopping, count)
+        freed_bytes = max(0, space.num_bytes - disk_usage(space.path))
+        removals.append(Removal(space, num_blocks, freed_bytes))
+    return removals

@@ -1,0 +1,133 @@
+"""What `kvtier store gc` has found and done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.cli.store.amounts import as_size, as_time
+from kvtier.cli.store.fs_figures import namespace_line
+from kvtier.cli.store.fs_gc import Orphan, Tidied
+from kvtier.cli.store.fs_ledger import ledger_remark
+from kvtier.cli.store.fs_removal import Removal
+from kvtier.tiering.fs.reader import Stray, Survey
+
+__all__ = ["GcReport", "orphan_lines"]
+
+_SHOWN_STRAYS = 20
+
+
+@dataclass(slots=True)
+class GcReport:
+    path: Path
+    seen: Survey
+    """How it was before."""
+    orphans: Sequence[Orphan]
+    is_complete: bool = True
+    tidied: Tidied | None = None
+    """None: nothing was done, only looked at."""
+    removals: Sequence[Removal] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def _num_dead(self) -> int:
+        if self.tidied is not None:
+            return self.tidied.num_reclaimed
+        return sum(not seat.is_alive for seat in self.seen.seats)
+
+    @property
+    def _num_removed(self) -> int:
+        return sum(removal.num_blocks for removal in self.removals)
+
+    @property
+    def _freed_bytes(self) -> int:
+        return sum(removal.freed_bytes for removal in self.removals)
+
+    def as_json(self) -> dict[str, Any]:
+        removed = {removal.space.name for removal in self.removals}
+        strays = self.seen.strays
+        return {
+            "path": str(self.path),
+            "dry_run": self.tidied is None,
+            "complete": self.is_complete,
+            "dead_engines": self._num_dead,
+            "ledger_lost": self.seen.balance is None,
+            "corrected_blocks": None if self.tidied is None else self.tidied.added_blocks,
+            "corrected_bytes": None if self.tidied is None else self.tidied.added_bytes,
+            "orphaned": [
+                {
+                    "namespace": orphan.space.name,
+                    "blocks": orphan.space.num_blocks,
+                    "bytes": orphan.space.num_bytes,
+                    "used_at": as_time(orphan.space.used_ns),
+                    "chosen": orphan.is_chosen,
+                    "removed": orphan.space.name in removed,
+                }
+                for orphan in self.orphans
+            ],
+            "removed_blocks": self._num_removed,
+            "freed_bytes": self._freed_bytes,
+            "stray_files": len(strays),
+            "stray_bytes": sum(stray.num_bytes for stray in strays),
+            "strays": [_relative(stray, self.path) for stray in strays],
+            "seconds": round(self.seconds, 3),
+        }
+
+    def lines(self) -> Iterator[str]:
+        yield str(self.path)
+        yield from self._tidied_lines()
+        if self.tidied is None:
+            yield from orphan_lines(self.orphans)
+        elif self.removals:
+            yield (
+                f"removed     {len(self.removals)} orphaned namespaces: {self._num_removed} "
+                f"blocks, {as_size(self._freed_bytes)}"
+            )
+        else:
+            yield f"removed     none of {len(self.orphans)} orphaned namespaces"
+        if not self.is_complete:
+            yield "            ended by Ctrl-C: what is left can be removed later"
+        yield from self._stray_lines()
+
+    def _tidied_lines(self) -> Iterator[str]:
+        if self.tidied is None:
+            yield f"engines     {self._num_dead} dead ones to be reclaimed"
+            yield f"ledger      {ledger_remark(self.seen) or 'right, as far as can be said'}"
+            return
+        yield f"engines     {self.tidied.num_reclaimed} dead ones reclaimed"
+        added_blocks, added_bytes = self.tidied.added_blocks, self.tidied.added_bytes
+        if self.seen.balance is None:
+            yield "ledger      could not be read, and was counted again"
+        elif added_blocks or added_bytes:
+            yield f"ledger      corrected by {added_blocks:+d} blocks and {added_bytes:+d} bytes"
+        else:
+            yield "ledger      counted again, and right"
+
+    def _stray_lines(self) -> Iterator[str]:
+        strays = self.seen.strays
+        if not strays:
+            return
+        size = as_size(sum(stray.num_bytes for stray in strays))
+        yield f"strays      {len(strays)} files that are no blocks ({size}); remove them by hand"
+        for stray in strays[:_SHOWN_STRAYS]:
+            yield f"  {_relative(stray, self.path)}"
+        if len(strays) > _SHOWN_STRAYS:
+            yield f"  and {len(strays) - _SHOWN_STRAYS} more; --json has all of them"
+
+
+def orphan_lines(orphans: Sequence[Orphan]) -> Iterator[str]:
+    """Before anything is removed."""
+    chosen = [orphan.space for orphan in orphans if orphan.is_chosen]
+    others = [orphan.space for orphan in orphans if not orphan.is_chosen]
+    yield f"orphaned    {len(orphans)} namespaces that no live engine uses, {len(chosen)} to remove"
+    for space in chosen:
+        yield f"  remove  {namespace_line(space)}"
+    for space in others:
+        yield f"  keep    {namespace_line(space)}"
+
+
+def _relative(stray: Stray, root: Path) -> str:
+    return os.path.relpath(stray.path, root)

@@ -1,0 +1,266 @@
+"""The ledger of a root: what its blocks take, and how much each engine may still write.
+
+One small file, changed under a lock that every engine on every host respects. It is the only thing
+engines have to agree on. It holds two copies, written in turn: whenever a writer is killed, one of
+them is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakSet
+
+from xxhash import xxh3_64_intdigest
+
+__all__ = ["Account", "Balance", "Ledger", "LedgerBusy", "LedgerLost", "LedgerVersion"]
+
+_COPY_BYTES = 16_384
+_MAGIC = b"KVTLEDG\x00"
+_VERSION = 1
+# magic, version, accounts, revision, root, boot, bytes of blocks, blocks, overhead
+_HEAD = struct.Struct("<8sHHxxxxQ16s16sQQQ")
+# engine, reserved, last batch counted out, flags
+_ACCOUNT = struct.Struct("<16sQQB7x")
+_PUBLISHING, _SETTLED = 1, 2
+_CHECKSUM = struct.Struct("<Q")
+_MAX_ACCOUNTS = (_COPY_BYTES - _HEAD.size - _CHECKSUM.size) // _ACCOUNT.size
+_MOST = 2**63
+_PAUSES_S = (0.0005, 0.02)
+
+_open_ledgers: WeakSet[Ledger] = WeakSet()
+
+
+class LedgerLost(Exception):
+    """Neither copy can be read: what is in the root has to be counted again."""
+
+
+class LedgerVersion(Exception):
+    """A ledger that another version of kvtier has made."""
+
+
+class LedgerBusy(OSError):
+    """Another engine, or a command, has held the lock for too long."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+@dataclass(slots=True)
+class Account:
+    """What one engine has in its seat, or may still write there."""
+
+    reserved: int = 0
+    """Bytes."""
+    counted_out: int = 0
+    """The last batch of blocks on their way out that no longer counts as published."""
+    is_publishing: bool = False
+    """Blocks are being given their names, and are not counted yet. Only while the lock is held, or
+    if the engine has died in the middle of it."""
+    is_settled: bool = False
+    """The engine is dead, and nothing in its seat counts as published any more."""
+
+    @property
+    def flags(self) -> int:
+        return self.is_publishing * _PUBLISHING | self.is_settled * _SETTLED
+
+
+@dataclass(slots=True)
+class Balance:
+    """What the ledger says."""
+
+    root_id: bytes
+    """Of this directory; new when it is made, and when its ledger was lost."""
+    blocks: int = 0
+    """Bytes of all published blocks."""
+    num_blocks: int = 0
+    overhead: int = 0
+    """Bytes of directories and of the files that are no blocks: at least what they take."""
+    boot_id: bytes = bytes(16)
+    """The last start of the machine that has written this."""
+    accounts: dict[bytes, Account] = field(default_factory=dict)
+    revision: int = 0
+
+    @property
+    def reserved(self) -> int:
+        return sum(account.reserved for account in self.accounts.values())
+
+    @property
+    def total(self) -> int:
+        """The most that there can be, until someone changes the ledger."""
+        return self.blocks + self.overhead + self.reserved
+
+    def add_blocks(self, num_bytes: int, count: int) -> None:
+        """Count published blocks in, or out where negative. What others have done to the files may
+        have made the ledger wrong, but never nonsense."""
+        self.blocks = max(0, self.blocks + num_bytes)
+        self.num_blocks = max(0, self.num_blocks + count)
+
+    def encode(self) -> bytes:
+        if len(self.accounts) > _MAX_ACCOUNTS:
+            raise OSError(errno.EUSERS, f"more than {_MAX_ACCOUNTS} engines share this directory")
+        parts = [
+            _HEAD.pack(
+                _MAGIC,
+                _VERSION,
+                len(self.accounts),
+                self.revision,
+                self.root_id,
+                self.boot_id,
+                self.blocks,
+                self.num_blocks,
+                self.overhead,
+            )
+        ]
+        parts += [
+            _ACCOUNT.pack(engine, account.reserved, account.counted_out, account.flags)
+            for engine, account in self.accounts.items()
+        ]
+        body = b"".join(parts)
+        return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
+
+    @classmethod
+    def decode(cls, copy: bytes) -> Balance:
+        """Raises `LedgerLost` or `LedgerVersion`."""
+        if len(copy) < _HEAD.size:
+            raise LedgerLost
+        magic, version, count, revision, root_id, boot_id, *sums = _HEAD.unpack_from(copy)
+        if magic != _MAGIC:
+            raise LedgerLost
+        if version != _VERSION:
+            raise LedgerVersion(f"a ledger of version {version}; this kvtier reads {_VERSION}")
+        end = _HEAD.size + count * _ACCOUNT.size
+        if count > _MAX_ACCOUNTS or len(copy) < end + _CHECKSUM.size:
+            raise LedgerLost
+        if copy[end : end + _CHECKSUM.size] != _CHECKSUM.pack(xxh3_64_intdigest(copy[:end])):
+            raise LedgerLost
+        accounts = {
+            engine: Account(
+                reserved, counted_out, bool(flags & _PUBLISHING), bool(flags & _SETTLED)
+            )
+            for engine, reserved, counted_out, flags in _ACCOUNT.iter_unpack(copy[_HEAD.size : end])
+        }
+        if max(revision, *sums, *(account.reserved for account in accounts.values())) >= _MOST:
+            raise LedgerLost
+        return cls(root_id, sums[0], sums[1], sums[2], boot_id, accounts, revision)
+
+
+def _decoded(copy: bytes) -> Balance | LedgerLost | LedgerVersion:
+    try:
+        return Balance.decode(copy)
+    except (LedgerLost, LedgerVersion) as problem:
+        return problem
+
+
+class Ledger:
+    """The ledger's file. Any thread but the scheduler's: calls may wait for the disk, and `lock`
+    for other engines."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the file if need be, with nothing in it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        self.path = path
+        self._fd = os.open(path, flags, 0o600)
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            self.close()
+            raise OSError(errno.EINVAL, "the ledger is not a regular file")
+        self._threads = threading.Lock()  # the other lock is one for the whole process
+        _open_ledgers.add(self)
+
+    @contextmanager
+    def lock(self, patience_s: Callable[[], float]) -> Iterator[None]:
+        """Be the only one at the ledger. Raises `LedgerBusy` after so many seconds, which may
+        become fewer meanwhile. Ends with the process at the latest, whatever ends that."""
+        started = time.monotonic()
+        if not self._threads.acquire(timeout=patience_s()):
+            raise LedgerBusy
+        try:
+            self._wait_for_lock(started, patience_s)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._threads.release()
+
+    def _wait_for_lock(self, started: float, patience_s: Callable[[], float]) -> None:
+        pause, longest = _PAUSES_S
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > started + patience_s():
+                    raise LedgerBusy from None
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, longest)
+            else:
+                return
+
+    def read(self) -> Balance:
+        """The balance. Under the lock. Raises `LedgerLost` or `LedgerVersion`. If one of the copies
+        is damaged, nobody knows whether it was the newer one."""
+        copies = self._copies()
+        balances = [_decoded(copy) for copy in copies]
+        others = [problem for problem in balances if isinstance(problem, LedgerVersion)]
+        if len(others) == len(copies):
+            raise others[0]
+        found = [balance for balance in balances if isinstance(balance, Balance)]
+        if not found or len(found) < len(copies):
+            raise LedgerLost
+        return max(found, key=lambda balance: balance.revision)
+
+    def peek(self) -> Balance:
+        """The balance of a moment ago, without the lock, as far as it can be read. Any thread.
+        Raises `LedgerLost`."""
+        balances = [_decoded(copy) for copy in self._copies()]
+        found = [balance for balance in balances if isinstance(balance, Balance)]
+        if not found:
+            raise LedgerLost
+        return max(found, key=lambda balance: balance.revision)
+
+    def _copies(self) -> list[bytes]:
+        """Those that were written; at least one."""
+        copies = [os.pread(self._fd, _COPY_BYTES, offset) for offset in (0, _COPY_BYTES)]
+        return [copy for copy in copies if any(copy)] or copies[:1]
+
+    def save(self, balance: Balance) -> None:
+        """Under the lock."""
+        balance.revision += 1
+        os.pwrite(self._fd, balance.encode(), balance.revision % 2 * _COPY_BYTES)
+
+    @property
+    def is_empty(self) -> bool:
+        return os.fstat(self._fd).st_size == 0
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file is still what one finds under its name."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Once more changes nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def _close_in_child() -> None:
+    """A child that was forked must not keep its parent's lock when that has ended."""
+    for ledger in list(_open_ledgers):
+        ledger.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,223 @@
+"""What the I/O threads of the fs tier do with a block."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvtier import seal
+from kvtier.base import OffloadKey
+from kvtier.tiering.fs.block_file import check_block, write_header
+from kvtier.tiering.fs.books import SeatLost
+from kvtier.tiering.fs.clerk import Arrival, Clerk
+from kvtier.tiering.fs.lease import NoRoom, Room
+from kvtier.tiering.fs.names import block_path
+from kvtier.tiering.fs.tree import BlockFile
+from kvtier.tiering.fs.uses import is_another_use
+from kvtier.tiering.io.errors import ErrorLog
+from kvtier.tiering.io.lane import CannotBegin, Ended
+from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.io.transfer import Piece, Transfer, Unit
+from kvtier.tiering.io.work import WorkQueue
+
+if TYPE_CHECKING:
+    from kvtier.tiering.base import SecondaryTierManager
+
+__all__ = ["FsMover", "FsTransfer"]
+
+_Piece: TypeAlias = Piece[OffloadKey]
+_Unit: TypeAlias = Unit[OffloadKey]
+_Outcome: TypeAlias = tuple[_Unit, Sequence[_Piece], Sequence[_Piece]]
+
+
+@dataclass(slots=True, eq=False)
+class FsTransfer(Transfer[OffloadKey]):
+    """A job of the fs tier on its way. Cheap to make, on the scheduler's thread: what is to be
+    known of each block is found out on the others."""
+
+    namespace: str = ""
+    """The directory of the blocks."""
+    stamps: Iterator[int] = field(default_factory=lambda: count(time.time_ns(), -1))
+    """The times at which its blocks were used. Of one prompt, the head is the last to leave."""
+    rooms: dict[OffloadKey, Room] = field(default_factory=dict)
+    """A store: where its blocks are written first."""
+    num_refused: int = 0
+    """A store: blocks for which there was no room."""
+
+
+def _transfer_of(unit: _Unit) -> FsTransfer:
+    transfer = unit.transfer
+    assert isinstance(transfer, FsTransfer)
+    return transfer
+
+
+class FsMover:
+    """Reads and writes block files: a `Mover` for lanes. Units are single blocks."""
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        where: Path,
+        rows_address: int,
+        work: WorkQueue[OffloadKey],
+        clerk: Clerk[_Unit],
+        errors: ErrorLog,
+        *,
+        is_direct: bool,
+    ) -> None:
+        """`tier`: whose rows are moved, and who counts what was refused."""
+        self.where = where
+        self.rows = tier.rows
+        self.rows_address = rows_address
+        self._tier = tier
+        self._work = work
+        self._clerk = clerk
+        self._errors = errors
+        self._file_bytes = PAGE_BYTES + tier.rows.row_bytes
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if is_direct else 0)
+        # O_NONBLOCK: a pipe in the place of a block must not be waited for.
+        self._read_flags = os.O_RDONLY | os.O_NONBLOCK | flags
+        self._write_flags = os.O_WRONLY | flags
+
+    def note_error(self, error: int, is_write: bool) -> None:
+        if error != errno.ENODATA or is_write:  # a file that is too short is a damaged block
+            self._errors.note(error, is_write)
+
+    # --- begin ---------------------------------------------------------------------------------
+
+    def begin(
+        self, unit: _Unit, pages: Sequence[memoryview], payloads: Sequence[memoryview]
+    ) -> tuple[int, int]:
+        ((_, key),) = unit.pieces
+        transfer = _transfer_of(unit)
+        if transfer.job.is_promotion:
+            return self._open_to_read(block_path(transfer.namespace, key)), 0
+        (page,), (payload,) = pages, payloads
+        write_header(page, self._tier.seal_block(transfer.job, key, payload))
+        return self._open_to_write(transfer, key), 0
+
+    def _open_to_read(self, path: str) -> int:
+        try:
+            return os.open(path, self._read_flags)
+        except FileNotFoundError:
+            raise CannotBegin from None  # it has left
+        except OSError as error:
+            self.note_error(error.errno or errno.EIO, is_write=False)
+            raise CannotBegin from None
+
+    def _open_to_write(self, transfer: FsTransfer, key: OffloadKey) -> int:
+        try:
+            room = transfer.rooms[key] = self._clerk.lease.take()
+        except (NoRoom, SeatLost):
+            transfer.num_refused += 1
+            raise CannotBegin from None
+        fd = -1
+        try:
+            if not room.is_new:
+                return os.open(room.path, self._write_flags)
+            fd = os.open(room.path, self._write_flags | os.O_CREAT | os.O_EXCL, 0o600)
+            # A write that makes a file longer would be waited for.
+            os.ftruncate(fd, self._file_bytes)
+        except OSError as error:
+            self.note_error(error.errno or errno.EIO, is_write=True)
+            if fd >= 0:
+                os.close(fd)
+            self._clerk.return_room(room)
+            raise CannotBegin from None
+        return fd
+
+    # --- end -----------------------------------------------------------------------------------
+
+    def end(self, ended: Sequence[Ended[OffloadKey]]) -> None:
+        outcomes: list[_Outcome] = []
+        arrivals: list[Arrival[_Unit]] = []
+        for each in ended:
+            if each.unit.transfer.job.is_promotion:
+                outcomes.append(self._end_load(each))
+            else:
+                arrival = self._end_store(each)
+                if arrival is not None:
+                    arrivals.append(arrival)
+                else:
+                    outcomes.append((each.unit, (), each.unit.pieces))
+        if outcomes:
+            self._work.finish(outcomes)
+        if arrivals:
+            self._clerk.publish_soon(arrivals)
+
+    def published(self, results: Sequence[tuple[Arrival[_Unit], bool]]) -> None:
+        """On the clerk's thread: whether blocks that were written are there now."""
+        self._work.finish(
+            [
+                (arrival.what, arrival.what.pieces, ())
+                if is_there
+                else (arrival.what, (), arrival.what.pieces)
+                for arrival, is_there in results
+            ]
+        )
+
+    def _end_store(self, ended: Ended[OffloadKey]) -> Arrival[_Unit] | None:
+        ((_, key),) = ended.unit.pieces
+        transfer = _transfer_of(ended.unit)
+        room = transfer.rooms.pop(key)
+        try:
+            if not ended.error:
+                # The file's time says when its block was used last.
+                stamp = next(transfer.stamps)
+                os.utime(ended.fd, ns=(stamp, stamp))
+                num_bytes = os.fstat(ended.fd).st_blocks * 512
+                final = block_path(transfer.namespace, key)
+                return Arrival(ended.unit, key, room, transfer.namespace, final, num_bytes)
+        except OSError as error:
+            self.note_error(error.errno or errno.EIO, is_write=True)
+        finally:
+            os.close(ended.fd)
+        self._clerk.return_room(room)
+        return None
+
+    def _end_load(self, ended: Ended[OffloadKey]) -> _Outcome:
+        unit, fd, (page,), (payload,), error = ended
+        ((_, key),) = unit.pieces
+        transfer = _transfer_of(unit)
+        try:
+            status = os.fstat(fd)
+            if error == errno.ENODATA or status.st_size > self._file_bytes:
+                failure = seal.SealFailure.LENGTH
+            elif error:
+                return unit, (), unit.pieces
+            else:
+                found = check_block(page, payload, key, transfer.job.fingerprint)
+                if found is None:
+                    _note_use(fd, status, next(transfer.stamps))
+                    return unit, unit.pieces, ()
+                failure = found
+            self._end_damaged(fd, block_path(transfer.namespace, key), failure)
+        finally:
+            os.close(fd)
+        return unit, (), unit.pieces
+
+    def _end_damaged(self, fd: int, path: str, failure: seal.SealFailure) -> None:
+        """A file that has left meanwhile may have been overwritten while it was read: that is no
+        damage."""
+        try:
+            found = os.lstat(path)
+            if not os.path.samestat(found, os.fstat(fd)):
+                return
+        except OSError:
+            return
+        self._tier.refuse_block(failure)
+        num_bytes = found.st_blocks * 512
+        self._clerk.remove_soon(BlockFile(path, found.st_mtime_ns, num_bytes, found.st_size))
+
+
+def _note_use(fd: int, status: os.stat_result, stamp: int) -> None:
+    if is_another_use(status, stamp):
+        with suppress(OSError):  # blocks can be read where nothing can be written
+            os.utime(fd, ns=(stamp, stamp))

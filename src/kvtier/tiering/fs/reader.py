@@ -1,0 +1,334 @@
+"""A root seen from outside: by whoever has no seat there, while engines may be at work.
+
+Nothing is written, and no lock is waited for. What is read may change at any moment: what goes away
+meanwhile is left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.fs.ledger import _COPY_BYTES, Balance, LedgerLost
+from kvtier.tiering.fs.names import (
+    SHARDS,
+    block_path,
+    is_engine_name,
+    is_namespace_name,
+    key_of,
+)
+from kvtier.tiering.fs.seat import _ALIVE, Occupant
+from kvtier.tiering.fs.tree import BlockFile
+
+__all__ = [
+    "SeenNamespace",
+    "SeenSeat",
+    "Stray",
+    "Survey",
+    "disk_usage",
+    "read_balance",
+    "read_seats",
+    "survey",
+]
+
+_NUM_TRIES = 8
+_GONE = (errno.ENOENT, errno.ESTALE)
+_NOT_OURS = "lost+found"
+_REMOVED_BUT_OPEN = ".nfs"
+_SHARDS = frozenset(SHARDS)
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class SeenSeat:
+    """The seat of an engine, or of a command."""
+
+    engine: str
+    directory: Path
+    occupant: Occupant | None
+    """None: it has not said who it is, or that cannot be read."""
+    is_alive: bool
+
+
+@dataclass(slots=True)
+class SeenNamespace:
+    """Blocks of one model, layout and epoch."""
+
+    path: Path
+    owner: SeenSeat | None
+    """The only engine that finds these blocks; None: all that look for this fingerprint do."""
+    num_blocks: int = 0
+    num_bytes: int = 0
+    """As `du` counts them, directories included."""
+    used_ns: int = 0
+    """When a block was used last; where there is none, when the last one went."""
+    blocks: list[BlockFile] = field(default_factory=list)
+    """If they were asked for."""
+
+    @property
+    def name(self) -> str:
+        """The fingerprint as hex digits."""
+        return self.path.name
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """What no engine has put there."""
+
+    path: str
+    num_bytes: int
+    """As `du` counts them, with all that is in it."""
+
+
+@dataclass(slots=True)
+class Survey:
+    """What is in a root."""
+
+    balance: Balance | None
+    """What the ledger says; None: it cannot be read."""
+    seats: list[SeenSeat]
+    namespaces: list[SeenNamespace] = field(default_factory=list)
+    """Without those of dead engines, which nobody finds any more."""
+    strays: list[Stray] = field(default_factory=list)
+    num_bytes: int = 0
+    """As `du` counts them, all included but what the file system itself keeps there."""
+    is_steady: bool = False
+    """Whether the ledger has not changed meanwhile."""
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(space.num_blocks for space in self.namespaces)
+
+    @property
+    def ledger_error(self) -> int | None:
+        """How much more the ledger says than there is; None: it cannot be said, since something is
+        changing, or is reserved."""
+        if self.balance is None or not self.is_steady or self.balance.reserved:
+            return None
+        return self.balance.total - self.num_bytes
+
+    def live_users(self, name: str) -> list[SeenSeat]:
+        """The engines that look for blocks of this fingerprint."""
+        return [
+            seat
+            for seat in self.seats
+            if seat.is_alive and seat.occupant is not None and seat.occupant.namespace == name
+        ]
+
+
+def read_balance(root: Path) -> Balance | None:
+    """What the ledger said a moment ago; None: there is none, or it cannot be read. Raises
+    `OSError` or `LedgerVersion`."""
+    try:
+        fd = os.open(root / "ledger", _OPEN)
+    except FileNotFoundError:
+        return None
+    try:
+        for _ in range(_NUM_TRIES):  # of two copies, both may be written while we read
+            found = []
+            for offset in (0, _COPY_BYTES):
+                try:
+                    found.append(Balance.decode(os.pread(fd, _COPY_BYTES, offset)))
+                except LedgerLost:
+                    continue
+            if found:
+                return max(found, key=lambda balance: balance.revision)
+        return None
+    finally:
+        os.close(fd)
+
+
+# --- who is there ------------------------------------------------------------------------------
+
+
+def read_seats(root: Path) -> list[SeenSeat]:
+    """The seats of all engines, dead or alive. Raises `OSError`."""
+    engines = root / "engines"
+    try:
+        names = {name.removesuffix(_ALIVE) for name in os.listdir(engines)}
+    except FileNotFoundError:
+        return []
+    return [_read_seat(engines, name) for name in sorted(names) if is_engine_name(name)]
+
+
+def _read_seat(engines: Path, name: str) -> SeenSeat:
+    directory = engines / name
+    try:
+        fd = os.open(engines / (name + _ALIVE), _OPEN)
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        return SeenSeat(name, directory, None, is_alive=False)
+    try:
+        return SeenSeat(name, directory, Occupant.decode(os.pread(fd, 4096, 0)), _is_locked(fd))
+    finally:
+        os.close(fd)
+
+
+def _is_locked(fd: int) -> bool:
+    """Found out by locking it together with others and letting go at once: there is no way to look
+    at a lock that sees through the walls of hosts and containers."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # where it cannot be found out, nobody is taken for dead
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+# --- what is there -----------------------------------------------------------------------------
+
+
+def survey(root: Path, *, keep_blocks: bool = False) -> Survey:
+    """Look at every file once. `keep_blocks`: and remember each block. Raises `OSError` or
+    `LedgerVersion`."""
+    before = read_balance(root)
+    surveyor = _Surveyor(Survey(before, read_seats(root)), keep_blocks)
+    surveyor.look_at(root)
+    seen = surveyor.seen
+    seen.balance = after = read_balance(root)
+    seen.is_steady = before is not None and after is not None and before.revision == after.revision
+    return seen
+
+
+def disk_usage(directory: Path) -> int:
+    """What `du` says of a directory; 0: it has gone. Raises `OSError`."""
+    surveyor = _Surveyor(Survey(None, []), keep_blocks=False)
+    try:
+        surveyor.count_all(directory, os.lstat(directory))
+    except FileNotFoundError:
+        return 0
+    return surveyor.seen.num_bytes
+
+
+def _key_at(shard: str, name: str) -> OffloadKey | None:
+    """The key of a block in a file of this name, in this directory; None: no engine looks there."""
+    key = key_of(name)
+    return key if key is not None and block_path("", key) == f"/{shard}/{name}" else None
+
+
+class _Surveyor:
+    def __init__(self, seen: Survey, keep_blocks: bool) -> None:
+        self.seen = seen
+        self._keep_blocks = keep_blocks
+        self._linked: set[int] = set()
+        """Files with two names that have been counted."""
+
+    def look_at(self, root: Path) -> None:
+        self.seen.num_bytes += os.stat(root).st_blocks * 512
+        for entry, status in _entries(root, must_exist=True):
+            is_directory = stat.S_ISDIR(status.st_mode)
+            if entry.name == _NOT_OURS:
+                continue
+            if entry.name == "blocks" and is_directory:
+                self._count(status)
+                self._look_at_namespaces(Path(entry.path), None)
+            elif entry.name == "engines" and is_directory:
+                self._count(status)
+                self._look_at_seats(Path(entry.path))
+            elif entry.name == "ledger" and not is_directory:
+                self._count(status)
+            else:
+                self._note_stray(entry, status)
+
+    def _look_at_seats(self, engines: Path) -> None:
+        alive = {seat.engine: seat for seat in self.seen.seats if seat.is_alive}
+        for entry, status in _entries(engines):
+            if not is_engine_name(entry.name.removesuffix(_ALIVE)):
+                self._note_stray(entry, status)
+                continue
+            self._count(status)
+            owner = alive.get(entry.name)
+            for inner, inner_status in _entries(entry.path, status):
+                if inner.name == "blocks" and owner is not None:
+                    self._count(inner_status)
+                    self._look_at_namespaces(Path(inner.path), owner)
+                else:
+                    self.count_all(inner.path, inner_status)
+
+    def _look_at_namespaces(self, blocks: Path, owner: SeenSeat | None) -> None:
+        for entry, status in _entries(blocks):
+            if not is_namespace_name(entry.name) or not stat.S_ISDIR(status.st_mode):
+                self._note_stray(entry, status)
+                continue
+            with self._counted_for(SeenNamespace(Path(entry.path), owner)) as space:
+                self._count(status)
+                newest = status.st_mtime_ns
+                for inner, inner_status in _entries(entry.path):
+                    if inner.name in _SHARDS and stat.S_ISDIR(inner_status.st_mode):
+                        self._count(inner_status)
+                        newest = max(newest, inner_status.st_mtime_ns)
+                        self._look_at_shard(inner, space)
+                    else:
+                        self._note_stray(inner, inner_status)
+                if not space.num_blocks:
+                    space.used_ns = newest
+
+    @contextmanager
+    def _counted_for(self, space: SeenNamespace) -> Iterator[SeenNamespace]:
+        before = self.seen.num_bytes
+        yield space
+        space.num_bytes = self.seen.num_bytes - before
+        self.seen.namespaces.append(space)
+
+    def _look_at_shard(self, shard: os.DirEntry[str], space: SeenNamespace) -> None:
+        for entry, status in _entries(shard.path):
+            if not stat.S_ISREG(status.st_mode) or _key_at(shard.name, entry.name) is None:
+                self._note_stray(entry, status)
+                continue
+            self._count(status)
+            space.num_blocks += 1
+            space.used_ns = max(space.used_ns, status.st_mtime_ns)
+            if self._keep_blocks:
+                num_bytes = status.st_blocks * 512
+                block = BlockFile(entry.path, status.st_mtime_ns, num_bytes, status.st_size)
+                space.blocks.append(block)
+
+    def _note_stray(self, entry: os.DirEntry[str], status: os.stat_result) -> None:
+        before = self.seen.num_bytes
+        self.count_all(entry.path, status)
+        if not entry.name.startswith(_REMOVED_BUT_OPEN):
+            self.seen.strays.append(Stray(entry.path, self.seen.num_bytes - before))
+
+    def count_all(self, path: str | Path, status: os.stat_result) -> None:
+        """A file, or a directory with all that is in it."""
+        self._count(status)
+        for inner, inner_status in _entries(path, status):
+            self.count_all(inner.path, inner_status)
+
+    def _count(self, status: os.stat_result) -> None:
+        if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+            if status.st_ino in self._linked:
+                return
+            self._linked.add(status.st_ino)
+        self.seen.num_bytes += status.st_blocks * 512
+
+
+def _entries(
+    directory: str | Path, status: os.stat_result | None = None, *, must_exist: bool = False
+) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """What is in a directory; nothing, if `status` says that it is none, or if it has gone."""
+    if status is not None and not stat.S_ISDIR(status.st_mode):
+        return
+    try:
+        found = os.scandir(directory)
+    except OSError as error:
+        if must_exist or error.errno not in _GONE:
+            raise
+        return
+    with found:
+        for entry in found:
+            try:
+                entry_status = entry.stat(follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
+                continue
+            yield entry, entry_status

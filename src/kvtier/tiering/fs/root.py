@@ -1,0 +1,103 @@
+"""Opening a root directory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from kvtier.tiering.fs.books import Books
+from kvtier.tiering.fs.ledger import LedgerVersion
+from kvtier.tiering.fs.refusal import RootRefused, refusal_for
+from kvtier.tiering.fs.seat import Occupant
+from kvtier.tiering.io.page import PAGE_BYTES
+
+__all__ = ["allows_o_direct", "is_root", "open_root"]
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 10.0
+_OURS = frozenset(("ledger", "engines", "blocks", "lost+found"))
+
+
+def is_root(path: Path) -> bool:
+    """Whether a directory is, or was, the root of an fs tier."""
+    return (path / "ledger").is_file() or (path / "blocks").is_dir()
+
+
+def open_root(path: Path, occupant: Occupant, patience_s: float = _PATIENCE_S) -> Books:
+    """Open a root, making it if need be, and take a seat there. Raises `RootRefused`."""
+    try:
+        if path.exists():
+            _require_ours(path)
+        books = Books(path, occupant, patience_s)
+    except LedgerVersion as problem:
+        raise RootRefused(
+            f"{path}: {problem}. Use that version, or give another directory"
+        ) from None
+    except OSError as error:
+        raise refusal_for(path, error) from error
+    try:
+        _require_hard_links(books)
+    except BaseException:
+        books.close()
+        raise
+    return books
+
+
+def _require_ours(path: Path) -> None:
+    strange = sorted(set(os.listdir(path)) - _OURS)
+    if strange and not is_root(path):
+        raise RootRefused(
+            f"{path} holds other things ({', '.join(strange[:3])}): give a directory of its own, "
+            "which is made if need be"
+        )
+    if path.stat().st_mode & 0o077:
+        logger.warning(
+            "%s can be entered by other users. Blocks are written so that only uid %d can read "
+            "them; still, chmod 700 it",
+            path,
+            os.geteuid(),
+        )
+
+
+def _require_hard_links(books: Books) -> None:
+    """Blocks are published by a second link, which fails where there is a block already."""
+    first, second = books.seat.incoming(), books.seat.incoming()
+    try:
+        os.close(os.open(first, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        os.link(first, second)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise refusal_for(books.path, error) from error
+        raise RootRefused(
+            f"{books.path}: its file system has no hard links, by which blocks are published: use "
+            "one that has, such as NFS, ext4, XFS, Lustre or CephFS"
+        ) from None
+    finally:
+        for path in (first, second):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def allows_o_direct(books: Books) -> bool:
+    """Whether files can bypass the page cache there. Tries it with a file, which is removed."""
+    path = books.seat.incoming()
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
+    fd = -1
+    try:
+        fd = os.open(path, flags, 0o600)
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            return os.pwritev(fd, [page], 0) == PAGE_BYTES
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise refusal_for(books.path, error) from error
+    finally:
+        if fd >= 0:
+            os.close(fd)
+        with suppress(FileNotFoundError):
+            os.unlink(path)

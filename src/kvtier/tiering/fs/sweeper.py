@@ -1,0 +1,161 @@
+"""Finds the blocks that were not used for the longest time, and what dead engines have left.
+
+When a block was used stands in the time stamp of its file, which every engine on every host sees.
+Nobody keeps a list of all blocks: where there are many, some of the directories are looked into,
+chosen at random, and the oldest of what is found there leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtier.tiering.fs.books import Books, SeatLost
+from kvtier.tiering.fs.clearing import remove_namespace
+from kvtier.tiering.fs.names import SHARDS
+from kvtier.tiering.fs.tree import BlockFile, read_shard
+
+__all__ = ["Sweeper"]
+
+logger = logging.getLogger(__name__)
+
+_ENOUGH = 20_000
+"""How many blocks are looked at to find the oldest."""
+_OLD_PART = 3
+"""Of those, one in so many may leave before others are looked at."""
+_CLOCKS_DIFFER_NS = 60 * 10**9
+_RECLAIM_EVERY_S = 5.0
+_NOTHING_FOUND_S = 1.0
+"""So long after nothing was found, nothing is looked for."""
+
+
+class Sweeper:
+    """A thread for what takes long. The clerk takes what it has found."""
+
+    def __init__(
+        self,
+        books: Books,
+        on_found: Callable[[], None],
+        on_error: Callable[[OSError], None],
+    ) -> None:
+        """Both are called on the thread."""
+        self._books = books
+        self._on_found = on_found
+        self._on_error = on_error
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._namespaces: Sequence[Path] = ()
+        self._junk: deque[Path] = deque()
+        self._stock: deque[BlockFile] = deque()
+        self._num_asked = 0
+        self._nothing_until = 0.0
+        self._reclaim_at = 0.0
+        self._is_stopping = False
+        self._chance = random.Random()
+        self._thread = threading.Thread(target=self._run, name="kvtier-fs-sweeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # --- any thread ----------------------------------------------------------------------------
+
+    def use(self, namespaces: Sequence[Path], junk: Path | None) -> None:
+        """From now on blocks leave from these. Those of `junk` are of use to nobody."""
+        with self._lock:
+            self._namespaces = namespaces
+            if junk is not None:
+                self._junk.append(junk)
+            self._stock.clear()
+            self._nothing_until = 0.0
+        self._wake.set()
+
+    def take(self, count: int) -> list[BlockFile]:
+        """Blocks that may leave, oldest first. Where they are fewer than asked for, more are looked
+        for, and `on_found` is called."""
+        with self._lock:
+            taken = [self._stock.popleft() for _ in range(min(count, len(self._stock)))]
+            self._num_asked = count - len(taken)
+            if self._num_asked:
+                self._wake.set()
+        return taken
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether there is nothing that may leave, as far as is known."""
+        return not self._stock and time.monotonic() < self._nothing_until
+
+    def look_again(self) -> None:
+        """There are new blocks: that nothing was found says nothing any more."""
+        self._nothing_until = 0.0
+
+    def stop(self) -> None:
+        """Waits for what it is at. Once more, or without a start, changes nothing."""
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # --- on the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                self._do_chores()
+            except SeatLost:
+                pass  # the clerk takes another
+            except OSError as error:
+                self._on_error(error)
+            except Exception:
+                logger.exception("%s: sweeping has failed", self._books.path)
+            self._wake.wait(_RECLAIM_EVERY_S)
+            self._wake.clear()
+
+    def _do_chores(self) -> None:
+        if time.monotonic() >= self._reclaim_at:
+            self._reclaim_at = time.monotonic() + _RECLAIM_EVERY_S
+            if self._books.reclaim():
+                self._nothing_until = 0.0
+                self._on_found()
+        while self._junk and not self._is_stopping:
+            remove_namespace(self._books, self._junk[0], lambda: self._is_stopping)
+            self._junk.popleft()
+            self._on_found()
+        if self._num_asked and time.monotonic() >= self._nothing_until:
+            self._look()
+            self._on_found()
+
+    def _look(self) -> None:
+        with self._lock:
+            namespaces, count = self._namespaces, self._num_asked
+        found: list[BlockFile] = []
+        try:
+            found = self._oldest(namespaces, count)
+        finally:
+            # Also after an error: whoever waits must not wait for ever.
+            with self._lock:
+                self._num_asked = 0
+                if namespaces is self._namespaces:
+                    self._stock.extend(found)
+                    self._nothing_until = 0.0 if found else time.monotonic() + _NOTHING_FOUND_S
+
+    def _oldest(self, namespaces: Sequence[Path], count: int) -> list[BlockFile]:
+        """The oldest of what is found; all of it, where that is little."""
+        shards = list(SHARDS)
+        self._chance.shuffle(shards)
+        found: list[BlockFile] = []
+        for shard in shards:
+            if self._is_stopping:
+                break
+            for namespace in namespaces:
+                found += read_shard(namespace, shard)
+            if len(found) >= max(_ENOUGH, 2 * _OLD_PART * count):
+                break
+        # A clock that was far ahead somewhere must not make blocks immortal.
+        latest = time.time_ns() + _CLOCKS_DIFFER_NS
+        found.sort(key=lambda block: block.used_ns if block.used_ns <= latest else 0)
+        return found[: max(count, len(found) // _OLD_PART)]

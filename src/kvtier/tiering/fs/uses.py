@@ -1,0 +1,71 @@
+"""Writes down when blocks were used, where every engine can see it: in the files' time stamps."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.fs.names import LONGEST_KEY, block_path
+
+__all__ = ["Uses", "is_another_use"]
+
+_WRITE_EVERY_S = 0.5
+_SAME_USE_NS = 10 * 10**9
+_MAX_WAITING = 1024
+
+
+def is_another_use(status: os.stat_result, stamp: int) -> bool:
+    """Whether a use at that time has to be written down. A block that was used again very soon is
+    as recent as it was."""
+    return stamp - status.st_mtime_ns > _SAME_USE_NS
+
+
+class Uses:
+    """A thread that notes uses. What comes faster than it can write is forgotten, and with it only
+    how recently some blocks were used."""
+
+    def __init__(self, on_error: Callable[[OSError], None]) -> None:
+        self._on_error = on_error
+        self._waiting: deque[tuple[str, Sequence[OffloadKey], int]] = deque(maxlen=_MAX_WAITING)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtier-fs-uses", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def note(self, namespace: str, keys: Sequence[OffloadKey]) -> None:
+        """A request uses these blocks, in prompt order. The scheduler's thread; does not wait."""
+        self._waiting.append((namespace, keys, time.time_ns()))
+
+    def stop(self) -> None:
+        """Write what there is to write, and end. Waits. Without a start, changes nothing."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._stopped.wait(_WRITE_EVERY_S)
+            while self._waiting:
+                self._write(*self._waiting.popleft())
+
+    def _write(self, namespace: str, keys: Sequence[OffloadKey], when_ns: int) -> None:
+        for position, key in enumerate(keys):
+            if len(key) > LONGEST_KEY:
+                continue
+            path = block_path(namespace, key)
+            # Of one prompt, the head is the last to leave.
+            stamp = when_ns - position
+            try:
+                if is_another_use(os.lstat(path), stamp):
+                    os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._on_error(error)
+                return

@@ -1,0 +1,271 @@
+"""One I/O thread of a tier, with a queue of its own at the kernel."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from kvtier.tiering.base import PrimaryRows
+from kvtier.tiering.io.aio import AioQueue, address_of
+from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.io.transfer import Unit
+from kvtier.tiering.io.work import WorkQueue
+
+__all__ = ["CannotBegin", "Ended", "Lane", "Mover"]
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B")
+
+_SUBMIT_BYTES = 1 << 20
+"""What is ready is handed to the kernel when it is so much: small pieces together, and large ones
+without waiting for the next to be sealed."""
+
+
+_WOKEN_BY = 8
+"""A thread is woken when so small a part of what it has under way has ended."""
+
+
+class CannotBegin(Exception):
+    """A unit cannot be moved, for a reason that the mover has counted itself. Nothing is logged."""
+
+
+class Ended(NamedTuple, Generic[B]):
+    """A unit that the kernel is done with."""
+
+    unit: Unit[B]
+    fd: int
+    """What `Mover.begin` has said."""
+    pages: Sequence[memoryview]
+    """The header page of each piece."""
+    payloads: Sequence[memoryview]
+    """The row of each piece."""
+    error: int
+    """0: every byte was moved."""
+
+
+class Mover(Protocol[B]):
+    """What a lane asks of the tier. Called on the lanes' threads, on several at once.
+
+    Pages and payloads are lent: they are used for something else when the call has returned.
+    """
+
+    rows: PrimaryRows
+    rows_address: int
+    """Where the primary tier's rows lie."""
+
+    @property
+    def where(self) -> object:
+        """For log lines: the path."""
+
+    def begin(
+        self, unit: Unit[B], pages: Sequence[memoryview], payloads: Sequence[memoryview]
+    ) -> tuple[int, int]:
+        """The descriptor of the file that the unit is read from or written to, and the offset
+        there. A store: fills in the header pages, too. Whatever is raised, the unit has failed and
+        is not passed to `end`; anything but `CannotBegin` is logged."""
+
+    def end(self, ended: Sequence[Ended[B]]) -> None:
+        """Comes once for every unit that was begun, also if it was refused by the kernel or given
+        up. Sees to it that each is finished at the work queue, now or later. Must not raise: those
+        not finished by then fail."""
+
+    def note_error(self, error: int, is_write: bool) -> None:
+        """A read or write has failed with this error number; `end` follows."""
+
+
+class Lane(Generic[B]):
+    """Keeps up to `depth` reads and writes under way. What has been read is verified while the
+    next ones are."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        work: WorkQueue[B],
+        mover: Mover[B],
+        depth: int,
+        max_loads: int,
+        max_stores: int,
+        max_pieces: int,
+        payload_bytes: int,
+    ) -> None:
+        """`max_loads`, `max_stores`: how many of those under way may be reads, and writes. One of
+        them may be 0. `payload_bytes`: of one piece, which is as long as a row."""
+        self._work = work
+        self._mover = mover
+        self._depth = depth
+        self._max_loads = max_loads
+        self._max_stores = max_stores
+        self._max_pieces = max_pieces
+        self._payload_bytes = payload_bytes
+        self._piece_bytes = PAGE_BYTES + payload_bytes
+        # A unit keeps its tag until it has been verified: by then as many others may be in flight.
+        num_tags = 2 * depth
+        self._queue = AioQueue(num_tags, 2 * max_pieces)
+        self._free_tags = list(range(num_tags))
+        # Prepared, or at the kernel; and how many of those are writes.
+        self._num_under_way = 0
+        self._num_stores = 0
+        # Taken from the work queue, and on their way to the mover.
+        self._taken: list[Unit[B]] = []
+        # By tag: what the mover has begun, as it will be told of the end if all goes well. Whoever
+        # holds a row keeps the memory behind it: the kernel may write there even after an engine
+        # has ended that would not wait for a dead disk.
+        self._begun: dict[int, Ended[B]] = {}
+        self._headers = mmap.mmap(-1, num_tags * max_pieces * PAGE_BYTES)
+        self._headers_address = address_of(self._headers)
+        view = memoryview(self._headers)
+        self._pages = [
+            view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)
+        ]
+        # A daemon: an engine that ends without a shutdown must not wait for it.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._queue.close()
+            raise
+
+    def join(self) -> None:
+        """Wait until the thread has ended, which it does when the work queue is stopped."""
+        self._thread.join()
+
+    # --- on the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._begun or not self._work.is_stopping:
+                self._step()
+        except Exception:
+            # Nobody may wait for this thread in vain: from now on everything fails at once.
+            logger.exception("%s: the tier stops", self._mover.where)
+            self._work.stop()
+        finally:
+            self._queue.close()  # waits: the kernel may still write into rows
+            self._end(list(self._begun), dict.fromkeys(self._begun, errno.ECANCELED))
+            self._fail(self._taken)
+
+    def _step(self) -> None:
+        """Start what can be started, then handle what has ended."""
+        self._fill(may_wait=not self._begun)
+        at_least = 1
+        if self._num_stores in (0, self._num_under_way):  # a load must not wait for a slow store
+            # Of many, a few at once: being woken costs more than what there is to do.
+            at_least += self._num_under_way // _WOKEN_BY
+        tags: list[int] = []
+        errors: dict[int, int] = {}
+        for tag, result in self._queue.reap(at_least):
+            transfer, pieces = self._begun[tag].unit
+            is_write = not transfer.job.is_promotion
+            self._num_under_way -= 1
+            self._num_stores -= is_write
+            if result != len(pieces) * self._piece_bytes:
+                # Fewer bytes than asked for: the file has been cut off.
+                errors[tag] = -result if result < 0 else errno.ENODATA
+                self._mover.note_error(errors[tag], is_write)
+            tags.append(tag)
+        self._fill(may_wait=False)  # the disk must not wait while we verify
+        self._end(tags, errors)
+
+    def _fill(self, may_wait: bool) -> None:
+        """Start as much as may be under way."""
+        while room := min(self._depth - self._num_under_way, len(self._free_tags)):
+            num_loads = self._num_under_way - self._num_stores
+            self._taken = self._work.take(
+                min(room, self._max_loads - num_loads),
+                min(room, self._max_stores - self._num_stores),
+                may_wait,
+            )
+            if not self._taken:
+                return
+            self._start()
+            may_wait = False
+
+    def _start(self) -> None:
+        """Begin what was taken."""
+        self._taken.reverse()
+        ready: list[int] = []
+        num_bytes = 0
+        while self._taken:
+            unit = self._taken[-1]
+            tag = self._begin(unit)
+            self._taken.pop()
+            if tag is None:
+                continue
+            ready.append(tag)
+            num_bytes += len(unit.pieces) * self._piece_bytes
+            if num_bytes >= _SUBMIT_BYTES:
+                self._submit(ready)
+                ready, num_bytes = [], 0
+        self._submit(ready)
+
+    def _begin(self, unit: Unit[B]) -> int | None:
+        """The tag that the unit is prepared under. None: it has failed."""
+        pieces = unit.pieces
+        is_write = not unit.transfer.job.is_promotion
+        tag = self._free_tags.pop()
+        position = tag * self._max_pieces
+        pages = self._pages[position : position + len(pieces)]
+        try:
+            payloads = [self._mover.rows[row] for row, _ in pieces]
+            fd, offset = self._mover.begin(unit, pages, payloads)
+        except Exception as error:
+            if not isinstance(error, CannotBegin):
+                logger.exception("%s: a block could not be moved", self._mover.where)
+            self._free_tags.append(tag)
+            self._fail([unit])
+            return None
+        self._begun[tag] = Ended(unit, fd, pages, payloads, 0)
+        header = self._headers_address + position * PAGE_BYTES
+        payload_bytes = self._payload_bytes
+        rows = self._mover.rows_address
+        segments: list[int] = []
+        for row, _ in pieces:
+            segments += (header, PAGE_BYTES, rows + row * payload_bytes, payload_bytes)
+            header += PAGE_BYTES
+        try:
+            self._queue.prepare(tag, fd, is_write, offset, segments)
+        except Exception:  # no such file or place can be
+            logger.exception("%s: a block could not be moved", self._mover.where)
+            self._end([tag], {tag: errno.EINVAL})
+            return None
+        self._num_under_way += 1
+        self._num_stores += is_write
+        return tag
+
+    def _submit(self, tags: Sequence[int]) -> None:
+        """Hand prepared reads and writes to the kernel. What it refuses has failed."""
+        while tags:
+            count, error = self._queue.submit(tags)
+            tags = tags[count:]
+            if error:
+                tag = tags[0]
+                tags = tags[1:]
+                is_write = not self._begun[tag].unit.transfer.job.is_promotion
+                self._num_under_way -= 1
+                self._num_stores -= is_write
+                self._mover.note_error(error, is_write)
+                self._end([tag], {tag: error})
+
+    def _end(self, tags: Sequence[int], errors: Mapping[int, int]) -> None:
+        """Tell the mover of units that the kernel is done with. `errors`: of those that failed."""
+        if not tags:
+            return
+        ended = [self._begun.pop(tag) for tag in tags]
+        if errors:
+            with_errors = zip(tags, ended, strict=True)
+            ended = [each._replace(error=errors.get(tag, 0)) for tag, each in with_errors]
+        try:
+            self._mover.end(ended)
+        except Exception:
+            logger.exception("%s: blocks could not be checked", self._mover.where)
+            self._fail([each.unit for each in ended])
+        self._free_tags += tags
+
+    def _fail(self, units: Sequence[Unit[B]]) -> None:
+        self._work.finish([(unit, (), unit.pieces) for unit in units])

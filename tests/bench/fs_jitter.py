@@ -1,0 +1,10 @@
+"""How late the scheduler is while the fs tier works at full rate, beside vLLM's own tier."""
+
+from __future__ import annotations
+
+from tests.bench.disk_subjects import FS
+from tests.bench.jitter import FIGURES, compare_jitter
+
+
+def run() -> None:
+    compare_jitter("fs_jitter", FS, judged=FIGURES)

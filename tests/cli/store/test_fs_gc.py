@@ -1,0 +1,319 @@
+"""`kvtier store gc`: dead engines, a wrong ledger, and namespaces that nobody uses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.cli.store import gc
+from kvtier.cli.store.answers import is_confirmed
+from kvtier.cli.store.durations import DurationError, parse_duration
+from kvtier.testing import TierHarness
+from kvtier.tiering.fs.books import Books
+from tests.cli.store.engine_process import FsEngineProcess
+from tests.cli.store.roots import age, balance_of, file_of, fill_root
+from tests.cli.store.slabs import fill, run_store
+from tests.cli.store.test_fs_clear import assert_tidy
+from tests.cli.store.test_refusals import Keyboard
+from tests.tiering.fs.rig import block_files, du, wait_until
+
+KEYS = TierHarness.keys(40)
+DAY = 86_400.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def kept(root: Path) -> set[str]:
+    return set(os.listdir(root / "blocks"))
+
+
+# --- dead engines, and the count ---------------------------------------------------------------
+
+
+def test_what_dead_engines_have_left_is_taken_back(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FsEngineProcess(root) as idle, FsEngineProcess(root) as busy:
+        assert idle.ask("store 0 20") == 20
+        busy.tell("churn")
+        wait_until(lambda: len(block_files(root)) > 40, "blocks")
+        busy.kill()
+        idle.kill()
+    assert run_store(capsys, "gc", root, "--dry-run")[1]["dead_engines"] == 2
+    left = block_files(root)
+    assert main(["store", "gc", str(root), "--older-than", "1d"]) == 0
+    assert "2 dead ones reclaimed" in capsys.readouterr().out
+    assert_tidy(root)
+    assert block_files(root) == left
+    assert run_store(capsys, "gc", root, "--older-than", "1d")[1]["dead_engines"] == 0
+
+
+def test_engines_that_live_are_left_in_peace(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FsEngineProcess(root) as engine:
+        assert engine.ask("store 0 20") == 20
+        code, document = run_store(capsys, "gc", root, "--yes")
+        assert (code, document["dead_engines"], document["orphaned"]) == (0, 0, [])
+        assert engine.ask("hits 0 20") == 20
+        assert engine.ask("store 20 20") == 20
+    assert_tidy(root)
+
+
+def test_a_wrong_ledger_is_corrected(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = fill_root(root, KEYS)
+    file = file_of(root, name, KEYS[0])
+    num_bytes = file.stat().st_blocks * 512
+    file.unlink()
+    code, document = run_store(capsys, "gc", root, "--older-than", "1d")
+    assert code == 0
+    assert (document["corrected_blocks"], document["corrected_bytes"]) == (-1, -num_bytes)
+    assert_tidy(root)
+    file_of(root, name, KEYS[1]).unlink()
+    assert main(["store", "gc", str(root), "--older-than", "1d"]) == 0
+    assert f"corrected by -1 blocks and -{num_bytes} bytes" in capsys.readouterr().out
+    assert main(["store", "gc", str(root), "--older-than", "1d"]) == 0
+    assert "counted again, and right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"junk" * 20_000])
+def test_a_lost_ledger_is_made_again(
+    content: bytes, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill_root(root, KEYS)
+    (root / "ledger").write_bytes(content)
+    assert run_store(capsys, "gc", root, "--dry-run")[1]["ledger_lost"]
+    assert run_store(capsys, "gc", root, "--older-than", "1d")[1]["ledger_lost"]
+    assert balance_of(root).num_blocks == len(KEYS)
+    assert run_store(capsys, "stat", root)[1]["remark"] is None
+
+
+# --- orphans -----------------------------------------------------------------------------------
+
+
+def test_only_what_no_live_engine_uses(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = fill_root(root, KEYS, "one")
+    two = fill_root(root, KEYS[:7], "two")
+    with FsEngineProcess(root, "one") as engine:
+        assert engine.ask("hits 0 40") == 40
+        code, document = run_store(capsys, "gc", root, "--yes")
+        assert code == 0
+        [orphan] = document["orphaned"]
+        assert (orphan["namespace"], orphan["blocks"]) == (two, 7)
+        assert (orphan["chosen"], orphan["removed"]) == (True, True)
+        assert document["removed_blocks"] == 7
+        assert kept(root) == {one}
+        assert engine.ask("hits 0 40") == 40
+        assert main(["store", "gc", str(root), "--yes", "--namespace", one]) == 2
+        printed = capsys.readouterr()
+        assert f"{one} is used by a live engine, " in printed.err
+        assert f"process {engine.process.pid}" in printed.err
+        engine.kill()
+    assert run_store(capsys, "gc", root, "--yes")[1]["removed_blocks"] == 40
+    assert kept(root) == set()
+    assert_tidy(root)
+
+
+def test_only_what_was_not_used_for_so_long(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = fill_root(root, KEYS[:10], "old")
+    older = fill_root(root, KEYS[:7], "older")
+    new = fill_root(root, KEYS, "new")
+    age(root, old, 2 * DAY)
+    age(root, older, 9 * DAY)
+    # One block that is in use keeps all of them.
+    os.utime(file_of(root, old, KEYS[3]))
+    before = du(root)
+    document = run_store(capsys, "gc", root, "--older-than", "1d", "--yes")[1]
+    states = {o["namespace"]: (o["chosen"], o["removed"]) for o in document["orphaned"]}
+    assert states == {new: (False, False), old: (False, False), older: (True, True)}
+    assert [o["namespace"] for o in document["orphaned"]][-1] == older  # by last use
+    assert document["freed_bytes"] == before - du(root)
+    assert kept(root) == {old, new}
+    assert_tidy(root)
+
+
+def test_only_what_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [fill_root(root, KEYS[:3], word) for word in ("a", "b", "c")]
+    options = ("--namespace", names[0][:9].upper(), "--namespace", names[2])
+    assert run_store(capsys, "gc", root, "--yes", *options)[1]["removed_blocks"] == 6
+    assert kept(root) == {names[1]}
+    assert main(["store", "gc", str(root), "--yes", "--namespace", names[0]]) == 2
+    assert names[1] in capsys.readouterr().err
+    # Both have to hold.
+    options = ("--namespace", names[1], "--older-than", "1h")
+    assert run_store(capsys, "gc", root, "--yes", *options)[1]["removed_blocks"] == 0
+
+
+def test_an_empty_namespace_is_an_orphan_too(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = fill_root(root, KEYS[:2])
+    for path in block_files(root):
+        path.unlink()
+    [orphan] = run_store(capsys, "gc", root, "--yes")[1]["orphaned"]
+    assert (orphan["blocks"], orphan["removed"]) == (0, True)
+    assert orphan["bytes"] > 0
+    assert name not in kept(root)
+    assert_tidy(root)
+
+
+def test_an_engine_that_has_started_meanwhile_keeps_its_blocks(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_root(root, KEYS, "one")
+    engines: list[FsEngineProcess] = []
+
+    def start_an_engine(question: str) -> bool:
+        engines.append(FsEngineProcess(root, "one"))
+        return is_confirmed(question)
+
+    monkeypatch.setattr(sys, "stdin", Keyboard("y\n"))
+    monkeypatch.setattr(gc, "is_confirmed", start_an_engine)
+    assert main(["store", "gc", str(root)]) == 0
+    with engines[0] as engine:
+        assert engine.ask("hits 0 40") == 40
+    assert "removed     none of 1 orphaned namespaces" in capsys.readouterr().out
+
+
+# --- shown before ------------------------------------------------------------------------------
+
+
+def test_a_dry_run_only_shows(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = fill_root(root, KEYS, "old")
+    new = fill_root(root, KEYS[:7], "new")
+    age(root, old, 9 * DAY)
+    before = sorted((str(path), path.lstat().st_ctime_ns) for path in root.rglob("*"))
+    for options in ([], ["--yes"]):
+        arguments = ["store", "gc", str(root), "--dry-run", "--older-than", "1w", *options]
+        assert main(arguments) == 0
+        text = capsys.readouterr().out
+        assert f"  remove  {old}  40 blocks, " in text
+        assert "last used 9 d ago" in text
+        assert f"  keep    {new}  7 blocks, " in text
+        document = run_store(capsys, "gc", root, *arguments[3:])[1]
+        assert document["dry_run"]
+        assert document["corrected_blocks"] is None
+        assert document["removed_blocks"] == 0
+    assert sorted((str(path), path.lstat().st_ctime_ns) for path in root.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("answer", "code"), [("yes\n", 0), ("n\n", 1), ("", 1)])
+def test_the_user_is_shown_what_is_going_to_be_removed_and_asked(
+    answer: str,
+    code: int,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = fill_root(root, KEYS)
+    monkeypatch.setattr(sys, "stdin", Keyboard(answer))
+    assert main(["store", "gc", str(root), "--json"]) == code
+    printed = capsys.readouterr()
+    shown, asked = printed.err.index(f"remove  {name}"), printed.err.index("Remove 1 namespaces")
+    assert shown < asked
+    assert "with 40 blocks" in printed.err
+    assert ("no namespace was removed" in printed.err) == (code == 1)
+    document = json.loads(printed.out)
+    assert document["removed_blocks"] == (40 if code == 0 else 0)
+    assert kept(root) == (set() if code == 0 else {name})
+    assert_tidy(root)
+
+
+def test_without_a_terminal_nothing_is_done(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = fill_root(root, KEYS)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert main(["store", "gc", str(root)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "--yes" in printed.err
+    assert "--dry-run" in printed.err
+    assert kept(root) == {name}
+    # Where there is nothing to ask about, nobody is needed.
+    assert main(["store", "gc", str(root), "--older-than", "1d"]) == 0
+
+
+def test_strays_are_named_and_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = fill_root(root, KEYS)
+    strays = [f"blocks/{name}/80/{number}.txt" for number in range(25)]
+    for stray in strays:
+        (root / stray).write_text("mine")
+    (root / "blocks" / name / "80" / ".nfs0123").write_text("removed, and still open")
+    document = run_store(capsys, "gc", root, "--older-than", "1d")[1]
+    assert sorted(document["strays"]) == sorted(strays)
+    assert (document["stray_files"], document["stray_bytes"]) == (25, 25 * 4096)
+    assert main(["store", "gc", str(root), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "strays      25 files that are no blocks (100 KiB)" in text
+    assert "and 5 more; --json has all of them" in text
+    assert all((root / stray).exists() for stray in strays)
+
+
+# --- cut short ---------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_it_counts(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_root(root, KEYS)
+    count = Books.count_again
+
+    def count_and_interrupt(books: Books) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        count(books)
+
+    monkeypatch.setattr(Books, "count_again", count_and_interrupt)
+    assert main(["store", "gc", str(root), "--yes"]) == 128 + signal.SIGINT
+    assert "ended by Ctrl-C" in capsys.readouterr().out
+    assert len(block_files(root)) == len(KEYS)
+    assert_tidy(root)
+
+
+def test_twice_ctrl_c_ends_it_at_once(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_root(root, KEYS)
+    count = Books._count_again
+
+    def interrupt(books: Books, balance: object) -> object:
+        monkeypatch.setattr(Books, "_count_again", count)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(Books, "_count_again", interrupt)
+    assert main(["store", "gc", str(root), "--yes"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().out == ""
+    assert run_store(capsys, "gc", root, "--older-than", "1d")[1]["dead_engines"] == 1
+    assert_tidy(root)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def test_a_slab_needs_no_gc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kv.slab"
+    fill(path, KEYS)
+    assert main(["store", "gc", str(path), "--yes"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"{path} is a slab, which needs no gc" in printed.err
+
+
+def test_lengths_of_time() -> None:
+    given = {"90m": 5400, "12h": 43_200, "7d": 604_800, " 2 W": 1_209_600, "0s": 0}
+    assert {text: parse_duration(text) for text in given} == given
+    for wrong in ("", "7", "d", "-1d", "1.5h", "7 days", "1y", "1e3s", "٣d", "9" * 10 + "d"):
+        with pytest.raises(DurationError, match="90m, 12h or 7d"):
+            parse_duration(wrong)

@@ -1,0 +1,113 @@
+"""Fs tiers for tests: made in one line, driven by the harness of the conformance kit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from kvtier.base import OffloadingSpec
+from kvtier.testing import TierHarness
+from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.fs.manager import FsSecondaryTierManager
+from kvtier.tiering.io.page import PAGE_BYTES
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ROW_BYTES = 8192
+PATIENCE_S = 30.0
+DIRECTORIES = 3 << 20
+"""What a root with one namespace takes besides blocks, generously."""
+
+
+def bytes_for(num_blocks: int, row_bytes: int = ROW_BYTES) -> int:
+    """A `max_bytes` with which there is room for about so many blocks."""
+    return DIRECTORIES + num_blocks * (row_bytes + 3 * PAGE_BYTES)
+
+
+def fs_harness(
+    root: Path,
+    num_blocks: int = 256,
+    *,
+    row_bytes: int = ROW_BYTES,
+    num_rows: int = 64,
+    namespace: str = "these weights",
+    **options: Any,
+) -> TierHarness:
+    """An engine around an fs tier with room for about so many blocks. Raises what the tier's
+    constructor does."""
+    options.setdefault("max_bytes", bytes_for(num_blocks, row_bytes))
+
+    def make_tier(spec: OffloadingSpec, view: memoryview) -> SecondaryTierManager:
+        return FsSecondaryTierManager(spec, view, "fs", root_dir=str(root), **options)
+
+    return TierHarness(
+        make_tier,
+        num_slots=num_rows,
+        row_bytes=row_bytes,
+        patience_s=PATIENCE_S,
+        namespace=namespace,
+    )
+
+
+def fs_of(harness: TierHarness) -> FsSecondaryTierManager:
+    assert isinstance(harness.tier, FsSecondaryTierManager)
+    return harness.tier
+
+
+def wait_until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
+        time.sleep(0.005)
+
+
+def du(root: Path) -> int:
+    """What `du -s -B1` says: every file once, directories too. What goes away meanwhile is left
+    out, so that it can be asked while engines work."""
+    total = os.lstat(root).st_blocks * 512
+    seen: set[int] = set()
+    for directory, directories, files in os.walk(root):
+        for name in directories + files:
+            try:
+                status = os.lstat(f"{directory}/{name}")
+            except FileNotFoundError:
+                continue
+            if status.st_ino not in seen:
+                seen.add(status.st_ino)
+                total += status.st_blocks * 512
+    return total
+
+
+def block_files(root: Path) -> list[Path]:
+    """The files of all published blocks."""
+    return sorted(path for path in (root / "blocks").glob("*/*/*") if path.is_file())
+
+
+@contextmanager
+def silent_files(tier: SecondaryTierManager) -> Iterator[None]:
+    """Reads and writes reach the disk, but nothing is heard of them before the context is left."""
+    assert isinstance(tier, FsSecondaryTierManager)
+    answers = threading.Event()
+    queues = [lane._queue for lane in tier._lanes]
+    for queue in queues:
+        queue.reap = _when_set(answers, queue.reap)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        answers.set()
+        for queue in queues:
+            del queue.reap
+
+
+def _when_set(event: threading.Event, call: Callable[P, T]) -> Callable[P, T]:
+    def wait_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
+        event.wait()
+        return call(*args, **kwargs)
+
+    return wait_and_call

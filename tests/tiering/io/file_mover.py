@@ -1,0 +1,150 @@
+"""A small tier around lanes: numbered blocks in one plain file, and all that can go wrong."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.tiering.base import PrimaryRows, TransferJob
+from kvtier.tiering.io.aio import address_of
+from kvtier.tiering.io.lane import Ended, Lane
+from kvtier.tiering.io.page import PAGE_BYTES, close_page, is_intact
+from kvtier.tiering.io.transfer import Transfer, Unit
+from kvtier.tiering.io.work import WorkQueue
+
+ROW_BYTES = 4096
+PIECE_BYTES = PAGE_BYTES + ROW_BYTES
+NUM_ROWS = 64
+_NUMBER_BYTES = 8
+
+
+class FileMover:
+    """Block `n` is kept at `n * PIECE_BYTES`. Notes what lanes ask, and answers as it is told."""
+
+    def __init__(self, path: Path, max_pieces: int = 1) -> None:
+        self.where = path
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        self.memory = mmap.mmap(-1, NUM_ROWS * ROW_BYTES)
+        self.rows_address = address_of(self.memory)
+        self.rows = PrimaryRows(memoryview(self.memory).cast("B", (NUM_ROWS, ROW_BYTES)))
+        self.max_pieces = max_pieces
+        self.work: WorkQueue[int] = WorkQueue(max_pieces)
+        self.lanes: list[Lane[int]] = []
+        self.lock = threading.Lock()
+        self.begun: list[Unit[int]] = []
+        self.ended: list[tuple[Unit[int], int]] = []
+        self.noted: Counter[tuple[int, bool]] = Counter()
+        # What goes wrong, by the number of the first block.
+        self.cannot_begin: dict[int, Callable[[], Exception]] = {}
+        self.places: dict[int, tuple[int, int]] = {}
+        self.cannot_end: set[int] = set()
+        self.finished_later: set[int] = set()
+
+    def start(self, *, depth: int = 4, max_loads: int = 4, max_stores: int = 4) -> Lane[int]:
+        lane: Lane[int] = Lane(
+            name=f"lane-{len(self.lanes)}",
+            work=self.work,
+            mover=self,
+            depth=depth,
+            max_loads=max_loads,
+            max_stores=max_stores,
+            max_pieces=self.max_pieces,
+            payload_bytes=ROW_BYTES,
+        )
+        self.lanes.append(lane)
+        return lane
+
+    def stop(self) -> None:
+        self.work.stop()
+        for lane in self.lanes:
+            lane.join()
+
+    def close(self) -> None:
+        """Once more changes nothing."""
+        self.stop()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.rows.release()
+
+    def check_rows_are_free(self) -> None:
+        """Nobody holds a row any more. Not for tests in which exceptions are logged: pytest keeps
+        them, and they keep what was on the stack."""
+        self.memory.close()
+
+    # --- jobs ----------------------------------------------------------------------------------
+
+    def submit(self, numbers: Sequence[int], rows: Sequence[int], is_load: bool) -> Transfer[int]:
+        keys = [OffloadKey(b"%d" % number) for number in numbers]
+        job = TransferJob(1, keys, np.array(rows, np.int64), is_load, ReqContext("request"))
+        transfer = Transfer(job, list(zip(rows, numbers, strict=True)))
+        self.work.submit(transfer)
+        return transfer
+
+    def store(self, *numbers: int) -> Transfer[int]:
+        """Out of the rows of the same numbers."""
+        return self.submit(numbers, numbers, is_load=False)
+
+    def load(self, *numbers: int) -> Transfer[int]:
+        """Into the rows of the same numbers."""
+        return self.submit(numbers, numbers, is_load=True)
+
+    # --- what lanes ask ------------------------------------------------------------------------
+
+    def begin(
+        self, unit: Unit[int], pages: Sequence[memoryview], payloads: Sequence[memoryview]
+    ) -> tuple[int, int]:
+        first = unit.pieces[0][1]
+        if (make_error := self.cannot_begin.get(first)) is not None:
+            raise make_error()
+        if not unit.transfer.job.is_promotion:
+            for (_, number), page, _ in zip(unit.pieces, pages, payloads, strict=True):
+                page[:_NUMBER_BYTES] = number.to_bytes(_NUMBER_BYTES)
+                close_page(page)
+        with self.lock:
+            self.begun.append(unit)
+        return self.places.get(first, (self.fd, first * PIECE_BYTES))
+
+    def end(self, ended: Sequence[Ended[int]]) -> None:
+        assert ended
+        with self.lock:
+            self.ended += [(each.unit, each.error) for each in ended]
+        firsts = {each.unit.pieces[0][1] for each in ended}
+        if firsts & self.cannot_end:
+            raise RuntimeError("this mover cannot end")
+        for unit, _, pages, payloads, error in ended:
+            if unit.pieces[0][1] in self.finished_later:
+                continue
+            done = []
+            if not error:
+                found = zip(unit.pieces, pages, payloads, strict=True)
+                done = [piece for piece, page, _ in found if _number_in(page) == piece[1]]
+            failed = [piece for piece in unit.pieces if piece not in done]
+            self.work.finish([(unit, done, failed)])
+
+    def note_error(self, error: int, is_write: bool) -> None:
+        with self.lock:
+            self.noted[error, is_write] += 1
+
+    # --- what was seen -------------------------------------------------------------------------
+
+    def errors_of(self, transfer: Transfer[int]) -> list[int]:
+        """With which the units of a transfer were ended, in the order of their pieces."""
+        ended = [(u.pieces[0][1], error) for u, error in self.ended if u.transfer is transfer]
+        return [error for _, error in sorted(ended)]
+
+    def check_ends(self) -> None:
+        """Every unit that was begun has been ended, once."""
+        assert Counter(map(id, self.begun)) == Counter(id(unit) for unit, _ in self.ended)
+        assert all(count == 1 for count in Counter(map(id, self.begun)).values())
+
+
+def _number_in(page: memoryview) -> int | None:
+    return int.from_bytes(page[:_NUMBER_BYTES]) if is_intact(page) else None

@@ -1,0 +1,82 @@
+"""Errors of reads and writes: all are counted, and each kind is said once."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtier.tiering.io.errors import ErrorLog, error_counter, error_counters
+
+
+def test_errors_are_counted_until_they_are_taken() -> None:
+    log = ErrorLog(Path("/a/path"))
+    log.note(errno.EIO, is_write=True)
+    log.note(errno.EIO, is_write=False)
+    log.note(errno.ENOSPC, is_write=True)
+    log.note(9999, is_write=True)
+    assert log.take() == {"EIO": 2, "ENOSPC": 1, "9999": 1}
+    assert log.take() == {}
+    log.note(errno.EIO, is_write=True)
+    assert log.take() == {"EIO": 1}
+
+
+def test_each_kind_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = ErrorLog(Path("/a/path"))
+    for _ in range(3):
+        log.note(errno.EROFS, is_write=True)
+        log.note(errno.EIO, is_write=False)
+        log.take()
+    first, second = caplog.messages
+    assert first.startswith("/a/path: a write has failed: Read-only file system (EROFS). ")
+    assert second.startswith("/a/path: a read has failed: Input/output error (EIO). ")
+
+
+def test_no_error_is_lost_between_threads() -> None:
+    log = ErrorLog("somewhere")
+
+    def note_many() -> None:
+        for _ in range(500):
+            log.note(errno.EIO, is_write=True)
+
+    threads = [threading.Thread(target=note_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    total = 0
+    while any(thread.is_alive() for thread in threads):
+        total += log.take()["EIO"]
+    for thread in threads:
+        thread.join()
+    assert total + log.take()["EIO"] == 2000
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "EIO",
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "EMFILE",
+        "EACCES",
+        "ENODATA",
+        "ENOENT",
+        "ESTALE",
+        "ETIMEDOUT",
+    ],
+)
+def test_a_named_error_has_a_counter_of_its_own(kind: str) -> None:
+    name = error_counter("kvtier_fs", kind)
+    assert name == f"kvtier_fs_errors_{kind.lower()}"
+    assert error_counters("kvtier_fs")[name] == (
+        f"Reads and writes of the fs tier that failed with {kind}."
+    )
+
+
+@pytest.mark.parametrize("kind", ["EDOM", "9999", ""])
+def test_the_others_have_one_together(kind: str) -> None:
+    name = error_counter("kvtier_disk", kind)
+    assert name == "kvtier_disk_errors_other"
+    assert name in error_counters("kvtier_disk")
