@@ -81,8 +81,11 @@ class DiskRounds:
         self.about: dict[str, dict[str, object]] = {}
         """What the tiers say of themselves."""
 
-    def measure(self, block_bytes: int, alone: bool) -> Iterator[tuple[What, Measured]]:
-        """Reads and writes with blocks of one size; `alone`: also one request at a time."""
+    def measure(
+        self, block_bytes: int, alone: bool, limits: Sequence[str]
+    ) -> Iterator[tuple[What, Measured]]:
+        """Reads and writes with blocks of one size; `alone`: also one request at a time. `limits`:
+        which of fio's figures to measure."""
         with ExitStack() as stack:
             for name, tier in self._tiers.items():
                 own = stack.enter_context(TemporaryDirectory(dir=self._directory))
@@ -104,7 +107,8 @@ class DiskRounds:
                     what = What(block_bytes, is_load, is_alone)
                     subjects = self._tier_subjects(what)
                     if not is_alone:
-                        subjects |= self._fio_subjects(what)
+                        fio_subjects = self._fio_subjects(what)
+                        subjects |= {name: fio_subjects[name] for name in limits}
                     yield what, in_turns(subjects)
             for tier in self._tiers.values():
                 tier.ask({"end": 0})

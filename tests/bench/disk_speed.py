@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench.disk_rounds import KVTIER, SIZES, VLLM, Contender, KiB, MiB
+from tests.bench.disk_rounds import (
+    COLD,
+    IO_URING,
+    KVTIER,
+    PSYNC,
+    SIZES,
+    VLLM,
+    Contender,
+    KiB,
+    MiB,
+)
 from tests.bench.disk_subjects import DISK, VLLM_FS
 from tests.bench.speed_tables import Bars, Speeds
 from tests.bench.worker import vllm_python
@@ -37,4 +47,5 @@ def run() -> None:
             stores_to_vllm=MIN_TO_VLLM,
             cpu_to_vllm=1.0,
         ),
+        limits=(PSYNC, IO_URING, COLD),
     ).run()

@@ -30,7 +30,6 @@ from tests.bench.disk_rounds import (
 from tests.bench.report import print_table, save, verdict, verdict_at_least
 from tests.bench.scratch import scratch_directory
 
-FIO = (PSYNC, IO_URING, COLD)
 ABSENT = "-"
 """Where there is no figure."""
 
@@ -64,6 +63,8 @@ class Speeds:
     sizes_alone: Container[int]
     """Sizes of blocks for which one request at a time is measured, too."""
     bars: Bars
+    limits: Sequence[str] = (PSYNC, IO_URING)
+    """What fio can do; `COLD` may be added."""
 
     def run(self) -> None:
         fio.require_fio()
@@ -73,18 +74,20 @@ class Speeds:
             disk_rounds(directory, self.tier_bytes, self.contenders) as rounds,
         ):
             for block_bytes in SIZES:
-                figures |= rounds.measure(block_bytes, alone=block_bytes in self.sizes_alone)
+                alone = block_bytes in self.sizes_alone
+                figures |= rounds.measure(block_bytes, alone, self.limits)
             about = rounds.about
         self._describe()
         print(f"About the tiers: {about}")
-        tables = _Tables([each for each in self.contenders if each != VLLM], self.bars)
+        ours = [each for each in self.contenders if each != VLLM]
+        tables = _Tables(ours, self.limits, self.bars)
         full_load = {what: measured for what, measured in figures.items() if not what.is_alone}
-        alone = {what: measured for what, measured in figures.items() if what.is_alone}
+        one_request = {what: measured for what, measured in figures.items() if what.is_alone}
         result = {
             "about": about,
             "full_load": tables.show_full_load(full_load),
             "processor_time": tables.show_processor_time(full_load),
-            "one_request": tables.show_one_request(alone),
+            "one_request": tables.show_one_request(one_request),
         }
         save(self.name, result)
 
@@ -95,8 +98,8 @@ Figures and ratios are medians over the rounds; in parentheses, the lowest and t
 {self.who_is_compared}
   fio        blocks at random places of one file that was written before, O_DIRECT; psync with as
              many threads as kvtier has, and io_uring at depth {FIO_DEPTH}. The better one counts.
-             These use a few buffers again and again, which stay in the processor's caches. `cold`
-             is io_uring with as many buffers as the tiers have rows.
+             These use a few buffers again and again, which stay in the processor's caches. `cold`,
+             where it is shown, is io_uring with as many buffers as the tiers have rows.
 Full load: {JOBS_AT_ONCE} jobs of {size_name(JOB_BYTES)} at a time.
 One request: one job of {size_name(JOBS_AT_ONCE * JOB_BYTES)} at a time.""")
 
@@ -108,11 +111,14 @@ def _megabytes(measured: Measured, names: Sequence[str]) -> list[str]:
 
 
 class _Tables:
-    def __init__(self, ours: Sequence[str], bars: Bars) -> None:
+    def __init__(self, ours: Sequence[str], limits: Sequence[str], bars: Bars) -> None:
         self._ours = ours
+        self._limits = limits
         self._bars = bars
 
     def show_full_load(self, figures: dict[What, Measured]) -> dict[str, Any]:
+        columns = [*self._ours, *self._limits, VLLM]
+        others = [COLD, VLLM] if COLD in self._limits else [VLLM]
         result: dict[str, Any] = {}
         speeds = []
         compared = []
@@ -120,11 +126,11 @@ class _Tables:
         for what, measured in figures.items():
             better = max(PSYNC, IO_URING, key=lambda name: typical(measured, name))
             to_fio = self._ratios(measured, better)
-            to_cold = self._ratios(measured, COLD)
-            to_vllm = self._ratios(measured, VLLM)
-            speeds.append([str(what), *_megabytes(measured, [*self._ours, *FIO, VLLM])])
+            to_others = {other: self._ratios(measured, other) for other in others}
+            to_vllm = to_others[VLLM]
             vllm_to_fio = ratios(measured, VLLM, better)
-            cells = (self._cells(values) for values in (to_fio, to_cold, to_vllm))
+            speeds.append([str(what), *_megabytes(measured, columns)])
+            cells = (self._cells(values) for values in (to_fio, *to_others.values()))
             compared.append(
                 [str(what), *(cell for row in cells for cell in row), with_spread(vllm_to_fio)]
             )
@@ -138,16 +144,15 @@ class _Tables:
             result[str(what)] = {
                 "rounds": measured,
                 "to_fio": to_fio,
-                "to_fio_cold": to_cold,
-                "to_vllm": to_vllm,
+                "to_others": to_others,
                 "vllm_to_fio": vllm_to_fio,
             }
-        print_table("Full load: MB/s", ["", *self._ours, *FIO, VLLM], speeds)
+        print_table("Full load: MB/s", ["", *columns], speeds)
         print_table(
             "Full load: ratios",
             [
                 "",
-                *(f"{name}/{other}" for other in ("fio", COLD, VLLM) for name in self._ours),
+                *(f"{name}/{other}" for other in ("fio", *others) for name in self._ours),
                 f"{VLLM}/fio",
             ],
             compared,

@@ -89,14 +89,14 @@ def test_clearing_while_blocks_come(root: Path, capsys: pytest.CaptureFixture[st
     assert_tidy(root)
 
 
-def test_a_namespace_with_something_else_in_it_stays_whole(
+def test_a_namespace_with_something_else_in_it_can_be_used_again(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Engines take a namespace that is there for one with all its directories."""
+    """It cannot be removed as a whole; engines find all the directories they need."""
     name = fill_root(root, KEYS)
     (root / "blocks" / name / "80" / "mine").mkdir()
     assert run_store(capsys, "clear", root, "--yes")[1]["cleared_blocks"] == len(KEYS)
-    assert len(os.listdir(root / "blocks" / name)) == 256
+    assert (root / "blocks" / name / "80" / "mine").is_dir()
     fill_root(root, KEYS)
     assert len(block_files(root)) == len(KEYS)
 
@@ -195,20 +195,23 @@ def call(*args, **kwargs):
 setattr(os, name, call)
 main(["store", command, path, "--yes"])
 """
-MOMENTS = [
-    ("mkdir", 4),
-    *(("pwrite", number) for number in (1, 2, 3, 4, 5, 20, 21)),
-    *(("rename", number) for number in (1, 2, 30)),
-    *(("unlink", number) for number in (3, 4, 20)),
-    *(("rmdir", number) for number in (1, 100)),
-]
+MOMENTS = {
+    "clear": [
+        ("mkdir", 4),
+        *(("pwrite", number) for number in (1, 2, 3, 5, 20)),
+        *(("rename", number) for number in (1, 30)),
+        *(("unlink", number) for number in (3, 20)),
+        ("rmdir", 100),
+    ],
+    "gc": [("pwrite", 4), ("unlink", 4), ("rename", 2), ("rmdir", 1)],
+}
 
 
-@pytest.mark.parametrize("command", ["clear", "gc"])
+@pytest.mark.parametrize("command", MOMENTS)
 def test_whenever_it_is_killed_the_ledger_is_right_again(
     command: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, number in MOMENTS:
+    for name, number in MOMENTS[command]:
         fill_root(root, KEYS)
         killed = subprocess.run(
             [sys.executable, "-c", KILLED, command, str(root), name, str(number)],

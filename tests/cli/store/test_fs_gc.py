@@ -52,7 +52,7 @@ def test_what_dead_engines_have_left_is_taken_back(
     assert run_store(capsys, "gc", root, "--dry-run")[1]["dead_engines"] == 2
     left = block_files(root)
     assert main(["store", "gc", str(root), "--older-than", "1d"]) == 0
-    assert "2 dead ones reclaimed" in capsys.readouterr().out
+    assert "dead, and reclaimed: 2" in capsys.readouterr().out
     assert_tidy(root)
     assert block_files(root) == left
     assert run_store(capsys, "gc", root, "--older-than", "1d")[1]["dead_engines"] == 0
@@ -219,7 +219,7 @@ def test_the_user_is_shown_what_is_going_to_be_removed_and_asked(
     monkeypatch.setattr(sys, "stdin", Keyboard(answer))
     assert main(["store", "gc", str(root), "--json"]) == code
     printed = capsys.readouterr()
-    shown, asked = printed.err.index(f"remove  {name}"), printed.err.index("Remove 1 namespaces")
+    shown, asked = printed.err.index(f"remove  {name}"), printed.err.index("Remove 1 of them")
     assert shown < asked
     assert "with 40 blocks" in printed.err
     assert ("no namespace was removed" in printed.err) == (code == 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -217,6 +218,7 @@ def test_engines_are_named_dead_or_alive(root: Path, capsys: pytest.CaptureFixtu
         by_size = [space["namespace"] for space in figures["namespaces"]]
         assert [engines[p.process.pid]["namespace"] for p in (one, two)] == by_size
         assert [space["in_use"] for space in figures["namespaces"]] == [True, True]
+        one.process.send_signal(signal.SIGSTOP)  # else it removes what the other leaves
         two.kill()
         figures = run_store(capsys, "stat", root)[1]
         [dead] = [engine for engine in figures["engines"] if not engine["alive"]]
@@ -228,6 +230,26 @@ def test_engines_are_named_dead_or_alive(root: Path, capsys: pytest.CaptureFixtu
         assert re.search(rf"^  dead: .*process {two.process.pid} ", text, re.MULTILINE)
         living = rf"^  [^d].*process {one.process.pid} .*namespace {by_size[0][:8]}$"
         assert re.search(living, text, re.MULTILINE)
+        one.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: len(run_store(capsys, "stat", root)[1]["engines"]) == 1, "it is removed")
+
+
+def test_a_file_with_two_names_is_counted_once(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a block has that is just being published."""
+    name = fill_root(root, KEYS)
+    before = run_store(capsys, "stat", root)[1]["allocated_bytes"]
+    seat = root / "engines" / ("a" * 32)
+    seat.mkdir()
+    os.link(file_of(root, name, KEYS[0]), seat / "w1")
+    figures = run_store(capsys, "stat", root)[1]
+    assert figures["allocated_bytes"] == du(root) == before + du(seat) - _bytes_of(seat / "w1")
+    assert figures["blocks"] == 5
+
+
+def _bytes_of(path: Path) -> int:
+    return path.stat().st_blocks * 512
 
 
 def test_blocks_of_one_engine_alone_are_shown_as_such(

@@ -76,5 +76,5 @@ def _wants_removal(orphans: Sequence[Orphan], chosen: Sequence[Orphan]) -> bool:
     num_blocks = sum(orphan.space.num_blocks for orphan in chosen)
     num_bytes = sum(orphan.space.num_bytes for orphan in chosen)
     return is_confirmed(
-        f"Remove {len(chosen)} namespaces with {num_blocks} blocks, {as_size(num_bytes)}?"
+        f"Remove {len(chosen)} of them, with {num_blocks} blocks, {as_size(num_bytes)}?"
     )

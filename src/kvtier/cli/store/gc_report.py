@@ -83,8 +83,8 @@ class GcReport:
             yield from orphan_lines(self.orphans)
         elif self.removals:
             yield (
-                f"removed     {len(self.removals)} orphaned namespaces: {self._num_removed} "
-                f"blocks, {as_size(self._freed_bytes)}"
+                f"removed     {len(self.removals)} of {len(self.orphans)} orphaned namespaces: "
+                f"{self._num_removed} blocks, {as_size(self._freed_bytes)}"
             )
         else:
             yield f"removed     none of {len(self.orphans)} orphaned namespaces"
@@ -94,10 +94,10 @@ class GcReport:
 
     def _tidied_lines(self) -> Iterator[str]:
         if self.tidied is None:
-            yield f"engines     {self._num_dead} dead ones to be reclaimed"
+            yield f"engines     dead, to be reclaimed: {self._num_dead}"
             yield f"ledger      {ledger_remark(self.seen) or 'right, as far as can be said'}"
             return
-        yield f"engines     {self.tidied.num_reclaimed} dead ones reclaimed"
+        yield f"engines     dead, and reclaimed: {self.tidied.num_reclaimed}"
         added_blocks, added_bytes = self.tidied.added_blocks, self.tidied.added_bytes
         if self.seen.balance is None:
             yield "ledger      could not be read, and was counted again"
@@ -122,7 +122,7 @@ def orphan_lines(orphans: Sequence[Orphan]) -> Iterator[str]:
     """Before anything is removed."""
     chosen = [orphan.space for orphan in orphans if orphan.is_chosen]
     others = [orphan.space for orphan in orphans if not orphan.is_chosen]
-    yield f"orphaned    {len(orphans)} namespaces that no live engine uses, {len(chosen)} to remove"
+    yield f"orphaned    {len(orphans)} namespaces without a live engine, {len(chosen)} to remove"
     for space in chosen:
         yield f"  remove  {namespace_line(space)}"
     for space in others:

@@ -154,16 +154,20 @@ class Books:
 
     def _load(self) -> Balance:
         try:
-            balance = self.ledger.read()
+            balance, is_doubtful = self.ledger.load()
         except LedgerLost:
-            return self._count_again(Balance(uuid4().bytes, boot_id=_boot_id()))
-        boot_id = _boot_id()
-        if boot_id != balance.boot_id:
+            balance = self._count_again(Balance(uuid4().bytes, boot_id=_boot_id()))
+            for _ in range(2):  # both copies, whichever was damaged
+                self.ledger.save(balance)
+            self.measure(balance)
+            return balance
+        if _boot_id() != balance.boot_id:
+            balance.boot_id = _boot_id()
             # If the machine has gone down, what was written last may be lost, here or in the
             # directories. Where others live, it has not: this is another machine.
-            balance.boot_id = boot_id
-            if not any(not seat.is_dead for seat in self._other_seats()):
-                self._count_again(balance)
+            is_doubtful |= all(seat.is_dead for seat in self._other_seats())
+        if is_doubtful:
+            self._count_again(balance)
         return balance
 
     def _settle_interrupted(self, balance: Balance) -> None:
@@ -264,10 +268,10 @@ class Books:
         return granted
 
     def make_namespace(self, balance: Balance, namespace: Path, limit: int) -> bool:
-        """Make the directories of a namespace. False: there is no room for them."""
+        """Make the directories of a namespace, the last one last. False: there is no room."""
         if (namespace / SHARDS[-1]).is_dir():
             return True
-        if balance.total + NAMESPACE_BYTES > limit:
+        if balance.total + NAMESPACE_BYTES > limit - _HEADROOM:
             return False
         balance.overhead += NAMESPACE_BYTES
         self.ledger.save(balance)  # before there is anything to pay for
@@ -377,9 +381,15 @@ class Books:
                 return True
             seats.add(seat.engine)
         try:
-            return not self.ledger.peek().accounts.keys() <= seats
+            return not self.ledger.read().accounts.keys() <= seats
         except LedgerLost:
             return True
+
+    def true_up(self, balance: Balance) -> None:
+        """Have no more reserved than what is in our seat: nobody of ours is about to write, or to
+        give anything back. It is so, unless a ledger was damaged."""
+        files = seat_files(self.engines / self.seat.engine.hex())
+        self.account(balance).reserved = sum(file.num_bytes + NAME_BYTES for file in files)
 
     # --- all of it -----------------------------------------------------------------------------
 

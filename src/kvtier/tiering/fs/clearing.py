@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvtier.tiering.fs.books import Books, Evicted
 from kvtier.tiering.fs.names import SHARDS
-from kvtier.tiering.fs.tree import is_bare, read_shard, remove_directories
+from kvtier.tiering.fs.tree import read_shard, remove_directories
 
 __all__ = ["remove_evicted", "remove_namespace"]
 
@@ -38,12 +38,7 @@ def remove_namespace(
             if on_removed is not None:
                 on_removed(len(gone))
     with books.transaction() as balance:
-        if is_bare(namespace):
-            # All at once, whoever is killed when: an engine that finds a namespace takes it for
-            # one with all its directories.
-            leaving = Path(books.seat.incoming() + ".d")
-            os.rename(namespace, leaving)
-            remove_directories(leaving)
+        remove_directories(namespace)
         books.measure(balance)
     return total
 

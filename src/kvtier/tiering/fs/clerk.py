@@ -16,6 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.fs.books import (
+    NAME_BYTES,
     NAMESPACE_BYTES,
     Books,
     Evicted,
@@ -42,7 +43,8 @@ _QUIET_S = 1.0
 _MEASURE_COST = 100
 """Measuring the directories takes at most one part in so many of the time."""
 _RETRY_S = 1.0
-_MOST_FRUITLESS = 8
+_FRUITLESS_S = 3.0
+"""So long it is tried to let blocks leave, if none of those that were found does."""
 _REMOVED_AT_ONCE = 64
 _LEASE_BYTES = 64 << 20
 _LEASE_BLOCKS = 64
@@ -136,18 +138,16 @@ class Clerk(Generic[T]):
         self._is_asked = False
         self._is_stopping = False
         self._is_dirty = True
-        self._num_settled = 0
-        """How much of the room that was taken from the lease is no longer in anyone's hands."""
         self._last_active = 0.0
         self._measure_at = 0.0
         self._retry_at = 0.0
         self._said_full = False
-        self._lacks_namespace = False
-        """Whether there was no room for directories."""
+        self._num_missing = 0
+        """Bytes that must become free before there is room for any block."""
         self._has_looked = False
         """Whether there were blocks that could have left."""
-        self._num_fruitless = 0
-        """How often none of them did: they were used, or others have removed them."""
+        self._fruitless_since = 0.0
+        """Since when none of them did: they were used, or others have removed them."""
         self.usage = Usage()
         self.news: deque[News] = deque()
         """In the order in which things came and went. For the scheduler to take."""
@@ -202,9 +202,9 @@ class Clerk(Generic[T]):
         """Publish what has arrived, leave the seat, and end. Waits. Nothing may arrive afterwards.
         Once more, or without a start, changes nothing."""
         self._books.hurry()
+        self.sweeper.stop()
         self._is_stopping = True
         self._wake.set()
-        self.sweeper.stop()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -238,7 +238,7 @@ class Clerk(Generic[T]):
         logger.debug("%s: the seat is given up: %s", self._books.path, why)
         self._books.give_up_seat()
         self.lease.empty()
-        self._num_settled += len(self._returned)
+        self.lease.settle(self._returned)
         self._returned.clear()
         self.lease.refuse()
         self._retry_at = time.monotonic() + _RETRY_S
@@ -248,7 +248,7 @@ class Clerk(Generic[T]):
 
     def _fail(self, arrivals: Sequence[Arrival[T]]) -> None:
         if arrivals:
-            self._num_settled += len(arrivals)
+            self.lease.settle(arrival.room for arrival in arrivals)
             self._on_done([(arrival, False) for arrival in arrivals])
 
     def _work(self) -> None:
@@ -267,7 +267,6 @@ class Clerk(Generic[T]):
                 self._beat()
         except LedgerBusy:
             self._returned += (arrival.room for arrival in arrivals)
-            self._num_settled -= len(arrivals)
             self.lease.refuse()
             raise
         finally:
@@ -300,21 +299,23 @@ class Clerk(Generic[T]):
         return []
 
     def _see_to_those_who_wait(self, has_found: bool) -> None:
-        if self._lacks_namespace:
-            has_found = self._make_free(NAMESPACE_BYTES)
-        self._num_fruitless = 0 if has_found else self._num_fruitless + self._has_looked
+        if self._num_missing:
+            has_found = self._make_free(self._num_missing)
+        now = time.monotonic()
+        if has_found or not self._has_looked:
+            self._fruitless_since = now
         if has_found:
             if self.lease.is_waited_for:
                 self.ask_for_room()
         elif self.lease.num_wanted:
-            self._is_asked = True  # until the sweeper has said that there is nothing
-            if self.sweeper.is_exhausted or self._num_fruitless > _MOST_FRUITLESS:
-                self._is_asked = False
+            is_in_vain = now - self._fruitless_since > _FRUITLESS_S
+            # Otherwise it is tried again, when the sweeper has found something or with the next
+            # heartbeat.
+            self._is_asked = not (is_in_vain or self.sweeper.is_exhausted)
+            if not self._is_asked:
                 self.lease.refuse()
-                if not self._num_fruitless and self.lease.num_taken == self._num_settled:
+                if self.sweeper.is_exhausted and self.lease.is_idle:
                     self._say_full()
-            elif self._has_looked:
-                self._wake.set()
 
     def _publish(self, balance: Balance, arrivals: list[Arrival[T]]) -> list[Outcome]:
         seat = self._books.seat
@@ -347,9 +348,12 @@ class Clerk(Generic[T]):
         namespace = self._namespace
         if not wanted or namespace is None:
             return 0, []
+        self._num_missing = self._num_over(balance)
+        if self._num_missing:
+            return 0, []
         limit = self._limits.apply(self._books.path, balance)
-        self._lacks_namespace = not self._books.make_namespace(balance, namespace, limit)
-        if self._lacks_namespace:
+        if not self._books.make_namespace(balance, namespace, limit):
+            self._num_missing = NAMESPACE_BYTES
             return 0, []
         charge = self.lease.charge
         granted = self._books.reserve(balance, wanted, charge, limit)
@@ -357,6 +361,12 @@ class Clerk(Generic[T]):
         candidates = self.sweeper.take(missing) if missing else []
         self._has_looked = bool(candidates)
         return granted, self._books.evict(balance, candidates)
+
+    def _num_over(self, balance: Balance) -> int:
+        """How many bytes there are too many: someone has given us a smaller quota."""
+        if balance.total > self._limits.max_bytes:
+            self._measure(balance)  # what the directories take is known by guess until then
+        return max(0, balance.total - self._limits.max_bytes)
 
     def _recycle(
         self,
@@ -371,15 +381,16 @@ class Clerk(Generic[T]):
         files: list[Room] = []
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         for arrival, outcome in zip(arrivals, outcomes, strict=True):
-            if outcome is not Outcome.FAILED:
-                self._num_settled += 1
             if outcome is Outcome.PUBLISHED:
                 os.unlink(arrival.room.path)
             elif outcome is Outcome.WAS_THERE:
-                files.append(arrival.room._replace(is_new=False))
+                charge = arrival.num_bytes + NAME_BYTES
+                files.append(Room(arrival.room.path, False, charge))
+                granted += arrival.room.charge - charge
             else:
                 returned.append(arrival.room)
-        self._num_settled += len(returned)
+        self.lease.settle(arrival.room for arrival in arrivals)
+        self.lease.settle(returned)
         for room in returned:
             if seat.contains(room.path):
                 with suppress(FileNotFoundError):
@@ -425,22 +436,25 @@ class Clerk(Generic[T]):
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if self.lease.num_taken != self._num_settled:
+        if not self.lease.is_idle:
             self._last_active = now
         missing = self._limits.missing_bytes(self._books.path)
-        if missing:
+        missing = max(missing, self.usage.num_bytes - self._limits.max_bytes)
+        if missing > 0:
             self._make_free(missing)
         is_quiet = now - self._last_active >= _QUIET_S
         if is_quiet:
             self._give_back()
         if is_quiet and self._is_dirty and now >= self._measure_at:
             with self._books.transaction() as balance:
+                if self.lease.is_idle and not self.sweeper.is_removing:
+                    self._books.true_up(balance)
                 self._measure(balance)
             self._is_dirty = False
         if not self._books.ledger.is_in_place:
             raise SeatLost
         try:
-            self._note_usage(self._books.ledger.peek())
+            self._note_usage(self._books.ledger.read())
         except LedgerLost:
             with self._books.transaction():
                 pass  # which mends it

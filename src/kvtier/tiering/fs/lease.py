@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 __all__ = ["Lease", "NoRoom", "Room"]
@@ -45,19 +45,20 @@ class Lease:
         self._num_waiting = 0
         self._num_refusals = 0
         self._is_closed = False
-        self.num_taken = 0
-        """Since the beginning."""
+        self._out: set[str] = set()
+        """Room in the hands of those who write."""
 
     def take(self) -> Room:
         """Room for one block. Waits for the clerk. Raises `NoRoom`."""
         with self._changed:
             if not self._num_available:
                 self._wait()
-            self.num_taken += 1
-            room = self._files.popleft() if self._files else None
-            if room is None:
+            if self._files:
+                room = self._files.popleft()
+            else:
                 room = Room(self._new_path(), True, self.charge)
                 self._bytes -= self.charge
+            self._out.add(room.path)
             if self._num_short:  # also for those whom we were quicker than
                 self._ask()
             return room
@@ -92,6 +93,16 @@ class Lease:
                 self._bytes += num_bytes
                 self._files += files
                 self._changed.notify_all()
+
+    def settle(self, rooms: Iterable[Room]) -> None:
+        """This room is no longer in the hands of those who write. Once more changes nothing."""
+        with self._changed:
+            self._out.difference_update(room.path for room in rooms)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody is writing."""
+        return not self._out
 
     def refuse(self) -> None:
         """Whoever waits gets nothing."""

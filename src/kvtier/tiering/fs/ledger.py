@@ -15,7 +15,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,6 +162,14 @@ def _decoded(copy: bytes) -> Balance | LedgerLost | LedgerVersion:
         return problem
 
 
+def _newest(copies: Sequence[Balance | LedgerLost | LedgerVersion]) -> Balance:
+    """Raises `LedgerLost`."""
+    found = [copy for copy in copies if isinstance(copy, Balance)]
+    if not found:
+        raise LedgerLost
+    return max(found, key=lambda balance: balance.revision)
+
+
 class Ledger:
     """The ledger's file. Any thread but the scheduler's: calls may wait for the disk, and `lock`
     for other engines."""
@@ -206,27 +214,21 @@ class Ledger:
             else:
                 return
 
-    def read(self) -> Balance:
-        """The balance. Under the lock. Raises `LedgerLost` or `LedgerVersion`. If one of the copies
-        is damaged, nobody knows whether it was the newer one."""
-        copies = self._copies()
-        balances = [_decoded(copy) for copy in copies]
-        others = [problem for problem in balances if isinstance(problem, LedgerVersion)]
+    def load(self) -> tuple[Balance, bool]:
+        """The balance, and whether the blocks have to be counted again: one of the copies is
+        damaged, and it may have been the newer one. Under the lock. Raises `LedgerLost` or
+        `LedgerVersion`."""
+        copies = [_decoded(copy) for copy in self._copies()]
+        others = [problem for problem in copies if isinstance(problem, LedgerVersion)]
         if len(others) == len(copies):
             raise others[0]
-        found = [balance for balance in balances if isinstance(balance, Balance)]
-        if not found or len(found) < len(copies):
-            raise LedgerLost
-        return max(found, key=lambda balance: balance.revision)
+        balance = _newest(copies)
+        return balance, not all(isinstance(copy, Balance) for copy in copies)
 
-    def peek(self) -> Balance:
+    def read(self) -> Balance:
         """The balance of a moment ago, without the lock, as far as it can be read. Any thread.
         Raises `LedgerLost`."""
-        balances = [_decoded(copy) for copy in self._copies()]
-        found = [balance for balance in balances if isinstance(balance, Balance)]
-        if not found:
-            raise LedgerLost
-        return max(found, key=lambda balance: balance.revision)
+        return _newest([_decoded(copy) for copy in self._copies()])
 
     def _copies(self) -> list[bytes]:
         """Those that were written; at least one."""

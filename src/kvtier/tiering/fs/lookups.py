@@ -21,6 +21,8 @@ __all__ = ["Lookups"]
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 _PRESENT_FOR_S = 30.0
+_SURELY_FOR_S = 5.0
+"""So long, a block that was there need not be stored again."""
 _ABSENT_FOR_S = 2.0
 _MAX_PRESENT = 262_144
 _MAX_ABSENT = 65_536
@@ -120,10 +122,10 @@ class Lookups:
             self._changed.notify(min(_NUM_THREADS, -(-len(new) // _AT_ONCE)))
 
     def present_of(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Those of these blocks that were there not long ago."""
-        now = time.monotonic()
+        """Those of these blocks that were there a moment ago."""
+        lately = time.monotonic() + _PRESENT_FOR_S - _SURELY_FOR_S
         present = self._present
-        return [key for key in keys if key in present and present[key] > now]
+        return [key for key in keys if key in present and present[key] > lately]
 
     def note_present(self, keys: Iterable[OffloadKey]) -> None:
         """These blocks are there."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvtier import seal
 from kvtier.base import OffloadKey
 from kvtier.tiering.fs.block_file import check_block, write_header
-from kvtier.tiering.fs.books import SeatLost
-from kvtier.tiering.fs.clerk import Arrival, Clerk
+from kvtier.tiering.fs.books import NAME_BYTES, SeatLost
+from kvtier.tiering.fs.clerk import Arrival, Change, Clerk, News
 from kvtier.tiering.fs.lease import NoRoom, Room
 from kvtier.tiering.fs.names import block_path
 from kvtier.tiering.fs.tree import BlockFile
-from kvtier.tiering.fs.uses import is_another_use
 from kvtier.tiering.io.errors import ErrorLog
 from kvtier.tiering.io.lane import CannotBegin, Ended
 from kvtier.tiering.io.page import PAGE_BYTES
@@ -45,7 +44,7 @@ class FsTransfer(Transfer[OffloadKey]):
     namespace: str = ""
     """The directory of the blocks."""
     stamps: Iterator[int] = field(default_factory=lambda: count(time.time_ns(), -1))
-    """The times at which its blocks were used. Of one prompt, the head is the last to leave."""
+    """A store: the time stamps of its files. Of one prompt, the head is the last to leave."""
     rooms: dict[OffloadKey, Room] = field(default_factory=dict)
     """A store: where its blocks are written first."""
     num_refused: int = 0
@@ -99,6 +98,9 @@ class FsMover:
         transfer = _transfer_of(unit)
         if transfer.job.is_promotion:
             return self._open_to_read(block_path(transfer.namespace, key)), 0
+        if self._is_there(transfer, key):
+            self._work.finish([(unit, unit.pieces, ())])
+            raise CannotBegin  # and need not
         (page,), (payload,) = pages, payloads
         write_header(page, self._tier.seal_block(transfer.job, key, payload))
         return self._open_to_write(transfer, key), 0
@@ -111,6 +113,17 @@ class FsMover:
         except OSError as error:
             self.note_error(error.errno or errno.EIO, is_write=False)
             raise CannotBegin from None
+
+    def _is_there(self, transfer: FsTransfer, key: OffloadKey) -> bool:
+        """Whether another engine has stored a block before us."""
+        try:
+            status = os.lstat(block_path(transfer.namespace, key))
+        except OSError:
+            return False
+        if not stat.S_ISREG(status.st_mode):
+            return False
+        self._clerk.news.append(News(transfer.namespace, [key], Change.SEEN))
+        return True
 
     def _open_to_write(self, transfer: FsTransfer, key: OffloadKey) -> int:
         try:
@@ -172,7 +185,10 @@ class FsMover:
                 # The file's time says when its block was used last.
                 stamp = next(transfer.stamps)
                 os.utime(ended.fd, ns=(stamp, stamp))
-                num_bytes = os.fstat(ended.fd).st_blocks * 512
+                # A file that is overwritten takes what it took.
+                num_bytes = room.charge - NAME_BYTES
+                if room.is_new:
+                    num_bytes = os.fstat(ended.fd).st_blocks * 512
                 final = block_path(transfer.namespace, key)
                 return Arrival(ended.unit, key, room, transfer.namespace, final, num_bytes)
         except OSError as error:
@@ -187,15 +203,13 @@ class FsMover:
         ((_, key),) = unit.pieces
         transfer = _transfer_of(unit)
         try:
-            status = os.fstat(fd)
-            if error == errno.ENODATA or status.st_size > self._file_bytes:
+            if error == errno.ENODATA:
                 failure = seal.SealFailure.LENGTH
             elif error:
                 return unit, (), unit.pieces
             else:
                 found = check_block(page, payload, key, transfer.job.fingerprint)
                 if found is None:
-                    _note_use(fd, status, next(transfer.stamps))
                     return unit, unit.pieces, ()
                 failure = found
             self._end_damaged(fd, block_path(transfer.namespace, key), failure)
@@ -215,9 +229,3 @@ class FsMover:
         self._tier.refuse_block(failure)
         num_bytes = found.st_blocks * 512
         self._clerk.remove_soon(BlockFile(path, found.st_mtime_ns, num_bytes, found.st_size))
-
-
-def _note_use(fd: int, status: os.stat_result, stamp: int) -> None:
-    if is_another_use(status, stamp):
-        with suppress(OSError):  # blocks can be read where nothing can be written
-            os.utime(fd, ns=(stamp, stamp))

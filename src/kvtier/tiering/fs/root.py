@@ -25,7 +25,7 @@ _OURS = frozenset(("ledger", "engines", "blocks", "lost+found"))
 
 def is_root(path: Path) -> bool:
     """Whether a directory is, or was, the root of an fs tier."""
-    return (path / "ledger").is_file() or (path / "blocks").is_dir()
+    return (path / "engines").is_dir() and (path / "blocks").is_dir()
 
 
 def open_root(path: Path, occupant: Occupant, patience_s: float = _PATIENCE_S) -> Books:

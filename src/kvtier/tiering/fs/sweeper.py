@@ -89,6 +89,11 @@ class Sweeper:
         """Whether there is nothing that may leave, as far as is known."""
         return not self._stock and time.monotonic() < self._nothing_until
 
+    @property
+    def is_removing(self) -> bool:
+        """Whether there is, or was a moment ago, something in our seat that is being removed."""
+        return bool(self._junk)
+
     def look_again(self) -> None:
         """There are new blocks: that nothing was found says nothing any more."""
         self._nothing_until = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from kvtier.tiering.fs.names import SHARDS, is_namespace_name
 __all__ = [
     "BlockFile",
     "count_blocks",
-    "is_bare",
     "measure_overhead",
     "namespaces_in",
     "read_shard",
@@ -105,26 +105,16 @@ def _bytes_of(path: str | Path) -> int:
         return 0
 
 
-def is_bare(namespace: Path) -> bool:
-    """Whether there is nothing in a namespace but its directories. Under the ledger's lock."""
-    try:
-        with os.scandir(namespace) as entries:
-            return all(
-                entry.name in SHARDS
-                and entry.is_dir(follow_symlinks=False)
-                and not os.listdir(entry.path)
-                for entry in entries
-            )
-    except FileNotFoundError:
-        return False
-
-
-def remove_directories(namespace: Path) -> bool:
-    """Remove a namespace's directories, if there is no file in them."""
-    with suppress(OSError):
-        for shard in SHARDS:
-            with suppress(FileNotFoundError):
+def remove_directories(namespace: Path) -> None:
+    """Remove a namespace's directories, as far as there is no file in them. Under the ledger's
+    lock. The last one goes first: by it a namespace with all its directories is known."""
+    for shard in reversed(SHARDS):
+        with suppress(FileNotFoundError):
+            try:
                 os.rmdir(namespace / shard)
+            except OSError as error:
+                if error.errno == errno.ENOTEMPTY:
+                    return
+                raise
+    with suppress(OSError):
         os.rmdir(namespace)
-        return True
-    return False

@@ -11,17 +11,12 @@ from collections.abc import Callable, Sequence
 from kvtier.base import OffloadKey
 from kvtier.tiering.fs.names import LONGEST_KEY, block_path
 
-__all__ = ["Uses", "is_another_use"]
+__all__ = ["Uses"]
 
 _WRITE_EVERY_S = 0.5
 _SAME_USE_NS = 10 * 10**9
+"""A block that was used again so soon is as recent as it was."""
 _MAX_WAITING = 1024
-
-
-def is_another_use(status: os.stat_result, stamp: int) -> bool:
-    """Whether a use at that time has to be written down. A block that was used again very soon is
-    as recent as it was."""
-    return stamp - status.st_mtime_ns > _SAME_USE_NS
 
 
 class Uses:
@@ -62,7 +57,7 @@ class Uses:
             # Of one prompt, the head is the last to leave.
             stamp = when_ns - position
             try:
-                if is_another_use(os.lstat(path), stamp):
+                if stamp - os.lstat(path).st_mtime_ns > _SAME_USE_NS:
                     os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
             except FileNotFoundError:
                 continue

@@ -31,7 +31,8 @@ _WOKEN_BY = 8
 
 
 class CannotBegin(Exception):
-    """A unit cannot be moved, for a reason that the mover has counted itself. Nothing is logged."""
+    """A unit cannot be moved, or need not be, for a reason that the mover has counted itself.
+    Nothing is logged."""
 
 
 class Ended(NamedTuple, Generic[B]):
@@ -66,8 +67,8 @@ class Mover(Protocol[B]):
         self, unit: Unit[B], pages: Sequence[memoryview], payloads: Sequence[memoryview]
     ) -> tuple[int, int]:
         """The descriptor of the file that the unit is read from or written to, and the offset
-        there. A store: fills in the header pages, too. Whatever is raised, the unit has failed and
-        is not passed to `end`; anything but `CannotBegin` is logged."""
+        there. A store: fills in the header pages, too. Whatever is raised, the unit is not passed
+        to `end`, and has failed unless it was finished here. All but `CannotBegin` is logged."""
 
     def end(self, ended: Sequence[Ended[B]]) -> None:
         """Comes once for every unit that was begun, also if it was refused by the kernel or given

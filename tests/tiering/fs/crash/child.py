@@ -1,0 +1,214 @@
+"""One life of an engine on a root that others share, in a process that is going to be killed.
+
+It says what it does. What it can see itself, it checks itself: that no wrong byte is loaded, that
+nothing is damaged, and that what leaves is what was not used for the longest time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import kvtier.tiering.fs.books
+import kvtier.tiering.fs.clerk
+import kvtier.tiering.fs.lookups
+import kvtier.tiering.fs.sweeper
+import kvtier.tiering.fs.uses
+from kvtier.base import LookupResult, OffloadKey
+from kvtier.testing import TierHarness
+from kvtier.tiering.base import TransferJob
+from kvtier.tiering.fs import metrics
+from kvtier.tiering.fs.names import block_name
+from tests.tiering.disk.crash.planting import plant
+from tests.tiering.fs.crash.mutants import MUTANTS
+from tests.tiering.fs.crash.orders import Orders
+from tests.tiering.fs.crash.points import FsPoints
+from tests.tiering.fs.crash.witness import Witness, Wrong
+from tests.tiering.fs.rig import du, fs_harness
+
+ROW_BYTES = 8192
+_NUM_ROWS = 32
+_AT_ONCE = 12
+_LONGEST_LIFE_S = 60
+_MOST_EPOCHS = 2
+
+
+def live(orders: Orders, report: Callable[..., None]) -> None:
+    """From opening the root to the end, whichever it is."""
+    # Whoever hangs is killed, and by another signal.
+    signal.alarm(_LONGEST_LIFE_S + int(min(orders.work_for_s, 1000)))
+    logging.disable()
+    boot_id = orders.boot.to_bytes(16, "big")
+    try:
+        plant(kvtier.tiering.fs.books, _boot_id=lambda: boot_id)
+        if orders.is_hasty:
+            _plant_haste()
+        if orders.mutant is not None:
+            MUTANTS[orders.mutant].plant()
+        Witness(Path(orders.root), report).plant()
+        FsPoints(orders.point, orders.nth, report).plant()
+        life = _Life(orders, report)
+        life.work()
+        if orders.inspects:
+            life.inspect()
+        if not orders.ends_cleanly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        life.end()
+    except Wrong as wrong:
+        report("wrong", str(wrong))
+    except BaseException:
+        report("wrong", traceback.format_exc()[-3000:])
+
+
+def _plant_haste() -> None:
+    plant(kvtier.tiering.fs.clerk, _HEARTBEAT_S=0.02, _QUIET_S=0.03, _RETRY_S=0.05)
+    plant(kvtier.tiering.fs.sweeper, _RECLAIM_EVERY_S=0.05, _NOTHING_FOUND_S=0.3)
+    plant(kvtier.tiering.fs.uses, _WRITE_EVERY_S=0.01, _SAME_USE_NS=50_000_000)
+    plant(kvtier.tiering.fs.lookups, _PRESENT_FOR_S=0.3, _ABSENT_FOR_S=0.05)
+
+
+class _Life:
+    def __init__(self, orders: Orders, report: Callable[..., None]) -> None:
+        self._orders = orders
+        self._report = report
+        self._random = Random(orders.seed)
+        self._harness = fs_harness(
+            Path(orders.root),
+            row_bytes=ROW_BYTES,
+            num_rows=_NUM_ROWS,
+            namespace=orders.namespace,
+            max_bytes=orders.max_bytes,
+        )
+        self._keys = TierHarness.keys(orders.num_keys)
+        self._storing: dict[OffloadKey, int] = {}
+        """How many jobs are storing a block."""
+        self._unsure: set[int] = set()
+        """Jobs with blocks that others were storing: those count as stored before they are."""
+        self._num_epochs = 0
+        self._open: set[int] = set()
+        """Jobs that have not been heard of."""
+        self._num_stored = self._num_loaded = 0
+        report("opened", self._harness.fingerprint.hex())
+
+    # --- operations ----------------------------------------------------------------------------
+
+    def work(self) -> None:
+        random = self._random
+        end = time.monotonic() + self._orders.work_for_s
+        for _ in range(self._orders.num_operations):
+            if time.monotonic() > end:
+                return
+            roll = random.random()
+            if roll < self._orders.epoch_rate and self._num_epochs < _MOST_EPOCHS:
+                self._begin_epoch()
+            elif roll < 0.5:
+                self._store(self._some_keys())
+            elif roll < 0.8:
+                self._load(self._some_keys())
+            elif roll < 0.9:
+                request = self._harness.new_request()
+                self._harness.call("touch", self._some_keys(), request)
+                self._harness.call("on_request_finished", request)
+            else:
+                time.sleep(random.choice((0.001, 0.01, 0.05)))
+            self._step()
+
+    def _some_keys(self) -> list[OffloadKey]:
+        random, keys = self._random, self._keys
+        count = random.randint(1, min(_AT_ONCE, len(keys)))
+        if random.random() < 0.5:
+            first = random.randrange(len(keys))
+            return keys[first : first + count]
+        return random.sample(keys, count)
+
+    def _store(self, keys: list[OffloadKey]) -> None:
+        job = self._harness.store(keys)
+        self._open.add(job.job_id)
+        if any(key in self._storing for key in keys):
+            self._unsure.add(job.job_id)
+        for key in keys:
+            self._storing[key] = self._storing.get(key, 0) + 1
+
+    def _load(self, keys: list[OffloadKey]) -> None:
+        hits = self._harness.hits(keys)
+        if hits:
+            job = self._harness.load([key for key in keys if key in hits])
+            self._open.add(job.job_id)
+
+    def _begin_epoch(self) -> None:
+        self._num_epochs += 1
+        self._harness.begin_epoch(self._random.randbytes(16))
+        self._report("epoch", self._harness.fingerprint.hex())
+        for key in self._random.sample(self._keys, 3):
+            if self._harness.look_up(key) is not LookupResult.MISS:
+                raise Wrong("a block is found right after an epoch has begun")
+
+    def _step(self) -> None:
+        self._harness.step()
+        reports = self._harness.ledger.reports
+        ended = [job_id for job_id in self._open if job_id in reports]
+        for job_id in ended:
+            self._open.remove(job_id)
+            heard = reports[job_id]
+            if heard.job.is_promotion:
+                self._num_loaded += len(heard.moved)
+            else:
+                self._note_stored(heard.job, heard.moved)
+        if ended:
+            self._report("progress", self._num_stored, self._num_loaded)
+        failures = self._harness.tier.take_seal_failures()
+        if failures:
+            raise Wrong(f"blocks are damaged: {dict(failures)}")
+
+    def _note_stored(self, job: TransferJob, moved: set[OffloadKey]) -> None:
+        self._num_stored += len(moved)
+        for key in job.keys:
+            self._storing[key] -= 1
+            if not self._storing[key]:
+                del self._storing[key]
+        if job.job_id not in self._unsure:
+            self._report("stored", job.fingerprint.hex(), sorted(block_name(key) for key in moved))
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def inspect(self) -> None:
+        """Find all that is there, and wait until the gauge says what `du` says."""
+        harness = self._harness
+        harness.drain()
+        self._await_quiet()
+        hits = sorted(harness.hits(self._keys))
+        for start in range(0, len(hits), _AT_ONCE):
+            [loaded] = harness.wait_for(harness.load(hits[start : start + _AT_ONCE]))
+            if not loaded.result.success:
+                raise Wrong("a block is there, and cannot be loaded")
+            self._report("found", sorted(block_name(key) for key in loaded.job.keys))
+        self._step()
+        self._await_quiet()
+        self._report("inspected")
+
+    def _await_quiet(self) -> None:
+        if not self._orders.quiet_patience_s:
+            return
+        root = Path(self._orders.root)
+        deadline = time.monotonic() + self._orders.quiet_patience_s
+        while True:
+            gauges = self._harness.tier.get_stats().gauges  # type: ignore[union-attr]
+            said, is_so = gauges[metrics.USED_BYTES], du(root)
+            seats = os.listdir(root / "engines")
+            if said == is_so and len(seats) == 2:  # our own, and the file that says that we live
+                return
+            if time.monotonic() > deadline:
+                raise Wrong(f"the gauge says {said} bytes, and du {is_so}, with seats {seats}")
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        """End as an engine does that is not killed."""
+        with self._harness:
+            self._step()
+        self._report("shut down")

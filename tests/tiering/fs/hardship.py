@@ -1,0 +1,118 @@
+"""Hardships that a process can put on itself, and take away again."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.tiering.fs.rig import wait_until
+
+__all__ = [
+    "directory_for_everybody",
+    "failing_calls",
+    "no_more_descriptors",
+    "somebody_else",
+    "stopped_holder",
+]
+
+_NOBODY = 65534
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    """EMFILE for whoever opens something in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 16, hard))
+    try:
+        while True:
+            try:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError:
+                break
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+@contextmanager
+def directory_for_everybody() -> Iterator[Path]:
+    """Everybody may look into it, and only its owner may change it. Skips where nobody can become
+    someone else."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming someone else needs root")
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@contextmanager
+def somebody_else() -> Iterator[None]:
+    """All threads of this process are those of a user whom file modes concern."""
+    os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@contextmanager
+def failing_calls(error: int, concerns: Callable[[object], bool], *names: str) -> Iterator[None]:
+    """These functions of `os` fail for paths and descriptors that are concerned. For errors that
+    no file system here gives."""
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def fail_or_call(target: object, *args: Any, **options: Any) -> Any:
+            if concerns(target):
+                raise OSError(error, os.strerror(error))
+            return call(target, *args, **options)
+
+        return fail_or_call
+
+    patches = [patch.object(os, name, failing(getattr(os, name))) for name in names]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+_HOLDER = """
+import os, signal, sys
+from pathlib import Path
+from kvtier.tiering.fs.ledger import Ledger
+with Ledger(Path(sys.argv[1])).lock(lambda: 30.0):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    print("goes on", flush=True)
+"""
+
+
+@contextmanager
+def stopped_holder(root: Path) -> Iterator[None]:
+    """Another process has the ledger's lock and has been stopped, as by SIGSTOP or a debugger. It
+    goes on when the context is left."""
+    command = [sys.executable, "-c", _HOLDER, str(root / "ledger")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as holder:
+        try:
+            state = Path(f"/proc/{holder.pid}/stat")
+            wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "stopped")
+            yield
+        finally:
+            holder.send_signal(signal.SIGCONT)
+            holder.wait()

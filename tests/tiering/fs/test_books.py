@@ -1,0 +1,871 @@
+"""The books of a root: whoever is killed when, the ledger is right again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.fs import books as books_module
+from kvtier.tiering.fs import names, tree
+from kvtier.tiering.fs import seat as seat_module
+from kvtier.tiering.fs.books import NAME_BYTES, Books, Evicted, Outcome, SeatLost, Written
+from kvtier.tiering.fs.ledger import Ledger, LedgerBusy, LedgerLost
+from kvtier.tiering.fs.names import block_path, key_of, namespace_path
+from kvtier.tiering.fs.seat import Occupant
+from kvtier.tiering.fs.tree import BlockFile, count_blocks, read_shard
+from tests.tiering.fs.rig import block_files, du
+
+SHARED = bytes(16)
+PRIVATE = bytes([7]) * 16
+PAGE = 4096
+LIMIT = 900 << 10
+ALL_SHARDS = names.SHARDS
+FEW_SHARDS = ALL_SHARDS[:3]
+"""Making hundreds of directories takes longer than all the rest."""
+FEW_SHARDS_BYTES = (len(FEW_SHARDS) + 2) * PAGE
+BLOCK_BYTES = 3 * PAGE
+CHARGE = BLOCK_BYTES + PAGE + NAME_BYTES
+SEAT_BYTES = 4 * PAGE
+"""A seat that was made a moment ago, and is not in the ledger yet."""
+
+
+def key(number: int) -> OffloadKey:
+    return OffloadKey(b"block %02d" % number)
+
+
+def write_block(path: str, which: OffloadKey) -> int:
+    with open(path, "r+b" if os.path.exists(path) else "xb") as file:
+        file.write(which.ljust(BLOCK_BYTES, b"."))
+    return os.stat(path).st_blocks * 512
+
+
+def blocks_in(namespace: Path) -> list[BlockFile]:
+    return [block for shard in names.SHARDS for block in read_shard(namespace, shard)]
+
+
+def must_not_fail(error: OSError) -> None:
+    raise AssertionError(error)
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+DEADLY: tuple[tuple[object, str], ...] = (
+    (os, "link"),
+    (os, "rename"),
+    (os, "unlink"),
+    (os, "mkdir"),
+    (os, "rmdir"),
+    (os, "pwrite"),
+)
+
+
+@contextmanager
+def killed_at(countdown: int, is_after: bool, tears: bool) -> Iterator[None]:
+    """Whoever works inside is killed at a step that others can see: before it, or after it; or in
+    the middle of a write. A dead process takes no further steps."""
+    left = countdown
+
+    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left > 0:
+                return real(*args, **kwargs)
+            if left == 0 and tears and real is pwrite:
+                fd, data, offset = args
+                real(fd, data[: len(data) // 2], offset)
+            elif left == 0 and is_after:
+                real(*args, **kwargs)
+            raise Killed
+
+        return step
+
+    pwrite = os.pwrite
+    with ExitStack() as patches:
+        for module, name in DEADLY:
+            patches.enter_context(mock.patch.object(module, name, deadly(getattr(module, name))))
+        yield
+
+
+@dataclass(eq=False)
+class Engine:
+    """What the clerk and the mover do with the books, in one thread."""
+
+    books: Books
+    funds: int = 0
+    """Bytes that may still be written."""
+    files: list[tuple[str, int]] = field(default_factory=list)
+    """Files to be overwritten, and what is reserved for each."""
+    written: list[tuple[OffloadKey, str, int, int]] = field(default_factory=list)
+    """Key, file, bytes, and what is reserved."""
+
+    @classmethod
+    def on(cls, root: Path) -> Engine:
+        return cls(Books(root, Occupant.here("engine", SHARED.hex()), 5.0))
+
+    @property
+    def shared(self) -> Path:
+        return namespace_path(self.books.blocks, SHARED)
+
+    @property
+    def private(self) -> Path:
+        return namespace_path(self.books.seat.blocks, PRIVATE)
+
+    def reserve(self, count: int) -> None:
+        with self.books.transaction() as balance:
+            granted = self.books.reserve(balance, count, CHARGE, LIMIT)
+        self.funds += granted
+
+    def write(self, which: OffloadKey) -> bool:
+        if self.files:
+            path, charge = self.files.pop()
+        elif self.funds >= CHARGE:
+            path, charge = self.books.seat.incoming(), CHARGE
+            self.funds -= CHARGE
+        else:
+            return False
+        self.written.append((which, path, write_block(path, which), charge))
+        return True
+
+    def publish(self, namespace: Path) -> list[Outcome]:
+        books, written = self.books, list(self.written)
+        with books.transaction() as balance:
+            if not books.make_namespace(balance, namespace, LIMIT):
+                return []
+            outcomes = books.publish(
+                balance,
+                [Written(p, block_path(str(namespace), k), n, c) for k, p, n, c in written],
+                must_not_fail,
+            )
+        self.written = []
+        for (_, path, _, charge), outcome in zip(written, outcomes, strict=True):
+            if outcome is Outcome.PUBLISHED:
+                os.unlink(path)
+            else:
+                self.files.append((path, charge))
+        return outcomes
+
+    def evict(self, blocks: list[BlockFile], is_recycling: bool = False) -> list[Evicted]:
+        with self.books.transaction() as balance:
+            gone = self.books.evict(balance, blocks)
+        for each in gone:
+            if is_recycling and not each.is_linked:
+                self.files.append((each.temporary, each.reserved))
+            else:
+                os.unlink(each.temporary)
+                self.books.give_back(each.seat, each.reserved)
+        return gone
+
+    def start_again(self) -> None:
+        """After the seat was lost."""
+        self.books.sit_down_again()
+        self.funds, self.files, self.written = 0, [], []
+
+    def give_back(self) -> None:
+        """All that is reserved, and was not published."""
+        files = self.files + [(path, charge) for _, path, _, charge in self.written]
+        for path, _ in files:
+            os.unlink(path)
+        num_bytes = self.funds + sum(charge for _, charge in files)
+        self.funds, self.files, self.written = 0, [], []
+        self.books.give_back(self.books.seat, num_bytes)
+        assert self.books.owes or not num_bytes
+        with self.books.transaction() as balance:
+            assert self.books.account(balance).reserved == 0
+        assert not self.books.owes
+
+    def die(self) -> None:
+        self.books.give_up_seat()
+        self.books.ledger.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def engines(root: Path) -> Iterator[Callable[[], Engine]]:
+    made: list[Engine] = []
+
+    def make() -> Engine:
+        made.append(Engine.on(root))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        with suppress(OSError, ValueError):
+            engine.die()
+
+
+def assert_exact(root: Path, books: Books) -> None:
+    """When nobody is in the middle of anything: what the ledger says is what is there."""
+    balance = books.ledger.read()
+    num_bytes, count = count_blocks(root / "blocks")
+    for seat in (root / "engines").iterdir():
+        if seat.is_dir():
+            more_bytes, more = count_blocks(seat / "blocks")
+            num_bytes, count = num_bytes + more_bytes, count + more
+    assert (balance.blocks, balance.num_blocks) == (num_bytes, count)
+    assert du(root) <= balance.total
+
+
+# --- the machine -------------------------------------------------------------------------------
+
+numbers = st.integers(0, 2)
+kills = st.none() | st.tuples(st.integers(1, 9), st.booleans())
+
+
+class Machine(RuleBasedStateMachine):
+    """Three engines on a root; each may be killed at any step, and another takes its place."""
+
+    tears = False
+
+    @initialize()
+    def start(self) -> None:
+        self.few_shards = ExitStack()
+        for module in (names, books_module, tree):
+            self.few_shards.enter_context(mock.patch.object(module, "SHARDS", FEW_SHARDS))
+        self.few_shards.enter_context(
+            mock.patch.object(books_module, "NAMESPACE_BYTES", FEW_SHARDS_BYTES)
+        )
+        self.directory = Path(tempfile.mkdtemp(prefix="kvtier-books-"))
+        self.root = self.directory / "root"
+        self.engines: dict[int, Engine] = {n: Engine.on(self.root) for n in range(3)}
+        self.is_wrong = False
+        """Someone has meddled with the files, or the ledger was lost, and nobody has counted."""
+
+    def act(
+        self, number: int, do: Callable[[Engine], object], kill: tuple[int, bool] | None
+    ) -> None:
+        engine = self.engines.get(number)
+        try:
+            with killed_at(*kill, self.tears) if kill else ExitStack():
+                if engine is None:
+                    self.engines[number] = engine = Engine.on(self.root)
+                try:
+                    do(engine)
+                except SeatLost:
+                    engine.start_again()
+        except Killed:
+            self.engines.pop(number, None)
+            if engine is not None:
+                engine.die()
+            self.end_the_dead()
+            self.see_whether_the_ledger_is_torn()
+
+    def see_whether_the_ledger_is_torn(self) -> None:
+        ledger = Ledger(self.root / "ledger")
+        try:
+            ledger.read()
+        except LedgerLost:
+            self.is_wrong = True
+        finally:
+            ledger.close()
+
+    def end_the_dead(self) -> None:
+        """The kernel takes away the locks of a process that has ended."""
+        living = {engine.books._seat for engine in self.engines.values()}
+        for seat in list(seat_module._open_seats):
+            if seat not in living and seat.contains(f"{self.root}/engines/{seat.engine.hex()}/"):
+                seat.abandon()
+
+    # --- what happens --------------------------------------------------------------------------
+
+    @rule(number=numbers, count=st.integers(1, 60), kill=kills)
+    def reserve(self, number: int, count: int, kill: tuple[int, bool] | None) -> None:
+        self.act(number, lambda engine: engine.reserve(count), kill)
+
+    @rule(
+        number=numbers,
+        which=st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True),
+        is_private=st.booleans(),
+        kill=kills,
+    )
+    def store(
+        self, number: int, which: list[int], is_private: bool, kill: tuple[int, bool] | None
+    ) -> None:
+        def do(engine: Engine) -> None:
+            if engine.funds < CHARGE * len(which):
+                engine.reserve(len(which))
+            for each in which:
+                engine.write(key(each))
+            namespace = engine.private if is_private else engine.shared
+            there = {block.path for block in blocks_in(namespace)}
+            written = [block_path(str(namespace), k) for k, *_ in engine.written]
+            outcomes = engine.publish(namespace)
+            for path, outcome in zip(written, outcomes, strict=bool(outcomes)):
+                assert (outcome is Outcome.WAS_THERE) == (path in there)
+                there.add(path)
+
+        self.act(number, do, kill)
+
+    @rule(
+        number=numbers,
+        first=st.integers(0, 4),
+        count=st.integers(1, 4),
+        is_private=st.booleans(),
+        is_recycling=st.booleans(),
+        kill=kills,
+    )
+    def evict(
+        self,
+        number: int,
+        first: int,
+        count: int,
+        is_private: bool,
+        is_recycling: bool,
+        kill: tuple[int, bool] | None,
+    ) -> None:
+        def do(engine: Engine) -> None:
+            namespace = engine.private if is_private else engine.shared
+            blocks = blocks_in(namespace)[first : first + count]
+            # Who has published the others may be about to remove their first names.
+            may_leave = [block for block in blocks if os.stat(block.path).st_nlink == 1]
+            gone = engine.evict(blocks, is_recycling)
+            assert [each.block for each in gone] == may_leave
+
+        self.act(number, do, kill)
+
+    @rule(number=numbers, kill=kills)
+    def give_back(self, number: int, kill: tuple[int, bool] | None) -> None:
+        self.act(number, Engine.give_back, kill)
+
+    @precondition(lambda self: not self.is_wrong)
+    @rule(number=numbers, kill=kills)
+    def reclaim(self, number: int, kill: tuple[int, bool] | None) -> None:
+        def do(engine: Engine) -> None:
+            engine.books.reclaim()
+            assert_exact(self.root, engine.books)
+            seats = {path.stem for path in (self.root / "engines").iterdir()}
+            assert seats == {e.books.seat.engine.hex() for e in self.engines.values() if has(e)}
+
+        def has(engine: Engine) -> bool:
+            return engine.books.has_seat
+
+        self.act(number, do, kill)
+
+    @rule(number=numbers, kill=kills)
+    def close(self, number: int, kill: tuple[int, bool] | None) -> None:
+        self.act(number, lambda engine: engine.books.close(), kill)
+        engine = self.engines.pop(number, None)
+        if engine is not None:
+            engine.die()
+
+    @rule(number=numbers)
+    def die(self, number: int) -> None:
+        if number in self.engines:
+            self.engines.pop(number).die()
+
+    # --- what always holds ---------------------------------------------------------------------
+
+    @invariant()
+    def no_more_is_there_than_the_ledger_says(self) -> None:
+        if self.engines and not self.is_wrong:
+            balance = next(iter(self.engines.values())).books.ledger.read()
+            seats = {path.stem for path in (self.root / "engines").iterdir()}
+            unknown = seats - {engine.hex() for engine in balance.accounts}
+            assert du(self.root) <= balance.total + SEAT_BYTES * len(unknown)
+            assert balance.total <= LIMIT + SEAT_BYTES * len(balance.accounts)
+
+    @invariant()
+    def every_block_is_what_its_name_says(self) -> None:
+        for path in block_files(self.root):
+            which = key_of(path.name)
+            assert which is not None
+            assert path.read_bytes() == which.ljust(BLOCK_BYTES, b".")
+
+    def teardown(self) -> None:
+        if not hasattr(self, "root"):
+            return
+        try:
+            for engine in self.engines.values():
+                engine.books.close()
+            last = Engine.on(self.root)
+            last.books.count_again() if self.is_wrong else last.books.reclaim()
+            assert_exact(self.root, last.books)
+            balance = last.books.ledger.read()
+            last.books.close()
+            ledger = Engine.on(self.root)
+            ledger.books.close()
+            assert not list((self.root / "engines").iterdir())
+            assert balance.num_blocks == len(block_files(self.root))
+            assert total_of(self.root) == du(self.root)
+        finally:
+            shutil.rmtree(self.directory)
+            self.few_shards.close()
+
+
+class MeddledMachine(Machine):
+    """Someone removes files, and brings some; writes are torn; the ledger is lost."""
+
+    tears = True
+
+    @rule(data=st.data())
+    def meddle(self, data: st.DataObject) -> None:
+        """Someone removes files, or brings some."""
+        files = block_files(self.root)
+        if not files:
+            return
+        self.is_wrong = True
+        path = data.draw(st.sampled_from(files))
+        if data.draw(st.booleans()):
+            path.unlink()
+        else:
+            which = key(data.draw(st.integers(20, 29)))
+            write_block(block_path(str(path.parent.parent), which), which)
+
+    @rule(garbage=st.sampled_from([b"", b"garbage"]))
+    def lose_the_ledger(self, garbage: bytes) -> None:
+        self.is_wrong = True
+        (self.root / "ledger").write_bytes(garbage)
+
+    @precondition(lambda self: self.is_wrong)
+    @rule(number=numbers)
+    def count_again(self, number: int) -> None:
+        def do(engine: Engine) -> None:
+            engine.books.count_again()
+            self.is_wrong = False
+
+        # Whoever has lost its seat over it has to be taken for dead first.
+        for each in list(self.engines):
+            self.act(each, lambda engine: engine.reserve(0), None)
+        self.act(number, do, None)
+        if not self.is_wrong:
+            assert_exact(self.root, self.engines[number].books)
+
+
+def total_of(root: Path) -> int:
+    """Of a root that nobody uses."""
+    ledger = Ledger(root / "ledger")
+    try:
+        balance = ledger.read()
+        assert not balance.accounts
+        return balance.total
+    finally:
+        ledger.close()
+
+
+TestBooks = Machine.TestCase
+TestBooks.settings = settings(max_examples=100, stateful_step_count=25)
+TestMeddledBooks = MeddledMachine.TestCase
+TestMeddledBooks.settings = settings(max_examples=30, stateful_step_count=25)
+
+
+# --- one thing at a time -----------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def few_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (names, books_module, tree):
+        monkeypatch.setattr(module, "SHARDS", FEW_SHARDS)
+    monkeypatch.setattr(books_module, "NAMESPACE_BYTES", FEW_SHARDS_BYTES)
+
+
+def stored(engine: Engine, *which: int) -> list[Outcome]:
+    engine.reserve(len(which))
+    for each in which:
+        assert engine.write(key(each))
+    return engine.publish(engine.shared)
+
+
+def evicted(engine: Engine, count: int, is_recycling: bool) -> None:
+    engine.evict(blocks_in(engine.shared)[:count], is_recycling)
+
+
+def privately_stored(engine: Engine, *which: int) -> None:
+    engine.reserve(len(which))
+    for each in which:
+        engine.write(key(each))
+    engine.publish(engine.private)
+
+
+def with_unpublished(engine: Engine) -> None:
+    engine.reserve(3)
+    engine.write(key(11))
+
+
+def with_a_dead_one(engine: Engine) -> None:
+    """Someone has died in the middle of everything."""
+    dead = Engine.on(engine.books.path)
+    privately_stored(dead, 1, 2)
+    dead.reserve(3)
+    dead.write(key(9))
+    dead.die()
+
+
+LIVES: dict[str, tuple[Callable[[Engine], object], Callable[[Engine], object]]] = {
+    "reserves": (lambda e: None, lambda e: e.reserve(3)),
+    "stores": (lambda e: None, lambda e: stored(e, 11, 1, 12)),
+    "stores in recycled files": (lambda e: evicted(e, 2, True), lambda e: stored(e, 11, 12, 13)),
+    "stores privately": (lambda e: None, lambda e: privately_stored(e, 1, 2)),
+    "evicts": (lambda e: None, lambda e: evicted(e, 3, False)),
+    "evicts and recycles": (lambda e: evicted(e, 1, True), lambda e: evicted(e, 2, True)),
+    "evicts again": (lambda e: evicted(e, 1, False), lambda e: evicted(e, 2, False)),
+    "gives back": (with_unpublished, Engine.give_back),
+    "leaves": (lambda e: privately_stored(e, 1, 2), lambda e: e.books.close()),
+    "reclaims": (with_a_dead_one, lambda e: e.books.reclaim()),
+    "counts": (with_a_dead_one, lambda e: e.books.count_again()),
+}
+
+
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("life", LIVES)
+def test_whenever_an_engine_is_killed_another_makes_it_good(
+    tmp_path: Path, life: str, is_after: bool
+) -> None:
+    """At every single step of what it does."""
+    prepare, act = LIVES[life]
+    for step in range(1, 100):
+        root = tmp_path / str(step)
+        survivor, victim = Engine.on(root), Engine.on(root)
+        stored(survivor, 1, 2, 3, 4, 5, 6)
+        prepare(victim)
+        is_killed = False
+        try:
+            with killed_at(step, is_after, tears=False):
+                act(victim)
+        except Killed:
+            is_killed = True
+        victim.die()
+        balance = survivor.books.ledger.read()
+        assert du(root) <= balance.total, f"killed at step {step}"
+        survivor.books.reclaim()
+        assert_exact(root, survivor.books)
+        assert survivor.books.ledger.read().accounts.keys() == {survivor.books.seat.engine}
+        assert survivor.books.ledger.read().reserved == 0
+        survivor.books.close()
+        assert total_of(root) == du(root)
+        if not is_killed:
+            assert step > 1, "there was nothing to be killed at"
+            return
+    raise AssertionError("it never ends")
+
+
+def test_a_root_is_for_nobody_else(root: Path, engines: Callable[[], Engine]) -> None:
+    engine = engines()
+    stored(engine, 1)
+    for path in (root, *root.rglob("*")):
+        if not path.is_file():
+            assert path.stat().st_mode & 0o777 == 0o700, path
+    assert (root / "ledger").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_block_that_is_there_stays_as_it_is(root: Path, engines: Callable[[], Engine]) -> None:
+    first, second = engines(), engines()
+    assert stored(first, 1, 2) == [Outcome.PUBLISHED] * 2
+    inodes = {path.stat().st_ino for path in block_files(root)}
+    assert stored(second, 2, 3) == [Outcome.WAS_THERE, Outcome.PUBLISHED]
+    assert inodes < {path.stat().st_ino for path in block_files(root)}
+    assert len(second.files) == 1, "its file can be overwritten"
+    assert_exact(root, second.books)
+    assert second.books.ledger.read().num_blocks == 3
+
+
+def test_a_link_that_was_made_though_the_answer_was_lost_is_ours(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may ask again, and be told that it is there."""
+    engine = engines()
+    real = os.link
+
+    def ask_twice(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(os, "link", ask_twice)
+    assert stored(engine, 1) == [Outcome.PUBLISHED]
+    assert_exact(root, engine.books)
+
+
+def test_what_could_not_be_published_is_still_reserved_for(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines()
+    stored(engine, 1)
+    engine.reserve(1)
+    engine.write(key(2))
+    (_, path, num_bytes, charge) = engine.written[0]
+    final = block_path(str(engine.shared), key(2))
+    errors: list[OSError] = []
+
+    def no_room(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    reserved = engine.books.ledger.read().reserved
+    with monkeypatch.context() as patched, engine.books.transaction() as balance:
+        patched.setattr(os, "link", no_room)
+        written = [Written(path, final, num_bytes, charge)]
+        assert engine.books.publish(balance, written, errors.append) == [Outcome.FAILED]
+    assert [error.errno for error in errors] == [errno.ENOSPC]
+    assert engine.books.ledger.read().reserved == reserved
+    assert_exact(root, engine.books)
+
+
+def test_a_link_that_may_have_been_made_is_settled_by_others(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, other = engines(), engines()
+    real = os.link
+
+    def lose_the_answer(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        raise OSError(errno.EIO, "it may have happened")
+
+    monkeypatch.setattr(os, "link", lose_the_answer)
+    with pytest.raises(OSError, match="may have happened"):
+        stored(engine, 1)
+    assert not engine.books.has_seat
+    assert other.books.reclaim() == 1
+    assert_exact(root, other.books)
+    assert other.books.ledger.read().num_blocks == 1
+
+
+def test_a_block_that_was_used_meanwhile_stays(root: Path, engines: Callable[[], Engine]) -> None:
+    engine = engines()
+    stored(engine, 1, 2)
+    seen = blocks_in(engine.shared)
+    os.utime(seen[0].path, ns=(1, 1))
+    assert [gone.block for gone in engine.evict(seen)] == seen[1:]
+    with engine.books.transaction() as balance:
+        (gone,) = engine.books.evict(balance, seen, is_forced=True)
+    assert (gone.block.path, gone.block.used_ns) == (seen[0].path, 1)
+    assert not block_files(root)
+    assert_exact(root, engine.books)
+
+
+def test_what_is_no_file_is_not_evicted(root: Path, engines: Callable[[], Engine]) -> None:
+    engine = engines()
+    stored(engine, 1)
+    strange = Path(blocks_in(engine.shared)[0].path)
+    strange.unlink()
+    strange.symlink_to("/etc/passwd")
+    (strange.parent / "00").mkdir()
+    with engine.books.transaction() as balance:
+        assert engine.books.evict(balance, blocks_in(engine.shared), is_forced=True) == []
+    assert strange.is_symlink()
+    assert (strange.parent / "00").is_dir()
+
+
+def test_who_evicts_what_another_has_evicted_gets_nothing(engines: Callable[[], Engine]) -> None:
+    first, second = engines(), engines()
+    stored(first, 1, 2)
+    seen = blocks_in(first.shared)
+    assert len(first.evict(seen)) == 2
+    assert second.evict(seen) == []
+
+
+def test_no_more_is_granted_than_there_is_room_for(
+    root: Path, engines: Callable[[], Engine]
+) -> None:
+    first, second = engines(), engines()
+    first.reserve(10**6)
+    second.reserve(10**6)
+    assert first.funds > 0
+    assert second.funds == 0
+    assert first.books.ledger.read().total <= LIMIT
+    first.give_back()
+    second.reserve(1)
+    assert second.funds == CHARGE
+
+
+def test_directories_need_room_too(root: Path, engines: Callable[[], Engine]) -> None:
+    engine = engines()
+    with engine.books.transaction() as balance:
+        assert not engine.books.make_namespace(balance, engine.shared, balance.total + 4096)
+        assert not engine.shared.exists()
+        assert engine.books.make_namespace(balance, engine.shared, 2 << 20)
+        assert du(root) <= balance.total
+        engine.books.measure(balance)
+        assert du(root) == balance.total
+
+
+@pytest.mark.parametrize("step", [2, 4, 100, 250])
+def test_directories_are_paid_for_before_they_are_made(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """All of them, as they really are: together they are a mebibyte."""
+    for module in (names, books_module, tree):
+        monkeypatch.setattr(module, "SHARDS", ALL_SHARDS)
+    monkeypatch.setattr(books_module, "NAMESPACE_BYTES", (len(ALL_SHARDS) + 2) * PAGE)
+    engine, other = engines(), engines()
+
+    def make() -> None:
+        with engine.books.transaction() as balance:
+            engine.books.make_namespace(balance, engine.shared, 8 << 20)
+
+    with pytest.raises(Killed), killed_at(step, is_after=True, tears=False):
+        make()
+    assert du(root) <= other.books.ledger.read().total
+    other.books.reclaim()
+    with other.books.transaction() as balance:
+        assert other.books.make_namespace(balance, other.shared, 8 << 20), "another goes on with it"
+    assert all((other.shared / shard).is_dir() for shard in ALL_SHARDS)
+    assert_exact(root, other.books)
+
+
+def test_private_blocks_end_with_their_engine(root: Path, engines: Callable[[], Engine]) -> None:
+    first, second, third = engines(), engines(), engines()
+    for engine in (first, second):
+        engine.reserve(2)
+        for number in (1, 2):
+            engine.write(key(number))
+        assert engine.publish(engine.private) == [Outcome.PUBLISHED] * 2
+    assert third.books.ledger.read().num_blocks == 4
+    first.books.close()
+    assert third.books.ledger.read().num_blocks == 2
+    second.die()
+    assert third.books.reclaim() == 1
+    assert third.books.ledger.read().num_blocks == 0
+    assert_exact(root, third.books)
+    third.books.close()
+    assert total_of(root) == du(root)
+
+
+def test_reclaiming_leaves_the_living_alone(root: Path, engines: Callable[[], Engine]) -> None:
+    first, second, dead = engines(), engines(), engines()
+    for engine in (first, dead):
+        engine.reserve(2)
+        engine.write(key(1))
+    dead.die()
+    reserved = first.books.ledger.read().accounts[first.books.seat.engine].reserved
+    assert second.books.reclaim() == 1
+    assert second.books.reclaim() == 0
+    balance = second.books.ledger.read()
+    assert balance.accounts.keys() == {first.books.seat.engine, second.books.seat.engine}
+    assert balance.reserved == reserved
+    assert first.publish(first.shared) == [Outcome.PUBLISHED]
+
+
+def test_an_account_without_a_seat_is_taken_back(root: Path, engines: Callable[[], Engine]) -> None:
+    first, second = engines(), engines()
+    first.reserve(5)
+    seat = first.books.seat
+    first.die()
+    shutil.rmtree(root / "engines" / seat.engine.hex())
+    (root / "engines" / f"{seat.engine.hex()}.alive").unlink()
+    assert second.books.reclaim() == 1
+    assert second.books.ledger.read().reserved == 0
+
+
+def test_what_was_reserved_in_another_seat_is_not_given_back(
+    engines: Callable[[], Engine],
+) -> None:
+    engine = engines()
+    engine.reserve(3)
+    seat, funds = engine.books.seat, engine.funds
+    engine.start_again()
+    engine.reserve(3)
+    engine.books.give_back(seat, funds)
+    with engine.books.transaction() as balance:
+        assert engine.books.account(balance).reserved == 3 * CHARGE
+
+
+def test_who_was_taken_for_dead_learns_of_it(root: Path, engines: Callable[[], Engine]) -> None:
+    engine, other = engines(), engines()
+    engine.reserve(1)
+    with other.books.transaction() as balance:
+        del balance.accounts[engine.books.seat.engine]
+    with pytest.raises(SeatLost):
+        engine.reserve(1)
+    assert not engine.books.has_seat
+    with pytest.raises(SeatLost):
+        _ = engine.books.seat
+    engine.start_again()
+    engine.reserve(1)
+    other.books.reclaim()
+    assert_exact(root, other.books)
+
+
+def test_who_has_to_wait_too_long_keeps_its_seat(root: Path, engines: Callable[[], Engine]) -> None:
+    other = engines()
+    impatient = Books(root, Occupant.here("impatient", ""), 0.01)
+    with other.books.transaction(), pytest.raises(LedgerBusy), impatient.transaction():
+        pass
+    with impatient.transaction() as balance:
+        assert impatient.account(balance).reserved == 0
+    impatient.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 9000])
+def test_a_lost_ledger_is_made_anew_by_counting(
+    root: Path, engines: Callable[[], Engine], content: bytes
+) -> None:
+    engine = engines()
+    stored(engine, 1, 2, 3)
+    (root / "ledger").write_bytes(content)
+    with pytest.raises(SeatLost):
+        engine.reserve(1)
+    engine.start_again()
+    engine.books.reclaim()
+    assert_exact(root, engine.books)
+    assert engine.books.ledger.read().num_blocks == 3
+
+
+def test_counting_again_mends_a_lost_ledger(root: Path, engines: Callable[[], Engine]) -> None:
+    """The clerk does so, when it finds that there is none any more."""
+    engine = engines()
+    stored(engine, 1, 2, 3)
+    (root / "ledger").write_bytes(b"")
+    with suppress(SeatLost):
+        engine.books.count_again()
+    engine.start_again()
+    engine.books.count_again()
+    assert_exact(root, engine.books)
+
+
+def test_a_root_that_was_taken_away_is_not_made_anew(
+    root: Path, engines: Callable[[], Engine]
+) -> None:
+    """The directory may be where a file system should be mounted."""
+    engine = engines()
+    stored(engine, 1)
+    away = root.with_name("away")
+    root.rename(away)
+    root.mkdir()
+    with pytest.raises(FileNotFoundError):
+        engine.start_again()
+    assert not list(root.iterdir())
+    root.rmdir()
+    away.rename(root)
+    engine.start_again()
+    assert engine.books.ledger.read().num_blocks == 1
+
+
+def test_after_a_restart_of_the_machine_everything_is_counted(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines()
+    stored(engine, 1, 2)
+    with engine.books.transaction() as balance:
+        balance.add_blocks(10**6, 10)  # it is wrong, and nobody noticed
+    engine.books.close()
+    monkeypatch.setattr(books_module, "_boot_id", lambda: b"another start..!")
+    assert engines().books.ledger.read().num_blocks == 2
+
+
+def test_another_machine_has_not_restarted_this_one(
+    engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where others live, counting all would be for nothing."""
+    engine = engines()
+    with engine.books.transaction() as balance:
+        balance.add_blocks(0, 10)
+    monkeypatch.setattr(books_module, "_boot_id", lambda: b"another host...!")
+    assert engines().books.ledger.read().num_blocks == 10

@@ -1,0 +1,263 @@
+"""No room: a quota, a file system that others fill, and too much at once. No wrong byte, nothing
+left over, counted by name, and the tier works again when there is room."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing import TierHarness
+from kvtier.tiering.fs import manager, metrics
+from tests.tiering.disk.small_disk import LoopDisk
+from tests.tiering.fs.accounts import (
+    Figures,
+    load_all,
+    load_some,
+    store_all,
+    store_some,
+    wait_until_stored,
+    wait_until_the_gauge_is_right,
+)
+from tests.tiering.fs.mounts import DISKS, bind_mounted_by_fuse, mounted_by_nfs, small_disk
+from tests.tiering.fs.pauses import shorten_pauses
+from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, silent_files, wait_until
+
+KEYS = TierHarness.keys(8)
+LATER = TierHarness.keys(8, start=100_000)
+DISK_BYTES = 40 << 20
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_pauses(monkeypatch)
+
+
+@pytest.fixture(params=DISKS)
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LoopDisk]:
+    with small_disk(tmp_path, request.param, DISK_BYTES) as disk:
+        yield disk
+
+
+def demand_no_leftovers(root: Path) -> None:
+    """In a quiet root there are blocks, and seats with nothing in them."""
+    wait_until(
+        lambda: not [path for path in (root / "engines").glob("*/*") if path.is_file()],
+        "no unfinished file is left",
+    )
+
+
+# --- others fill the file system ---------------------------------------------------------------
+
+
+def test_a_file_system_that_others_fill_and_empty(disk: LoopDisk) -> None:
+    root = disk.root / "root"
+    with fs_harness(root, max_bytes="1GiB") as harness:
+        figures = Figures(harness)
+        store_all(harness, KEYS)
+        disk.fill()
+        starts = iter(range(1000, 100_000, 60))
+        wait_until(
+            lambda: not store_some(harness, harness.keys(60, next(starts))), "nothing can be stored"
+        )
+        assert figures.errors("ENOSPC") > 0
+        load_all(harness, KEYS)
+        demand_no_leftovers(root)
+        (disk.root / "of-others").unlink()
+        wait_until_stored(harness, LATER)
+        load_all(harness, KEYS)
+        demand_no_leftovers(root)
+        wait_until_the_gauge_is_right(harness, root)
+    with fs_harness(root, max_bytes="1GiB") as harness:
+        load_all(harness, KEYS)
+        load_all(harness, LATER)
+
+
+def test_a_file_system_that_the_tier_itself_fills(disk: LoopDisk) -> None:
+    """A quota that is larger than the disk, and nobody to blame: blocks are lost, and none is
+    wrong."""
+    root = disk.root / "root"
+    with fs_harness(root, max_bytes="1GiB", num_rows=128) as harness:
+        figures = Figures(harness)
+        starts = iter(range(0, 100_000, 60))
+        stored: list[int] = []
+
+        def is_full() -> bool:
+            start = next(starts)
+            if len(store_some(harness, harness.keys(60, start))) == 60:
+                stored.append(start)
+            return figures.errors("ENOSPC") > 0
+
+        wait_until(is_full, "the disk is full")
+        for start in stored[:: max(1, len(stored) // 8)]:
+            load_all(harness, harness.keys(60, start))
+        demand_no_leftovers(root)
+        harness.drain()
+        harness.shut_down()
+    for path in block_files(root)[:200]:
+        path.unlink()
+    with fs_harness(root, max_bytes="1GiB", num_rows=128) as harness:
+        wait_until_stored(harness, LATER)
+
+
+def test_enough_stays_free_for_others(disk: LoopDisk) -> None:
+    """What is there leaves as others need the room, and comes back when they do not."""
+    root = disk.root / "root"
+    reserve = 8 << 20
+    with fs_harness(root, max_bytes="1GiB", min_free_bytes=reserve, num_rows=128) as harness:
+        figures = Figures(harness)
+        for start in range(0, 3000, 60):
+            store_some(harness, harness.keys(60, start))
+            assert disk.free_bytes >= reserve
+        count = len(block_files(root))
+        assert count > 500
+        assert figures[metrics.EVICTED] > 0
+        with (disk.root / "of-others").open("wb", buffering=0) as others:
+
+            def are_fewer() -> bool:
+                if disk.free_bytes >= reserve:
+                    others.write(random.randbytes(1 << 18))
+                    os.fsync(others.fileno())
+                return len(block_files(root)) < count
+
+            wait_until(are_fewer, "blocks leave for others")
+        wait_until(lambda: disk.free_bytes >= reserve, "so much is free again")
+        wait_until_stored(harness, harness.keys(8, start=50_000))
+        assert figures.errors("ENOSPC") == 0
+        demand_no_leftovers(root)
+        wait_until_the_gauge_is_right(harness, root)
+
+
+def test_nothing_is_stored_where_less_than_enough_is_free(disk: LoopDisk) -> None:
+    root = disk.root / "root"
+    with fs_harness(root, max_bytes="1GiB", min_free_bytes="1GiB") as harness:
+        figures = Figures(harness)
+        assert not store_some(harness, KEYS)
+        assert figures[metrics.REFUSED] == 8
+        assert not block_files(root)
+
+
+# --- the quota ---------------------------------------------------------------------------------
+
+
+def test_the_least_quota_is_enough_to_go_on(tmp_path: Path) -> None:
+    """As little as is not refused: what is stored last is there."""
+    root = tmp_path / "root"
+    charge = 3 * 4096 + 8192
+    with fs_harness(root, max_bytes=(2 << 20) + 8 * charge) as harness:
+        for start in range(0, 200, 4):
+            store_all(harness, harness.keys(4, start))
+            load_all(harness, harness.keys(4, start))
+        wait_until_the_gauge_is_right(harness, root)
+
+
+def test_the_first_burst_is_larger_than_the_quota(tmp_path: Path) -> None:
+    """Before there is a directory for the first of them."""
+    root = tmp_path / "root"
+    with fs_harness(root, 20, row_bytes=65_536, num_rows=200) as harness:
+        jobs = [harness.store(harness.keys(50, start)) for start in range(0, 200, 50)]
+        kept = set[bytes]().union(*(report.moved for report in harness.wait_for(*jobs)))
+        assert len(kept) > 20
+        last = harness.keys(8, start=1000)
+        store_all(harness, last)
+        load_all(harness, last)
+        wait_until_the_gauge_is_right(harness, root)
+
+
+def test_a_quota_that_has_been_made_smaller(tmp_path: Path) -> None:
+    """Blocks leave until the new one is kept."""
+    root = tmp_path / "root"
+    with fs_harness(root, 400) as harness:
+        for start in range(0, 400, 20):
+            store_all(harness, harness.keys(20, start))
+    with fs_harness(root, 40) as harness:
+        for start in range(1000, 2000, 20):
+            store_some(harness, harness.keys(20, start))
+        wait_until_stored(harness, harness.keys(8, start=5000))
+        wait_until_the_gauge_is_right(harness, root)
+
+
+# --- more than the file system takes -----------------------------------------------------------
+
+
+def test_stores_beyond_the_queue_are_refused_while_the_files_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 40
+    monkeypatch.setattr(manager, "_MAX_QUEUED_BYTES", limit * (4096 + 8192))
+    with fs_harness(tmp_path / "root", 512, num_rows=300) as harness:
+        figures = Figures(harness)
+        with silent_files(harness.tier):
+            jobs = [harness.store(harness.keys(6, start=6 * n)) for n in range(40)]
+            harness.step()
+            assert harness.call("get_stats").gauges[metrics.QUEUED] == limit
+            refused = [job for job in jobs if job.job_id in harness.ledger.reports]
+            assert refused == jobs[7:]
+        harness.wait_for(*jobs)
+        kept = set[bytes]().union(*(harness.ledger.reports[job.job_id].moved for job in jobs))
+        assert kept == set(harness.keys(limit))
+        load_all(harness, harness.keys(limit))
+        assert harness.call("get_stats").gauges[metrics.QUEUED] == 0
+        store_all(harness, harness.keys(6, start=400))  # the queue is open again
+        assert figures[metrics.FAILED] == 0
+
+
+# --- other file systems ------------------------------------------------------------------------
+
+
+@contextmanager
+def _xfs(directory: Path) -> Iterator[Path]:
+    with small_disk(directory, "xfs", 64 << 20) as disk:
+        yield disk.root
+
+
+@contextmanager
+def _btrfs(directory: Path) -> Iterator[Path]:
+    with small_disk(directory, "btrfs", 64 << 20) as disk:
+        yield disk.root
+
+
+@pytest.mark.parametrize("file_system", [_xfs, _btrfs, bind_mounted_by_fuse, mounted_by_nfs])
+def test_two_engines_on_another_file_system(
+    tmp_path: Path, file_system: Callable[[Path], AbstractContextManager[Path]]
+) -> None:
+    """Blocks come back and are found by the other, damage is refused, and the quota is kept."""
+    with file_system(tmp_path) as mounted:
+        root = mounted / "root"
+        with fs_harness(root, 100) as one, fs_harness(root, 100) as two:
+            store_all(one, KEYS)
+            load_all(one, KEYS)
+            assert two.hits(KEYS) == set(KEYS)
+            load_all(two, KEYS)
+            jobs = one.store(LATER), two.store(LATER)
+            for report in (*one.wait_for(jobs[0]), *two.wait_for(jobs[1])):
+                assert report.moved == set(LATER)
+            with block_files(root)[0].open("r+b") as file:
+                file.write(b"damaged")
+            assert len(load_some(two, KEYS + LATER)) == 15
+            assert two.tier.take_seal_failures().total() == 1
+            for start in range(0, 1000, 20):
+                # Some may be refused where link counts are remembered by the client for a while:
+                # young blocks do not leave then.
+                store_some(one, one.keys(20, start=1000 + start))
+                store_some(two, two.keys(20, start=5000 + start))
+                assert du(root) <= bytes_for(100)
+            wait_until_stored(one, one.keys(20, start=20_000))
+            wait_until_stored(two, two.keys(20, start=30_000))
+            wait_until_the_gauge_is_right(one, root)
+            wait_until_the_gauge_is_right(two, root)
+        with fs_harness(root, 100) as three:
+            assert three.hits(three.keys(20, start=30_000))
+            wait_until(lambda: len(os.listdir(root / "engines")) == 2, "nobody else has a seat")
+
+
+def test_the_bytes_for_so_many_blocks_are_enough(tmp_path: Path) -> None:
+    with fs_harness(tmp_path / "root", max_bytes=bytes_for(100)) as harness:
+        for start in range(0, 100, 20):
+            store_all(harness, harness.keys(20, start))
+        for start in range(0, 100, 20):
+            load_all(harness, harness.keys(20, start))

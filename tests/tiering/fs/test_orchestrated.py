@@ -1,0 +1,147 @@
+"""The fs tier below host memory, as a user's configuration puts it there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtier.base import Locality, Medium, ReqContext
+from kvtier.testing import FaultSchedule, TierHarness
+from kvtier.tiering.factory import TierStartError
+from kvtier.tiering.fs import metrics
+from kvtier.tiering.fs.manager import FsSecondaryTierManager
+from tests.tiering.disk.engine import Engine
+from tests.tiering.disk.rig import is_mapped
+from tests.tiering.fs.engine import configured_engine, engine_with_faults
+from tests.tiering.fs.rig import block_files, bytes_for, du, silent_files, wait_until
+
+PROMPTS = [TierHarness.keys(6, start=10 * number) for number in range(12)]
+
+
+def serve_all(engine: Engine) -> list[int]:
+    hits = []
+    for prompt in PROMPTS:
+        hits.append(engine.serve(prompt))
+        engine.settle()
+    return hits
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def test_what_host_memory_has_given_up_comes_back(root: Path) -> None:
+    """16 rows for 72 blocks: nearly all of them are promoted from the directory."""
+    with configured_engine(root) as engine:
+        assert serve_all(engine) == [0] * 12
+        assert serve_all(engine) == [6] * 12
+        assert serve_all(engine) == [6] * 12
+
+
+def test_a_restarted_engine_is_warm(root: Path) -> None:
+    with configured_engine(root) as engine:
+        serve_all(engine)
+    with configured_engine(root) as engine:
+        assert serve_all(engine) == [6] * 12
+        wait_until(lambda: engine.figures()[metrics.BLOCKS] == 72, "the gauge")
+
+
+def test_a_second_engine_is_warm_from_the_start(root: Path) -> None:
+    with configured_engine(root) as first, configured_engine(root) as second:
+        serve_all(first)
+        assert serve_all(second) == [6] * 12
+
+
+def test_another_model_finds_nothing_and_the_first_still_does(root: Path) -> None:
+    with configured_engine(root) as engine:
+        serve_all(engine)
+    with configured_engine(root, namespace="other weights") as engine:
+        assert engine.serve(PROMPTS[0]) == 0
+        engine.settle()
+    with configured_engine(root) as engine:
+        assert engine.serve(PROMPTS[0]) == 6
+        engine.settle()
+
+
+def test_after_a_reset_nothing_is_found_but_others_still_find_it(root: Path) -> None:
+    with configured_engine(root) as engine, configured_engine(root) as other:
+        serve_all(engine)
+        engine.manager.reset_cache()
+        engine.settle()
+        assert serve_all(engine) == [0] * 12
+        assert serve_all(engine) == [6] * 12
+        assert serve_all(other) == [6] * 12
+        engine.manager.reset_cache()
+        engine.settle()
+        assert engine.serve(PROMPTS[0]) == 0
+        engine.settle()
+
+
+def test_with_too_little_room_it_is_a_smaller_cache(root: Path) -> None:
+    with configured_engine(root, max_bytes=bytes_for(20)) as engine:
+        for _ in range(4):
+            serve_all(engine)
+            assert du(root) <= bytes_for(20)
+        assert engine.serve(PROMPTS[-1]) == 6
+
+
+def test_events_tell_what_is_where(root: Path) -> None:
+    with configured_engine(root, max_bytes=bytes_for(20)) as engine:
+        there: set[bytes] = set()
+        for turn in range(8):
+            for number in range(12):
+                engine.serve(TierHarness.keys(6, start=1000 * turn + 10 * number))
+                engine.settle()
+            for event in engine.manager.take_events():
+                if event.medium is not Medium.STORAGE:
+                    continue
+                assert event.locality is Locality.REMOTE
+                if event.removed:
+                    assert there.issuperset(event.keys), "removed, but never stored"
+                    there.difference_update(event.keys)
+                else:
+                    assert there.isdisjoint(event.keys), "stored twice"
+                    there.update(event.keys)
+        assert there, "nothing was told"
+        assert there == {bytes.fromhex(path.name) for path in block_files(root)}
+
+
+def test_an_engine_ends_though_its_files_do_not_answer(root: Path) -> None:
+    """It leaves the tier behind. What may still be written into stays mapped until it has been."""
+    threads = set(threading.enumerate())
+    engine, faulty = engine_with_faults(root, FaultSchedule(), num_rows=8, shutdown_timeout_s=0.2)
+    fs = faulty.tier
+    assert isinstance(fs, FsSecondaryTierManager)
+    for prompt in PROMPTS[:3]:
+        engine.serve(prompt)
+        engine.settle()
+    with silent_files(fs):
+        request = ReqContext("waiting")
+        engine.manager.on_new_request(request)
+
+        def is_loading() -> bool:
+            engine.manager.lookup_prefix(PROMPTS[0], request)
+            engine.step()
+            return any(lane._num_under_way for lane in fs._lanes)
+
+        wait_until(is_loading, "a load is under way")
+        address = fs._rows_address
+        engine.manager.shutdown()
+        assert is_mapped(address), "what is read goes into memory that may be someone else's"
+    wait_until(lambda: set(threading.enumerate()) <= threads, "the tier has ended")
+    with configured_engine(root) as after:
+        assert after.serve(PROMPTS[0]) == 6
+
+
+def test_a_start_that_fails_says_which_tier(tmp_path: Path) -> None:
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    (tmp_path / "strange").write_bytes(b"")
+    with pytest.raises(TierStartError, match=r"secondary_tiers\[0\].*holds other things"):
+        configured_engine(tmp_path)
+    assert os.listdir(tmp_path) == ["strange"]
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors

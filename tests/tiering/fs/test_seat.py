@@ -1,0 +1,223 @@
+"""Seats: who lives is known to all, and what the dead have left is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.tiering.fs.seat import Occupant, Seat, SeatFile, other_seats, seat_files
+
+ME = Occupant.here("engine-1", "ab" * 16)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def seat(engines: Path) -> Iterator[Seat]:
+    made = Seat(engines, ME)
+    yield made
+    made.abandon()
+
+
+def living(engines: Path, own: Seat | None = None) -> dict[bytes, bool]:
+    return {seat.engine: not seat.is_dead for seat in other_seats(engines, own)}
+
+
+# --- who sits there ----------------------------------------------------------------------------
+
+
+@given(st.text(max_size=300), st.text(max_size=300))
+def test_an_occupant_is_read_as_it_was_written(engine_id: str, namespace: str) -> None:
+    occupant = Occupant.here(engine_id, namespace)
+    assert Occupant.decode(occupant.encode()) == occupant
+    assert len(Occupant.here(engine_id, "ab" * 16).encode()) < 4096, "it is read at once"
+
+
+@given(
+    st.binary(max_size=100)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(), inner, max_size=6),
+    ).map(lambda value: json.dumps(value).encode())
+)
+def test_nonsense_is_nobody(text: bytes) -> None:
+    assert Occupant.decode(text) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [1, 2, "host", 3, "ns"],
+        ["e", True, "host", 3, "ns"],
+        ["e", 2, None, 3, "ns"],
+        ["e", 2, "host", 3.5, "ns"],
+        ["e", 2, "host", 3],
+    ],
+)
+def test_fields_of_the_wrong_kind_are_nobodys(fields: list[object]) -> None:
+    assert Occupant.decode(json.dumps(fields).encode()) is None
+
+
+def test_others_see_who_sits_there(engines: Path, seat: Seat) -> None:
+    (seen,) = (other.occupant for other in other_seats(engines, None))
+    assert seen == ME
+    assert (ME.pid, ME.engine_id) == (os.getpid(), "engine-1")
+
+
+# --- alive or dead -----------------------------------------------------------------------------
+
+
+def test_who_lives_is_alive_until_it_ends(engines: Path, seat: Seat) -> None:
+    assert living(engines) == {seat.engine: True}
+    assert living(engines) == {seat.engine: True}, "to look at it does it no harm"
+    seat.abandon()
+    seat.abandon()
+    assert living(engines) == {seat.engine: False}
+
+
+def test_ones_own_is_no_other(engines: Path, seat: Seat) -> None:
+    other = Seat(engines, ME)
+    assert living(engines, seat) == {other.engine: True}
+    other.remove()
+    assert living(engines, seat) == {}
+
+
+def test_a_seat_is_removed_without_a_trace(engines: Path, seat: Seat) -> None:
+    Path(seat.incoming()).write_bytes(b"block")
+    (seat.blocks / "ab").mkdir(parents=True)
+    seat.remove()
+    assert not list(engines.iterdir())
+
+
+def test_a_dead_seat_is_looked_at_by_one_at_a_time(engines: Path, seat: Seat) -> None:
+    """Nobody else takes it for dead, meanwhile: whoever has it may be removing it."""
+    seat.abandon()
+    for mine in other_seats(engines, None):
+        assert mine.is_dead
+        assert living(engines) == {seat.engine: True}
+    assert living(engines) == {seat.engine: False}
+
+
+@pytest.mark.parametrize("left", ["directory", "alive"])
+def test_half_a_seat_is_a_dead_one(engines: Path, seat: Seat, left: str) -> None:
+    seat.abandon()
+    if left == "directory":
+        (engines / f"{seat.engine.hex()}.alive").unlink()
+    else:
+        shutil.rmtree(engines / seat.engine.hex())
+    for other in other_seats(engines, None):
+        assert other.is_dead
+        assert other.files() == []
+        other.remove()
+    assert not list(engines.iterdir())
+
+
+def test_what_is_no_seat_is_left_alone(engines: Path, seat: Seat) -> None:
+    (engines / "notes.alive").touch()
+    (engines / "lost+found").mkdir()
+    assert living(engines) == {seat.engine: True}
+
+
+def test_a_seat_that_cannot_be_made_leaves_nothing(
+    engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(os, "mkdir", no_room)
+    with pytest.raises(OSError, match="full"):
+        Seat(engines, ME)
+    assert not list(engines.iterdir())
+
+
+SIT = """
+import sys
+from pathlib import Path
+from kvtier.tiering.fs.seat import Occupant, Seat
+seat = Seat(Path(sys.argv[1]), Occupant.here("other", ""))
+Path(seat.incoming()).write_bytes(b"half a block")
+print("sits", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_was_killed_is_dead(engines: Path) -> None:
+    command = [sys.executable, "-c", SIT, str(engines)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"sits\n"
+        assert list(living(engines).values()) == [True]
+        (occupant,) = (seat.occupant for seat in other_seats(engines, None))
+        assert occupant is not None
+        assert occupant.pid == other.pid
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        for seat in other_seats(engines, None):
+            assert seat.is_dead
+            assert [Path(file.path).name for file in seat.files()] == ["w1"]
+
+
+def test_a_forked_child_does_not_keep_the_seat(engines: Path, seat: Seat) -> None:
+    ready, end = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(end[1])
+        os.write(ready[1], b"!")
+        os.read(end[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        assert living(engines) == {seat.engine: True}
+        seat.abandon()
+        assert living(engines) == {seat.engine: False}
+    finally:
+        for fd in (*ready, *end):
+            os.close(fd)
+        os.waitpid(pid, 0)
+
+
+# --- what is in it -----------------------------------------------------------------------------
+
+
+def test_names_are_never_given_twice(seat: Seat) -> None:
+    names = [seat.incoming() for _ in range(100)]
+    names += [seat.outgoing(batch, number) for batch in (1, 2) for number in range(10)]
+    assert len(set(names)) == 120
+    assert all(seat.contains(name) for name in names)
+    assert not seat.contains(str(seat.blocks.parent) + "-of-another/w1")
+    assert not seat.contains("/elsewhere/w1")
+
+
+def test_files_are_told_apart_by_their_names(seat: Seat) -> None:
+    written, named, gone = seat.incoming(), seat.incoming(), seat.outgoing(12, 3)
+    for path in (written, named, gone):
+        Path(path).write_bytes(bytes(5000))
+    directory = Path(written).parent
+    seat.blocks.mkdir()
+    os.link(named, seat.blocks / "published")
+    for strange in ("x1", "w", "e1", "w1.d", "e1-", "we1-1"):
+        (directory / strange).write_bytes(b"?")
+    num_bytes = os.stat(written).st_blocks * 512
+    assert num_bytes >= 5000
+    assert {Path(file.path).name: file for file in seat_files(directory)} == {
+        "w1": SeatFile(written, num_bytes, is_linked=False, batch=None),
+        "w2": SeatFile(named, num_bytes, is_linked=True, batch=None),
+        "e12-3": SeatFile(gone, num_bytes, is_linked=False, batch=12),
+    }
+
+
+def test_a_directory_that_is_gone_has_no_files(engines: Path) -> None:
+    assert seat_files(engines / "gone") == []

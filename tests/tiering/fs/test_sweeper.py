@@ -1,0 +1,217 @@
+"""What leaves first, and what dead engines have left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.fs import sweeper as module
+from kvtier.tiering.fs.books import Books
+from kvtier.tiering.fs.names import SHARDS, block_path, namespace_path
+from kvtier.tiering.fs.seat import Occupant
+from kvtier.tiering.fs.sweeper import Sweeper
+from kvtier.tiering.fs.tree import BlockFile
+from tests.tiering.fs.rig import block_files, du, wait_until
+
+LONG_AGO_NS = 10**18
+
+
+class Root:
+    """A root with blocks that nobody has stored, and a sweeper."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.books = Books(path, Occupant.here("sweeper", ""), 5.0)
+        self.found = threading.Event()
+        self.errors: list[OSError] = []
+        self.sweeper = Sweeper(self.books, self.found.set, self.errors.append)
+        self.namespace = self.make_namespace(bytes(16))
+        self.sweeper.use((self.namespace,), None)
+
+    def make_namespace(self, fingerprint: bytes) -> Path:
+        namespace = namespace_path(self.books.blocks, fingerprint)
+        for shard in SHARDS:
+            (namespace / shard).mkdir(parents=True)
+        return namespace
+
+    def add(self, number: int, used_ns: int, namespace: Path | None = None) -> str:
+        path = block_path(str(namespace or self.namespace), OffloadKey(b"key %06d" % number))
+        Path(path).write_bytes(bytes(100))
+        os.utime(path, ns=(used_ns, used_ns))
+        return path
+
+    def take(self, count: int) -> list[BlockFile]:
+        """What may leave, when it has been looked for."""
+        self.found.clear()
+        taken = self.sweeper.take(count)
+        if len(taken) < count:
+            assert self.found.wait(30)
+            taken += self.sweeper.take(count - len(taken))
+        return taken
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Root]:
+    made = Root(tmp_path / "root")
+    made.sweeper.start()
+    yield made
+    made.sweeper.stop()
+    made.books.close()
+    assert not made.errors
+
+
+def test_the_least_recently_used_leave_first(root: Root) -> None:
+    chance = Random(1)
+    ages = chance.sample(range(10**12), 200)
+    paths = {LONG_AGO_NS + age: root.add(n, LONG_AGO_NS + age) for n, age in enumerate(ages)}
+    in_order = [paths[used_ns] for used_ns in sorted(paths)]
+    left: list[str] = []
+    while len(left) < 200:
+        for block in root.take(7):
+            if os.path.exists(block.path):  # as whoever evicts it sees
+                os.unlink(block.path)
+                left.append(block.path)
+    assert left == in_order
+
+
+def test_a_block_is_found_as_it_is(root: Root) -> None:
+    path = root.add(1, LONG_AGO_NS)
+    num_bytes = os.stat(path).st_blocks * 512
+    assert root.take(1) == [BlockFile(path, LONG_AGO_NS, num_bytes, 100)]
+
+
+def test_the_more_there_are_the_more_are_kept_ready(root: Root) -> None:
+    """Looking costs the same for one and for many."""
+    for number in range(80):
+        root.add(number, LONG_AGO_NS + number)
+    assert len(root.take(1)) == 1
+    assert len(root.sweeper.take(80)) == 80 // module._OLD_PART - 1
+
+
+def test_of_very_many_some_are_looked_at(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ENOUGH", 10)
+    for number in range(500):
+        root.add(number, LONG_AGO_NS + number)
+    (block,) = root.take(1)
+    assert block.used_ns < LONG_AGO_NS + 450
+
+
+def test_where_there_is_nothing_it_is_said_for_a_while(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not root.sweeper.is_exhausted, "nobody has looked"
+    assert root.take(3) == []
+    assert root.sweeper.is_exhausted
+    root.add(1, LONG_AGO_NS)
+    root.sweeper.look_again()
+    assert not root.sweeper.is_exhausted
+    assert len(root.take(3)) == 1
+    later = time.monotonic() + module._NOTHING_FOUND_S + 1
+    assert root.take(0) == []
+    monkeypatch.setattr(module.time, "monotonic", lambda: later)
+    assert not root.sweeper.is_exhausted
+
+
+def test_what_was_found_in_another_namespace_does_not_leave(root: Root) -> None:
+    for number in range(40):
+        root.add(number, LONG_AGO_NS + number)
+    assert len(root.take(1)) == 1
+    other = root.make_namespace(bytes([1]) * 16)
+    root.sweeper.use((other,), None)
+    assert root.take(5) == []
+    path = root.add(1, LONG_AGO_NS, other)
+    root.sweeper.look_again()
+    assert [block.path for block in root.take(5)] == [path]
+
+
+def test_of_two_namespaces_the_oldest_leave(root: Root) -> None:
+    other = root.make_namespace(bytes([1]) * 16)
+    root.sweeper.use((root.namespace, other), None)
+    old = [
+        root.add(1, LONG_AGO_NS, other),
+        root.add(2, LONG_AGO_NS + 1),
+        root.add(3, LONG_AGO_NS + 2, other),
+    ]
+    root.add(4, LONG_AGO_NS + 3)
+    assert [block.path for block in root.take(3)] == old
+
+
+def test_what_is_used_after_it_was_found_stays(root: Root) -> None:
+    first, second = (root.add(number, LONG_AGO_NS + number) for number in range(2))
+    found = root.take(2)
+    os.utime(first)
+    with root.books.transaction() as balance:
+        gone = root.books.evict(balance, found)
+    assert [each.block.path for each in gone] == [second]
+    assert os.path.exists(first)
+
+
+def test_blocks_from_the_future_leave_too(root: Root) -> None:
+    """A clock is fast somewhere; its blocks must not stay for ever."""
+    fast = root.add(1, time.time_ns() + 10**18)
+    assert [block.path for block in root.take(1)] == [fast]
+
+
+def test_blocks_from_the_future_do_not_outlive_all_others(root: Root) -> None:
+    fast = root.add(1, time.time_ns() + 10**18)
+    for number in range(2, 12):
+        root.add(number, time.time_ns())
+    assert fast in [block.path for block in root.take(5)]
+
+
+def test_junk_is_removed_with_its_directories(root: Root) -> None:
+    junk = root.make_namespace(bytes([1]) * 16)
+    other = root.make_namespace(bytes([2]) * 16)
+    for number in range(30):
+        root.add(number, LONG_AGO_NS, junk)
+    kept = [root.add(1, LONG_AGO_NS), root.add(1, LONG_AGO_NS, other)]
+    root.books.count_again()
+    root.sweeper.use((root.namespace,), junk)
+    wait_until(lambda: not root.sweeper._junk, "it is removed")
+    assert not junk.exists()
+    with root.books.transaction() as balance:  # tells the ledger what was given back
+        root.books.measure(balance)
+    assert {str(path) for path in block_files(root.path)} == set(kept)
+    assert root.books.ledger.read().total == du(root.path)
+    assert root.books.ledger.read().num_blocks == 2
+
+
+def test_dead_engines_are_buried(tmp_path: Path) -> None:
+    root = Root(tmp_path / "root")
+    dead = Books(root.path, Occupant.here("dead", ""), 5.0)
+    with dead.transaction() as balance:
+        dead.reserve(balance, 10, 10**5, 10**9)
+    dead.give_up_seat()
+    dead.ledger.close()
+    root.sweeper.start()
+    wait_until(lambda: len(root.books.ledger.read().accounts) == 1, "its account is gone")
+    assert root.found.wait(30), "there may be room now"
+    assert root.books.ledger.read().reserved == 0
+    root.sweeper.stop()
+    root.books.close()
+
+
+def test_an_error_is_told_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+    root = Root(tmp_path / "root")
+    (root.namespace / "00").rmdir()
+    (root.namespace / "00").touch()  # to read it is an error
+    root.sweeper.start()
+    root.sweeper.take(1)
+    wait_until(lambda: bool(root.errors), "it is told")
+    wait_until(lambda: root.sweeper.is_exhausted, "it is known that there is nothing")
+    root.sweeper.stop()
+    root.books.close()
+
+
+def test_stopping_without_a_start_and_twice(tmp_path: Path) -> None:
+    root = Root(tmp_path / "root")
+    root.sweeper.stop()
+    root.sweeper.stop()
+    root.books.close()

@@ -1,0 +1,237 @@
+"""When blocks were used stands in their files, for every engine to see."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.fs import uses as module
+from kvtier.tiering.fs.names import LONGEST_KEY, SHARDS, block_path
+from kvtier.tiering.fs.uses import Uses
+from tests.tiering.fs.rig import wait_until
+
+LONG_AGO_NS = 10**18
+SAME_USE_S = module._SAME_USE_NS / 1e9
+
+
+class Clock:
+    """Two clocks that only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.now_ns = 17 * 10**17
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return self.now_ns
+
+    def pass_s(self, seconds: float) -> None:
+        self.now += seconds
+        self.now_ns += int(seconds * 1e9)
+
+
+class Noted:
+    """A namespace with blocks, and a thread that notes their uses."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory)
+        for shard in SHARDS:
+            (directory / shard).mkdir(parents=True)
+        self.errors: list[OSError] = []
+        self.uses = Uses(self.errors.append)
+        self.uses.start()
+
+    def add(self, *keys: OffloadKey) -> None:
+        for each in keys:
+            Path(block_path(self.path, each)).touch()
+            os.utime(block_path(self.path, each), ns=(LONG_AGO_NS, LONG_AGO_NS))
+
+    def stamp(self, key: OffloadKey) -> int:
+        return os.stat(block_path(self.path, key)).st_mtime_ns
+
+    def note(self, *keys: OffloadKey) -> None:
+        self.uses.note(self.path, keys)
+
+    def wait(self) -> None:
+        """Until all that was noted is written."""
+        mark = OffloadKey(b"mark")
+        wait_until(lambda: not self.uses._waiting, "nothing waits")
+        self.add(mark)
+        self.note(mark)
+        wait_until(lambda: self.stamp(mark) != LONG_AGO_NS, "the last is written")
+
+
+def keys(count: int) -> list[OffloadKey]:
+    return [OffloadKey(b"key %06d" % number) for number in range(count)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "_WRITE_EVERY_S", 0.002)
+    return clock
+
+
+@pytest.fixture
+def noted(tmp_path: Path, clock: Clock) -> Iterator[Noted]:
+    made = Noted(tmp_path / "namespace")
+    yield made
+    made.uses.stop()
+
+
+def test_of_one_prompt_the_head_is_the_newest(noted: Noted, clock: Clock) -> None:
+    some = keys(5)
+    noted.add(*some)
+    noted.note(*some)
+    noted.wait()
+    stamps = [noted.stamp(key) for key in some]
+    assert stamps == sorted(stamps, reverse=True)
+    assert len(set(stamps)) == 5
+    assert stamps[0] == clock.now_ns
+
+
+def test_what_was_used_later_is_newer_than_all_before(noted: Noted, clock: Clock) -> None:
+    first, *others = keys(100)
+    noted.add(first, *others)
+    noted.note(*others)
+    clock.pass_s(0.001)
+    noted.note(first)
+    noted.wait()
+    assert noted.stamp(first) > max(noted.stamp(key) for key in others)
+
+
+def test_a_fresh_use_beats_an_older_one(noted: Noted, clock: Clock) -> None:
+    """The same block at the end of one prompt, and later at the head of another."""
+    first, second = keys(2)
+    noted.add(first, second)
+    noted.note(first, second)
+    noted.wait()
+    clock.pass_s(SAME_USE_S + 1)
+    noted.note(second)
+    noted.wait()
+    assert noted.stamp(second) == clock.now_ns > noted.stamp(first)
+
+
+def test_a_block_that_is_used_all_the_time_is_written_rarely(noted: Noted, clock: Clock) -> None:
+    (key,) = keys(1)
+    noted.add(key)
+    noted.note(key)
+    noted.wait()
+    before = noted.stamp(key)
+    clock.pass_s(SAME_USE_S - 1)
+    noted.note(key)
+    noted.wait()
+    assert noted.stamp(key) == before
+    clock.pass_s(2)
+    noted.note(key)
+    noted.wait()
+    assert noted.stamp(key) == clock.now_ns
+
+
+def test_what_has_left_is_passed_over(noted: Noted, clock: Clock) -> None:
+    first, gone, last = keys(3)
+    noted.add(first, last)
+    noted.note(first, gone, OffloadKey(b"k" * (LONGEST_KEY + 1)), last)
+    noted.uses.note(noted.path + "-that-nobody-made", (first,))
+    noted.wait()
+    assert noted.errors == []
+    assert noted.stamp(last) == clock.now_ns - 3
+    assert not os.path.exists(block_path(noted.path, gone))
+
+
+def test_a_block_that_comes_back_is_noted(noted: Noted, clock: Clock) -> None:
+    """That it was not there is not remembered as a use."""
+    (key,) = keys(1)
+    noted.note(key)
+    noted.wait()
+    noted.add(key)
+    noted.note(key)
+    noted.wait()
+    assert noted.stamp(key) == clock.now_ns
+
+
+def test_an_error_is_told_and_the_next_prompt_tried(
+    noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = keys(4)
+    noted.add(*some)
+    real = os.utime
+    is_read_only = True
+
+    def utime(path: Any, *args: Any, **kwargs: Any) -> None:
+        if (
+            is_read_only
+            and os.path.basename(path) == some[0].hex()
+            and kwargs["ns"][0] != LONG_AGO_NS
+        ):
+            raise OSError(errno.EROFS, "read-only")
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "utime", utime)
+    noted.note(*some[:2])
+    noted.note(*some[2:])
+    noted.wait()
+    assert [error.errno for error in noted.errors] == [errno.EROFS]
+    assert [noted.stamp(key) > LONG_AGO_NS for key in some] == [False, False, True, True]
+    is_read_only = False
+    noted.note(some[0])
+    noted.wait()
+    assert noted.stamp(some[0]) > LONG_AGO_NS
+
+
+def test_a_link_is_not_followed(noted: Noted, tmp_path: Path) -> None:
+    """Nothing outside the root is touched."""
+    (key,) = keys(1)
+    target = tmp_path / "outside"
+    target.touch()
+    os.utime(target, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    os.symlink(target, block_path(noted.path, key))
+    noted.note(key)
+    noted.wait()
+    assert target.stat().st_mtime_ns == LONG_AGO_NS
+
+
+def test_what_another_engine_has_noted_later_stays(noted: Noted, clock: Clock) -> None:
+    (key,) = keys(1)
+    noted.add(key)
+    later = clock.now_ns + 10**10
+    os.utime(block_path(noted.path, key), ns=(later, later))
+    noted.note(key)
+    noted.wait()
+    assert noted.stamp(key) == later
+
+
+def test_what_waits_is_bounded_and_the_newest_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WRITE_EVERY_S", 3600.0)
+    noted = Noted(tmp_path / "namespace")
+    first, last = keys(2)
+    noted.add(first, last)
+    noted.note(first)
+    for _ in range(module._MAX_WAITING):
+        noted.note(last)
+    assert len(noted.uses._waiting) == module._MAX_WAITING
+    noted.uses.stop()
+    assert noted.stamp(first) == LONG_AGO_NS
+    assert noted.stamp(last) > LONG_AGO_NS
+
+
+def test_the_last_uses_are_written_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WRITE_EVERY_S", 3600.0)
+    noted = Noted(tmp_path / "namespace")
+    noted.add(*keys(3))
+    noted.note(*keys(3))
+    noted.uses.stop()
+    assert all(noted.stamp(key) > LONG_AGO_NS for key in keys(3))
