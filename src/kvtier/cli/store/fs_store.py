@@ -32,20 +32,8 @@ class FsStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # A file of that name alone may be anybody's, and `clear` and `gc` would write into it.
-        is_ours = is_root(path) and (
-            (path / "engines").is_dir()
-            or bool(namespaces_in(path / "blocks"))
-            or self._has_ledger()
-        )
-        if not is_ours:
+        if not is_root(path):
             raise not_a_root(path)
-
-    def _has_ledger(self) -> bool:
-        try:
-            return read_balance(self.path) is not None
-        except LedgerVersion:
-            return True
 
     def survey(self, *, keep_blocks: bool = False) -> Survey:
         """Look at everything. Raises `StoreRefused` or `OSError`."""

@@ -13,6 +13,7 @@ from kvtier.tiering.fs.books import Books
 from kvtier.tiering.fs.ledger import LedgerVersion
 from kvtier.tiering.fs.refusal import RootRefused, refusal_for
 from kvtier.tiering.fs.seat import Occupant
+from kvtier.tiering.fs.tree import namespaces_in
 from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = ["allows_o_direct", "is_root", "open_root"]
@@ -24,8 +25,10 @@ _OURS = frozenset(("ledger", "engines", "blocks", "lost+found"))
 
 
 def is_root(path: Path) -> bool:
-    """Whether a directory is, or was, the root of an fs tier."""
-    return (path / "engines").is_dir() and (path / "blocks").is_dir()
+    """Whether a directory is the root of an fs tier, or what is left of one. A file called ledger
+    may be anybody's."""
+    blocks = path / "blocks"
+    return blocks.is_dir() and ((path / "engines").is_dir() or bool(namespaces_in(blocks)))
 
 
 def open_root(path: Path, occupant: Occupant, patience_s: float = _PATIENCE_S) -> Books:

@@ -45,6 +45,8 @@ class Oracle:
         themselves too."""
         self._namespaces: dict[int, str] = {}
         """By life, the namespace that it shares with others."""
+        self._disowned: set[str] = set()
+        """Seats of dead engines whose accounts were lost with the ledger."""
         self._found: set[str] = set()
 
     # --- what a life reports -------------------------------------------------------------------
@@ -121,7 +123,7 @@ class Oracle:
             return
         # Engines that have died on their way to their seat have no account.
         strays = sum(
-            min(num_bytes, _EMPTY_SEAT_BYTES)
+            num_bytes if engine in self._disowned else min(num_bytes, _EMPTY_SEAT_BYTES)
             for engine, num_bytes in tree.seats.items()
             if bytes.fromhex(engine) not in balance.accounts
         )
@@ -130,6 +132,11 @@ class Oracle:
                 f"the ledger says at most {balance.total}, and du {tree.num_bytes}, with seats "
                 f"{tree.seats}: {balance}"
             )
+
+    def note_lost_ledger(self) -> None:
+        """When nobody lives."""
+        self.tally["ledgers lost"] += 1
+        self._disowned.update(self._read_tree().seats)
 
     def look_at_the_end(self) -> None:
         """When all engines have left, the last one cleanly: nothing but blocks is left."""

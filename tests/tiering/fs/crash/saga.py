@@ -179,7 +179,7 @@ class Saga:
         self.oracle.tally["restarts of the machine"] += 1
         if self._random.random() < 0.3 and (self._root / "ledger").exists():
             os.truncate(self._root / "ledger", 0)
-            self.oracle.tally["ledgers lost"] += 1
+            self.oracle.note_lost_ledger()
         return replace(orders, boot=self._orders.boot)
 
     # --- what happens meanwhile ----------------------------------------------------------------
