@@ -24,7 +24,7 @@ time:
     kvtier demo
     kvtier demo --help
 
-What a disk tier keeps, while an engine runs or not:
+What tiers keep on disk, while engines run or not:
 
 \b
     kvtier store --help

@@ -134,10 +134,12 @@ def test_what_a_dead_engine_has_left_goes_too(
 
 
 @pytest.mark.parametrize(
-    ("command", "counted"), [("clear", "cleared_blocks"), ("gc", "removed_blocks")]
+    ("command", "counted"),
+    [(["clear"], "cleared_blocks"), (["gc", "--older-than", "0s"], "removed_blocks")],
+    ids=["clear", "gc"],
 )
 def test_ctrl_c_ends_it_between_two_steps(
-    command: str,
+    command: list[str],
     counted: str,
     root: Path,
     capsys: pytest.CaptureFixture[str],
@@ -151,13 +153,13 @@ def test_ctrl_c_ends_it_between_two_steps(
         remove(books, gone)
 
     monkeypatch.setattr(clearing, "remove_evicted", remove_and_interrupt)
-    assert main(["store", command, str(root), "--yes", "--json"]) == 128 + signal.SIGINT
+    assert main(["store", *command, str(root), "--yes", "--json"]) == 128 + signal.SIGINT
     document = json.loads(capsys.readouterr().out)
     assert not document["complete"]
     assert 0 < document[counted] == len(KEYS) - len(block_files(root)) < len(KEYS)
     assert_tidy(root)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert main(["store", command, str(root), "--yes"]) == 128 + signal.SIGINT
+    assert main(["store", *command, str(root), "--yes"]) == 128 + signal.SIGINT
     assert "ended by Ctrl-C: " in capsys.readouterr().out
 
 
@@ -193,7 +195,7 @@ def call(*args, **kwargs):
     return real(*args, **kwargs)
 
 setattr(os, name, call)
-main(["store", command, path, "--yes"])
+main(["store", command, path, "--yes", *["--older-than=0s"] * (command == "gc")])
 """
 MOMENTS = {
     "clear": [

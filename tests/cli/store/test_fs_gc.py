@@ -26,6 +26,7 @@ from tests.tiering.fs.rig import block_files, du, wait_until
 
 KEYS = TierHarness.keys(40)
 DAY = 86_400.0
+ANY_AGE = ("--older-than", "0s")
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_engines_that_live_are_left_in_peace(
 ) -> None:
     with FsEngineProcess(root) as engine:
         assert engine.ask("store 0 20") == 20
-        code, document = run_store(capsys, "gc", root, "--yes")
+        code, document = run_store(capsys, "gc", root, "--yes", *ANY_AGE)
         assert (code, document["dead_engines"], document["orphaned"]) == (0, 0, [])
         assert engine.ask("hits 0 20") == 20
         assert engine.ask("store 20 20") == 20
@@ -106,7 +107,7 @@ def test_only_what_no_live_engine_uses(root: Path, capsys: pytest.CaptureFixture
     two = fill_root(root, KEYS[:7], "two")
     with FsEngineProcess(root, "one") as engine:
         assert engine.ask("hits 0 40") == 40
-        code, document = run_store(capsys, "gc", root, "--yes")
+        code, document = run_store(capsys, "gc", root, "--yes", *ANY_AGE)
         assert code == 0
         [orphan] = document["orphaned"]
         assert (orphan["namespace"], orphan["blocks"]) == (two, 7)
@@ -119,7 +120,7 @@ def test_only_what_no_live_engine_uses(root: Path, capsys: pytest.CaptureFixture
         assert f"{one} is used by a live engine, " in printed.err
         assert f"process {engine.process.pid}" in printed.err
         engine.kill()
-    assert run_store(capsys, "gc", root, "--yes")[1]["removed_blocks"] == 40
+    assert run_store(capsys, "gc", root, "--yes", *ANY_AGE)[1]["removed_blocks"] == 40
     assert kept(root) == set()
     assert_tidy(root)
 
@@ -154,13 +155,25 @@ def test_only_what_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert run_store(capsys, "gc", root, "--yes", *options)[1]["removed_blocks"] == 0
 
 
+def test_what_was_used_within_the_hour_is_kept_unless_it_is_asked_for(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that is about to take a seat again is not seen as a live one."""
+    name = fill_root(root, KEYS)
+    document = run_store(capsys, "gc", root, "--yes")[1]
+    assert [orphan["chosen"] for orphan in document["orphaned"]] == [False]
+    assert len(block_files(root)) == len(KEYS)
+    assert run_store(capsys, "gc", root, "--yes", "--namespace", name)[1]["removed_blocks"] == 40
+    assert block_files(root) == []
+
+
 def test_an_empty_namespace_is_an_orphan_too(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = fill_root(root, KEYS[:2])
     for path in block_files(root):
         path.unlink()
-    [orphan] = run_store(capsys, "gc", root, "--yes")[1]["orphaned"]
+    [orphan] = run_store(capsys, "gc", root, "--yes", *ANY_AGE)[1]["orphaned"]
     assert (orphan["blocks"], orphan["removed"]) == (0, True)
     assert orphan["bytes"] > 0
     assert name not in kept(root)
@@ -179,7 +192,7 @@ def test_an_engine_that_has_started_meanwhile_keeps_its_blocks(
 
     monkeypatch.setattr(sys, "stdin", Keyboard("y\n"))
     monkeypatch.setattr(gc, "is_confirmed", start_an_engine)
-    assert main(["store", "gc", str(root)]) == 0
+    assert main(["store", "gc", str(root), *ANY_AGE]) == 0
     with engines[0] as engine:
         assert engine.ask("hits 0 40") == 40
     assert "removed     none of 1 orphaned namespaces" in capsys.readouterr().out
@@ -217,7 +230,7 @@ def test_the_user_is_shown_what_is_going_to_be_removed_and_asked(
 ) -> None:
     name = fill_root(root, KEYS)
     monkeypatch.setattr(sys, "stdin", Keyboard(answer))
-    assert main(["store", "gc", str(root), "--json"]) == code
+    assert main(["store", "gc", str(root), "--json", *ANY_AGE]) == code
     printed = capsys.readouterr()
     shown, asked = printed.err.index(f"remove  {name}"), printed.err.index("Remove 1 of them")
     assert shown < asked
@@ -234,7 +247,7 @@ def test_without_a_terminal_nothing_is_done(
 ) -> None:
     name = fill_root(root, KEYS)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    assert main(["store", "gc", str(root)]) == 2
+    assert main(["store", "gc", str(root), *ANY_AGE]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "--yes" in printed.err
@@ -274,7 +287,7 @@ def test_ctrl_c_while_it_counts(
         count(books)
 
     monkeypatch.setattr(Books, "count_again", count_and_interrupt)
-    assert main(["store", "gc", str(root), "--yes"]) == 128 + signal.SIGINT
+    assert main(["store", "gc", str(root), "--yes", *ANY_AGE]) == 128 + signal.SIGINT
     assert "ended by Ctrl-C" in capsys.readouterr().out
     assert len(block_files(root)) == len(KEYS)
     assert_tidy(root)
@@ -293,7 +306,7 @@ def test_twice_ctrl_c_ends_it_at_once(
         raise AssertionError("it goes on")
 
     monkeypatch.setattr(Books, "_count_again", interrupt)
-    assert main(["store", "gc", str(root), "--yes"]) == 128 + signal.SIGINT
+    assert main(["store", "gc", str(root), "--yes", *ANY_AGE]) == 128 + signal.SIGINT
     assert capsys.readouterr().out == ""
     assert run_store(capsys, "gc", root, "--older-than", "1d")[1]["dead_engines"] == 1
     assert_tidy(root)

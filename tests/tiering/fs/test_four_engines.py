@@ -126,7 +126,7 @@ def nursery() -> Iterator[Nursery]:
 @pytest.mark.parametrize(
     ("seconds", "least_kills"),
     [
-        pytest.param(15, 5, id="seconds"),
+        pytest.param(12, 4, id="seconds"),
         pytest.param(300, 100, id="minutes", marks=pytest.mark.soak),
     ],
 )

@@ -136,7 +136,7 @@ def test_both_engines_store_the_same_blocks_at_once(root: Path) -> None:
 def test_two_engines_share_a_quota_that_is_too_small_for_both(root: Path) -> None:
     most = bytes_for(60)
     with fs_harness(root, 60) as one, fs_harness(root, 60) as two:
-        for start in range(0, 600, 20):
+        for start in range(0, 300, 20):
             jobs = one.store(one.keys(20, start)), two.store(two.keys(20, 10_000 + start))
             one.wait_for(jobs[0])
             two.wait_for(jobs[1])

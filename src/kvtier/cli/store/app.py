@@ -73,8 +73,8 @@ _GC_HELP = """
 Tidy up the directory of an fs tier: what dead engines have left, the count, what nobody uses.
 
 Takes back what dead engines have left, counts all blocks again, and removes namespaces that no
-live engine uses, after it has shown them and asked. Engines may run; while it counts, they store
-nothing.
+live engine uses, and none has used for an hour, after it has shown them and asked. Engines may run;
+while it counts, they store nothing.
 
 \b
     kvtier store gc /mnt/shared/kv --dry-run           look only
@@ -186,7 +186,9 @@ def _gc(
     older_than: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Remove only what was not used for so long: 90m, 12h, 30d."
+            metavar="TIME",
+            help="Remove only what was not used for so long: 90m, 12h, 30d. Default: 1h, but "
+            "0s if --namespace is given.",
         ),
     ] = None,
     namespace: Annotated[
@@ -205,7 +207,7 @@ def _gc(
         from kvtier.cli.store.gc import collect_garbage
 
         wanted = [start for start in map(_checked_namespace, namespace or ()) if start is not None]
-        age = _checked_age(older_than)
+        age = _checked_age(older_than or ("0s" if wanted else "1h"))
         return collect_garbage(path, wanted, age, is_dry=dry_run, is_sure=yes, as_json=json)
 
     _end_with(path, work)
@@ -236,9 +238,7 @@ def _checked_rate(given: str | None) -> int | None:
         raise typer.BadParameter(f'"{given}": {error}', param_hint="--max-rate") from None
 
 
-def _checked_age(given: str | None) -> int | None:
-    if given is None:
-        return None
+def _checked_age(given: str) -> int:
     from kvtier.cli.store.durations import DurationError, parse_duration
 
     try:

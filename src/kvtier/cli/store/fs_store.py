@@ -15,9 +15,9 @@ from kvtier.cli.store.refusal import StoreRefused, not_a_root
 from kvtier.cli.store.store import Listing, Order, Scrub, StoredBlock
 from kvtier.tiering.fs.ledger import LedgerVersion
 from kvtier.tiering.fs.names import key_of
-from kvtier.tiering.fs.reader import SeenNamespace, Survey, read_balance, survey
+from kvtier.tiering.fs.reader import SeenNamespace, Survey, survey
 from kvtier.tiering.fs.root import is_root
-from kvtier.tiering.fs.tree import BlockFile, namespaces_in
+from kvtier.tiering.fs.tree import BlockFile
 from kvtier.tiering.io.page import PAGE_BYTES, is_intact
 
 __all__ = ["FsStore"]

@@ -147,7 +147,7 @@ class Books:
                 balance = self._load()
                 self._settle_interrupted(balance)
                 yield balance
-                self.ledger.save(balance)
+                self.ledger.save_if_changed(balance)
             except BaseException:
                 self.give_up_seat()
                 raise
@@ -156,7 +156,8 @@ class Books:
         try:
             balance, is_doubtful = self.ledger.load()
         except LedgerLost:
-            balance = self._count_again(Balance(uuid4().bytes, boot_id=_boot_id()))
+            balance = Balance(uuid4().bytes, boot_id=_boot_id(), accounts=self._old_accounts())
+            self._count_again(balance)
             for _ in range(2):  # both copies, whichever was damaged
                 self.ledger.save(balance)
             self.measure(balance)
@@ -169,6 +170,16 @@ class Books:
         if is_doubtful:
             self._count_again(balance)
         return balance
+
+    def _old_accounts(self) -> dict[bytes, Account]:
+        """For the seats in a root whose ledger is lost. Those who live will notice, and take new
+        ones."""
+        accounts = {}
+        for seat in self._other_seats():
+            num_bytes, _ = count_blocks(seat.blocks)
+            num_bytes += sum(file.num_bytes for file in seat.files())
+            accounts[seat.engine] = Account(num_bytes, is_settled=True)
+        return accounts
 
     def _settle_interrupted(self, balance: Balance) -> None:
         """Count what was published by someone who did not come to the end of it."""

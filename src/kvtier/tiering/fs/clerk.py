@@ -43,7 +43,7 @@ _QUIET_S = 1.0
 _MEASURE_COST = 100
 """Measuring the directories takes at most one part in so many of the time."""
 _RETRY_S = 1.0
-_FRUITLESS_S = 3.0
+_PATIENCE_S = 10.0
 """So long it is tried to let blocks leave, if none of those that were found does."""
 _REMOVED_AT_ONCE = 64
 _LEASE_BYTES = 64 << 20
@@ -137,17 +137,15 @@ class Clerk(Generic[T]):
         self._returned: deque[Room] = deque()
         self._is_asked = False
         self._is_stopping = False
-        self._is_dirty = True
         self._last_active = 0.0
+        self._measured_revision = -1
         self._measure_at = 0.0
         self._retry_at = 0.0
         self._said_full = False
         self._num_missing = 0
         """Bytes that must become free before there is room for any block."""
-        self._has_looked = False
-        """Whether there were blocks that could have left."""
-        self._fruitless_since = 0.0
-        """Since when none of them did: they were used, or others have removed them."""
+        self._hungry_since: float | None = None
+        """Since when there is no room, though it is asked for."""
         self.usage = Usage()
         self.news: deque[News] = deque()
         """In the order in which things came and went. For the scheduler to take."""
@@ -240,8 +238,7 @@ class Clerk(Generic[T]):
         self.lease.empty()
         self.lease.settle(self._returned)
         self._returned.clear()
-        self.lease.refuse()
-        self._retry_at = time.monotonic() + _RETRY_S
+        self._shut()
 
     def _take_arrivals(self) -> list[Arrival[T]]:
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
@@ -254,28 +251,39 @@ class Clerk(Generic[T]):
     def _work(self) -> None:
         arrivals = self._take_arrivals()
         try:
-            if not self._books.has_seat:
+            if self.lease.is_shut:
+                self._returned += (arrival.room for arrival in arrivals)
                 if time.monotonic() < self._retry_at:
-                    self.lease.refuse()
                     return
-                self._retry_at = time.monotonic() + _RETRY_S
-                self._books.sit_down_again()
-                self.private_blocks = self._books.seat.blocks
+                self._open_again()
+                return
             if arrivals or self._damaged or self._returned or self._is_asked:
                 arrivals = self._transact(arrivals)
             else:
                 self._beat()
         except LedgerBusy:
             self._returned += (arrival.room for arrival in arrivals)
-            self.lease.refuse()
+            self._shut()
             raise
         finally:
             self._fail(arrivals)
 
+    def _open_again(self) -> None:
+        """After something has failed, or someone has had the ledger for long."""
+        self._retry_at = time.monotonic() + _RETRY_S
+        if not self._books.has_seat:
+            self._books.sit_down_again()
+            self.private_blocks = self._books.seat.blocks
+            if self._namespace is not None and self._namespace.parent != self._books.blocks:
+                self._namespace = None  # it was in the old seat; the scheduler will name another
+        else:
+            with self._books.transaction():
+                pass
+        self.lease.open()
+
     def _transact(self, arrivals: list[Arrival[T]]) -> list[Arrival[T]]:
         """Returns those that nobody has been told of: none, unless it raises."""
         self._last_active = time.monotonic()
-        self._is_dirty = True
         is_asked, self._is_asked = self._is_asked, False
         damaged = [self._damaged.popleft() for _ in range(len(self._damaged))]
         books = self._books
@@ -301,21 +309,28 @@ class Clerk(Generic[T]):
     def _see_to_those_who_wait(self, has_found: bool) -> None:
         if self._num_missing:
             has_found = self._make_free(self._num_missing)
-        now = time.monotonic()
-        if has_found or not self._has_looked:
-            self._fruitless_since = now
-        if has_found:
+        if has_found or not self.lease.num_wanted:
+            self._hungry_since = None
             if self.lease.is_waited_for:
                 self.ask_for_room()
-        elif self.lease.num_wanted:
-            is_in_vain = now - self._fruitless_since > _FRUITLESS_S
-            # Otherwise it is tried again, when the sweeper has found something or with the next
-            # heartbeat.
-            self._is_asked = not (is_in_vain or self.sweeper.is_exhausted)
-            if not self._is_asked:
-                self.lease.refuse()
-                if self.sweeper.is_exhausted and self.lease.is_idle:
-                    self._say_full()
+            return
+        now = time.monotonic()
+        if self._hungry_since is None:
+            self._hungry_since = now
+        if self._namespace is None or now - self._hungry_since > _PATIENCE_S:
+            self._shut()  # or each of those who wait would wait as long
+        elif self.sweeper.is_exhausted:
+            self.lease.refuse()
+            if self.lease.is_idle:
+                self._say_full()
+        else:
+            self._is_asked = True  # until the sweeper has found something, or nothing
+
+    def _shut(self) -> None:
+        """Let nobody wait for room, for a while and until we have had the ledger again."""
+        self._hungry_since = None
+        self._retry_at = time.monotonic() + _RETRY_S
+        self.lease.shut()
 
     def _publish(self, balance: Balance, arrivals: list[Arrival[T]]) -> list[Outcome]:
         seat = self._books.seat
@@ -346,6 +361,7 @@ class Clerk(Generic[T]):
         """Bytes that were reserved, and blocks that have left."""
         wanted = self.lease.num_wanted
         namespace = self._namespace
+        self._num_missing = 0
         if not wanted or namespace is None:
             return 0, []
         self._num_missing = self._num_over(balance)
@@ -359,7 +375,6 @@ class Clerk(Generic[T]):
         granted = self._books.reserve(balance, wanted, charge, limit)
         missing = wanted - granted // charge
         candidates = self.sweeper.take(missing) if missing else []
-        self._has_looked = bool(candidates)
         return granted, self._books.evict(balance, candidates)
 
     def _num_over(self, balance: Balance) -> int:
@@ -445,28 +460,29 @@ class Clerk(Generic[T]):
         is_quiet = now - self._last_active >= _QUIET_S
         if is_quiet:
             self._give_back()
-        if is_quiet and self._is_dirty and now >= self._measure_at:
+        if not self._books.ledger.is_in_place:
+            raise SeatLost
+        try:
+            balance = self._books.ledger.read()
+        except LedgerLost:
+            with self._books.transaction():
+                return  # which mends it
+        has_changed = balance.revision != self._measured_revision
+        if is_quiet and has_changed and now >= self._measure_at:
             with self._books.transaction() as balance:
                 if self.lease.is_idle and not self.sweeper.is_removing:
                     self._books.true_up(balance)
                 self._measure(balance)
-            self._is_dirty = False
-        if not self._books.ledger.is_in_place:
-            raise SeatLost
-        try:
-            self._note_usage(self._books.ledger.read())
-        except LedgerLost:
-            with self._books.transaction():
-                pass  # which mends it
+            # If nothing was wrong, nothing was saved: others need not look again, either.
+            self._measured_revision = balance.revision
+        self._note_usage(balance)
 
     def _make_free(self, missing: int) -> bool:
         """Let blocks leave, and their files with them: for what is no block of ours. Answers
         whether any did."""
         self._last_active = time.monotonic()
-        self._is_dirty = True
         count = min(_REMOVED_AT_ONCE, -(-missing // self.lease.charge))
         candidates = self.sweeper.take(count)
-        self._has_looked = bool(candidates)
         if not candidates:
             return False
         with self._books.transaction() as balance:
@@ -485,7 +501,6 @@ class Clerk(Generic[T]):
             num_bytes += room.charge
         self._books.give_back(self._books.seat, num_bytes)
         if self._books.owes:
-            self._is_dirty = True
             with self._books.transaction():
                 pass  # which tells the ledger
 

@@ -45,6 +45,7 @@ class Lease:
         self._num_waiting = 0
         self._num_refusals = 0
         self._is_closed = False
+        self.is_shut = False
         self._out: set[str] = set()
         """Room in the hands of those who write."""
 
@@ -69,7 +70,7 @@ class Lease:
         try:
             self._ask()
             self._changed.wait_for(
-                lambda: self._num_available or self._is_closed or self._num_refusals != refusals
+                lambda: self._num_available or self._is_over or self._num_refusals != refusals
             )
         finally:
             self._num_waiting -= 1
@@ -110,6 +111,16 @@ class Lease:
             self._num_refusals += 1
             self._changed.notify_all()
 
+    def shut(self) -> None:
+        """Nobody gets anything, or waits, before it is opened again."""
+        with self._changed:
+            self.is_shut = True
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        with self._changed:
+            self.is_shut = False
+
     def empty(self) -> tuple[int, list[Room]]:
         """All that nobody has taken: bytes and files. It is no longer in the lease."""
         with self._changed:
@@ -126,7 +137,7 @@ class Lease:
 
     @property
     def _num_short(self) -> int:
-        if self._is_closed:
+        if self._is_over:
             return 0
         available = self._num_available
         short = self._num_waiting - available
@@ -136,4 +147,8 @@ class Lease:
 
     @property
     def _num_available(self) -> int:
-        return 0 if self._is_closed else len(self._files) + self._bytes // self.charge
+        return 0 if self._is_over else len(self._files) + self._bytes // self.charge
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or self.is_shut

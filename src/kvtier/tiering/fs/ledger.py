@@ -182,6 +182,8 @@ class Ledger:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             self.close()
             raise OSError(errno.EINVAL, "the ledger is not a regular file")
+        self._last = b""
+        """What was loaded or saved last."""
         self._threads = threading.Lock()  # the other lock is one for the whole process
         _open_ledgers.add(self)
 
@@ -223,6 +225,7 @@ class Ledger:
         if len(others) == len(copies):
             raise others[0]
         balance = _newest(copies)
+        self._last = balance.encode()
         return balance, not all(isinstance(copy, Balance) for copy in copies)
 
     def read(self) -> Balance:
@@ -238,7 +241,14 @@ class Ledger:
     def save(self, balance: Balance) -> None:
         """Under the lock."""
         balance.revision += 1
-        os.pwrite(self._fd, balance.encode(), balance.revision % 2 * _COPY_BYTES)
+        encoded = balance.encode()
+        os.pwrite(self._fd, encoded, balance.revision % 2 * _COPY_BYTES)
+        self._last = encoded
+
+    def save_if_changed(self, balance: Balance) -> None:
+        """Under the lock, after `load`. So whoever looks sees whether anything has happened."""
+        if balance.encode() != self._last:
+            self.save(balance)
 
     @property
     def is_empty(self) -> bool:

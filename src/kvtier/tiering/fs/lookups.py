@@ -55,7 +55,8 @@ class Lookups:
         self._present: OrderedDict[OffloadKey, float] = OrderedDict()
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._asked: set[OffloadKey] = set()
-        self._unknown: list[OffloadKey] = []
+        self._unknown: list[list[OffloadKey]] = []
+        """By prompt."""
         self._changed = threading.Condition()
         self._questions: deque[tuple[_Question, int]] = deque()
         self._answers: deque[tuple[_Question, int, int, int]] = deque()
@@ -104,10 +105,10 @@ class Lookups:
     def _note_unknown(self, keys: list[OffloadKey]) -> None:
         asked = self._asked
         new = [key for key in keys if key not in asked] if asked else keys
-        if len(asked) <= _MAX_ASKED:
+        if new and len(asked) <= _MAX_ASKED:
             asked.update(new)
-            self._unknown += new
-            if len(self._unknown) >= _AT_ONCE:
+            self._unknown.append(new)
+            if len(new) >= _AT_ONCE:
                 self.ask()
 
     def ask(self) -> None:
@@ -115,11 +116,12 @@ class Lookups:
         for each would cost more than the answer."""
         if not self._unknown:
             return
-        new, self._unknown = self._unknown, []
-        question = _Question(self._namespace, new)
+        prompts, self._unknown = self._unknown, []
         with self._changed:
-            self._questions += ((question, start) for start in range(0, len(new), _AT_ONCE))
-            self._changed.notify(min(_NUM_THREADS, -(-len(new) // _AT_ONCE)))
+            for keys in prompts:
+                question = _Question(self._namespace, keys)
+                self._questions += ((question, start) for start in range(0, len(keys), _AT_ONCE))
+            self._changed.notify(min(_NUM_THREADS, -(-sum(map(len, prompts)) // _AT_ONCE)))
 
     def present_of(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Those of these blocks that were there a moment ago."""
@@ -179,8 +181,19 @@ class Lookups:
                 self._changed.wait_for(lambda: self._is_stopping or self._questions)
                 if self._is_stopping:
                     return
-                question, start = self._questions.popleft()
-            self._answers.append((question, start, *self._look(question, start)))
+                some = self._take_some()
+            for question, start in some:
+                self._answers.append((question, start, *self._look(question, start)))
+
+    def _take_some(self) -> list[tuple[_Question, int]]:
+        """Questions about a few files, in one or in several prompts."""
+        some: list[tuple[_Question, int]] = []
+        num_files = 0
+        while self._questions and num_files < _AT_ONCE:
+            question, start = self._questions.popleft()
+            num_files += min(len(question.keys) - start, _AT_ONCE)
+            some.append((question, start))
+        return some
 
     def _look(self, question: _Question, start: int) -> tuple[int, int]:
         """How many of the blocks from `start` on are there, and the end of those looked for."""

@@ -109,30 +109,48 @@ class Sweeper:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            try:
-                self._do_chores()
-            except SeatLost:
-                pass  # the clerk takes another
-            except OSError as error:
-                self._on_error(error)
-            except Exception:
-                logger.exception("%s: sweeping has failed", self._books.path)
+            for chore in (self._look_if_asked, self._reclaim, self._remove_junk):
+                self._do(chore)
             self._wake.wait(_RECLAIM_EVERY_S)
             self._wake.clear()
 
-    def _do_chores(self) -> None:
+    def _do(self, chore: Callable[[], None]) -> None:
+        """One that fails must not keep the others from being done."""
+        try:
+            chore()
+        except SeatLost:
+            pass  # the clerk takes another
+        except OSError as error:
+            self._on_error(error)
+        except Exception:
+            logger.exception("%s: sweeping has failed", self._books.path)
+
+    def _reclaim(self) -> None:
         if time.monotonic() >= self._reclaim_at:
             self._reclaim_at = time.monotonic() + _RECLAIM_EVERY_S
             if self._books.reclaim():
                 self._nothing_until = 0.0
                 self._on_found()
-        while self._junk and not self._is_stopping:
-            remove_namespace(self._books, self._junk[0], lambda: self._is_stopping)
+
+    def _remove_junk(self) -> None:
+        for _ in range(len(self._junk)):
+            if self._is_stopping:
+                return
+            namespace = self._junk[0]
+            try:
+                remove_namespace(self._books, namespace, lambda: self._is_stopping)
+            except OSError:
+                self._junk.rotate(-1)  # it ends with our seat
+                raise
             self._junk.popleft()
             self._on_found()
+
+    def _look_if_asked(self) -> None:
         if self._num_asked and time.monotonic() >= self._nothing_until:
-            self._look()
-            self._on_found()
+            try:
+                self._look()
+            finally:
+                self._on_found()
 
     def _look(self) -> None:
         with self._lock:

@@ -67,7 +67,7 @@ def live(orders: Orders, report: Callable[..., None]) -> None:
 
 
 def _plant_haste() -> None:
-    plant(kvtier.tiering.fs.clerk, _HEARTBEAT_S=0.02, _QUIET_S=0.03, _RETRY_S=0.05)
+    plant(kvtier.tiering.fs.clerk, _HEARTBEAT_S=0.02, _QUIET_S=0.03, _PATIENCE_S=0.5)
     plant(kvtier.tiering.fs.sweeper, _RECLAIM_EVERY_S=0.05, _NOTHING_FOUND_S=0.3)
     plant(kvtier.tiering.fs.uses, _WRITE_EVERY_S=0.01, _SAME_USE_NS=50_000_000)
     plant(kvtier.tiering.fs.lookups, _PRESENT_FOR_S=0.3, _ABSENT_FOR_S=0.05)

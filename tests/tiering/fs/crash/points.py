@@ -50,7 +50,7 @@ AT_CLOSING = (
     *(f"close: save {when}" for when in _WRITE),
     *(f"close: {call} {when}" for call in ("unlink", "rmdir") for when in _AROUND),
 )
-AT_CLEARING = tuple(f"clear: {call} after" for call in ("save", "rename", "rmdir"))
+AT_CLEARING = tuple(f"clear: {call} after" for call in ("save", "rmdir"))
 AT_REST = tuple(f"give back: {call} {when}" for call in ("unlink", "save") for when in _AROUND)
 AT_RECLAIMING = (
     *(f"reclaim: save {when}" for when in _WRITE),
@@ -61,7 +61,7 @@ AT_WORK = (
     *(f"publish: save {when}" for when in _WRITE),
     *(f"publish: link {when}" for when in _AROUND),
     *(f"evict: rename {when}" for when in _AROUND),
-    *(f"recycle: {call} {when}" for call in ("unlink", "rename") for when in _AROUND),
+    *(f"recycle: unlink {when}" for when in _AROUND),
     *(f"slot {when}" for when in ("before", "half", "after", "written")),
 )
 POINTS = (
