@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tomllib
 from importlib import import_module
@@ -55,6 +57,22 @@ def test_help_leads_to_the_demo_and_its_exit_codes(capsys: pytest.CaptureFixture
     for option in ("--tokens", "--requests", "--lengths", "--seed", "--json"):
         assert option in text
         assert option in Path(REPO, "docs", "demo.md").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["store", "--help"], ["store", "gc", "--help"]])
+def test_help_that_cannot_be_written(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "kvtier", *arguments],
+            env=os.environ | {"PYTHONPATH": str(SRC)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("kvtier: the result could not be written: ")
+    assert ended.stderr.count("\n") == 1
 
 
 WRONG = {

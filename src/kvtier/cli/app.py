@@ -69,6 +69,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:  # before anything was begun
         return 128 + signal.SIGINT
+    except OSError as error:  # the help could not be written; commands say such things themselves
+        from kvtier.cli.output import end_of_output, note
+
+        note(f"kvtier: {end_of_output(error)}")
+        return 2
     return 0
 
 

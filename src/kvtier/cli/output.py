@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 
-__all__ = ["CannotWrite", "NobodyReads", "finish", "note", "write"]
+__all__ = ["CannotWrite", "NobodyReads", "end_of_output", "finish", "note", "write"]
 
 
 class NobodyReads(Exception):
@@ -27,7 +27,7 @@ def write(text: str) -> None:
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     except OSError as error:
-        raise _end_of_output(error) from None
+        raise end_of_output(error) from None
 
 
 def finish() -> None:
@@ -36,7 +36,7 @@ def finish() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        raise _end_of_output(error) from None
+        raise end_of_output(error) from None
 
 
 def note(text: str) -> None:
@@ -46,7 +46,8 @@ def note(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def _end_of_output(error: OSError) -> Exception:
+def end_of_output(error: OSError) -> Exception:
+    """What to raise, or say, when standard output takes no more. Nothing is written to it then."""
     if sys.stdout is not None:
         # What is still in the buffer would fail once more when the interpreter ends.
         with suppress(OSError), open(os.devnull, "w") as nowhere:

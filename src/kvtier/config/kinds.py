@@ -116,6 +116,13 @@ def _size(value: object) -> int:
         raise Unfit(str(error)) from None
 
 
+def _size_or_zero(value: object) -> int:
+    try:
+        return parse_size(value, may_be_zero=True)
+    except SizeError as error:
+        raise Unfit(str(error)) from None
+
+
 def _milliseconds(value: object) -> float:
     number = _number(value)
     if number is None:
@@ -151,6 +158,7 @@ REQUIRED_TEXT = Kind(TEXT.allowed, _required_text)
 MODULE_PATH = Kind('an importable module such as "my_package.my_module"', _module_path)
 CLASS_NAME = Kind("the name of a class", _class_name)
 SIZE = Kind('a size above 0, in bytes or as a text such as "8GiB" or "1.5GB"', _size)
+SIZE_OR_ZERO = Kind(f"0, or {SIZE.allowed}", _size_or_zero)
 MILLISECONDS = Kind(
     f"a number of milliseconds above 0 and at most {_ONE_DAY_MS}, one day", _milliseconds
 )

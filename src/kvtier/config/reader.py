@@ -63,11 +63,16 @@ class OptionReader:
         return {key: value for key, value in self._options.items() if key not in self._asked}
 
     def refuse_unread(
-        self, remedy: str, elsewhere: Iterable[str] = (), where: str = "elsewhere"
+        self,
+        remedy: str,
+        elsewhere: Iterable[str] = (),
+        where: str = "elsewhere",
+        known_remedies: Mapping[str, str] | None = None,
     ) -> None:
         """Note every key that nobody asked for, with the known key nearest to it.
 
         `elsewhere`: keys that are known, but not here; `where` says in which place they are.
+        `known_remedies`: of keys that are not known, but expected, whatever they resemble.
         """
         known = sorted(self._asked)
         other = tuple(elsewhere)
@@ -79,7 +84,9 @@ class OptionReader:
                     # A misspelled "password" must not show what it holds either.
                     describe(value, f"{meant} {key}"),
                     f"only the keys {', '.join(known)}",
-                    _remedy(str(key), meant, where if meant in other else "") or remedy,
+                    (known_remedies or {}).get(str(key))
+                    or _remedy(str(key), meant, where if meant in other else "")
+                    or remedy,
                 )
             )
 

@@ -21,7 +21,7 @@ class SizeError(ValueError):
     """Not a size. The message says what to write instead, as one sentence without full stop."""
 
 
-def parse_size(value: object) -> int:
+def parse_size(value: object, *, may_be_zero: bool = False) -> int:
     """The number of bytes `value` stands for: a number of bytes, or a text with a unit.
 
     A part of a byte is left out: "1.1TiB" is meant, and so is an engine's `1.3 * 2**30`.
@@ -34,8 +34,8 @@ def parse_size(value: object) -> int:
         size = number
     else:
         raise SizeError('Write a number of bytes, or a text such as "8GiB"')
-    if size <= 0:
-        raise SizeError("Write a size above 0")
+    if size < 0 or (size == 0 and not may_be_zero):
+        raise SizeError("Write 0, or a size above 0" if may_be_zero else "Write a size above 0")
     if size > LARGEST_SIZE:
         raise SizeError(f"Write at most {LARGEST_SIZE} bytes; is the unit right?")
     return size

@@ -76,6 +76,9 @@ class JobResult:
     transfer_time: float | None = None
     """Seconds that the I/O took, stamped where it happened. None: not known; then this tier is not
     measured, and no promotion is refused for being slower than recomputing."""
+    num_gone: int = 0
+    """A load: so many blocks had left since they were looked up, by someone else's doing. That is
+    no failure of the tier."""
 
 
 class TierRefused(Exception):

@@ -14,6 +14,7 @@ from kvtier.config.kinds import OPAQUE, Kind
 from kvtier.config.redaction import describe, without_secrets
 from kvtier.factory import ClassRegistry
 from kvtier.tiering.closing import close_tiers
+from kvtier.tiering.key_hints import example_of, misplaced_keys
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
@@ -202,13 +203,17 @@ def _keys_for(tier_cls: type[SecondaryTierManager], config: TierConfig) -> dict[
             for key in {str(key) for key in keys}.difference(_GIVEN_BY_THE_FACTORY):
                 reader.optional(key, OPAQUE)
         elif parameter.default is parameter.empty:
-            needed = f"The tier {describe(config.type)} needs this key: add it"
+            example = example_of(config.type, name)
+            needed = f"The tier {describe(config.type)} needs this key: add it{example}"
             reader.required(name, _ANY_VALUE, needed)
         else:
             reader.optional(name, OPAQUE)
     for name in TIER_KEYS:
         reader.optional(name, OPAQUE)
-    reader.refuse_unread(f"Remove it; the tier {describe(config.type)} does not know it")
+    reader.refuse_unread(
+        f"Remove it; the tier {describe(config.type)} does not know it",
+        known_remedies=misplaced_keys(config.type),
+    )
     reader.raise_problems()
     return keys
 
@@ -253,11 +258,20 @@ def _refusal(
         return ConfigError(_value_problem(reason, config))
     from kvtier.tiering.base import TierRefused
 
-    if not isinstance(error, TierRefused):
+    at = config.at
+    if isinstance(error, TierRefused):
+        at += _key_of_the_path_in(reason, config)
+    else:
         reason = f"{type(error).__name__}: {reason}. Mend that, or remove the tier"
-    return TierStartError(
-        f"{config.at}: the tier {describe(config.type)} could not start: {reason}"
-    )
+    return TierStartError(f"{at}: the tier {describe(config.type)} could not start: {reason}")
+
+
+def _key_of_the_path_in(reason: str, config: TierConfig) -> str:
+    """Under which key the user has given the path that the reason begins with."""
+    for key, value in config.options.items():
+        if isinstance(value, str) and value.startswith("/") and reason.startswith(value):
+            return f".{key}"
+    return ""
 
 
 def _placed(problem: Problem, own_keys: set[str], config: TierConfig) -> Problem:

@@ -345,7 +345,7 @@ class TierLink:
             return
         timeout = self.settings.load_timeout_s if is_promotion else self.settings.store_timeout_s
         is_slow = seconds is not None and seconds > timeout
-        is_good = not is_slow and (bool(moved) or not num_blocks)
+        is_good = not is_slow and (bool(moved) or num_blocks <= _possible_count(result.num_gone))
         for breaker in (self.breaker,) if is_promotion else (self.breaker, self.store_breaker):
             if is_good:
                 breaker.succeeded(job_id)
@@ -491,6 +491,11 @@ class TierLink:
                 stats.gauges[name] = stats.gauges.get(name, 0) + value
             for name, values in own.histograms.items():
                 stats.histograms.setdefault(name, []).extend(values)
+
+
+def _possible_count(number: object) -> int:
+    """0 where a tier says something else than a number."""
+    return number if type(number) is int else 0
 
 
 def _possible(seconds: object, elapsed: float) -> float | None:

@@ -259,6 +259,16 @@ def test_the_user_is_asked(
     assert len(block_files(root)) == (47 if code else 7)
 
 
+def test_the_question_says_who_is_there(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FsEngineProcess(root) as engine:
+        assert engine.ask("store 0 8") == 8
+        monkeypatch.setattr(sys, "stdin", Keyboard("n\n"))
+        assert main(["store", "clear", str(root)]) == 1
+    assert f"{root} holds 8 blocks, and 1 engine uses it. Forget" in capsys.readouterr().err
+
+
 def test_a_slab_is_cleared_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kv.slab"
     name = fill(path, KEYS).hex()

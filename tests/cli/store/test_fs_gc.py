@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -312,6 +313,46 @@ def test_twice_ctrl_c_ends_it_at_once(
     assert_tidy(root)
 
 
+def test_ctrl_c_at_the_question(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pressed(Keyboard):
+        def readline(self, size: int | None = -1, /) -> str:
+            raise KeyboardInterrupt
+
+    name = fill_root(root, KEYS)
+    monkeypatch.setattr(sys, "stdin", Pressed())
+    assert main(["store", "gc", str(root), *ANY_AGE]) == 128 + signal.SIGINT
+    text = capsys.readouterr().out
+    assert "ledger      counted again" in text
+    assert "ended by Ctrl-C" in text
+    assert kept(root) == {name}
+
+
+def test_what_is_removed_in_part_is_not_called_removed(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_root(root, KEYS)
+    evict = Books.evict
+
+    def evict_and_interrupt(books: Books, *args: Any, **kwargs: Any) -> Any:
+        gone = evict(books, *args, **kwargs)
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr(Books, "evict", evict)
+        return gone
+
+    monkeypatch.setattr(Books, "evict", evict_and_interrupt)
+    code, document = run_store(capsys, "gc", root, "--yes", *ANY_AGE)
+    assert code == 128 + signal.SIGINT
+    assert 0 < document["removed_blocks"] < len(KEYS)
+    assert len(block_files(root)) == len(KEYS) - document["removed_blocks"]
+    [orphan] = document["orphaned"]
+    assert (orphan["chosen"], orphan["removed"]) == (True, False)
+    assert_tidy(root)
+    [orphan] = run_store(capsys, "gc", root, "--yes", *ANY_AGE)[1]["orphaned"]
+    assert orphan["removed"]
+
+
 # --- what is refused ---------------------------------------------------------------------------
 
 
@@ -322,6 +363,14 @@ def test_a_slab_needs_no_gc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr()
     assert printed.out == ""
     assert f"{path} is a slab, which needs no gc" in printed.err
+
+
+def test_a_file_that_is_no_slab_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    assert main(["store", "gc", str(path), "--yes"]) == 2
+    assert "give the root_dir of an fs tier" in capsys.readouterr().err
+    assert path.read_text() == "mine"
 
 
 def test_lengths_of_time() -> None:

@@ -76,6 +76,13 @@ def test_a_root_of_someone_else(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(block_files(path)) == len(KEYS)
 
 
+def test_a_place_inside_of_a_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kv"
+    fill_root(path, KEYS)
+    assert_all_refuse(capsys, COMMANDS, path / "blocks", f"an fs tier: give {path}\n")
+    assert len(block_files(path)) == len(KEYS)
+
+
 OPTIONS = {
     "a word as namespace": (["gc", "--namespace", "llama"], "--namespace", "hexadecimal digits"),
     "one of two": (["gc", "--namespace", "a", "--namespace", ""], "--namespace", "hexadecimal"),

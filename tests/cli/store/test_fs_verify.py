@@ -21,6 +21,7 @@ from kvtier.tiering.io.page import PAGE_BYTES
 from tests.cli.store.outcomes import interrupt, start
 from tests.cli.store.roots import file_of, fill_root
 from tests.cli.store.slabs import NAMESPACE, flip, run_store
+from tests.cli.store.test_refusals import as_nobody
 from tests.tiering.fs.rig import ROW_BYTES, fs_harness
 
 KEYS = TierHarness.keys(40)
@@ -125,6 +126,33 @@ def test_a_file_that_cannot_be_read(root: Path, capsys: pytest.CaptureFixture[st
         patch.setattr(os, "preadv", failing)
         code, document = run_store(capsys, "verify", root)
     assert (code, document["reasons"], document["good"]) == (1, {"unreadable": 1}, len(KEYS) - 1)
+
+
+def test_what_we_may_not_read_is_not_damaged(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = fill_root(root, KEYS)
+    file = file_of(root, name, VICTIM)
+    file.chmod(0)
+    for folder in (root, *root.parents[:3]):
+        folder.chmod(0o755)  # pytest keeps others out, and so does the tier
+    for folder in root.rglob("*"):
+        folder.chmod(0o755 if folder.is_dir() else 0o644)
+    file.chmod(0)
+    with as_nobody():
+        code, document = run_store(capsys, "verify", root)
+        assert code == 2
+        assert (document["ok"], document["no_permission"], document["damaged"]) == (False, 1, 0)
+        assert document["good"] == len(KEYS) - 1
+        uid = os.geteuid()
+        assert main(["store", "verify", str(root)]) == 2
+        text = capsys.readouterr().out
+        assert f"no permission to read 1 blocks as uid {uid}: run this as root." in text
+        assert f"chown -R {uid} {root}" in text
+        assert "DAMAGED" not in text
+    flip(file_of(root, name, OTHER), PAGE_BYTES)
+    with as_nobody():
+        assert run_store(capsys, "verify", root)[0] == 1
 
 
 def test_an_engine_finds_what_verify_calls_good(

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from kvtier.tiering.fs.ledger import Ledger, LedgerBusy, LedgerLost
 from kvtier.tiering.fs.names import block_path, key_of, namespace_path
 from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.tree import BlockFile, count_blocks, read_shard
-from tests.tiering.fs.rig import block_files, du
+from tests.tiering.fs.hardship import failing_calls
+from tests.tiering.fs.rig import PATIENCE_S, block_files, du
 
 SHARED = bytes(16)
 PRIVATE = bytes([7]) * 16
@@ -161,9 +163,14 @@ class Engine:
                 self.files.append((path, charge))
         return outcomes
 
-    def evict(self, blocks: list[BlockFile], is_recycling: bool = False) -> list[Evicted]:
+    def evict(
+        self,
+        blocks: list[BlockFile],
+        is_recycling: bool = False,
+        on_error: Callable[[OSError], None] = must_not_fail,
+    ) -> list[Evicted]:
         with self.books.transaction() as balance:
-            gone = self.books.evict(balance, blocks)
+            gone = self.books.evict(balance, blocks, on_error)
         for each in gone:
             if is_recycling and not each.is_linked:
                 self.files.append((each.temporary, each.reserved))
@@ -650,6 +657,91 @@ def test_a_block_that_was_used_meanwhile_stays(root: Path, engines: Callable[[],
     assert_exact(root, engine.books)
 
 
+def test_a_block_that_may_be_just_being_published_stays(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other name is in its engine's seat, and means that it is counted, or will be."""
+    engine, other = engines(), engines()
+    stored(engine, 1, 2)
+    first, second = blocks_in(engine.shared)
+    os.link(first.path, engine.books.seat.incoming())
+    assert [gone.block for gone in other.evict([first, second])] == [second]
+    with other.books.transaction() as balance:
+        assert other.books.evict(balance, [first], is_forced=True) == []
+    assert [str(path) for path in block_files(root)] == [first.path]
+    assert_exact(root, other.books)
+    # A minute later the name is someone's who has nothing to do with us.
+    monkeypatch.setattr(books_module, "_FIRST_NAME_S", 0.0)
+    (gone,) = other.evict([first])
+    assert gone.is_linked
+    assert_exact(root, other.books)
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EACCES, errno.EIO, errno.EBUSY])
+def test_a_block_that_cannot_be_moved_keeps_no_other_from_leaving(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    engine = engines()
+    stored(engine, 1, 2, 3)
+    bad, *others = blocks_in(engine.shared)
+    seat = engine.books.seat
+    errors: list[OSError] = []
+    real = os.rename
+
+    def fail(source: str, target: str) -> None:
+        if source == bad.path:
+            raise OSError(error, os.strerror(error), source)
+        real(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", fail)
+        gone = engine.evict([bad, *others], on_error=errors.append)
+    assert [each.block for each in gone] == others
+    assert [each.errno for each in errors] == [error]
+    assert engine.books.seat is seat
+    assert [str(path) for path in block_files(root)] == [bad.path]
+    assert_exact(root, engine.books)
+    assert [gone.block for gone in engine.evict([bad])] == [bad], "it was not its last chance"
+    assert_exact(root, engine.books)
+
+
+def test_a_block_that_cannot_be_looked_at_keeps_no_other_from_leaving(
+    root: Path, engines: Callable[[], Engine]
+) -> None:
+    engine = engines()
+    stored(engine, 1, 2, 3)
+    bad, *others = blocks_in(engine.shared)
+    seat = engine.books.seat
+    errors: list[OSError] = []
+    with failing_calls(errno.EIO, lambda path: path == bad.path, "lstat", "stat"):
+        gone = engine.evict([bad, *others], on_error=errors.append)
+    assert [each.block for each in gone] == others
+    assert [each.errno for each in errors] == [errno.EIO]
+    assert engine.books.seat is seat
+    assert_exact(root, engine.books)
+
+
+def test_a_move_that_was_made_though_it_failed_is_counted(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was lost on the way. Whoever evicts, or settles its seat, sees it."""
+    engine, other = engines(), engines()
+    stored(engine, 1, 2)
+    seen = blocks_in(engine.shared)
+    errors: list[OSError] = []
+    real = os.rename
+
+    def lose_the_answer(source: str, target: str) -> None:
+        real(source, target)
+        raise OSError(errno.EIO, "it may have happened")
+
+    with monkeypatch.context() as patched, suppress(OSError):
+        patched.setattr(os, "rename", lose_the_answer)
+        engine.evict(seen, on_error=errors.append)
+    other.books.reclaim()
+    assert_exact(root, other.books)
+
+
 def test_what_is_no_file_is_not_evicted(root: Path, engines: Callable[[], Engine]) -> None:
     engine = engines()
     stored(engine, 1)
@@ -683,6 +775,33 @@ def test_no_more_is_granted_than_there_is_room_for(
     first.give_back()
     second.reserve(1)
     assert second.funds == CHARGE
+
+
+def test_no_seat_is_left_by_those_who_could_not_take_one(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger cannot be written for a while, and it is tried again and again."""
+    engine = engines()
+    engine.books.give_up_seat()
+    engines().books.reclaim()
+    there = sorted((root / "engines").iterdir())
+    num_bytes = du(root)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "save", fail)
+        for _ in range(3):
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+                engine.books.sit_down_again()
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+                Engine.on(root)
+    assert sorted((root / "engines").iterdir()) == there
+    assert du(root) == num_bytes
+    engine.start_again()
+    assert stored(engine, 1) == [Outcome.PUBLISHED]
+    assert_exact(root, engine.books)
 
 
 def test_directories_need_room_too(root: Path, engines: Callable[[], Engine]) -> None:
@@ -869,3 +988,58 @@ def test_another_machine_has_not_restarted_this_one(
         balance.add_blocks(0, 10)
     monkeypatch.setattr(books_module, "_boot_id", lambda: b"another host...!")
     assert engines().books.ledger.read().num_blocks == 10
+
+
+def test_a_command_on_another_machine_has_not_restarted_this_one(
+    engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came and went, and has written the ledger last. We have lived all the time."""
+    engine = engines()
+    with engine.books.transaction() as balance:
+        balance.add_blocks(0, 10)
+    with monkeypatch.context() as patched:
+        patched.setattr(books_module, "_boot_id", lambda: b"another host...!")
+        engines().books.close()
+        assert engine.books.ledger.read().boot_id == b"another host...!"
+    engine.reserve(1)
+    assert engine.books.ledger.read().num_blocks == 10
+
+
+def test_another_root_in_its_place_is_not_given_the_balance_of_the_old_one(
+    root: Path, engines: Callable[[], Engine]
+) -> None:
+    """The clerk finds it, while the sweeper is in the middle of something."""
+    engine = engines()
+    stored(engine, 1, 2)
+    away, elsewhere = root.with_name("away"), root.with_name("elsewhere")
+    other = Engine.on(elsewhere)
+    is_inside, may_end = threading.Event(), threading.Event()
+
+    def sweep() -> None:
+        with suppress(OSError, SeatLost), engine.books.transaction() as balance:
+            balance.add_blocks(10**6, 1)
+            is_inside.set()
+            may_end.wait()
+
+    def start_again() -> None:
+        with suppress(OSError, SeatLost):
+            engine.start_again()
+
+    threads = [threading.Thread(target=each) for each in (sweep, start_again)]
+    threads[0].start()
+    try:
+        assert is_inside.wait(PATIENCE_S)
+        root.rename(away)
+        elsewhere.rename(root)
+        threads[1].start()
+        threads[1].join(0.2)  # or it waits for the other
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    if not engine.books.has_seat:
+        engine.start_again()
+    balance = other.books.ledger.read()
+    assert (balance.blocks, balance.num_blocks) == (0, 0)
+    assert balance.accounts.keys() == {engine.books.seat.engine, other.books.seat.engine}
+    other.die()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.base import OffloadKey
+from kvtier.tiering.fs import books as books_module
 from kvtier.tiering.fs import clerk as module
 from kvtier.tiering.fs import sweeper
 from kvtier.tiering.fs.books import NAME_BYTES, Books
@@ -174,6 +175,27 @@ def test_the_quota_holds_and_blocks_leave(root: Path) -> None:
         desk.stop()
 
 
+def test_a_file_with_another_name_is_not_overwritten(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backup made of hard links is as it was, after all blocks have left."""
+    monkeypatch.setattr(books_module, "_FIRST_NAME_S", 0.0)
+    desk = Desk(root, 2 << 20)
+    try:
+        desk.store(*range(8))
+        kept = {}
+        for path in block_files(root):
+            os.link(path, tmp_path / path.name)
+            kept[tmp_path / path.name] = path.read_bytes()
+        for start in range(100, 300, 4):
+            desk.store(*range(start, start + 4))
+        assert not kept.keys() & {tmp_path / path.name for path in block_files(root)}, "all left"
+        assert {path: path.read_bytes() for path in kept} == kept
+        desk.wait_until_exact()
+    finally:
+        desk.stop()
+
+
 def test_room_that_is_not_used_comes_back(desk: Desk) -> None:
     rooms = [desk.clerk.lease.take() for _ in range(3)]
     Path(rooms[0].path).write_bytes(b"half a block")
@@ -198,7 +220,7 @@ def test_where_nothing_may_leave_nobody_waits(root: Path, caplog: pytest.LogCapt
     """The root is full of another model's blocks."""
     other = Books(root, Occupant.here("other", ""), 5.0)
     with other.transaction() as balance:
-        other.reserve(balance, 1, MAX_BYTES, 10**9)
+        balance.add_blocks(MAX_BYTES, 1000)
     desk = Desk(root)
     try:
         with caplog.at_level(logging.WARNING), pytest.raises(NoRoom):
@@ -228,6 +250,7 @@ def test_who_has_to_wait_for_the_ledger_loses_nothing(desk: Desk) -> None:
         wait_until(lambda: len(desk.errors) > seen + 2, "it is tried again")
     assert desk.books.has_seat
     other.close()
+    wait_until(lambda: not desk.clerk.lease.is_shut, "the ledger is to be had again")
     assert desk.store(4) == [True]
     desk.wait_until_exact()
 
@@ -251,6 +274,35 @@ def test_a_lost_seat_is_replaced(desk: Desk) -> None:
 
     wait_until(is_stored, "it goes on")
     desk.wait_until_exact()
+
+
+def test_a_new_seat_is_not_lost_for_a_namespace_in_the_old_one(desk: Desk) -> None:
+    """Stores keep coming after a reset, before the scheduler has heard of the new seat."""
+    old = namespace_path(desk.books.seat.blocks, b"o" * 16)
+    desk.clerk.use(old, desk.namespace, None)
+    desk.namespace = old
+    assert desk.store(1, 2) == [True, True]
+    desk.books.give_up_seat()
+    other = Books(desk.root, Occupant.here("other", ""), PATIENCE_S)
+    wait_until(lambda: other.reclaim() == 0 and not old.exists(), "the old seat is gone")
+    wait_until(lambda: desk.books.has_seat and not desk.clerk.lease.is_shut, "there is another")
+    seat = desk.books.seat
+    for _ in range(3):
+        with pytest.raises(NoRoom):
+            desk.clerk.lease.take()
+        wait_until(lambda: not desk.clerk.lease.is_shut, "room may be asked for again")
+    assert desk.books.seat is seat
+    assert desk.clerk.private_blocks == seat.blocks
+    desk.namespace = namespace_path(seat.blocks, b"n" * 16)
+    desk.clerk.use(desk.namespace, desk.namespace, None)
+    assert desk.store(3) == [True]
+    # What was begun before it was known comes too late.
+    desk.clerk.publish_soon([desk.write(4, old)])
+    wait_until(lambda: (4, False) in desk.answers, "it is not published")
+    assert desk.books.seat is seat
+    assert not old.exists()
+    other.close()
+    assert [block.name for block in desk.blocks()] == [key(3).hex()]
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 9000])

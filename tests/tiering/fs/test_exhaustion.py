@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -181,6 +182,45 @@ def test_a_quota_that_has_been_made_smaller(tmp_path: Path) -> None:
             store_some(harness, harness.keys(20, start))
         wait_until_stored(harness, harness.keys(8, start=5000))
         wait_until_the_gauge_is_right(harness, root)
+
+
+def test_the_smallest_quota_of_all_engines_is_kept(tmp_path: Path) -> None:
+    """Also if it is that of one who stores nothing."""
+    root = tmp_path / "root"
+    with fs_harness(root, 400) as large:
+        for start in range(0, 400, 20):
+            store_all(large, large.keys(20, start))
+        with fs_harness(root, 40) as small:
+            limit = bytes_for(40)
+            assert du(root) > limit
+            wait_until(lambda: du(root) <= limit, "the rest has left")
+            wait_until_the_gauge_is_right(small, root)
+            assert block_files(root)
+
+
+def test_the_quota_is_kept_where_files_say_late_what_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZFS says so after seconds, and NFS after writing back."""
+    root = tmp_path / "root"
+    real = os.fstat
+
+    def too_early(fd: int) -> os.stat_result:
+        status = real(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return status
+        return os.stat_result(tuple(status), {**_fields(status), "st_blocks": 1})
+
+    with fs_harness(root, 20) as harness:
+        monkeypatch.setattr(os, "fstat", too_early)
+        for start in range(0, 400, 20):
+            store_some(harness, harness.keys(20, start))
+            assert du(root) <= bytes_for(20)
+        monkeypatch.undo()
+
+
+def _fields(status: os.stat_result) -> dict[str, float]:
+    return {name: getattr(status, name) for name in dir(status) if name.startswith("st_")}
 
 
 # --- more than the file system takes -----------------------------------------------------------

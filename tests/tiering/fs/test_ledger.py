@@ -197,6 +197,16 @@ def test_another_version_is_not_taken_for_a_lost_ledger(ledger: Ledger) -> None:
         ledger.load()
 
 
+def test_a_later_version_may_be_laid_out_otherwise(ledger: Ledger) -> None:
+    """Where our second copy would be, there is something else of its."""
+    head = Balance(bytes(16)).encode()[:VERSION_AT] + b"\x02\x00"
+    content = head.ljust(4 * _COPY_BYTES, b"\xaa")
+    ledger.path.write_bytes(content)
+    with ledger.lock(at_once), pytest.raises(LedgerVersion, match="version 2"):
+        ledger.load()
+    assert ledger.path.read_bytes() == content
+
+
 def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(OSError, match="regular"):

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,32 @@ def test_what_follows_an_absent_block_is_not_looked_for(
     wait_until(lambda: not space.lookups._questions, "all is answered")
     # Threads that were at it already may each look for a few.
     assert len(looked_for) < 4 * module._AT_ONCE
+
+
+def is_missed(space: Space, prompt: list[OffloadKey]) -> bool:
+    return space.lookups.answer(prompt) == [MISS]
+
+
+def test_a_miss_of_one_prompt_says_nothing_of_another(space: Space) -> None:
+    """All are asked in one step, and none is asked again."""
+    space.add(*keys(4, start=1000))
+    prompts = [keys(4, start=10 * number) for number in range(30)] + [keys(4, start=1000)]
+    for prompt in prompts:
+        assert space.lookups.answer(prompt) == [RETRY] * 4
+    space.lookups.ask()
+    for prompt in prompts[:-1]:
+        wait_until(partial(is_missed, space, prompt), "a miss")
+    wait_until(lambda: space.lookups.answer(prompts[-1]) == [HIT] * 4, "the last is found")
+
+
+def test_a_miss_of_one_block_says_nothing_of_others(space: Space) -> None:
+    """Blocks that are asked for one by one are prompts of their own."""
+    asked = keys(20)
+    space.add(asked[-1])
+    for each in asked:
+        assert space.lookups.answer([each]) == [RETRY]
+    space.lookups.ask()
+    wait_until(lambda: space.lookups.answer(asked[-1:]) == [HIT], "the last is found")
 
 
 def test_ten_thousand_blocks_are_found(space: Space) -> None:

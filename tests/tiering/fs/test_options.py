@@ -175,3 +175,27 @@ def test_where_it_keeps_blocks(tmp_path: Path) -> None:
     with fs_harness(tmp_path / "kv") as harness:
         assert harness.tier.medium is Medium.STORAGE
         assert harness.tier.locality is Locality.REMOTE
+
+
+# --- what is said ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nothing", [0, "0", "0B", "0GiB", 0.0])
+def test_nothing_may_be_written_in_many_ways(tmp_path: Path, nothing: Any) -> None:
+    assert parsed(tmp_path, min_free_bytes=nothing).min_free_bytes == 0
+
+
+def test_less_than_nothing_is_refused_with_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Write 0, or a size above 0"):
+        parsed(tmp_path, min_free_bytes=-1)
+
+
+def test_too_little_is_shown_as_it_was_given(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'got "1\.5KiB"'):
+        parsed(tmp_path, max_bytes="1.5KiB").require_room_for(5000)
+
+
+def test_a_file_in_the_place_of_the_parent_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="file is no directory"):
+        parsed(tmp_path, root_dir=str(tmp_path / "file" / "kv"))

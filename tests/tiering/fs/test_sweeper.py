@@ -210,6 +210,44 @@ def test_an_error_is_told_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     root.books.close()
 
 
+def test_a_directory_that_cannot_be_read_keeps_no_other_from_being_looked_into(
+    tmp_path: Path,
+) -> None:
+    root = Root(tmp_path / "root")
+    paths = [root.add(number, LONG_AGO_NS + number) for number in range(20)]
+    bad = next(shard for shard in SHARDS if not any((root.namespace / shard).iterdir()))
+    (root.namespace / bad).rmdir()
+    (root.namespace / bad).touch()
+    root.sweeper.start()
+    assert [block.path for block in root.take(20)] == paths
+    assert root.errors, "and it is told"
+    root.sweeper.stop()
+    root.books.close()
+
+
+def test_junk_that_cannot_be_removed_keeps_nothing_else_from_being_done(tmp_path: Path) -> None:
+    root = Root(tmp_path / "root")
+    bad, good = (root.make_namespace(bytes([number]) * 16) for number in (1, 2))
+    (bad / "80").rmdir()
+    (bad / "80").touch()
+    for number in range(5):
+        root.add(number, LONG_AGO_NS, good)
+    path = root.add(1, LONG_AGO_NS)
+    for junk in (bad, good):
+        root.sweeper.use((root.namespace,), junk)
+    root.sweeper.start()
+    assert [block.path for block in root.take(1)] == [path]
+    wait_until(lambda: bool(root.errors), "it is told")
+
+    def is_removed() -> bool:
+        root.sweeper.take(1)  # a reason to go on
+        return not good.exists()
+
+    wait_until(is_removed, "what can be removed is removed")
+    root.sweeper.stop()
+    root.books.close()
+
+
 def test_stopping_without_a_start_and_twice(tmp_path: Path) -> None:
     root = Root(tmp_path / "root")
     root.sweeper.stop()

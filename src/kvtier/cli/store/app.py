@@ -27,15 +27,17 @@ open.
     kvtier store clear /mnt/shared/kv --namespace a8758fdc
     kvtier store gc /mnt/shared/kv --older-than 30d
 
-Exit code 0: done, and all is well; 1: damage was found, or it was not cleared; 2: wrong input, no
-such store, or the result could not be written.
+Exit code 0: done, and all is well; 1: damage was found, or clear or gc was not confirmed, or an
+engine did not make way in time; 2: wrong input, no such store, no permission, or the result could
+not be written; 130: ended by Ctrl-C; 141: whoever was reading the result has gone.
 docs/store.md says more.
 """
 
 _LS_HELP = """
 List the blocks that an engine would find.
 
-The rank says which was used last (1). The age is that of the block as it was stored.
+The rank says which was used last (1). Ages are since a block was stored and, of an fs tier, since
+it was used last.
 """
 
 _STAT_HELP = """
@@ -51,8 +53,8 @@ The page cache is bypassed where that can be done. While an engine runs, blocks 
 that is overwritten just then is looked at again, and is no damage. Nothing is mended: an engine
 that loads a damaged block notices, drops it and computes it again.
 
-Exit code 0: all is well; 1: damage was found; 130: ended by Ctrl-C, and what was found until then
-is printed.
+Exit code 0: all is well; 1: damage was found; 2: none was, but some blocks may not be read by this
+user; 130: ended by Ctrl-C, and what was found until then is printed.
 """
 
 _CLEAR_HELP = """
@@ -182,12 +184,20 @@ def _clear(
 
 @store_app.command("gc", help=_GC_HELP)
 def _gc(
-    path: _Path,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="The directory of an fs tier, its root_dir.",
+            show_default=False,
+            readable=False,
+        ),
+    ],
     older_than: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Remove only what was not used for so long: 90m, 12h, 30d. Default: 1h, but "
+            help="Remove only what was not used for so long: 90m, 12h, 30d, 4w. Default: 1h, but "
             "0s if --namespace is given.",
         ),
     ] = None,
@@ -196,7 +206,8 @@ def _gc(
         typer.Option(
             "--namespace",
             metavar="HEX",
-            help="Remove only this one: a fingerprint, or its first digits. May be given again.",
+            help="Remove only this one: a fingerprint, or its first digits. May be given several "
+            "times.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what there is.")] = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -111,7 +112,9 @@ def verify(path: Path, namespace: str | None, max_rate: int | None, *, as_json: 
     write_result(answer, as_json=as_json)
     if not scrub.is_complete:
         return 128 + signal.SIGINT
-    return 0 if scrub.is_sound else 1
+    if scrub.is_damaged:
+        return 1
+    return 0 if scrub.is_sound else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,7 @@ class _ScrubAnswer:
             "good": scrub.num_good,
             "damaged": len(scrub.damaged),
             "gone": scrub.num_gone,
+            "no_permission": scrub.num_forbidden,
             "reasons": dict(scrub.reasons().most_common()),
             "bytes": scrub.num_bytes,
             "seconds": round(scrub.seconds, 3),
@@ -162,6 +166,12 @@ class _ScrubAnswer:
         yield f"good     {scrub.num_good}"
         if scrub.num_gone:
             yield f"gone     {scrub.num_gone} (overwritten or dropped by the engine meanwhile)"
+        if scrub.num_forbidden:
+            yield (
+                f"no permission to read {scrub.num_forbidden} blocks as uid {os.geteuid()}: run "
+                "this as root. If engines run as this user, they cannot read them either, and "
+                f"compute them each time: chown -R {os.geteuid()} {self.path}"
+            )
         yield f"damaged  {len(scrub.damaged)}"
         for reason, count in scrub.reasons().most_common():
             yield f"  {reason:12} {count}"
@@ -199,4 +209,9 @@ def _wants_to_clear(store: Store, namespace: str | None) -> bool:
     require_terminal("--yes if you are")
     which = "" if namespace is None else f" of namespace {namespace}"
     num_blocks = store.count(namespace)
-    return is_confirmed(f"{store.path} holds {num_blocks} blocks{which}. Forget all of them?")
+    num_engines = store.count_engines()
+    users = f", and {num_engines} engines use it" if num_engines > 1 else ", and 1 engine uses it"
+    return is_confirmed(
+        f"{store.path} holds {num_blocks} blocks{which}{users if num_engines else ''}. "
+        "Forget all of them?"
+    )

@@ -72,10 +72,8 @@ def tidy_up(path: Path) -> Tidied:
     `NotDone`."""
     with seat_at(path, _PATIENCE_S) as books:
         num_reclaimed = books.reclaim()
-        before = books.ledger.read()
-        books.count_again()
-        after = books.ledger.read()
-    return Tidied(num_reclaimed, after.num_blocks - before.num_blocks, after.blocks - before.blocks)
+        added_bytes, added_blocks = books.count_again()
+    return Tidied(num_reclaimed, added_blocks, added_bytes)
 
 
 def remove_orphans(

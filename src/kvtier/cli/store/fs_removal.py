@@ -55,6 +55,8 @@ class Removal:
     num_blocks: int
     freed_bytes: int
     """As `du` counts them, directories included."""
+    is_whole: bool
+    """Whether nothing is left of it."""
 
 
 def remove_namespaces(
@@ -78,6 +80,7 @@ def remove_namespaces(
         if is_stopping():
             break
         num_blocks = remove_namespace(books, space.path, is_stopping, count)
-        freed_bytes = max(0, space.num_bytes - disk_usage(space.path))
-        removals.append(Removal(space, num_blocks, freed_bytes))
+        left_bytes = disk_usage(space.path)
+        freed_bytes = max(0, space.num_bytes - left_bytes)
+        removals.append(Removal(space, num_blocks, freed_bytes, is_whole=not left_bytes))
     return removals

@@ -27,6 +27,7 @@ _LONGEST_FILE = (1 << 30) + PAGE_BYTES
 _SHOWN_STRAYS = 20
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _GONE = (errno.ENOENT, errno.ESTALE)
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class FsScrubber(Scrubber):
         except OSError as error:
             if error.errno in _GONE:
                 return [Verdict(place, key, is_gone=True)]
+            if error.errno in _FORBIDDEN:
+                return [Verdict(place, key, is_forbidden=True)]
             return [Verdict(place, key, UNREADABLE)]
         if found.reason is not None and not found.is_there:
             return [Verdict(place, key, is_gone=True)]

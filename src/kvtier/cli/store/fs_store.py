@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier import seal
@@ -15,7 +16,7 @@ from kvtier.cli.store.refusal import StoreRefused, not_a_root
 from kvtier.cli.store.store import Listing, Order, Scrub, StoredBlock
 from kvtier.tiering.fs.ledger import LedgerVersion
 from kvtier.tiering.fs.names import key_of
-from kvtier.tiering.fs.reader import SeenNamespace, Survey, survey
+from kvtier.tiering.fs.reader import SeenNamespace, Survey, read_seats, survey
 from kvtier.tiering.fs.root import is_root
 from kvtier.tiering.fs.tree import BlockFile
 from kvtier.tiering.io.page import PAGE_BYTES, is_intact
@@ -33,7 +34,7 @@ class FsStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not is_root(path):
-            raise not_a_root(path)
+            raise not_a_root(path, _root_around(path))
 
     def survey(self, *, keep_blocks: bool = False) -> Survey:
         """Look at everything. Raises `StoreRefused` or `OSError`."""
@@ -94,6 +95,9 @@ class FsStore:
             scrubber.remark(seen)
         return scrub
 
+    def count_engines(self) -> int:
+        return sum(seat.is_alive for seat in read_seats(self.path))
+
     def count(self, namespace: str | None) -> int:
         return sum(space.num_blocks for space in self._shared(self.survey(), namespace))
 
@@ -113,6 +117,12 @@ class FsStore:
     def _shared(seen: Survey, namespace: str | None) -> list[SeenNamespace]:
         """Those of one engine alone go with it."""
         return matching([space for space in seen.namespaces if space.owner is None], namespace)
+
+
+def _root_around(path: Path) -> Path | None:
+    with suppress(OSError):
+        return next((outer for outer in path.absolute().parents if is_root(outer)), None)
+    return None
 
 
 def _stored_ns(path: str) -> int | None:

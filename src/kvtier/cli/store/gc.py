@@ -17,6 +17,7 @@ from kvtier.cli.store.interrupts import noted_interrupts
 from kvtier.cli.store.opening import open_store
 from kvtier.cli.store.progress import shown_count
 from kvtier.cli.store.refusal import StoreRefused
+from kvtier.tiering.fs.reader import Survey
 
 __all__ = ["collect_garbage"]
 
@@ -31,13 +32,7 @@ def collect_garbage(
     as_json: bool,
 ) -> int:
     started = time.monotonic()
-    with open_store(path) as store:
-        if not isinstance(store, FsStore):
-            raise StoreRefused(
-                f"{path} is a slab, which needs no gc: it never grows, and the engine that has it "
-                "reuses what is old"
-            )
-        seen = store.survey()
+    seen = _survey(path)
     report = GcReport(path, seen, find_orphans(seen, wanted, older_than_s))
     is_declined = False
     if not is_dry:
@@ -47,8 +42,23 @@ def collect_garbage(
     if not report.is_complete:
         return 128 + signal.SIGINT
     if is_declined:
-        note("kvtier store: no namespace was removed")
+        note("kvtier store: no namespace was removed; the rest was done")
     return int(is_declined)
+
+
+def _survey(path: Path) -> Survey:
+    try:
+        with open_store(path) as store:
+            if isinstance(store, FsStore):
+                return store.survey()
+    except StoreRefused:
+        if path.is_dir():
+            raise
+        raise StoreRefused(f"{path} is no directory: give the root_dir of an fs tier") from None
+    raise StoreRefused(
+        f"{path} is a slab, which needs no gc: it never grows, and the engine that has it reuses "
+        "what is old"
+    )
 
 
 def _clean(report: GcReport, is_sure: bool) -> bool:
@@ -61,8 +71,12 @@ def _clean(report: GcReport, is_sure: bool) -> bool:
         report.is_complete = not is_stopping()
     if not chosen or not report.is_complete:
         return True
-    if not is_sure and not _wants_removal(report.orphans, chosen):
-        return False
+    try:
+        if not is_sure and not _wants_removal(report.orphans, chosen):
+            return False
+    except KeyboardInterrupt:
+        report.is_complete = False
+        return True
     with noted_interrupts() as is_stopping:
         with shown_count() as on_progress:
             report.removals = remove_orphans(report.path, chosen, is_stopping, on_progress)

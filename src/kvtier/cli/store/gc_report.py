@@ -47,7 +47,7 @@ class GcReport:
         return sum(removal.freed_bytes for removal in self.removals)
 
     def as_json(self) -> dict[str, Any]:
-        removed = {removal.space.name for removal in self.removals}
+        removed = {removal.space.name for removal in self.removals if removal.is_whole}
         strays = self.seen.strays
         return {
             "path": str(self.path),
@@ -82,8 +82,9 @@ class GcReport:
         if self.tidied is None:
             yield from orphan_lines(self.orphans)
         elif self.removals:
+            num_whole = sum(removal.is_whole for removal in self.removals)
             yield (
-                f"removed     {len(self.removals)} of {len(self.orphans)} orphaned namespaces: "
+                f"removed     {num_whole} of {len(self.orphans)} orphaned namespaces: "
                 f"{self._num_removed} blocks, {as_size(self._freed_bytes)}"
             )
         else:

@@ -29,7 +29,9 @@ def no_such_namespace(wanted: str, there: Sequence[str]) -> StoreRefused:
     )
 
 
-def not_a_root(path: Path) -> StoreRefused:
+def not_a_root(path: Path, root_around: Path | None) -> StoreRefused:
+    if root_around is not None:
+        return StoreRefused(f"{path} is inside of the root of an fs tier: give {root_around}")
     return StoreRefused(f"{path} is a directory, and no root of an fs tier: {_WHAT_TO_GIVE}")
 
 

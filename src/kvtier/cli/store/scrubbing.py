@@ -36,6 +36,8 @@ class Verdict:
     """There is no block, and none is missing."""
     is_gone: bool = False
     """There was a block, and it has left."""
+    is_forbidden: bool = False
+    """There is a block, and we may not read it."""
 
 
 class Scrubber:
@@ -66,6 +68,8 @@ class Scrubber:
                     suspects.append(verdict)
                 elif verdict.is_gone:
                     scrub.num_gone += 1
+                elif verdict.is_forbidden:
+                    scrub.num_forbidden += 1
                 elif not verdict.is_empty:
                     scrub.num_good += 1
                 self._on_progress(scrub.num_bytes, total_bytes)

@@ -120,6 +120,9 @@ class SlabStore:
         except SlabUnreadable as problem:
             raise StoreRefused(str(problem)) from None
 
+    def count_engines(self) -> int:
+        return int(self._reader.is_held())
+
     def count(self, namespace: str | None) -> int:
         if namespace is not None:
             raise StoreRefused(

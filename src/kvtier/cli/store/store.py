@@ -79,6 +79,8 @@ class Scrub:
     num_good: int = 0
     num_gone: int = 0
     """They left, or were overwritten, while this ran."""
+    num_forbidden: int = 0
+    """We may not read them; an engine may."""
     num_bytes: int = 0
     """So many were read."""
     total_bytes: int = 0
@@ -94,7 +96,11 @@ class Scrub:
 
     @property
     def is_sound(self) -> bool:
-        return self.is_complete and not self.damaged and not self.remarks
+        return self.is_complete and not self.is_damaged and not self.num_forbidden
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.damaged or self.remarks)
 
     def reasons(self) -> Counter[str]:
         return Counter(damage.reason for damage in self.damaged)
@@ -142,6 +148,9 @@ class Store(Protocol):
         """Read every block and check it. `max_rate`: bytes per second. `on_progress` is told how
         many bytes have been read, and how many there are to read. Ctrl-C ends it early, with what
         was found until then."""
+
+    def count_engines(self) -> int:
+        """How many have it open."""
 
     def count(self, namespace: str | None) -> int:
         """How many blocks `clear` would forget."""

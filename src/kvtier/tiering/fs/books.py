@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import threading
 import time
@@ -29,6 +28,7 @@ from uuid import uuid4
 
 from kvtier.tiering.fs.ledger import Account, Balance, Ledger, LedgerLost
 from kvtier.tiering.fs.names import SHARDS
+from kvtier.tiering.fs.ownership import give_to_owner_of
 from kvtier.tiering.fs.seat import Occupant, Seat, StrangeSeat, other_seats, seat_files
 from kvtier.tiering.fs.tree import BlockFile, count_blocks, measure_overhead
 
@@ -44,7 +44,14 @@ _HEADROOM = 512 << 10
 _HURRIED_PATIENCE_S = 1.0
 _FIRST_NAME_S = 60.0
 """So long after it was published, another name of a block is not the one it was written under."""
-_CERTAINLY_NOT_LINKED = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+_CERTAINLY_NOT_LINKED = (
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EROFS,
+    errno.ENOTEMPTY,
+)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -105,6 +112,7 @@ class Books:
         for directory in (self.blocks, self.engines):
             with suppress(FileExistsError):
                 directory.mkdir(mode=0o700)
+                give_to_owner_of(path, directory)
             if not stat.S_ISDIR(os.lstat(directory).st_mode):  # nothing may lead out of the root
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
         self.ledger = Ledger(path / "ledger")
@@ -129,6 +137,10 @@ class Books:
         the ledger right. Raises `SeatLost` or `OSError`."""
         with self._locked() as balance:
             if self._seat is None or balance.root_id != self._root_id:
+                raise SeatLost
+            if not self._seat.is_in_place:
+                del balance.accounts[self._seat.engine]
+                self.ledger.save(balance)
                 raise SeatLost
             account = balance.accounts.get(self._seat.engine)
             if account is None:
@@ -166,7 +178,10 @@ class Books:
             balance.boot_id = _boot_id()
             # If the machine has gone down, what was written last may be lost, here or in the
             # directories. Where others live, it has not: this is another machine.
-            is_doubtful |= all(seat.is_dead for seat in self._other_seats())
+            is_anyone_here = self._seat is not None or any(
+                not seat.is_dead for seat in self._other_seats()
+            )
+            is_doubtful |= not is_anyone_here
         if is_doubtful:
             self._count_again(balance)
         return balance
@@ -218,13 +233,19 @@ class Books:
         if not (self.path / "ledger").exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         ledger = Ledger(self.path / "ledger")
-        self.ledger.close()
+        self.ledger.retire()
         self.ledger = ledger
 
     def _sit_down(self, balance: Balance) -> None:
         seat = Seat(self.engines, self._occupant)
         balance.accounts[seat.engine] = Account()
         balance.overhead += _SEAT_BYTES
+        try:
+            self.ledger.save(balance)
+        except BaseException:
+            with suppress(OSError):
+                seat.remove()
+            raise
         self._seat = seat
 
     def give_up_seat(self) -> None:
@@ -246,18 +267,15 @@ class Books:
         if self._is_closed:
             return
         self._is_closed = True
-        with suppress(OSError, SeatLost), self.transaction() as balance:
-            seat = self.seat
-            num_bytes, count = count_blocks(seat.blocks)
-            balance.add_blocks(-num_bytes, -count)
-            # Until the files are gone they are accounted for as the seat's.
-            account = self.account(balance)
-            account.is_settled = True
-            account.reserved += num_bytes
-            self.ledger.save(balance)
-            seat.remove()
-            del balance.accounts[seat.engine]
-            self.measure(balance)
+        with suppress(OSError, SeatLost):
+            with self.transaction() as balance:
+                seat = self.seat
+                _settle(balance, self.account(balance), seat.directory)
+            seat.empty()
+            with self.transaction() as balance:
+                seat.remove()
+                del balance.accounts[seat.engine]
+                self.measure(balance)
         self.give_up_seat()
         self.ledger.close()
 
@@ -326,29 +344,39 @@ class Books:
     # --- blocks go -----------------------------------------------------------------------------
 
     def evict(
-        self, balance: Balance, blocks: Iterable[BlockFile], is_forced: bool = False
+        self,
+        balance: Balance,
+        blocks: Iterable[BlockFile],
+        on_error: Callable[[OSError], None] | None = None,
+        *,
+        is_forced: bool = False,
     ) -> list[Evicted]:
         """Move blocks to our seat, unless they were used since they were looked at, or are not
         what they were; with `is_forced` only the latter. What they take is then reserved for us,
-        until it is given back."""
+        until it is given back. `on_error` is told of blocks that cannot be moved; without it, such
+        an error is raised."""
         seat = self.seat
         account = self.account(balance)
         batch = account.counted_out + 1
         gone: list[Evicted] = []
         for number, block in enumerate(blocks):
+            temporary = seat.outgoing(batch, number)
             try:
                 status = os.lstat(block.path)
                 is_used = status.st_mtime_ns != block.used_ns
                 if not _may_leave(status) or (is_used and not is_forced):
                     continue
-                temporary = seat.outgoing(batch, number)
                 os.rename(block.path, temporary)
             except FileNotFoundError:
                 continue
-            num_bytes = status.st_blocks * 512
-            now = BlockFile(block.path, status.st_mtime_ns, num_bytes, status.st_size)
+            except OSError as error:
+                if on_error is None or not os.path.lexists(block.path):
+                    raise
+                on_error(error)  # it stays where it is, and so do we
+                continue
+            now = BlockFile.of(block.path, status)
             is_linked = status.st_nlink > 1
-            gone.append(Evicted(now, seat, temporary, num_bytes + NAME_BYTES, is_linked))
+            gone.append(Evicted(now, seat, temporary, now.num_bytes + NAME_BYTES, is_linked))
         if gone:
             account.counted_out = batch
             balance.add_blocks(-sum(block.block.num_bytes for block in gone), -len(gone))
@@ -367,7 +395,9 @@ class Books:
             for seat in self._other_seats():
                 seats.add(seat.engine)
                 if seat.is_dead:
-                    _settle(balance, seat)
+                    account = balance.accounts.get(seat.engine)
+                    if account is not None:
+                        _settle(balance, account, seat.directory)
                     dead.add(seat.engine)
             seats.add(self.seat.engine)
             lost = balance.accounts.keys() - seats
@@ -409,11 +439,14 @@ class Books:
         seats = [self.engines / engine.hex() for engine in balance.accounts]
         balance.overhead = measure_overhead(self.path, seats)
 
-    def count_again(self) -> None:
-        """Make the ledger say what is there, whatever it said. May take long."""
+    def count_again(self) -> tuple[int, int]:
+        """Make the ledger say what is there, whatever it said. May take long. Returns how many more
+        bytes, and blocks, there were than it said."""
         self.reclaim()
         with self.transaction() as balance:
+            before = balance.blocks, balance.num_blocks
             self._count_again(balance)
+            return balance.blocks - before[0], balance.num_blocks - before[1]
 
     def _count_again(self, balance: Balance) -> Balance:
         num_bytes, count = count_blocks(self.blocks)
@@ -461,15 +494,18 @@ def _link(block: Written) -> bool:
             if stat.S_ISREG(os.lstat(block.final).st_mode):
                 return False
             _remove_strange(block.final)
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                os.mkdir(os.path.dirname(block.final), 0o700)  # someone has removed it
         else:
             return True
     return False
 
 
 def _remove_strange(path: str) -> None:
-    """Remove what is no file, and so was never counted."""
+    """Remove what is no file, and so was never counted; but nothing that has something in it."""
     if stat.S_ISDIR(os.lstat(path).st_mode):
-        shutil.rmtree(path)
+        os.rmdir(path)
     else:
         os.unlink(path)
 
@@ -484,16 +520,15 @@ def _count_in_published(balance: Balance, account: Account, directory: Path) -> 
     account.is_publishing = False
 
 
-def _settle(balance: Balance, seat: StrangeSeat) -> None:
-    """Let nothing in a dead engine's seat count as published any more: its account says what it
-    takes, until it is removed."""
-    account = balance.accounts.get(seat.engine)
-    if account is None or account.is_settled:
+def _settle(balance: Balance, account: Account, directory: Path) -> None:
+    """Let nothing in the seat of an engine that is gone, or goes, count as published any more: its
+    account says what it takes, until it is removed."""
+    if account.is_settled:
         return
-    files = seat.files()
+    files = seat_files(directory)
     out = [file for file in files if file.batch is not None and file.batch > account.counted_out]
     balance.add_blocks(-sum(file.num_bytes for file in out), -len(out))
-    num_bytes, count = count_blocks(seat.blocks)
+    num_bytes, count = count_blocks(directory / "blocks")
     balance.add_blocks(-num_bytes, -count)
     account.reserved = num_bytes + sum(file.num_bytes for file in files)
     account.is_settled = True

@@ -48,6 +48,7 @@ _PATIENCE_S = 10.0
 _REMOVED_AT_ONCE = 64
 _LEASE_BYTES = 64 << 20
 _LEASE_BLOCKS = 64
+_SMALL_PART = 10
 _LEASE_PART = 32
 """An engine keeps no larger part of the quota than one in so many for itself."""
 
@@ -289,7 +290,7 @@ class Clerk(Generic[T]):
         books = self._books
         with books.transaction() as balance:
             outcomes = self._publish(balance, arrivals)
-            removed = books.evict(balance, damaged, is_forced=True)
+            removed = books.evict(balance, damaged, self._on_error, is_forced=True)
             granted, victims = self._find_room(balance) if is_asked else (0, [])
             if time.monotonic() >= self._measure_at:
                 self._measure(balance)
@@ -321,8 +322,7 @@ class Clerk(Generic[T]):
             self._shut()  # or each of those who wait would wait as long
         elif self.sweeper.is_exhausted:
             self.lease.refuse()
-            if self.lease.is_idle:
-                self._say_full()
+            self._say_full()
         else:
             self._is_asked = True  # until the sweeper has found something, or nothing
 
@@ -375,7 +375,9 @@ class Clerk(Generic[T]):
         granted = self._books.reserve(balance, wanted, charge, limit)
         missing = wanted - granted // charge
         candidates = self.sweeper.take(missing) if missing else []
-        return granted, self._books.evict(balance, candidates)
+        if missing:
+            self._say_full()
+        return granted, self._books.evict(balance, candidates, self._on_error)
 
     def _num_over(self, balance: Balance) -> int:
         """How many bytes there are too many: someone has given us a smaller quota."""
@@ -437,15 +439,23 @@ class Clerk(Generic[T]):
             self.news.append(News(namespace, keys, Change.REMOVED))
 
     def _say_full(self) -> None:
-        if not self._said_full:
-            self._said_full = True
-            logger.warning(
-                "%s is full, and holds nothing that this engine may remove: blocks of other models "
-                "are left alone. Raise max_bytes, or remove what is no longer used with `kvtier "
-                "store gc %s`. This is said once",
-                self._books.path,
-                self._books.path,
-            )
+        """Once, if there is hardly anything that this engine may remove."""
+        num_own, num_blocks = self.sweeper.num_seen, self.usage.num_blocks
+        if self._said_full or num_own is None or num_own * _SMALL_PART >= num_blocks:
+            return
+        self._said_full = True
+        is_too_full = self._limits.missing_bytes(self._books.path) > 0
+        logger.warning(
+            "%s is full%s, and of its %d blocks only %d are of this model, and may be removed for "
+            "new ones. %s, or remove what is no longer used with `kvtier store gc %s`. This is "
+            "said once",
+            self._books.path,
+            " (its file system has less than min_free_bytes left)" if is_too_full else "",
+            num_blocks,
+            num_own,
+            "Make room there" if is_too_full else "Raise max_bytes",
+            self._books.path,
+        )
 
     # --- when there is nothing to do -----------------------------------------------------------
 
@@ -460,7 +470,7 @@ class Clerk(Generic[T]):
         is_quiet = now - self._last_active >= _QUIET_S
         if is_quiet:
             self._give_back()
-        if not self._books.ledger.is_in_place:
+        if not (self._books.ledger.is_in_place and self._books.seat.is_in_place):
             raise SeatLost
         try:
             balance = self._books.ledger.read()
@@ -486,7 +496,7 @@ class Clerk(Generic[T]):
         if not candidates:
             return False
         with self._books.transaction() as balance:
-            victims = self._books.evict(balance, candidates)
+            victims = self._books.evict(balance, candidates, self._on_error)
         remove_evicted(self._books, victims)
         self._note_gone(victims)
         self.num_evicted += len(victims)

@@ -23,6 +23,8 @@ from weakref import WeakSet
 
 from xxhash import xxh3_64_intdigest
 
+from kvtier.tiering.fs.ownership import give_to_owner_of
+
 __all__ = ["Account", "Balance", "Ledger", "LedgerBusy", "LedgerLost", "LedgerVersion"]
 
 _COPY_BYTES = 16_384
@@ -182,6 +184,8 @@ class Ledger:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             self.close()
             raise OSError(errno.EINVAL, "the ledger is not a regular file")
+        if self.is_empty:
+            give_to_owner_of(path.parent, self._fd)
         self._last = b""
         """What was loaded or saved last."""
         self._threads = threading.Lock()  # the other lock is one for the whole process
@@ -195,6 +199,8 @@ class Ledger:
         if not self._threads.acquire(timeout=patience_s()):
             raise LedgerBusy
         try:
+            if self._fd < 0:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             self._wait_for_lock(started, patience_s)
             try:
                 yield
@@ -222,7 +228,7 @@ class Ledger:
         `LedgerVersion`."""
         copies = [_decoded(copy) for copy in self._copies()]
         others = [problem for problem in copies if isinstance(problem, LedgerVersion)]
-        if len(others) == len(copies):
+        if others and not any(isinstance(copy, Balance) for copy in copies):
             raise others[0]
         balance = _newest(copies)
         self._last = balance.encode()
@@ -261,6 +267,11 @@ class Ledger:
             return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         except OSError:
             return False
+
+    def retire(self) -> None:
+        """Close it when no thread has it locked."""
+        with self._threads:
+            self.close()
 
     def close(self) -> None:
         """Once more changes nothing."""

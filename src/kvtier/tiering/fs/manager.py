@@ -29,7 +29,7 @@ from kvtier.tiering.fs.lookups import Lookups
 from kvtier.tiering.fs.mover import FsMover, FsTransfer
 from kvtier.tiering.fs.names import LONGEST_KEY, namespace_path
 from kvtier.tiering.fs.options import FsOptions
-from kvtier.tiering.fs.root import allows_o_direct, open_root
+from kvtier.tiering.fs.root import allows_o_direct, open_root, warn_of_limits
 from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.uses import Uses
 from kvtier.tiering.io.aio import address_of
@@ -137,6 +137,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._num_evicted_told = 0
         file_bytes = block_file_bytes(self.rows.row_bytes)
         self._max_queued = max(1, _MAX_QUEUED_BYTES // file_bytes)
+        warn_of_limits(books, options.max_bytes, options.min_free_bytes)
         is_direct = allows_o_direct(books)
         logger.info(
             "%s: namespace %s, %s",
@@ -280,7 +281,9 @@ class FsSecondaryTierManager(SecondaryTierManager):
         done = None
         if not success:
             done = transfer.here + [key for _, key in transfer.done]
-        self._results.append(JobResult(job.job_id, success, done, transfer.seconds))
+        assert isinstance(transfer, FsTransfer)
+        num_gone = len(transfer.gone)
+        self._results.append(JobResult(job.job_id, success, done, transfer.seconds, num_gone))
 
     def _end_load(self, transfer: Transfer[OffloadKey], is_current: bool) -> None:
         if transfer.failed and is_current:
@@ -291,8 +294,8 @@ class FsSecondaryTierManager(SecondaryTierManager):
     def _end_store(self, transfer: Transfer[OffloadKey], is_current: bool) -> None:
         self._num_queued -= len(transfer.pieces)
         assert isinstance(transfer, FsTransfer)
-        self._counters[metrics.REFUSED] += transfer.num_refused
-        self._counters[metrics.FAILED] += len(transfer.failed) - transfer.num_refused
+        self._counters[metrics.REFUSED] += len(transfer.refused)
+        self._counters[metrics.FAILED] += len(transfer.failed) - len(transfer.refused)
         if is_current:
             self._writing.difference_update(key for _, key in transfer.pieces)
 

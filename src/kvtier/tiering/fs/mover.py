@@ -6,9 +6,8 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,7 +18,7 @@ from kvtier.tiering.fs.books import NAME_BYTES, SeatLost
 from kvtier.tiering.fs.clerk import Arrival, Change, Clerk, News
 from kvtier.tiering.fs.lease import NoRoom, Room
 from kvtier.tiering.fs.names import block_path
-from kvtier.tiering.fs.tree import BlockFile
+from kvtier.tiering.fs.tree import BlockFile, bytes_taken
 from kvtier.tiering.io.errors import ErrorLog
 from kvtier.tiering.io.lane import CannotBegin, Ended
 from kvtier.tiering.io.page import PAGE_BYTES
@@ -43,12 +42,25 @@ class FsTransfer(Transfer[OffloadKey]):
 
     namespace: str = ""
     """The directory of the blocks."""
-    stamps: Iterator[int] = field(default_factory=lambda: count(time.time_ns(), -1))
-    """A store: the time stamps of its files. Of one prompt, the head is the last to leave."""
+    begun_ns: int = field(default_factory=time.time_ns)
+    positions: dict[OffloadKey, int] = field(default_factory=dict)
+    """A store: where its blocks are in the prompt."""
     rooms: dict[OffloadKey, Room] = field(default_factory=dict)
     """A store: where its blocks are written first."""
-    num_refused: int = 0
+    refused: list[OffloadKey] = field(default_factory=list)
     """A store: blocks for which there was no room."""
+    gone: list[OffloadKey] = field(default_factory=list)
+    """A load: blocks that have left."""
+
+    def take_unit(self, max_pieces: int) -> Unit[OffloadKey]:
+        position = self.num_taken
+        unit = Transfer.take_unit(self, max_pieces)
+        self.positions[unit.pieces[0][1]] = position
+        return unit
+
+    def stamp_of(self, key: OffloadKey) -> int:
+        """When it counts as used. Of one prompt, the head is the last to leave."""
+        return self.begun_ns - self.positions[key]
 
 
 def _transfer_of(unit: _Unit) -> FsTransfer:
@@ -97,7 +109,7 @@ class FsMover:
         ((_, key),) = unit.pieces
         transfer = _transfer_of(unit)
         if transfer.job.is_promotion:
-            return self._open_to_read(block_path(transfer.namespace, key)), 0
+            return self._open_to_read(transfer, key), 0
         if self._is_there(transfer, key):
             self._work.finish([(unit, unit.pieces, ())])
             raise CannotBegin  # and need not
@@ -105,14 +117,14 @@ class FsMover:
         write_header(page, self._tier.seal_block(transfer.job, key, payload))
         return self._open_to_write(transfer, key), 0
 
-    def _open_to_read(self, path: str) -> int:
+    def _open_to_read(self, transfer: FsTransfer, key: OffloadKey) -> int:
         try:
-            return os.open(path, self._read_flags)
+            return os.open(block_path(transfer.namespace, key), self._read_flags)
         except FileNotFoundError:
-            raise CannotBegin from None  # it has left
+            transfer.gone.append(key)
         except OSError as error:
             self.note_error(error.errno or errno.EIO, is_write=False)
-            raise CannotBegin from None
+        raise CannotBegin
 
     def _is_there(self, transfer: FsTransfer, key: OffloadKey) -> bool:
         """Whether another engine has stored a block before us."""
@@ -129,7 +141,7 @@ class FsMover:
         try:
             room = transfer.rooms[key] = self._clerk.lease.take()
         except (NoRoom, SeatLost):
-            transfer.num_refused += 1
+            transfer.refused.append(key)
             raise CannotBegin from None
         fd = -1
         try:
@@ -183,12 +195,12 @@ class FsMover:
         try:
             if not ended.error:
                 # The file's time says when its block was used last.
-                stamp = next(transfer.stamps)
+                stamp = transfer.stamp_of(key)
                 os.utime(ended.fd, ns=(stamp, stamp))
                 # A file that is overwritten takes what it took.
                 num_bytes = room.charge - NAME_BYTES
                 if room.is_new:
-                    num_bytes = os.fstat(ended.fd).st_blocks * 512
+                    num_bytes = bytes_taken(os.fstat(ended.fd))
                 final = block_path(transfer.namespace, key)
                 return Arrival(ended.unit, key, room, transfer.namespace, final, num_bytes)
         except OSError as error:
@@ -212,20 +224,20 @@ class FsMover:
                 if found is None:
                     return unit, unit.pieces, ()
                 failure = found
-            self._end_damaged(fd, block_path(transfer.namespace, key), failure)
+            if not self._is_damaged(fd, block_path(transfer.namespace, key), failure):
+                transfer.gone.append(key)
         finally:
             os.close(fd)
         return unit, (), unit.pieces
 
-    def _end_damaged(self, fd: int, path: str, failure: seal.SealFailure) -> None:
-        """A file that has left meanwhile may have been overwritten while it was read: that is no
-        damage."""
+    def _is_damaged(self, fd: int, path: str, failure: seal.SealFailure) -> bool:
+        """False: the file has left meanwhile, and may have been overwritten while it was read."""
         try:
             found = os.lstat(path)
             if not os.path.samestat(found, os.fstat(fd)):
-                return
+                return False
         except OSError:
-            return
+            return False
         self._tier.refuse_block(failure)
-        num_bytes = found.st_blocks * 512
-        self._clerk.remove_soon(BlockFile(path, found.st_mtime_ns, num_bytes, found.st_size))
+        self._clerk.remove_soon(BlockFile.of(path, found))
+        return True

@@ -47,9 +47,10 @@ def block_path(namespace: str, key: OffloadKey) -> str:
 
 
 def block_name(key: OffloadKey) -> str:
-    if len(key) <= _LONGEST_AS_HEX:
+    if 0 < len(key) <= _LONGEST_AS_HEX:
         return key.hex()
-    return _LONG_MARK + base64.urlsafe_b64encode(key).decode()  # file names end at 255 letters
+    # File names end at 255 letters, and have one at least.
+    return _LONG_MARK + base64.urlsafe_b64encode(key).decode()
 
 
 def key_of(name: str) -> OffloadKey | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvtier.config import ConfigError, Problem
-from kvtier.config.kinds import SIZE, Kind, Unfit, whole_number
+from kvtier.config.kinds import SIZE, SIZE_OR_ZERO, Kind, Unfit, whole_number
 from kvtier.config.redaction import describe
 
 __all__ = ["FsOptions"]
@@ -37,15 +38,11 @@ def _threads(value: object) -> int:
     return number
 
 
-def _size_or_zero(value: object) -> int:
-    return 0 if value == 0 and not isinstance(value, bool) else SIZE.parse(value)
-
-
 _THREADS: Kind[int] = Kind(f"a whole number from 1 to {_MOST_THREADS}", _threads)
 _KINDS: dict[str, Kind[Any]] = {
     "root_dir": Kind("the path of a directory", _root_dir),
     "max_bytes": SIZE,
-    "min_free_bytes": Kind(f"0, or {SIZE.allowed}", _size_or_zero),
+    "min_free_bytes": SIZE_OR_ZERO,
     "n_read_threads": _THREADS,
     "n_write_threads": _THREADS,
 }
@@ -60,6 +57,8 @@ class FsOptions:
     min_free_bytes: int
     n_read_threads: int
     n_write_threads: int
+    max_bytes_as_given: object = field(default=None, compare=False)
+    """As the user has written it."""
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> FsOptions:
@@ -77,14 +76,19 @@ class FsOptions:
             parsed.get("min_free_bytes", 0),
             parsed.get("n_read_threads", _DEFAULT_THREADS),
             parsed.get("n_write_threads", _DEFAULT_THREADS),
+            present["max_bytes"],
         )
-        if not options.root_dir.parent.is_dir():
+        parent = options.root_dir.parent
+        if not parent.is_dir():
+            remedy = f"Make the directory {parent}, or mount the file system first"
+            if os.path.lexists(parent):
+                remedy = f"Give another path: {parent} is no directory"
             raise ConfigError(
                 Problem(
                     "root_dir",
                     describe(str(options.root_dir)),
                     "a directory, or a new name in one that exists",
-                    f"Make the directory {options.root_dir.parent}, or mount the file system first",
+                    remedy,
                 )
             )
         return options
@@ -96,7 +100,7 @@ class FsOptions:
             raise ConfigError(
                 Problem(
                     "max_bytes",
-                    describe(self.max_bytes),
+                    describe(self.max_bytes_as_given),
                     f"at least {least} bytes",
                     f"Give room for {_LEAST_BLOCKS} blocks of {block_bytes} bytes and for "
                     "directories; a cache that is read again is as large as many prompts",

@@ -25,7 +25,7 @@ from kvtier.tiering.fs.names import (
     key_of,
 )
 from kvtier.tiering.fs.seat import _ALIVE, Occupant
-from kvtier.tiering.fs.tree import BlockFile
+from kvtier.tiering.fs.tree import BlockFile, bytes_taken
 
 __all__ = [
     "SeenNamespace",
@@ -41,7 +41,8 @@ __all__ = [
 _NUM_TRIES = 8
 _GONE = (errno.ENOENT, errno.ESTALE)
 _NOT_OURS = "lost+found"
-_REMOVED_BUT_OPEN = ".nfs"
+_HIDDEN = "."
+"""Such names are the file system's: snapshots, and what NFS keeps of removed but open files."""
 _SHARDS = frozenset(SHARDS)
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -98,7 +99,9 @@ class Survey:
     """Without those of dead engines, which nobody finds any more."""
     strays: list[Stray] = field(default_factory=list)
     num_bytes: int = 0
-    """As `du` counts them, all included but what the file system itself keeps there."""
+    """As `du` counts them, all included but the directories that the file system itself keeps."""
+    hidden_bytes: int = 0
+    """The part of it in files that are the file system's own. No ledger has them."""
     is_steady: bool = False
     """Whether the ledger has not changed meanwhile."""
 
@@ -112,14 +115,15 @@ class Survey:
         changing, or is reserved."""
         if self.balance is None or not self.is_steady or self.balance.reserved:
             return None
-        return self.balance.total - self.num_bytes
+        return self.balance.total - (self.num_bytes - self.hidden_bytes)
 
     def live_users(self, name: str) -> list[SeenSeat]:
-        """The engines that look for blocks of this fingerprint."""
+        """The engines that look for blocks of this fingerprint, or may do so: one that starts has
+        not said yet which ones it looks for."""
         return [
             seat
             for seat in self.seats
-            if seat.is_alive and seat.occupant is not None and seat.occupant.namespace == name
+            if seat.is_alive and (seat.occupant is None or seat.occupant.namespace == name)
         ]
 
 
@@ -227,7 +231,9 @@ class _Surveyor:
             is_directory = stat.S_ISDIR(status.st_mode)
             if entry.name == _NOT_OURS:
                 continue
-            if entry.name == "blocks" and is_directory:
+            if entry.name.startswith(_HIDDEN):
+                self._count_hidden(status)
+            elif entry.name == "blocks" and is_directory:
                 self._count(status)
                 self._look_at_namespaces(Path(entry.path), None)
             elif entry.name == "engines" and is_directory:
@@ -283,32 +289,42 @@ class _Surveyor:
             if not stat.S_ISREG(status.st_mode) or _key_at(shard.name, entry.name) is None:
                 self._note_stray(entry, status)
                 continue
-            self._count(status)
+            self._count(status, bytes_taken(status))
             space.num_blocks += 1
             space.used_ns = max(space.used_ns, status.st_mtime_ns)
             if self._keep_blocks:
-                num_bytes = status.st_blocks * 512
-                block = BlockFile(entry.path, status.st_mtime_ns, num_bytes, status.st_size)
-                space.blocks.append(block)
+                space.blocks.append(BlockFile.of(entry.path, status))
 
     def _note_stray(self, entry: os.DirEntry[str], status: os.stat_result) -> None:
+        if entry.name.startswith(_HIDDEN):
+            self._count_hidden(status)
+            return
         before = self.seen.num_bytes
         self.count_all(entry.path, status)
-        if not entry.name.startswith(_REMOVED_BUT_OPEN):
-            self.seen.strays.append(Stray(entry.path, self.seen.num_bytes - before))
+        self.seen.strays.append(Stray(entry.path, self.seen.num_bytes - before))
+
+    def _count_hidden(self, status: os.stat_result) -> None:
+        """A directory of snapshots has all of it once more for each: nobody looks into it."""
+        if not stat.S_ISDIR(status.st_mode):
+            before = self.seen.num_bytes
+            self._count(status)
+            self.seen.hidden_bytes += self.seen.num_bytes - before
 
     def count_all(self, path: str | Path, status: os.stat_result) -> None:
         """A file, or a directory with all that is in it."""
         self._count(status)
         for inner, inner_status in _entries(path, status):
-            self.count_all(inner.path, inner_status)
+            if inner.name.startswith(_HIDDEN):
+                self._count_hidden(inner_status)
+            else:
+                self.count_all(inner.path, inner_status)
 
-    def _count(self, status: os.stat_result) -> None:
+    def _count(self, status: os.stat_result, num_bytes: int | None = None) -> None:
         if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
             if status.st_ino in self._linked:
                 return
             self._linked.add(status.st_ino)
-        self.seen.num_bytes += status.st_blocks * 512
+        self.seen.num_bytes += status.st_blocks * 512 if num_bytes is None else num_bytes
 
 
 def _entries(

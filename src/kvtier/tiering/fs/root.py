@@ -16,7 +16,7 @@ from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.tree import namespaces_in
 from kvtier.tiering.io.page import PAGE_BYTES
 
-__all__ = ["allows_o_direct", "is_root", "open_root"]
+__all__ = ["allows_o_direct", "is_root", "open_root", "warn_of_limits"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,9 @@ def open_root(path: Path, occupant: Occupant, patience_s: float = _PATIENCE_S) -
 
 
 def _require_ours(path: Path) -> None:
-    strange = sorted(set(os.listdir(path)) - _OURS)
+    # What begins with a dot is the file system's: .snapshot, .nfs0123.
+    names = {name for name in os.listdir(path) if not name.startswith(".")}
+    strange = sorted(names - _OURS)
     if strange and not is_root(path):
         raise RootRefused(
             f"{path} holds other things ({', '.join(strange[:3])}): give a directory of its own, "
@@ -84,6 +86,37 @@ def _require_hard_links(books: Books) -> None:
         for path in (first, second):
             with suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+def warn_of_limits(books: Books, max_bytes: int, min_free_bytes: int) -> None:
+    """Say at the start what an operator cannot have meant."""
+    answer = os.statvfs(books.path)
+    size, free = answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize
+    total = books.ledger.read().total
+    if total > max_bytes:
+        logger.warning(
+            "%s holds %d bytes, and max_bytes is %d: blocks of this model are removed until they "
+            "fit, also those of other engines. Give all of them the same max_bytes",
+            books.path,
+            total,
+            max_bytes,
+        )
+    if max_bytes > size:
+        logger.warning(
+            "%s: max_bytes is %d, and its file system has %d: it will run full. Give less, or "
+            "min_free_bytes",
+            books.path,
+            max_bytes,
+            size,
+        )
+    if min_free_bytes > free + total:
+        logger.warning(
+            "%s: min_free_bytes is %d, and its file system has %d free: nothing can be stored. "
+            "Give less, or make room",
+            books.path,
+            min_free_bytes,
+            free,
+        )
 
 
 def allows_o_direct(books: Books) -> bool:

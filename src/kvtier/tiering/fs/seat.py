@@ -25,6 +25,7 @@ from uuid import uuid4
 from weakref import WeakSet
 
 from kvtier.tiering.fs.names import is_engine_name
+from kvtier.tiering.fs.tree import bytes_taken
 
 __all__ = ["Occupant", "Seat", "SeatFile", "StrangeSeat", "other_seats"]
 
@@ -91,7 +92,7 @@ class Seat:
         """`engines`: the directory of all of them. Under the ledger's lock: until the file is
         locked, it looks like that of a dead engine."""
         self.engine = uuid4().bytes
-        self._directory = engines / self.engine.hex()
+        self.directory = engines / self.engine.hex()
         self._alive = engines / (self.engine.hex() + _ALIVE)
         self._numbers = count(1)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -100,7 +101,7 @@ class Seat:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)  # others only look at it for a moment
             os.pwrite(self._fd, occupant.encode(), 0)
-            os.mkdir(self._directory, 0o700)
+            os.mkdir(self.directory, 0o700)
         except BaseException:
             with suppress(OSError):
                 self.remove()
@@ -109,18 +110,32 @@ class Seat:
     @property
     def blocks(self) -> Path:
         """The directory of namespaces that are this engine's alone."""
-        return self._directory / "blocks"
+        return self.directory / "blocks"
 
     def incoming(self) -> str:
         """A new name for a block that is going to be written."""
-        return f"{self._directory}/w{next(self._numbers)}"
+        return f"{self.directory}/w{next(self._numbers)}"
 
     def outgoing(self, batch: int, number: int) -> str:
         """The name of a block on its way out."""
-        return f"{self._directory}/e{batch}-{number}"
+        return f"{self.directory}/e{batch}-{number}"
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is what others find there."""
+        try:
+            found = os.stat(self._alive)
+            return os.path.samestat(found, os.fstat(self._fd)) and self.directory.is_dir()
+        except OSError:
+            return False
+
+    def now_ns(self) -> int:
+        """The time by the clock that new files get their time stamps from: the file server's."""
+        os.utime(self._fd)
+        return os.fstat(self._fd).st_mtime_ns
 
     def contains(self, path: str) -> bool:
-        return path.startswith(f"{self._directory}/")
+        return path.startswith(f"{self.directory}/")
 
     def abandon(self) -> None:
         """Leave everything where it is, for whoever finds a dead engine's seat. Once more changes
@@ -129,9 +144,17 @@ class Seat:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
+    def empty(self) -> None:
+        """Remove what is in it."""
+        for entry in list(os.scandir(self.directory)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+
     def remove(self) -> None:
         """Nothing is left of it. Under the ledger's lock, or when there is no account of it."""
-        _remove(self._directory, self._alive)
+        _remove(self.directory, self._alive)
         self.abandon()
 
 
@@ -188,8 +211,7 @@ def seat_files(directory: Path) -> list[SeatFile]:
         except FileNotFoundError:
             continue
         batch = None if out is None else int(out[1])
-        num_bytes = status.st_blocks * 512
-        found.append(SeatFile(entry.path, num_bytes, status.st_nlink > 1, batch))
+        found.append(SeatFile(entry.path, bytes_taken(status), status.st_nlink > 1, batch))
     return found
 
 

@@ -53,6 +53,8 @@ class Sweeper:
         self._junk: deque[Path] = deque()
         self._stock: deque[BlockFile] = deque()
         self._num_asked = 0
+        self.num_seen: int | None = None
+        """How many blocks there are that may leave, if all of them were looked at."""
         self._nothing_until = 0.0
         self._reclaim_at = 0.0
         self._is_stopping = False
@@ -171,14 +173,20 @@ class Sweeper:
         shards = list(SHARDS)
         self._chance.shuffle(shards)
         found: list[BlockFile] = []
+        self.num_seen = None
         for shard in shards:
             if self._is_stopping:
                 break
             for namespace in namespaces:
-                found += read_shard(namespace, shard)
+                try:
+                    found += read_shard(namespace, shard)
+                except OSError as error:  # of one directory; the others are as good as before
+                    self._on_error(error)
             if len(found) >= max(_ENOUGH, 2 * _OLD_PART * count):
                 break
+        else:
+            self.num_seen = len(found)
         # A clock that was far ahead somewhere must not make blocks immortal.
-        latest = time.time_ns() + _CLOCKS_DIFFER_NS
+        latest = self._books.seat.now_ns() + _CLOCKS_DIFFER_NS
         found.sort(key=lambda block: block.used_ns if block.used_ns <= latest else 0)
         return found[: max(count, len(found) // _OLD_PART)]

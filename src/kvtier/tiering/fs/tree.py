@@ -14,6 +14,7 @@ from kvtier.tiering.fs.names import SHARDS, is_namespace_name
 
 __all__ = [
     "BlockFile",
+    "bytes_taken",
     "count_blocks",
     "measure_overhead",
     "namespaces_in",
@@ -33,6 +34,10 @@ class BlockFile:
     """As `du` counts them."""
     size: int
 
+    @classmethod
+    def of(cls, path: str, status: os.stat_result) -> BlockFile:
+        return cls(path, status.st_mtime_ns, bytes_taken(status), status.st_size)
+
     @property
     def name(self) -> str:
         return self.path.rpartition("/")[2]
@@ -41,6 +46,12 @@ class BlockFile:
     def namespace(self) -> str:
         """The directory of its namespace."""
         return self.path.rsplit("/", 2)[0]
+
+
+def bytes_taken(status: os.stat_result) -> int:
+    """What a file takes on the disk, as `du` counts it. Some file systems know that only later, and
+    say next to nothing until then."""
+    return max(status.st_blocks * 512, status.st_size)
 
 
 def namespaces_in(blocks: Path) -> list[Path]:
@@ -66,9 +77,7 @@ def read_shard(namespace: str | Path, shard: str) -> Iterator[BlockFile]:
             except FileNotFoundError:
                 continue
             if stat.S_ISREG(status.st_mode):
-                yield BlockFile(
-                    entry.path, status.st_mtime_ns, status.st_blocks * 512, status.st_size
-                )
+                yield BlockFile.of(entry.path, status)
 
 
 def count_blocks(blocks: Path) -> tuple[int, int]:

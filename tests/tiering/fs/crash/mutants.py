@@ -119,9 +119,9 @@ def what_was_just_used_leaves_too() -> None:
     real = Books.evict
 
     def evict(
-        books: Books, balance: Balance, blocks: Any, is_forced: bool = False
+        books: Books, balance: Balance, blocks: Any, on_error: Any = None, is_forced: bool = False
     ) -> list[Evicted]:
-        return real(books, balance, blocks, is_forced=True)
+        return real(books, balance, blocks, on_error, is_forced=True)
 
     plant(Books, evict=evict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,13 +14,15 @@ from kvtier.tiering.fs.books import Books, Evicted, Outcome, Written
 from kvtier.tiering.fs.clerk import Clerk
 from kvtier.tiering.fs.ledger import Balance
 from kvtier.tiering.fs.names import SHARDS
+from kvtier.tiering.fs.sweeper import Sweeper
 from kvtier.tiering.fs.tree import BlockFile, read_shard
 from tests.tiering.disk.crash.planting import plant
 
 _IN_ONE_REPORT = 16
 """A report is one write into a pipe, which others write into as well."""
 _ENOUGH = 24
-"""Where fewer stay, chance has had too much of a say in what was found."""
+_CLOCK_STEP_NS = 10_000_000
+"""Times of files are those of a clock that moves on in steps."""
 
 
 class Wrong(Exception):
@@ -35,12 +38,15 @@ class Witness:
         self._root = root
         self._blocks = f"{root}/blocks/"
         self._report = report
+        self._looked_ns: dict[str, int] = {}
+        """By path of a block, when it was last seen to be one that may leave."""
         self._first_error = ""
         """For which the seat was given up."""
 
     def plant(self) -> None:
         self._plant_in_rename()
         self._plant_in_publish()
+        self._plant_in_look()
         self._plant_in_evict()
         self._plant_in_loss()
 
@@ -76,14 +82,29 @@ class Witness:
         for start in range(0, len(paths), _IN_ONE_REPORT):
             self._report(what, paths[start : start + _IN_ONE_REPORT])
 
+    def _plant_in_look(self) -> None:
+        real = Sweeper._oldest
+
+        def oldest(sweeper: Sweeper, namespaces: Sequence[Path], count: int) -> list[BlockFile]:
+            now_ns = time.time_ns()
+            found = real(sweeper, namespaces, count)
+            self._looked_ns.update((block.path, now_ns) for block in found)
+            return found
+
+        plant(Sweeper, _oldest=oldest)
+
     def _plant_in_evict(self) -> None:
         real = Books.evict
 
         def evict(
-            books: Books, balance: Balance, blocks: Iterable[BlockFile], is_forced: bool = False
+            books: Books,
+            balance: Balance,
+            blocks: Iterable[BlockFile],
+            on_error: Any = None,
+            is_forced: bool = False,
         ) -> list[Evicted]:
             candidates = list(blocks)
-            gone = real(books, balance, candidates, is_forced=is_forced)
+            gone = real(books, balance, candidates, on_error, is_forced=is_forced)
             if gone:
                 self._report("evicted", len(gone))
             if gone and not is_forced:
@@ -117,11 +138,25 @@ class Witness:
         used = [each for each in gone if each.block.used_ns != looked_at[each.block.path]]
         if used:
             self._report("wrong", f"{used[0].block.path} has left, and was used a moment ago")
+        self._judge_age(gone)
+
+    def _judge_age(self, gone: list[Evicted]) -> None:
+        """What stays is younger, but for what the sweeper could not know when it looked: blocks
+        that came later may have been used before, and so may those whose time has changed."""
         namespace = Path(gone[0].block.path).parent.parent
-        oldest = min(
-            each.block.used_ns for each in gone if each.block.path.startswith(f"{namespace}/")
+        victims = [each.block for each in gone if each.block.path.startswith(f"{namespace}/")]
+        oldest = min(victims, key=lambda block: block.used_ns)
+        known_until_ns = self._looked_ns[oldest.path] - _CLOCK_STEP_NS
+        statuses = [
+            os.lstat(block.path) for shard in SHARDS for block in read_shard(namespace, shard)
+        ]
+        num_older = sum(
+            status.st_mtime_ns < oldest.used_ns
+            and status.st_ctime_ns < known_until_ns
+            and status.st_nlink == 1
+            for status in statuses
         )
-        left = [block.used_ns for shard in SHARDS for block in read_shard(namespace, shard)]
-        num_older = sum(used_ns < oldest for used_ns in left)
-        if len(left) >= _ENOUGH and num_older > len(left) * 3 / 4:
-            self._report("wrong", f"of {len(left)} that stay, {num_older} are older than who left")
+        if len(statuses) >= _ENOUGH and num_older > len(statuses) / 2:
+            self._report(
+                "wrong", f"of {len(statuses)} that stay, {num_older} are older than who left"
+            )
