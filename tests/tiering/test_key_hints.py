@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,6 @@ def test_an_fs_entry_that_becomes_a_disk_entry(key: str) -> None:
 def _own_keys(tier_type: str) -> set[str]:
     tier_cls: type[SecondaryTierManager]
     tier_cls = SecondaryTierFactory.get_secondary_tier_cls({"type": tier_type})
-    import inspect
-
     return set(inspect.signature(tier_cls).parameters)
 
 

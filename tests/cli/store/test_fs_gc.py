@@ -283,9 +283,9 @@ def test_ctrl_c_while_it_counts(
     fill_root(root, KEYS)
     count = Books.count_again
 
-    def count_and_interrupt(books: Books) -> None:
+    def count_and_interrupt(books: Books) -> tuple[int, int]:
         os.kill(os.getpid(), signal.SIGINT)
-        count(books)
+        return count(books)
 
     monkeypatch.setattr(Books, "count_again", count_and_interrupt)
     assert main(["store", "gc", str(root), "--yes", *ANY_AGE]) == 128 + signal.SIGINT
@@ -316,12 +316,12 @@ def test_twice_ctrl_c_ends_it_at_once(
 def test_ctrl_c_at_the_question(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Pressed(Keyboard):
-        def readline(self, size: int | None = -1, /) -> str:
-            raise KeyboardInterrupt
+    def press(_question: str) -> bool:
+        raise KeyboardInterrupt
 
     name = fill_root(root, KEYS)
-    monkeypatch.setattr(sys, "stdin", Pressed())
+    monkeypatch.setattr(sys, "stdin", Keyboard())
+    monkeypatch.setattr(gc, "is_confirmed", press)
     assert main(["store", "gc", str(root), *ANY_AGE]) == 128 + signal.SIGINT
     text = capsys.readouterr().out
     assert "ledger      counted again" in text

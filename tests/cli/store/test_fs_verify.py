@@ -256,11 +256,11 @@ def test_a_file_that_is_overwritten_while_it_is_read(
     """A block leaves, its file is used for another one, and with luck gets its old name again."""
     name = fill_root(root, KEYS)
     file, elsewhere = file_of(root, name, VICTIM), root / "engines" / "recycled"
-    content = file.read_bytes()
+    content, status = file.read_bytes(), file.stat()
     reads, pending = os.preadv, [True]
 
     def read_while_it_leaves(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if pending and os.path.samestat(os.fstat(fd), file.stat()):
+        if pending and os.path.samestat(os.fstat(fd), status):
             pending.pop()
             file.rename(elsewhere)
             elsewhere.write_bytes(bytes(FILE_BYTES))

@@ -46,9 +46,9 @@ class TestFsWithOneThreadEach(_FsTier):
 
 
 class TestFullFs(_FsTier):
-    row_bytes = 1 << 20
+    row_bytes = 1 << 19
     capacity_blocks = 12
-    options: ClassVar[dict[str, Any]] = {"max_bytes": 12 * (row_bytes + 8448) + (2 << 20)}
+    options: ClassVar[dict[str, Any]] = {"max_bytes": 12 * (row_bytes + 8448) + (1900 << 10)}
 
 
 class TestFsThroughThePageCache(_FsTier):

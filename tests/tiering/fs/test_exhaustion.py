@@ -171,6 +171,19 @@ def test_the_first_burst_is_larger_than_the_quota(tmp_path: Path) -> None:
         wait_until_the_gauge_is_right(harness, root)
 
 
+def test_who_is_alone_is_not_told_that_others_take_the_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stores wait before the first block is published, and go on when blocks leave."""
+    with fs_harness(tmp_path / "root", 12, row_bytes=1 << 19) as harness:
+        for start in range(0, 256, 64):
+            with silent_files(harness.tier):
+                job = harness.store(harness.keys(64, start))
+            harness.wait_for(job)
+        assert block_files(tmp_path / "root")
+    assert "is full" not in caplog.text
+
+
 def test_a_quota_that_has_been_made_smaller(tmp_path: Path) -> None:
     """Blocks leave until the new one is kept."""
     root = tmp_path / "root"

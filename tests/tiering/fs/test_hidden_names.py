@@ -1,4 +1,4 @@
-"""Names that begin with a dot are the file system's: snapshots, and NFS's removed but open files."""
+"""Names that begin with a dot are the file system's: snapshots, and NFS's removed open files."""
 
 from __future__ import annotations
 

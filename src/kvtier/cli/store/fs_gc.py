@@ -60,10 +60,12 @@ def find_orphans(seen: Survey, wanted: Sequence[str], older_than_s: int | None) 
 
 def _in_use(seen: Survey, name: str) -> StoreRefused:
     user = seen.live_users(name)[0].occupant
-    assert user is not None
+    who = "one that has not said its name"
+    if user is not None:
+        who = f"{user.engine_id} (process {user.pid} on {user.host})"
     return StoreRefused(
-        f"{name} is used by a live engine, {user.engine_id} (process {user.pid} on {user.host}): "
-        "end it first, or empty the namespace with `kvtier store clear --namespace`"
+        f"{name} is used by a live engine, {who}: end it first, or empty the namespace with "
+        "`kvtier store clear --namespace`"
     )
 
 

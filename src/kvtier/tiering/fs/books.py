@@ -361,6 +361,7 @@ class Books:
         gone: list[Evicted] = []
         for number, block in enumerate(blocks):
             temporary = seat.outgoing(batch, number)
+            status = None
             try:
                 status = os.lstat(block.path)
                 is_used = status.st_mtime_ns != block.used_ns
@@ -370,7 +371,8 @@ class Books:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                if on_error is None or not os.path.lexists(block.path):
+                is_there = status is None or os.path.lexists(block.path)
+                if on_error is None or not is_there:
                     raise
                 on_error(error)  # it stays where it is, and so do we
                 continue

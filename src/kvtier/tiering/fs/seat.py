@@ -235,8 +235,9 @@ def other_seats(engines: Path, own: Seat | None) -> Iterator[StrangeSeat]:
 
 def _remove(directory: Path, alive: Path) -> None:
     """The file goes last: as long as it is there, someone will try again."""
-    with suppress(FileNotFoundError):
-        shutil.rmtree(directory)
+    while directory.exists():
+        with suppress(FileNotFoundError):  # of one of its files, which others remove, too
+            shutil.rmtree(directory)
     with suppress(FileNotFoundError):
         os.unlink(alive)
 

@@ -157,7 +157,7 @@ def _blocks_of(namespaces: Sequence[Path]) -> list[BlockFile]:
 
 @_mutant(num_blocks=12, point="evict: rename after")
 def the_dead_are_not_settled() -> None:
-    plant(books_module, _settle=lambda balance, seat: None)
+    plant(books_module, _settle=lambda balance, account, directory: None)
 
 
 @_mutant(quiet_patience_s=3.0)
@@ -178,13 +178,20 @@ def everyone_is_taken_for_dead() -> None:
 
 @_mutant(epoch_rate=0.1, point="remove seat: unlink after")
 def accounts_go_before_their_files() -> None:
-    real = books_module._settle
+    real = Books.reclaim
 
-    def settle(balance: Balance, seat: StrangeSeat) -> None:
-        real(balance, seat)
-        balance.accounts.pop(seat.engine, None)
+    def reclaim(books: Books) -> int:
+        if not books._is_anything_to_reclaim():
+            return 0
+        with books.transaction() as balance:
+            for seat in books._other_seats():
+                account = balance.accounts.get(seat.engine)
+                if seat.is_dead and account is not None:
+                    books_module._settle(balance, account, seat.directory)
+                    del balance.accounts[seat.engine]
+        return real(books)
 
-    plant(books_module, _settle=settle)
+    plant(Books, reclaim=reclaim)
 
 
 @_mutant()

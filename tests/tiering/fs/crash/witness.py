@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -49,6 +50,7 @@ class Witness:
         self._plant_in_look()
         self._plant_in_evict()
         self._plant_in_loss()
+        self._plant_in_log()
 
     def _plant_in_rename(self) -> None:
         real = os.rename
@@ -132,6 +134,15 @@ class Witness:
 
         plant(Books, give_up_seat=give_up_seat)
         plant(Clerk, _lost=lost)
+
+    def _plant_in_log(self) -> None:
+        """A thread of the tier says so when something has gone wrong that must not, and goes on."""
+
+        def exception(logger: logging.Logger, message: str, *args: object) -> None:
+            error = traceback.format_exc().strip().splitlines()[-1]
+            self._report("wrong", f"an unexpected error: {message % args}: {error[:1000]}")
+
+        plant(logging.Logger, exception=exception)
 
     def _judge(self, candidates: list[BlockFile], gone: list[Evicted]) -> None:
         looked_at = {block.path: block.used_ns for block in candidates}
