@@ -857,6 +857,33 @@ def test_private_blocks_end_with_their_engine(root: Path, engines: Callable[[], 
     assert total_of(root) == du(root)
 
 
+def test_nobody_waits_while_private_blocks_are_removed(
+    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be very many of them."""
+    engine, other = engines(), engines()
+    privately_stored(engine, 1, 2)
+    real = os.unlink
+    was_free: list[bool] = []
+
+    def look_and_unlink(path: Any, **options: Any) -> None:
+        if os.path.basename(path) in {key(1).hex(), key(2).hex()}:
+            try:
+                with other.books.ledger.lock(lambda: 0.01):
+                    was_free.append(True)
+            except LedgerBusy:
+                was_free.append(False)
+        real(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", look_and_unlink)
+        engine.books.close()
+    assert was_free == [True, True]
+    other.books.reclaim()
+    assert_exact(root, other.books)
+    assert other.books.ledger.read().accounts.keys() == {other.books.seat.engine}
+
+
 def test_reclaiming_leaves_the_living_alone(root: Path, engines: Callable[[], Engine]) -> None:
     first, second, dead = engines(), engines(), engines()
     for engine in (first, dead):

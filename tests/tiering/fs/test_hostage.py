@@ -74,6 +74,22 @@ def test_who_was_taken_for_dead_goes_on_while_stores_keep_coming(
         wait_until_the_gauge_is_right(harness, root)
 
 
+@pytest.mark.parametrize("is_reset", [False, True], ids=["public", "after a reset"])
+def test_who_is_alone_and_has_its_seat_removed_by_hand_takes_another(
+    root: Path, is_reset: bool
+) -> None:
+    """Nobody else is there to say that it is lost; the ledger knows nothing of it."""
+    with fs_harness(root) as harness:
+        if is_reset:
+            harness.begin_epoch(EPOCHS[0])
+        wait_until_stored(harness, harness.keys(4))
+        shutil.rmtree(root / "engines")
+        (root / "engines").mkdir(mode=0o700)
+        wait_until_stored(harness, harness.keys(4, start=100))
+        if not is_reset:  # blocks that went with the seat are counted until all are counted again
+            wait_until_the_gauge_is_right(harness, root)
+
+
 def test_blocks_leave_though_one_directory_cannot_be_read(root: Path) -> None:
     with fs_harness(root, 20) as harness:
         fill(harness)

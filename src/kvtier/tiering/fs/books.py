@@ -20,10 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from kvtier.tiering.fs.ledger import Account, Balance, Ledger, LedgerLost
@@ -68,8 +68,7 @@ class Outcome(Enum):
     FAILED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """A block that is written and has no name yet."""
 
     temporary: str
@@ -80,8 +79,7 @@ class Written:
     """What was reserved for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(NamedTuple):
     """A block that has left, and is in our seat now."""
 
     block: BlockFile
@@ -298,7 +296,7 @@ class Books:
 
     def make_namespace(self, balance: Balance, namespace: Path, limit: int) -> bool:
         """Make the directories of a namespace, the last one last. False: there is no room."""
-        if (namespace / SHARDS[-1]).is_dir():
+        if os.path.isdir(f"{namespace}/{SHARDS[-1]}"):
             return True
         if balance.total + NAMESPACE_BYTES > limit - _HEADROOM:
             return False

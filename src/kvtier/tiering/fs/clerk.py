@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HEARTBEAT_S = 0.5
+_GATHER_S = 0.001
+_ENOUGH_AT_ONCE = 16
+"""Fewer blocks are waited for, for a moment: what the ledger costs, it costs for all of them."""
 _QUIET_S = 1.0
 """After so long without a store, what was reserved is given back."""
 _MEASURE_COST = 100
@@ -75,8 +78,7 @@ class Limits:
         return max(0, self.min_free_bytes - free_bytes(path))
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival(Generic[T]):
+class Arrival(NamedTuple, Generic[T]):
     """A block that is written. `what` is handed back with what became of it."""
 
     what: T
@@ -212,6 +214,8 @@ class Clerk(Generic[T]):
     def _run(self) -> None:
         while not self._is_stopping:
             self._wake.wait(_HEARTBEAT_S)
+            if self._arrived and len(self._arrived) < _ENOUGH_AT_ONCE and not self._is_asked:
+                time.sleep(_GATHER_S)
             self._wake.clear()
             self._guarded(self._work)
         self.lease.close()
@@ -433,15 +437,19 @@ class Clerk(Generic[T]):
             self.news.append(News(namespace, keys, change))
 
     def _note_gone(self, blocks: Sequence[Evicted]) -> None:
-        for namespace in {gone.block.namespace for gone in blocks}:
-            names = [gone.block.name for gone in blocks if gone.block.namespace == namespace]
-            keys = [key for key in map(key_of, names) if key is not None]
+        by_namespace: dict[str, list[OffloadKey]] = {}
+        for gone in blocks:
+            namespace, _, name = gone.block.path.rsplit("/", 2)
+            key = key_of(name)
+            if key is not None:
+                by_namespace.setdefault(namespace, []).append(key)
+        for namespace, keys in by_namespace.items():
             self.news.append(News(namespace, keys, Change.REMOVED))
 
     def _say_full(self) -> None:
         """Once, if there is hardly anything that this engine may remove."""
-        num_own, num_blocks = self.sweeper.num_seen, self.usage.num_blocks
-        if self._said_full or num_own is None or num_own * _SMALL_PART >= num_blocks:
+        num_own, num_blocks = self.sweeper.num_own, self.sweeper.num_all
+        if self._said_full or num_own * _SMALL_PART >= num_blocks:
             return
         self._said_full = True
         is_too_full = self._limits.missing_bytes(self._books.path) > 0

@@ -139,6 +139,13 @@ class Lookups:
         until = time.monotonic() + _ABSENT_FOR_S
         self._note(keys, until, self._absent, self._present, _MAX_ABSENT)
 
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """These blocks were there, and are no longer."""
+        present = self._present
+        for key in keys:
+            if key in present:
+                del present[key]
+
     def _note(
         self,
         keys: Iterable[OffloadKey],
@@ -148,8 +155,8 @@ class Lookups:
         most: int,
     ) -> None:
         for key in keys:
-            other.pop(key, None)
-            known.pop(key, None)
+            if key in other:
+                del other[key]
             known[key] = until
         while len(known) > most:
             known.popitem(last=False)

@@ -307,7 +307,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
             if namespace != self._directory:
                 continue
             if change is Change.REMOVED:
-                self._lookups.note_absent(keys)
+                self._lookups.forget(keys)
                 self._report_removed(keys)
             else:
                 self._lookups.note_present(keys)

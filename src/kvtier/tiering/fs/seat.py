@@ -125,7 +125,7 @@ class Seat:
         """Whether it is what others find there."""
         try:
             found = os.stat(self._alive)
-            return os.path.samestat(found, os.fstat(self._fd)) and self.directory.is_dir()
+            return os.path.samestat(found, os.fstat(self._fd)) and os.path.isdir(self.directory)
         except OSError:
             return False
 

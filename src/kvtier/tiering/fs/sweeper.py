@@ -53,8 +53,8 @@ class Sweeper:
         self._junk: deque[Path] = deque()
         self._stock: deque[BlockFile] = deque()
         self._num_asked = 0
-        self.num_seen: int | None = None
-        """How many blocks there are that may leave, if all of them were looked at."""
+        self.num_own, self.num_all = 1, 1
+        """How many blocks there were that may leave, and in all, when all were looked at last."""
         self._nothing_until = 0.0
         self._reclaim_at = 0.0
         self._is_stopping = False
@@ -173,7 +173,6 @@ class Sweeper:
         shards = list(SHARDS)
         self._chance.shuffle(shards)
         found: list[BlockFile] = []
-        self.num_seen = None
         for shard in shards:
             if self._is_stopping:
                 break
@@ -185,7 +184,7 @@ class Sweeper:
             if len(found) >= max(_ENOUGH, 2 * _OLD_PART * count):
                 break
         else:
-            self.num_seen = len(found)
+            self.num_own, self.num_all = len(found), self._books.ledger.read().num_blocks
         # A clock that was far ahead somewhere must not make blocks immortal.
         latest = self._books.seat.now_ns() + _CLOCKS_DIFFER_NS
         found.sort(key=lambda block: block.used_ns if block.used_ns <= latest else 0)

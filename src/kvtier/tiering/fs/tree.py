@@ -7,8 +7,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.tiering.fs.names import SHARDS, is_namespace_name
 
@@ -23,8 +23,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFile:
+class BlockFile(NamedTuple):
     """A block as it was when its directory was read."""
 
     path: str
@@ -72,6 +71,8 @@ def read_shard(namespace: str | Path, shard: str) -> Iterator[BlockFile]:
         return
     with entries:
         for entry in entries:
+            if entry.name.startswith("."):
+                continue  # the file system's: NFS keeps removed files so, while they are open
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
@@ -98,7 +99,8 @@ def measure_overhead(root: Path, seats: list[Path]) -> int:
     engines = root / "engines"
     total += _bytes_of(engines)
     for entry in os.scandir(engines):
-        total += _bytes_of(entry.path)
+        if not entry.name.startswith("."):
+            total += _bytes_of(entry.path)
     for blocks in (root / "blocks", *(seat / "blocks" for seat in seats)):
         total += _bytes_of(blocks)
         for namespace in namespaces_in(blocks):
