@@ -158,6 +158,7 @@ class Lookups:
             if key in other:
                 del other[key]
             known[key] = until
+            known.move_to_end(key)
         while len(known) > most:
             known.popitem(last=False)
 

@@ -55,7 +55,8 @@ class FsTransfer(Transfer[OffloadKey]):
     def take_unit(self, max_pieces: int) -> Unit[OffloadKey]:
         position = self.num_taken
         unit = Transfer.take_unit(self, max_pieces)
-        self.positions[unit.pieces[0][1]] = position
+        if not self.job.is_promotion:
+            self.positions[unit.pieces[0][1]] = position
         return unit
 
     def stamp_of(self, key: OffloadKey) -> int:
