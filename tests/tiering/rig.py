@@ -123,13 +123,14 @@ class HandTier(SecondaryTierManager):
         success: bool = True,
         fail: Iterable[OffloadKey] = (),
         transfer_time: float | None = 0.0,
+        num_gone: int = 0,
     ) -> None:
         """Carry out a job, or all that wait, and have it reported at the next poll."""
         for each in [job] if job is not None else list(self.waiting):
             self.waiting.remove(each)
             moved = [k for k in each.keys if success and k not in set(fail) and self._move(each, k)]
             all_moved = len(moved) == len(each.keys)
-            self.results.append(JobResult(each.job_id, all_moved, moved, transfer_time))
+            self.results.append(JobResult(each.job_id, all_moved, moved, transfer_time, num_gone))
 
     def _move(self, job: TransferJob, key: OffloadKey) -> bool:
         row = self.rows[int(job.block_ids[list(job.keys).index(key)])]

@@ -82,6 +82,22 @@ def test_loads_that_bring_a_part_are_no_failures() -> None:
     assert rig.stat("breaker_state") == 0
 
 
+@pytest.mark.parametrize(
+    ("num_gone", "state"), [(2, 0), (1, 2), (0, 2), (None, 2), ("all of them", 2)]
+)
+def test_loads_of_what_others_have_removed_are_no_failures(num_gone: Any, state: int) -> None:
+    """A shared tier is as well as before; one that fails for another reason, too, is not."""
+    rig = Rig(num_blocks=64, breaker=BreakerSettings(min_failures=3))
+    for number in range(0, 20, 2):
+        blocks = keys(number, number + 1)
+        rig.keep_below(blocks)
+        rig.look_up(blocks, rig.begin(f"r{number}"))
+        rig.step()
+        rig.tiers[0].finish(success=False, num_gone=num_gone)
+        rig.step()
+    assert rig.stat("breaker_state") == state
+
+
 def test_lookups_that_come_too_late_cut_a_tier_off() -> None:
     rig = Rig(lookup_timeout_s=0.25, breaker=BreakerSettings(max_timeouts_in_a_row=2))
     rig.tiers[0].unknown.update(keys(1))
