@@ -1,135 +1,18 @@
-"""An engine without a device over a disk tier: requests that load what they can and store the rest,
-with every byte compared."""
+"""An engine over a disk tier, as a user configures it, or with faults between."""
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from kvtier.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext, ScheduleEndContext
-from kvtier.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-    new_epoch,
-)
-from kvtier.cpu.shared_offload_region import SharedOffloadRegion
-from kvtier.testing import FaultSchedule, FaultyTier, payload_of
-from kvtier.tiering.base import PrimaryRows, SecondaryTierManager
+from kvtier.base import OffloadingSpec
+from kvtier.testing import FaultSchedule, FaultyTier
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
-from kvtier.tiering.health import BreakerSettings, TierSettings
-from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
-from kvtier.tiering.spec import TieringOffloadingSpec
 from tests.tiering.disk.backing import DiskBacking
-from tests.tiering.disk.rig import PATIENCE_S, ROW_BYTES, bytes_for
+from tests.tiering.disk.rig import bytes_for
+from tests.tiering.engine import Engine, engine_over, engine_with
 
-__all__ = ["Engine", "configured_engine", "engine_with_faults"]
-
-
-class Engine:
-    """Drives an orchestrator. A context manager, which shuts it down."""
-
-    def __init__(self, manager: TieringOffloadingManager, tier: SecondaryTierManager) -> None:
-        self.manager = manager
-        self.tier = tier
-        self._rows: PrimaryRows = tier.rows
-        self._num_requests = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.manager.shutdown()
-
-    def serve(self, keys: Sequence[OffloadKey], *, then_step: bool = True) -> int:
-        """One request with this prompt. Returns how many of its first blocks were loaded."""
-        self._num_requests += 1
-        request = ReqContext(f"request-{self._num_requests}")
-        self.manager.on_new_request(request)
-        num_hits = self._wait_for_hits(keys, request)
-        self._load(keys[:num_hits], request)
-        self._store(keys[num_hits:], request)
-        self.manager.on_request_finished(request)
-        if then_step:
-            self.step()
-        return num_hits
-
-    def step(self) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext())
-
-    def settle(self) -> None:
-        """Step until nothing is under way."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self.manager.has_pending_work():
-            assert time.monotonic() < deadline, "work is still pending"
-            self.step()
-            time.sleep(0.001)
-
-    def _wait_for_hits(self, keys: Sequence[OffloadKey], request: ReqContext) -> int:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            num_hits, is_final = self.manager.lookup_prefix(keys, request)
-            if is_final:
-                return num_hits
-            assert time.monotonic() < deadline, "a request is kept waiting for ever"
-            self.step()
-            time.sleep(0.0005)
-
-    def _load(self, keys: Sequence[OffloadKey], request: ReqContext) -> None:
-        if not keys:
-            return
-        for key, row in zip(keys, _rows_of(self.manager.prepare_load(keys, request)), strict=True):
-            wrong = bytes(self._rows[row]) != payload_of(key, self._rows.row_bytes)
-            assert not wrong, f"wrong bytes for {key!r}"
-        self.manager.complete_load(keys, request)
-
-    def _store(self, keys: Sequence[OffloadKey], request: ReqContext) -> None:
-        output = self.manager.prepare_store(keys, request) if keys else None
-        if output is None:
-            return
-        rows = _rows_of(output.store_spec)
-        for key, row in zip(output.keys_to_store, rows, strict=True):
-            self._rows[row][:] = payload_of(key, self._rows.row_bytes)
-        self.manager.complete_store(output.keys_to_store, request)
-
-    def figures(self) -> dict[str, float]:
-        """Gauges, and counters since the last call."""
-        stats = self.manager.get_stats()
-        return {**stats.counters, **stats.gauges}
-
-
-def _rows_of(spec: object) -> list[int]:
-    assert isinstance(spec, BlockIDsLoadStoreSpec)
-    return [int(row) for row in spec.block_ids]
-
-
-def _config(num_rows: int, namespace: str, **extra: Any) -> OffloadingConfig:
-    return OffloadingConfig(
-        groups=(OffloadingGroupConfig(16, ("layer.0",)),),
-        worker_kv_bytes_per_block=ROW_BYTES,
-        engine_id=uuid.uuid4().hex,
-        model=OffloadingModelConfig(name="model", dtype="bfloat16"),
-        cache=OffloadingCacheConfig(tokens_per_hash=16),
-        parallel=OffloadingParallelConfig(),
-        extra_config={
-            "cpu_bytes_to_use": num_rows * ROW_BYTES,
-            "cache_namespace": namespace,
-            "prefill_tokens_per_s": 0,
-            **extra,
-        },
-        enable_kv_cache_events=True,
-    )
+__all__ = ["configured_engine", "engine_with_faults"]
 
 
 def configured_engine(
@@ -141,48 +24,26 @@ def configured_engine(
     **keys: Any,
 ) -> Engine:
     """As a user's configuration makes it."""
-    tier = {
-        "type": "disk",
-        "path": str(path),
-        "max_bytes": bytes_for(num_blocks),
-        "enable_kv_events": True,
-        "max_pinned_share": 1,
-        "load_timeout_ms": 1000 * PATIENCE_S,
-        **keys,
-    }
-    config = _config(num_rows, namespace, secondary_tiers=[tier])
-    manager = TieringOffloadingSpec(config).get_manager()
-    return Engine(manager, manager.secondary_tiers[0])
+    entry = {"type": "disk", "path": str(path), "max_bytes": bytes_for(num_blocks), **keys}
+    return engine_with(entry, num_rows=num_rows, namespace=namespace)
 
 
 def engine_with_faults(
     path: Path, schedule: FaultSchedule, *, num_rows: int = 64, shutdown_timeout_s: float = 10.0
 ) -> tuple[Engine, FaultyTier]:
-    """The same with faults between the orchestrator and the disk tier, and short pauses."""
-    config = _config(num_rows, "weights")
-    region = SharedOffloadRegion(
-        config.engine_id, config.num_blocks, None, config.row_bytes, config.cpu_page_size
-    )
-    primary = CPUPrimaryTierOffloadingManager(config.num_blocks, region)
-    disk = DiskSecondaryTierManager(
-        TieringOffloadingSpec(config),
-        primary.get_kv_memoryview(),
-        "disk",
-        path=str(path),
-        max_bytes=bytes_for(1024),
-    )
-    tier = FaultyTier(disk, schedule, backing=DiskBacking(disk))
-    pauses = BreakerSettings(first_pause_s=0.01, longest_pause_s=0.02)
-    manager = TieringOffloadingManager(
-        primary,
-        [tier],
-        settings=[
-            TierSettings(
-                lookup_timeout_s=0.05, load_timeout_s=0.1, store_timeout_s=0.2, breaker=pauses
-            )
-        ],
-        new_fingerprint=lambda: config.fingerprint(new_epoch()),
-        prefill_tokens_per_s=0,
+    """The same with faults between the orchestrator and the tier, and short pauses."""
+
+    def make_tier(spec: OffloadingSpec, view: memoryview) -> FaultyTier:
+        tier = DiskSecondaryTierManager(
+            spec, view, "disk", path=str(path), max_bytes=bytes_for(1024)
+        )
+        return FaultyTier(tier, schedule, backing=DiskBacking(tier))
+
+    engine = engine_over(
+        make_tier,
+        lookup_timeout_s=0.05,
+        num_rows=num_rows,
         shutdown_timeout_s=shutdown_timeout_s,
     )
-    return Engine(manager, tier), tier
+    assert isinstance(engine.tier, FaultyTier)
+    return engine, engine.tier

@@ -13,8 +13,8 @@ from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.factory import TierStartError
 from kvtier.tiering.fs import metrics
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
-from tests.tiering.disk.engine import Engine
 from tests.tiering.disk.rig import is_mapped
+from tests.tiering.engine import Engine
 from tests.tiering.fs.engine import configured_engine, engine_with_faults
 from tests.tiering.fs.rig import block_files, bytes_for, du, silent_files, wait_until
 

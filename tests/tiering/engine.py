@@ -1,0 +1,183 @@
+"""An engine without a device over one tier: requests that load what they can and store the rest,
+with every byte compared. As a user configures it, or with faults between."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kvtier.base import (
+    BlockIDsLoadStoreSpec,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+)
+from kvtier.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+    new_epoch,
+)
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.testing import payload_of
+from kvtier.tiering.base import PrimaryRows, SecondaryTierManager
+from kvtier.tiering.health import BreakerSettings, TierSettings
+from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from kvtier.tiering.spec import TieringOffloadingSpec
+
+__all__ = ["ENGINE_PATIENCE_S", "ENGINE_ROW_BYTES", "Engine", "engine_over", "engine_with"]
+
+ENGINE_ROW_BYTES = 8192
+ENGINE_PATIENCE_S = 30.0
+
+
+class Engine:
+    """Drives an orchestrator. A context manager, which shuts it down."""
+
+    def __init__(self, manager: TieringOffloadingManager, tier: SecondaryTierManager) -> None:
+        self.manager = manager
+        self.tier = tier
+        self._rows: PrimaryRows = tier.rows
+        self._num_requests = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.manager.shutdown()
+
+    def serve(self, keys: Sequence[OffloadKey], *, then_step: bool = True) -> int:
+        """One request with this prompt. Returns how many of its first blocks were loaded."""
+        self._num_requests += 1
+        request = ReqContext(f"request-{self._num_requests}")
+        self.manager.on_new_request(request)
+        num_hits = self._wait_for_hits(keys, request)
+        self._load(keys[:num_hits], request)
+        self._store(keys[num_hits:], request)
+        self.manager.on_request_finished(request)
+        if then_step:
+            self.step()
+        return num_hits
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext())
+
+    def settle(self) -> None:
+        """Step until nothing is under way."""
+        deadline = time.monotonic() + ENGINE_PATIENCE_S
+        while self.manager.has_pending_work():
+            assert time.monotonic() < deadline, "work is still pending"
+            self.step()
+            time.sleep(0.001)
+
+    def _wait_for_hits(self, keys: Sequence[OffloadKey], request: ReqContext) -> int:
+        deadline = time.monotonic() + ENGINE_PATIENCE_S
+        while True:
+            num_hits, is_final = self.manager.lookup_prefix(keys, request)
+            if is_final:
+                return num_hits
+            assert time.monotonic() < deadline, "a request is kept waiting for ever"
+            self.step()
+            time.sleep(0.0005)
+
+    def _load(self, keys: Sequence[OffloadKey], request: ReqContext) -> None:
+        if not keys:
+            return
+        for key, row in zip(keys, _rows_of(self.manager.prepare_load(keys, request)), strict=True):
+            wrong = bytes(self._rows[row]) != payload_of(key, self._rows.row_bytes)
+            assert not wrong, f"wrong bytes for {key!r}"
+        self.manager.complete_load(keys, request)
+
+    def _store(self, keys: Sequence[OffloadKey], request: ReqContext) -> None:
+        output = self.manager.prepare_store(keys, request) if keys else None
+        if output is None:
+            return
+        rows = _rows_of(output.store_spec)
+        for key, row in zip(output.keys_to_store, rows, strict=True):
+            self._rows[row][:] = payload_of(key, self._rows.row_bytes)
+        self.manager.complete_store(output.keys_to_store, request)
+
+    def figures(self) -> dict[str, float]:
+        """Gauges, and counters since the last call."""
+        stats = self.manager.get_stats()
+        return {**stats.counters, **stats.gauges}
+
+
+def _rows_of(spec: object) -> list[int]:
+    assert isinstance(spec, BlockIDsLoadStoreSpec)
+    return [int(row) for row in spec.block_ids]
+
+
+def _config(num_rows: int, namespace: str, **extra: Any) -> OffloadingConfig:
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(16, ("layer.0",)),),
+        worker_kv_bytes_per_block=ENGINE_ROW_BYTES,
+        engine_id=uuid.uuid4().hex,
+        model=OffloadingModelConfig(name="model", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16),
+        parallel=OffloadingParallelConfig(),
+        extra_config={
+            "cpu_bytes_to_use": num_rows * ENGINE_ROW_BYTES,
+            "cache_namespace": namespace,
+            "prefill_tokens_per_s": 0,
+            **extra,
+        },
+        enable_kv_cache_events=True,
+    )
+
+
+def engine_with(entry: Mapping[str, Any], *, num_rows: int, namespace: str) -> Engine:
+    """As a user's configuration makes it. `entry`: the tier's own keys."""
+    tier = {
+        "enable_kv_events": True,
+        "max_pinned_share": 1,
+        "load_timeout_ms": 1000 * ENGINE_PATIENCE_S,
+        "lookup_timeout_ms": 1000 * ENGINE_PATIENCE_S,
+        **entry,
+    }
+    config = _config(num_rows, namespace, secondary_tiers=[tier])
+    manager = TieringOffloadingSpec(config).get_manager()
+    return Engine(manager, manager.secondary_tiers[0])
+
+
+def engine_over(
+    make_tier: Callable[[OffloadingSpec, memoryview], SecondaryTierManager],
+    *,
+    lookup_timeout_s: float,
+    num_rows: int,
+    shutdown_timeout_s: float,
+) -> Engine:
+    """Over a tier that was made by hand, with short pauses. Loads have twice the time of lookups,
+    and stores four times."""
+    config = _config(num_rows, "weights")
+    region = SharedOffloadRegion(
+        config.engine_id, config.num_blocks, None, config.row_bytes, config.cpu_page_size
+    )
+    primary = CPUPrimaryTierOffloadingManager(config.num_blocks, region)
+    tier = make_tier(TieringOffloadingSpec(config), primary.get_kv_memoryview())
+    settings = TierSettings(
+        lookup_timeout_s=lookup_timeout_s,
+        load_timeout_s=2 * lookup_timeout_s,
+        store_timeout_s=4 * lookup_timeout_s,
+        breaker=BreakerSettings(first_pause_s=0.01, longest_pause_s=0.02),
+    )
+    manager = TieringOffloadingManager(
+        primary,
+        [tier],
+        settings=[settings],
+        new_fingerprint=lambda: config.fingerprint(new_epoch()),
+        prefill_tokens_per_s=0,
+        shutdown_timeout_s=shutdown_timeout_s,
+    )
+    return Engine(manager, tier)
