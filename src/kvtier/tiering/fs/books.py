@@ -137,8 +137,8 @@ class Books:
             if self._seat is None or balance.root_id != self._root_id:
                 raise SeatLost
             if not self._seat.is_in_place:
-                del balance.accounts[self._seat.engine]
-                self.ledger.save(balance)
+                if balance.accounts.pop(self._seat.engine, None) is not None:
+                    self.ledger.save(balance)
                 raise SeatLost
             account = balance.accounts.get(self._seat.engine)
             if account is None:
