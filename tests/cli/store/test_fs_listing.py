@@ -228,7 +228,7 @@ def test_engines_are_named_dead_or_alive(root: Path, capsys: pytest.CaptureFixtu
         text = capsys.readouterr().out
         assert "engines     1\n" in text
         assert re.search(rf"^  dead: .*process {two.process.pid} ", text, re.MULTILINE)
-        living = rf"^  [^d].*process {one.process.pid} .*namespace {by_size[0][:8]}$"
+        living = rf"^  (?!dead: ).*process {one.process.pid} .*namespace {by_size[0][:8]}$"
         assert re.search(living, text, re.MULTILINE)
         one.process.send_signal(signal.SIGCONT)
         wait_until(lambda: len(run_store(capsys, "stat", root)[1]["engines"]) == 1, "it is removed")

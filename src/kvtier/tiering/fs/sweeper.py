@@ -170,6 +170,7 @@ class Sweeper:
 
     def _oldest(self, namespaces: Sequence[Path], count: int) -> list[BlockFile]:
         """The oldest of what is found; all of it, where that is little."""
+        num_all = self._books.ledger.read().num_blocks  # before those who come meanwhile
         shards = list(SHARDS)
         self._chance.shuffle(shards)
         found: list[BlockFile] = []
@@ -184,7 +185,7 @@ class Sweeper:
             if len(found) >= max(_ENOUGH, 2 * _OLD_PART * count):
                 break
         else:
-            self.num_own, self.num_all = len(found), self._books.ledger.read().num_blocks
+            self.num_own, self.num_all = len(found), num_all
         # A clock that was far ahead somewhere must not make blocks immortal.
         latest = self._books.seat.now_ns() + _CLOCKS_DIFFER_NS
         found.sort(key=lambda block: block.used_ns if block.used_ns <= latest else 0)
