@@ -52,6 +52,8 @@ _REMOVED_AT_ONCE = 64
 _LEASE_BYTES = 64 << 20
 _LEASE_BLOCKS = 64
 _SMALL_PART = 10
+_FEW_BLOCKS = 32
+"""Of so few, all may be ours and just have left while they were counted."""
 _LEASE_PART = 32
 """An engine keeps no larger part of the quota than one in so many for itself."""
 
@@ -449,7 +451,8 @@ class Clerk(Generic[T]):
     def _say_full(self) -> None:
         """Once, if there is hardly anything that this engine may remove."""
         num_own, num_blocks = self.sweeper.num_own, self.sweeper.num_all
-        if self._said_full or num_own * _SMALL_PART >= num_blocks:
+        is_small = num_own * _SMALL_PART < num_blocks
+        if self._said_full or not is_small or num_blocks < _FEW_BLOCKS:
             return
         self._said_full = True
         is_too_full = self._limits.missing_bytes(self._books.path) > 0
