@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, settings
 
 # A broken contract raises instead of being counted, in this process and in those it starts.
 os.environ["KVTIER_STRICT"] = "1"
+
+# A shell that runs the tests in the background has Ctrl-C ignored, also in those they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadlines: on a shared machine they measure the neighbours.
 settings.register_profile(

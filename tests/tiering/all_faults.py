@@ -4,7 +4,6 @@ ever, and the tier is used again when it is well."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -16,7 +15,8 @@ import pytest
 from kvtier.testing import FaultKind, FaultSchedule, FaultyTier, TierHarness
 from kvtier.testing.faults import Fault
 from kvtier.testing.faults.kinds import FAULTS_OF
-from tests.tiering.engine import ENGINE_PATIENCE_S, Engine
+from tests.tiering.engine import Engine
+from tests.tiering.patience import wait_until
 
 __all__ = ["AllFaults"]
 
@@ -75,13 +75,6 @@ def used_again(engine: Engine) -> None:
         return hits > 0 and promoted > 0
 
     wait_until(is_used, "the tier is used again")
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + ENGINE_PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {ENGINE_PATIENCE_S} s: {what}"
-        time.sleep(0.005)
 
 
 class AllFaults:

@@ -30,11 +30,11 @@ from kvtier.tiering.base import PrimaryRows, SecondaryTierManager
 from kvtier.tiering.health import BreakerSettings, TierSettings
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from kvtier.tiering.spec import TieringOffloadingSpec
+from tests.tiering.patience import PATIENCE_S
 
-__all__ = ["ENGINE_PATIENCE_S", "ENGINE_ROW_BYTES", "Engine", "engine_over", "engine_with"]
+__all__ = ["Engine", "engine_over", "engine_with"]
 
-ENGINE_ROW_BYTES = 8192
-ENGINE_PATIENCE_S = 30.0
+ROW_BYTES = 8192
 
 
 class Engine:
@@ -75,14 +75,14 @@ class Engine:
 
     def settle(self) -> None:
         """Step until nothing is under way."""
-        deadline = time.monotonic() + ENGINE_PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while self.manager.has_pending_work():
             assert time.monotonic() < deadline, "work is still pending"
             self.step()
             time.sleep(0.001)
 
     def _wait_for_hits(self, keys: Sequence[OffloadKey], request: ReqContext) -> int:
-        deadline = time.monotonic() + ENGINE_PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             num_hits, is_final = self.manager.lookup_prefix(keys, request)
             if is_final:
@@ -122,13 +122,13 @@ def _rows_of(spec: object) -> list[int]:
 def _config(num_rows: int, namespace: str, **extra: Any) -> OffloadingConfig:
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("layer.0",)),),
-        worker_kv_bytes_per_block=ENGINE_ROW_BYTES,
+        worker_kv_bytes_per_block=ROW_BYTES,
         engine_id=uuid.uuid4().hex,
         model=OffloadingModelConfig(name="model", dtype="bfloat16"),
         cache=OffloadingCacheConfig(tokens_per_hash=16),
         parallel=OffloadingParallelConfig(),
         extra_config={
-            "cpu_bytes_to_use": num_rows * ENGINE_ROW_BYTES,
+            "cpu_bytes_to_use": num_rows * ROW_BYTES,
             "cache_namespace": namespace,
             "prefill_tokens_per_s": 0,
             **extra,
@@ -142,8 +142,8 @@ def engine_with(entry: Mapping[str, Any], *, num_rows: int, namespace: str) -> E
     tier = {
         "enable_kv_events": True,
         "max_pinned_share": 1,
-        "load_timeout_ms": 1000 * ENGINE_PATIENCE_S,
-        "lookup_timeout_ms": 1000 * ENGINE_PATIENCE_S,
+        "load_timeout_ms": 1000 * PATIENCE_S,
+        "lookup_timeout_ms": 1000 * PATIENCE_S,
         **entry,
     }
     config = _config(num_rows, namespace, secondary_tiers=[tier])

@@ -23,7 +23,8 @@ from tests.cli.store.roots import balance_of, file_of, fill_root
 from tests.cli.store.slabs import NAMESPACE, fill, run_store
 from tests.cli.store.test_refusals import Keyboard
 from tests.test_architecture import SRC
-from tests.tiering.fs.rig import block_files, du, fs_harness, wait_until
+from tests.tiering.fs.rig import block_files, du, fs_harness
+from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(40)
 

@@ -23,7 +23,8 @@ from tests.cli.store.roots import age, balance_of, file_of, fill_root
 from tests.cli.store.slabs import fill, run_store
 from tests.cli.store.test_fs_clear import assert_tidy
 from tests.cli.store.test_refusals import Keyboard
-from tests.tiering.fs.rig import block_files, du, wait_until
+from tests.tiering.fs.rig import block_files, du
+from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(40)
 DAY = 86_400.0

@@ -19,7 +19,8 @@ from tests.cli.store.engine_process import FsEngineProcess
 from tests.cli.store.roots import age, balance_of, file_of, fill_root
 from tests.cli.store.slabs import flip, run_store
 from tests.tiering.disk.small_disk import loop_disk
-from tests.tiering.fs.rig import ROW_BYTES, du, fs_harness, wait_until
+from tests.tiering.fs.rig import ROW_BYTES, du, fs_harness
+from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(5)
 HASHES = [key[:-4].hex() for key in KEYS]

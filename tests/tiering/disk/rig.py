@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 from kvtier.base import OffloadingSpec
@@ -19,12 +17,9 @@ from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.io.page import PAGE_BYTES
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from tests.tiering.patience import PATIENCE_S, silent_queues
 
 ROW_BYTES = 8192
-PATIENCE_S = 30.0
 
 
 def bytes_for(num_blocks: int, row_bytes: int = ROW_BYTES) -> int:
@@ -61,40 +56,15 @@ def disk_of(harness: TierHarness) -> DiskSecondaryTierManager:
     return harness.tier
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.005)
-
-
 def du(path: Path) -> int:
     """What `du -B1` says."""
     return os.stat(path).st_blocks * 512
 
 
-@contextmanager
-def silent_disk(tier: SecondaryTierManager) -> Iterator[None]:
+def silent_disk(tier: SecondaryTierManager) -> AbstractContextManager[None]:
     """Reads and writes reach the disk, but nothing is heard of them before the context is left."""
     assert isinstance(tier, DiskSecondaryTierManager)
-    answers = threading.Event()
-    queues = [lane._queue for lane in tier._io.lanes]
-    for queue in queues:
-        queue.reap = _when_set(answers, queue.reap)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        answers.set()
-        for queue in queues:
-            del queue.reap
-
-
-def _when_set(event: threading.Event, call: Callable[P, T]) -> Callable[P, T]:
-    def wait_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
-        event.wait()
-        return call(*args, **kwargs)
-
-    return wait_and_call
+    return silent_queues(lane._queue for lane in tier._io.lanes)
 
 
 @contextmanager

@@ -11,13 +11,8 @@ from kvtier.tiering.disk import keeper, metrics
 from kvtier.tiering.disk.layout import CONTROL_OFFSET, HOLDER_OFFSET, Geometry
 from kvtier.tiering.io.errors import error_counter
 from kvtier.tiering.io.page import PAGE_BYTES
-from tests.tiering.disk.rig import (
-    ROW_BYTES,
-    bad_sectors,
-    disk_harness,
-    disk_of,
-    wait_until,
-)
+from tests.tiering.disk.rig import ROW_BYTES, bad_sectors, disk_harness, disk_of
+from tests.tiering.patience import wait_until
 
 NUM_BLOCKS = 130  # three pages of the index
 GEOMETRY = Geometry(ROW_BYTES, NUM_BLOCKS)

@@ -16,14 +16,8 @@ from kvtier.tiering.disk import metrics
 from kvtier.tiering.disk.layout import CONTROL_OFFSET, encode_clear_request
 from kvtier.tiering.io.errors import error_counter
 from tests.tiering.disk.backing import DiskBacking
-from tests.tiering.disk.rig import (
-    ROW_BYTES,
-    bytes_for,
-    disk_harness,
-    disk_of,
-    silent_disk,
-    wait_until,
-)
+from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness, disk_of, silent_disk
+from tests.tiering.patience import wait_until
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import tempfile
 import threading
 from collections import Counter
@@ -28,16 +27,10 @@ from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.io.aio import AioUnavailable
 from kvtier.tiering.io.errors import error_counter
-from tests.tiering.disk.rig import (
-    ROW_BYTES,
-    bytes_for,
-    disk_harness,
-    disk_of,
-    du,
-    silent_disk,
-    wait_until,
-)
+from tests.tiering.descriptors import no_more_descriptors
+from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness, disk_of, du, silent_disk
 from tests.tiering.disk.small_disk import LoopDisk, loop_disk, small_tmpfs
+from tests.tiering.patience import wait_until
 
 NOBODY = 65534
 
@@ -205,25 +198,6 @@ def test_a_start_without_a_descriptor_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     with disk_harness(path) as harness:
         store_all(harness, 4)
-
-
-@contextmanager
-def no_more_descriptors() -> Iterator[None]:
-    """EMFILE for whoever opens something in this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = [os.open("/dev/null", os.O_RDONLY)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 16, hard))
-    try:
-        while True:
-            try:
-                taken.append(os.open("/dev/null", os.O_RDONLY))
-            except OSError:
-                break
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken:
-            os.close(fd)
 
 
 # --- no permission -----------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from pathlib import Path
 from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from tests.tiering.disk.engine import configured_engine, engine_with_faults
-from tests.tiering.disk.rig import disk_harness, disk_of, is_mapped, wait_until
+from tests.tiering.disk.rig import disk_harness, disk_of, is_mapped
 from tests.tiering.disk.small_disk import loop_disk
+from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(32)
 

@@ -13,8 +13,9 @@ from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.factory import TierStartError
 from tests.tiering.disk.engine import configured_engine, engine_with_faults
-from tests.tiering.disk.rig import bytes_for, du, is_mapped, silent_disk, wait_until
+from tests.tiering.disk.rig import bytes_for, du, is_mapped, silent_disk
 from tests.tiering.engine import Engine
+from tests.tiering.patience import wait_until
 
 PROMPTS = [TierHarness.keys(6, start=10 * number) for number in range(12)]
 

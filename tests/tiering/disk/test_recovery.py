@@ -21,7 +21,8 @@ from kvtier.tiering.disk.layout import SUPERBLOCK_OFFSETS, encode_stamp, write_s
 from kvtier.tiering.disk.slab import Slab
 from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.crash.image import Image, write
-from tests.tiering.disk.rig import bytes_for, disk_harness, disk_of, du, wait_until
+from tests.tiering.disk.rig import bytes_for, disk_harness, disk_of, du
+from tests.tiering.patience import wait_until
 
 ROW_BYTES = 4096
 

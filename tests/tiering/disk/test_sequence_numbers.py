@@ -15,7 +15,8 @@ from kvtier.tiering.disk.layout import Superblock
 from kvtier.tiering.disk.population import populate
 from kvtier.tiering.disk.residents import Residents
 from tests.tiering.disk.crash.image import Image
-from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness, disk_of, wait_until
+from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness, disk_of
+from tests.tiering.patience import wait_until
 
 _STEP = 64
 

@@ -25,8 +25,9 @@ from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.disk.slab import Slab, open_slab
-from tests.tiering.disk.rig import PATIENCE_S, ROW_BYTES, bytes_for, disk_harness
+from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness
 from tests.tiering.disk.small_disk import loop_disk
+from tests.tiering.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 

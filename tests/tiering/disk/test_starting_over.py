@@ -21,7 +21,8 @@ from kvtier.tiering.disk.layout import (
     encode_clear_request,
 )
 from kvtier.tiering.disk.superblocks import read_clear_request
-from tests.tiering.disk.rig import bad_sectors, disk_harness, disk_of, wait_until
+from tests.tiering.disk.rig import bad_sectors, disk_harness, disk_of
+from tests.tiering.patience import wait_until
 
 MANY = 200_000
 REQUEST = b"forget everything"[:16]

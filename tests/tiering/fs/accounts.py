@@ -10,7 +10,8 @@ from kvtier.base import OffloadKey
 from kvtier.testing import TierHarness
 from kvtier.tiering.fs import metrics
 from kvtier.tiering.io.errors import error_counter
-from tests.tiering.fs.rig import du, fs_of, wait_until
+from tests.tiering.fs.rig import du, fs_of
+from tests.tiering.patience import wait_until
 
 __all__ = [
     "Figures",

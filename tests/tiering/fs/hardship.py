@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -16,36 +15,16 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.tiering.fs.rig import wait_until
+from tests.tiering.patience import wait_until
 
 __all__ = [
     "directory_for_everybody",
     "failing_calls",
-    "no_more_descriptors",
     "somebody_else",
     "stopped_holder",
 ]
 
 _NOBODY = 65534
-
-
-@contextmanager
-def no_more_descriptors() -> Iterator[None]:
-    """EMFILE for whoever opens something in this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = [os.open("/dev/null", os.O_RDONLY)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 16, hard))
-    try:
-        while True:
-            try:
-                taken.append(os.open("/dev/null", os.O_RDONLY))
-            except OSError:
-                break
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken:
-            os.close(fd)
 
 
 @contextmanager

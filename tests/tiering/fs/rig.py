@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from kvtier.base import OffloadingSpec
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from kvtier.tiering.io.page import PAGE_BYTES
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from tests.tiering.patience import PATIENCE_S, silent_queues
 
 ROW_BYTES = 8192
-PATIENCE_S = 30.0
 DIRECTORIES = 3 << 20
 """What a root with one namespace takes besides blocks, generously."""
 
@@ -60,13 +54,6 @@ def fs_of(harness: TierHarness) -> FsSecondaryTierManager:
     return harness.tier
 
 
-def wait_until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
-        time.sleep(0.005)
-
-
 def du(root: Path) -> int:
     """What `du -s -B1` says: every file once, directories too. What goes away meanwhile is left
     out, so that it can be asked while engines work."""
@@ -89,25 +76,7 @@ def block_files(root: Path) -> list[Path]:
     return sorted(path for path in (root / "blocks").glob("*/*/*") if path.is_file())
 
 
-@contextmanager
-def silent_files(tier: SecondaryTierManager) -> Iterator[None]:
+def silent_files(tier: SecondaryTierManager) -> AbstractContextManager[None]:
     """Reads and writes reach the disk, but nothing is heard of them before the context is left."""
     assert isinstance(tier, FsSecondaryTierManager)
-    answers = threading.Event()
-    queues = [lane._queue for lane in tier._lanes]
-    for queue in queues:
-        queue.reap = _when_set(answers, queue.reap)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        answers.set()
-        for queue in queues:
-            del queue.reap
-
-
-def _when_set(event: threading.Event, call: Callable[P, T]) -> Callable[P, T]:
-    def wait_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
-        event.wait()
-        return call(*args, **kwargs)
-
-    return wait_and_call
+    return silent_queues(lane._queue for lane in tier._lanes)

@@ -29,7 +29,8 @@ from kvtier.tiering.fs.names import block_path, key_of, namespace_path
 from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.tree import BlockFile, count_blocks, read_shard
 from tests.tiering.fs.hardship import failing_calls
-from tests.tiering.fs.rig import PATIENCE_S, block_files, du
+from tests.tiering.fs.rig import block_files, du
+from tests.tiering.patience import PATIENCE_S
 
 SHARED = bytes(16)
 PRIVATE = bytes([7]) * 16

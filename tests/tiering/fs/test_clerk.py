@@ -21,7 +21,8 @@ from kvtier.tiering.fs.ledger import Balance
 from kvtier.tiering.fs.names import SHARDS, block_path, namespace_path
 from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.tree import BlockFile, count_blocks, read_shard
-from tests.tiering.fs.rig import PATIENCE_S, block_files, du, wait_until
+from tests.tiering.fs.rig import block_files, du
+from tests.tiering.patience import PATIENCE_S, wait_until
 
 BLOCK_BYTES = 8192
 CHARGE = BLOCK_BYTES + 4096 + NAME_BYTES

@@ -18,7 +18,8 @@ from kvtier.tiering.fs.books import Books
 from kvtier.tiering.fs.names import SHARDS, block_path, namespace_path
 from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.sweeper import Sweeper
-from tests.tiering.fs.rig import PATIENCE_S, block_files, fs_harness
+from tests.tiering.fs.rig import block_files, fs_harness
+from tests.tiering.patience import PATIENCE_S
 
 MINUTE_NS = 60 * 10**9
 

@@ -26,7 +26,8 @@ from kvtier.tiering.fs.names import block_path
 from kvtier.tiering.io.page import BODY_BYTES, PAGE_BYTES
 from tests.tiering.fs.accounts import load_some, store_all, wait_until_the_gauge_is_right
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import ROW_BYTES, block_files, fs_harness, fs_of, wait_until
+from tests.tiering.fs.rig import ROW_BYTES, block_files, fs_harness, fs_of
+from tests.tiering.patience import wait_until
 
 FILE_BYTES = PAGE_BYTES + ROW_BYTES
 KEYS = TierHarness.keys(8)

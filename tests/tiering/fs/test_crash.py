@@ -6,7 +6,6 @@ A saga that goes wrong is named by its seed: `python -m tests.tiering.fs.crash -
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import SystemRandom
@@ -16,7 +15,8 @@ import pytest
 from tests.tiering.fs.crash.mutants import MUTANTS
 from tests.tiering.fs.crash.nursery import Nursery
 from tests.tiering.fs.crash.points import POINTS
-from tests.tiering.fs.crash.saga import Outcome, tell
+from tests.tiering.fs.crash.saga import tell
+from tests.tiering.sagas import Outcome, say, sum_up
 
 NUM_SAGAS = 8
 NUM_SAGAS_IN_SOAK = 100
@@ -50,27 +50,12 @@ def outcomes(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list
     return [tell(seed, nursery, directory) for seed in range(NUM_SAGAS)]
 
 
-def _say(outcomes: list[Outcome]) -> str:
-    return "\n".join(
-        f"seed {outcome.seed} ({outcome.num_steps} lives): {outcome.violation}"
-        for outcome in outcomes
-        if outcome.violation is not None
-    )
-
-
-def _tally(outcomes: list[Outcome]) -> Counter[str]:
-    tally: Counter[str] = Counter()
-    for outcome in outcomes:
-        tally.update(outcome.tally)
-    return tally
-
-
 def test_nothing_goes_wrong(outcomes: list[Outcome]) -> None:
-    assert not _say(outcomes)
+    assert not say(outcomes)
 
 
 def test_everything_happens(outcomes: list[Outcome]) -> None:
-    tally = _tally(outcomes)
+    tally = sum_up(outcomes)
     too_rare = {what: tally[what] for what, least in AT_LEAST.items() if tally[what] < least}
     assert not too_rare
     points = [what for what in tally if what.startswith("killed: ")]
@@ -98,7 +83,7 @@ def test_a_planted_bug_is_noticed(name: str, nursery: Nursery, tmp_path: Path) -
 def test_nothing_goes_wrong_in_new_sagas(nursery: Nursery, tmp_path: Path) -> None:
     first = SystemRandom().randrange(10**9)
     told = [tell(seed, nursery, tmp_path) for seed in range(first, first + NUM_SAGAS_IN_SOAK)]
-    tally = _tally(told)
+    tally = sum_up(told)
     print({what: tally[what] for what in AT_LEAST})
-    assert not _say(told)
+    assert not say(told)
     assert tally["kills"] >= 500

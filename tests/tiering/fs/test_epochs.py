@@ -13,7 +13,8 @@ import pytest
 
 from kvtier.base import OffloadingEvent, OffloadKey
 from kvtier.testing import TierHarness
-from tests.tiering.fs.rig import block_files, du, fs_harness, fs_of, silent_files, wait_until
+from tests.tiering.fs.rig import block_files, du, fs_harness, fs_of, silent_files
+from tests.tiering.patience import wait_until
 
 EPOCHS = [bytes([number]) * 16 for number in range(1, 6)]
 

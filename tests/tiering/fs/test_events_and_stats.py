@@ -14,15 +14,8 @@ from kvtier.tiering.fs import metrics
 from kvtier.tiering.fs.names import LONGEST_KEY
 from kvtier.tiering.io.errors import error_counter
 from tests.tiering.fs.backing import FsBacking
-from tests.tiering.fs.rig import (
-    block_files,
-    bytes_for,
-    du,
-    fs_harness,
-    fs_of,
-    silent_files,
-    wait_until,
-)
+from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, fs_of, silent_files
+from tests.tiering.patience import wait_until
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from tests.tiering.fs.accounts import (
 )
 from tests.tiering.fs.mounts import DISKS, bind_mounted_by_fuse, mounted_by_nfs, small_disk
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, silent_files, wait_until
+from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, silent_files
+from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(8)
 LATER = TierHarness.keys(8, start=100_000)

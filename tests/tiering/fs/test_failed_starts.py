@@ -22,10 +22,12 @@ from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from kvtier.tiering.fs.refusal import RootRefused
 from kvtier.tiering.io.aio import AioUnavailable
 from kvtier.tiering.io.page import PAGE_BYTES
+from tests.tiering.descriptors import no_more_descriptors
 from tests.tiering.disk.small_disk import loop_disk
 from tests.tiering.fs.accounts import load_all, store_all
-from tests.tiering.fs.hardship import directory_for_everybody, no_more_descriptors, somebody_else
-from tests.tiering.fs.rig import ROW_BYTES, bytes_for, fs_harness, wait_until
+from tests.tiering.fs.hardship import directory_for_everybody, somebody_else
+from tests.tiering.fs.rig import ROW_BYTES, bytes_for, fs_harness
+from tests.tiering.patience import wait_until
 
 
 @pytest.fixture

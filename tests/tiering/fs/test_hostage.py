@@ -15,7 +15,8 @@ from kvtier.tiering.fs.seat import Occupant
 from tests.tiering.fs.accounts import store_some, wait_until_stored, wait_until_the_gauge_is_right
 from tests.tiering.fs.hardship import failing_calls
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import PATIENCE_S, block_files, fs_harness, fs_of
+from tests.tiering.fs.rig import block_files, fs_harness, fs_of
+from tests.tiering.patience import PATIENCE_S
 
 EPOCHS = [bytes([number]) * 16 for number in (1, 2)]
 

@@ -28,7 +28,8 @@ from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from kvtier.tiering.fs.names import LONGEST_KEY
 from kvtier.tiering.fs.seat import other_seats
 from tests.tiering.fs.accounts import load_all, load_some, store_all, store_some
-from tests.tiering.fs.rig import ROW_BYTES, block_files, bytes_for, fs_harness, wait_until
+from tests.tiering.fs.rig import ROW_BYTES, block_files, bytes_for, fs_harness
+from tests.tiering.patience import wait_until
 
 HOSTILE = [
     b"../../../../../etc/passwd",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.tiering.fs.lease import Lease, NoRoom, Room
-from tests.tiering.fs.rig import PATIENCE_S, wait_until
+from tests.tiering.patience import PATIENCE_S, wait_until
 
 CHARGE = 100
 

@@ -16,7 +16,7 @@ from kvtier.base import LookupResult, OffloadKey
 from kvtier.tiering.fs import lookups as module
 from kvtier.tiering.fs.lookups import Lookups
 from kvtier.tiering.fs.names import LONGEST_KEY, SHARDS, block_path
-from tests.tiering.fs.rig import wait_until
+from tests.tiering.patience import wait_until
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 

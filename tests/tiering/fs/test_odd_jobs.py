@@ -20,7 +20,8 @@ from tests.tiering.fs.accounts import (
     wait_until_the_gauge_is_right,
 )
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, silent_files, wait_until
+from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, silent_files
+from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(8)
 LATER = TierHarness.keys(8, start=100)

@@ -16,7 +16,8 @@ from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from tests.tiering.disk.rig import is_mapped
 from tests.tiering.engine import Engine
 from tests.tiering.fs.engine import configured_engine, engine_with_faults
-from tests.tiering.fs.rig import block_files, bytes_for, du, silent_files, wait_until
+from tests.tiering.fs.rig import block_files, bytes_for, du, silent_files
+from tests.tiering.patience import wait_until
 
 PROMPTS = [TierHarness.keys(6, start=10 * number) for number in range(12)]
 

@@ -16,6 +16,7 @@ from kvtier.base import LookupResult
 from kvtier.testing import TierHarness
 from kvtier.tiering.fs import metrics
 from kvtier.tiering.fs.ledger import Ledger
+from tests.tiering.descriptors import no_more_descriptors
 from tests.tiering.disk.small_disk import loop_disk, small_tmpfs
 from tests.tiering.fs.accounts import (
     Figures,
@@ -29,12 +30,12 @@ from tests.tiering.fs.accounts import (
 from tests.tiering.fs.hardship import (
     directory_for_everybody,
     failing_calls,
-    no_more_descriptors,
     somebody_else,
     stopped_holder,
 )
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import fs_harness, fs_of, silent_files, wait_until
+from tests.tiering.fs.rig import fs_harness, fs_of, silent_files
+from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(8)
 LATER = TierHarness.keys(8, start=100)

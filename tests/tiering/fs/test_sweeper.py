@@ -18,7 +18,8 @@ from kvtier.tiering.fs.names import SHARDS, block_path, namespace_path
 from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.sweeper import Sweeper
 from kvtier.tiering.fs.tree import BlockFile
-from tests.tiering.fs.rig import block_files, du, wait_until
+from tests.tiering.fs.rig import block_files, du
+from tests.tiering.patience import wait_until
 
 LONG_AGO_NS = 10**18
 

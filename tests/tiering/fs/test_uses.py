@@ -14,7 +14,7 @@ from kvtier.base import OffloadKey
 from kvtier.tiering.fs import uses as module
 from kvtier.tiering.fs.names import LONGEST_KEY, SHARDS, block_path
 from kvtier.tiering.fs.uses import Uses
-from tests.tiering.fs.rig import wait_until
+from tests.tiering.patience import wait_until
 
 LONG_AGO_NS = 10**18
 SAME_USE_S = module._SAME_USE_NS / 1e9

@@ -16,7 +16,8 @@ from kvtier.tiering.fs.lease import Lease, NoRoom
 from kvtier.tiering.fs.seat import Occupant
 from tests.tiering.fs.accounts import store_some, wait_until_stored
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import PATIENCE_S, block_files, fs_harness, fs_of, wait_until
+from tests.tiering.fs.rig import block_files, fs_harness, fs_of
+from tests.tiering.patience import PATIENCE_S, wait_until
 
 FOR_EVER_S = 3600.0
 

@@ -36,7 +36,7 @@ from kvtier.tiering.disk.slab_io import SlabIO
 from kvtier.tiering.disk.transfer import SlabBlock, SlabTransfer
 from kvtier.tiering.io.aio import address_of
 from kvtier.tiering.io.errors import error_counter
-from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.io.rows import require_movable
 from kvtier.tiering.io.transfer import Piece, Transfer
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 
-_MAX_ROW_BYTES = 1 << 30  # the kernel moves less than 2 GiB by one call
 _MAX_QUEUED_BYTES = 1 << 30
 """Stores that wait for the disk; what comes on top is refused."""
 _ANNOUNCED_AT_ONCE = 1024
@@ -109,21 +108,11 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             raise
 
     def _open(self, options: DiskOptions, rows_address: int) -> None:
-        row_bytes = self.rows.row_bytes
-        if row_bytes > _MAX_ROW_BYTES:
-            raise ValueError(
-                f"rows of {row_bytes} bytes: the disk tier moves at most {_MAX_ROW_BYTES} at once; "
-                "use fewer blocks_per_chunk"
-            )
-        if row_bytes % PAGE_BYTES or rows_address % PAGE_BYTES:
-            raise ValueError(
-                f"rows of {row_bytes} bytes at {rows_address:#x}: the primary tier's rows "
-                f"must be aligned to {PAGE_BYTES} bytes"
-            )
+        require_movable(self.rows, rows_address, "disk")
         engine_id = self.offloading_spec.config.engine_id
         self._slab = open_slab(
             options.path,
-            row_bytes,
+            self.rows.row_bytes,
             options.max_bytes,
             engine_id,
             options.use_o_direct,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.base import MetricDefinition, MetricKind
 from kvtier.tiering.io.errors import error_counters
+from kvtier.tiering.io.figures import definitions
 
 __all__ = [
     "CAPACITY",
@@ -45,7 +45,4 @@ _COUNTERS = {
     **error_counters(PREFIX),
 }
 COUNTERS = tuple(_COUNTERS)
-DEFINITIONS = {
-    **{name: MetricDefinition(MetricKind.GAUGE, text) for name, text in _GAUGES.items()},
-    **{name: MetricDefinition(MetricKind.COUNTER, text) for name, text in _COUNTERS.items()},
-}
+DEFINITIONS = definitions(_GAUGES, _COUNTERS)

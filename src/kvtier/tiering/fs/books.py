@@ -429,7 +429,7 @@ class Books:
     def true_up(self, balance: Balance) -> None:
         """Have no more reserved than what is in our seat: nobody of ours is about to write, or to
         give anything back. It is so, unless a ledger was damaged."""
-        files = seat_files(self.engines / self.seat.engine.hex())
+        files = seat_files(self.seat.directory)
         self.account(balance).reserved = sum(file.num_bytes + NAME_BYTES for file in files)
 
     # --- all of it -----------------------------------------------------------------------------
@@ -448,7 +448,7 @@ class Books:
             self._count_again(balance)
             return balance.blocks - before[0], balance.num_blocks - before[1]
 
-    def _count_again(self, balance: Balance) -> Balance:
+    def _count_again(self, balance: Balance) -> None:
         num_bytes, count = count_blocks(self.blocks)
         for engine, account in balance.accounts.items():
             account.is_publishing = False
@@ -461,7 +461,6 @@ class Books:
             count += more + len(still_counted)
         balance.blocks, balance.num_blocks = num_bytes, count
         self.measure(balance)
-        return balance
 
 
 def _may_leave(status: os.stat_result) -> bool:

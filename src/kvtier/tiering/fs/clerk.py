@@ -380,10 +380,10 @@ class Clerk(Generic[T]):
         charge = self.lease.charge
         granted = self._books.reserve(balance, wanted, charge, limit)
         missing = wanted - granted // charge
-        candidates = self.sweeper.take(missing) if missing else []
-        if missing:
-            self._say_full()
-        return granted, self._books.evict(balance, candidates, self._on_error)
+        if not missing:
+            return granted, []
+        self._say_full()
+        return granted, self._books.evict(balance, self.sweeper.take(missing), self._on_error)
 
     def _num_over(self, balance: Balance) -> int:
         """How many bytes there are too many: someone has given us a smaller quota."""

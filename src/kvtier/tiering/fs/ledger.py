@@ -25,7 +25,15 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.tiering.fs.ownership import give_to_owner_of
 
-__all__ = ["Account", "Balance", "Ledger", "LedgerBusy", "LedgerLost", "LedgerVersion"]
+__all__ = [
+    "Account",
+    "Balance",
+    "Ledger",
+    "LedgerBusy",
+    "LedgerLost",
+    "LedgerVersion",
+    "copies_in",
+]
 
 _COPY_BYTES = 16_384
 _MAGIC = b"KVTLEDG\x00"
@@ -157,6 +165,12 @@ class Balance:
         return cls(root_id, sums[0], sums[1], sums[2], boot_id, accounts, revision)
 
 
+def copies_in(fd: int) -> list[bytes]:
+    """The copies in the file of a ledger that were written; at least one."""
+    copies = [os.pread(fd, _COPY_BYTES, offset) for offset in (0, _COPY_BYTES)]
+    return [copy for copy in copies if any(copy)] or copies[:1]
+
+
 def _decoded(copy: bytes) -> Balance | LedgerLost | LedgerVersion:
     try:
         return Balance.decode(copy)
@@ -226,7 +240,7 @@ class Ledger:
         """The balance, and whether the blocks have to be counted again: one of the copies is
         damaged, and it may have been the newer one. Under the lock. Raises `LedgerLost` or
         `LedgerVersion`."""
-        copies = [_decoded(copy) for copy in self._copies()]
+        copies = [_decoded(copy) for copy in copies_in(self._fd)]
         others = [problem for problem in copies if isinstance(problem, LedgerVersion)]
         if others and not any(isinstance(copy, Balance) for copy in copies):
             raise others[0]
@@ -237,12 +251,7 @@ class Ledger:
     def read(self) -> Balance:
         """The balance of a moment ago, without the lock, as far as it can be read. Any thread.
         Raises `LedgerLost`."""
-        return _newest([_decoded(copy) for copy in self._copies()])
-
-    def _copies(self) -> list[bytes]:
-        """Those that were written; at least one."""
-        copies = [os.pread(self._fd, _COPY_BYTES, offset) for offset in (0, _COPY_BYTES)]
-        return [copy for copy in copies if any(copy)] or copies[:1]
+        return _newest([_decoded(copy) for copy in copies_in(self._fd)])
 
     def save(self, balance: Balance) -> None:
         """Under the lock."""

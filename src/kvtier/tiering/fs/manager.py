@@ -35,7 +35,7 @@ from kvtier.tiering.fs.uses import Uses
 from kvtier.tiering.io.aio import address_of
 from kvtier.tiering.io.errors import ErrorLog, error_counter
 from kvtier.tiering.io.lane import Lane
-from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.io.rows import require_movable
 from kvtier.tiering.io.transfer import Transfer, Unit
 from kvtier.tiering.io.work import WorkQueue
 
@@ -46,7 +46,6 @@ __all__ = ["FsSecondaryTierManager"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROW_BYTES = 1 << 30  # the kernel moves less than 2 GiB by one call
 _MAX_QUEUED_BYTES = 1 << 30
 """Stores that wait for the file system; what comes on top is refused."""
 _IN_FLIGHT_BYTES = 32 << 20
@@ -91,7 +90,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self.locality = Locality.REMOTE
         self._rows_address = address_of(primary_kv_view.cast("B"))
         try:
-            self._require_fitting_rows()
+            require_movable(self.rows, self._rows_address, "fs")
             charge = block_file_bytes(self.rows.row_bytes) + _EXTENT_BYTES + NAME_BYTES
             options.require_room_for(charge)
             occupant = Occupant.here(config.engine_id, self.fingerprint.hex())
@@ -104,19 +103,6 @@ class FsSecondaryTierManager(SecondaryTierManager):
         except BaseException:
             self.rows.release()
             raise
-
-    def _require_fitting_rows(self) -> None:
-        row_bytes = self.rows.row_bytes
-        if row_bytes > _MAX_ROW_BYTES:
-            raise ValueError(
-                f"rows of {row_bytes} bytes: the fs tier moves at most {_MAX_ROW_BYTES} at once; "
-                "use fewer blocks_per_chunk"
-            )
-        if row_bytes % PAGE_BYTES or self._rows_address % PAGE_BYTES:
-            raise ValueError(
-                f"rows of {row_bytes} bytes at {self._rows_address:#x}: the primary tier's rows "
-                f"must be aligned to {PAGE_BYTES} bytes"
-            )
 
     def _start(self, options: FsOptions, books: Books, charge: int) -> None:
         self._books = books

@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.fs.ledger import _COPY_BYTES, Balance, LedgerLost
+from kvtier.tiering.fs.ledger import Balance, LedgerLost, copies_in
 from kvtier.tiering.fs.names import (
     SHARDS,
     block_path,
-    is_engine_name,
     is_namespace_name,
     key_of,
 )
-from kvtier.tiering.fs.seat import _ALIVE, Occupant
+from kvtier.tiering.fs.seat import Occupant, alive_file, is_seat, seats_in
 from kvtier.tiering.fs.tree import BlockFile, bytes_taken
 
 __all__ = [
@@ -137,9 +136,9 @@ def read_balance(root: Path) -> Balance | None:
     try:
         for _ in range(_NUM_TRIES):  # of two copies, both may be written while we read
             found = []
-            for offset in (0, _COPY_BYTES):
+            for copy in copies_in(fd):
                 try:
-                    found.append(Balance.decode(os.pread(fd, _COPY_BYTES, offset)))
+                    found.append(Balance.decode(copy))
                 except LedgerLost:
                     continue
             if found:
@@ -156,16 +155,16 @@ def read_seats(root: Path) -> list[SeenSeat]:
     """The seats of all engines, dead or alive. Raises `OSError`."""
     engines = root / "engines"
     try:
-        names = {name.removesuffix(_ALIVE) for name in os.listdir(engines)}
+        names = seats_in(engines)
     except FileNotFoundError:
         return []
-    return [_read_seat(engines, name) for name in sorted(names) if is_engine_name(name)]
+    return [_read_seat(engines, name) for name in names]
 
 
 def _read_seat(engines: Path, name: str) -> SeenSeat:
     directory = engines / name
     try:
-        fd = os.open(engines / (name + _ALIVE), _OPEN)
+        fd = os.open(alive_file(engines, name), _OPEN)
     except OSError as error:
         if error.errno not in _GONE:
             raise
@@ -247,7 +246,7 @@ class _Surveyor:
     def _look_at_seats(self, engines: Path) -> None:
         alive = {seat.engine: seat for seat in self.seen.seats if seat.is_alive}
         for entry, status in _entries(engines):
-            if not is_engine_name(entry.name.removesuffix(_ALIVE)):
+            if not is_seat(entry.name):
                 self._note_stray(entry, status)
                 continue
             self._count(status)

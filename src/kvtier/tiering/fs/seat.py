@@ -27,7 +27,17 @@ from weakref import WeakSet
 from kvtier.tiering.fs.names import is_engine_name
 from kvtier.tiering.fs.tree import bytes_taken
 
-__all__ = ["Occupant", "Seat", "SeatFile", "StrangeSeat", "other_seats"]
+__all__ = [
+    "Occupant",
+    "Seat",
+    "SeatFile",
+    "StrangeSeat",
+    "alive_file",
+    "is_seat",
+    "other_seats",
+    "seat_files",
+    "seats_in",
+]
 
 _ALIVE = ".alive"
 _OUT = re.compile(r"e(\d+)-\d+")
@@ -93,7 +103,7 @@ class Seat:
         locked, it looks like that of a dead engine."""
         self.engine = uuid4().bytes
         self.directory = engines / self.engine.hex()
-        self._alive = engines / (self.engine.hex() + _ALIVE)
+        self._alive = alive_file(engines, self.engine.hex())
         self._numbers = count(1)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(self._alive, flags, 0o600)
@@ -207,7 +217,7 @@ def seat_files(directory: Path) -> list[SeatFile]:
         if out is None and _IN.fullmatch(entry.name) is None:
             continue
         try:
-            status = os.stat(entry.path, follow_symlinks=False)  # DirEntry's has no link count
+            status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             continue
         batch = None if out is None else int(out[1])
@@ -215,13 +225,27 @@ def seat_files(directory: Path) -> list[SeatFile]:
     return found
 
 
+def is_seat(name: str) -> bool:
+    """Whether something in the directory of engines belongs to a seat."""
+    return is_engine_name(name.removesuffix(_ALIVE))
+
+
+def seats_in(engines: Path) -> list[str]:
+    """The names of the engines that have, or had, a seat there."""
+    return sorted({name.removesuffix(_ALIVE) for name in os.listdir(engines) if is_seat(name)})
+
+
+def alive_file(engines: Path, name: str) -> Path:
+    """The file that an engine has locked for as long as it lives."""
+    return engines / (name + _ALIVE)
+
+
 def other_seats(engines: Path, own: Seat | None) -> Iterator[StrangeSeat]:
     """The seats of all other engines, dead or alive. Each is closed when the next is asked for."""
-    names = {name.removesuffix(_ALIVE) for name in os.listdir(engines)}
-    for name in sorted(names):
-        if not is_engine_name(name) or (own is not None and name == own.engine.hex()):
+    for name in seats_in(engines):
+        if own is not None and name == own.engine.hex():
             continue
-        alive = engines / (name + _ALIVE)
+        alive = alive_file(engines, name)
         try:
             fd = os.open(alive, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from zlib import crc32
@@ -23,6 +22,7 @@ from tests.tiering.disk.crash.points import (
     POINTS,
 )
 from tests.tiering.disk.crash.power_cut import KINDS, Loss, PowerCut
+from tests.tiering.sagas import Outcome
 
 NUM_LIVES = 8
 _ROW_BYTES = (4096, 4096, 4096, 12288)
@@ -31,19 +31,6 @@ _ROTA = (*POINTS, *MANY_TIMES)
 """Points at which most of the work is done have two turns."""
 _STRIDE = 7
 """From one point to the next: no two that follow each other are much alike."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How a saga went."""
-
-    seed: int
-    num_steps: int
-    """Lives."""
-    digest: int
-    tally: Counter[str]
-    violation: Violation | None
-    trace: list[str]
 
 
 def tell(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from zlib import crc32
@@ -26,6 +25,7 @@ from tests.tiering.fs.crash.points import (
     AT_WORK,
     POINTS,
 )
+from tests.tiering.sagas import Outcome
 
 NUM_LIVES = 8
 _LONGEST_SAGA_S = 120.0
@@ -40,19 +40,6 @@ _MORE_BLOCKS = 45
 _ROTA = Random(0).sample((*POINTS, *AT_WORK), len(POINTS) + len(AT_WORK))
 """Points at which most of the work is done have two turns. No two that follow each other are much
 alike."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How a saga went."""
-
-    seed: int
-    num_steps: int
-    """Lives."""
-    digest: int
-    tally: Counter[str]
-    violation: Violation | None
-    trace: list[str]
 
 
 def tell(
