@@ -54,6 +54,7 @@ DECIDES: dict[str, Change] = {
     "model.name": ({"model": replace(MODEL, name="other")}, {}),
     "model.dtype": ({"model": replace(MODEL, dtype="float16")}, {}),
     "model.weights_revision": ({"model": replace(MODEL, weights_revision="4f2a")}, {}),
+    "model.variant": ({"model": replace(MODEL, variant="rope 8x")}, {}),
     "cache.tokens_per_hash": ({"cache": OffloadingCacheConfig(8)}, {}),
     "cache.blocks_per_chunk": ({"cache": OffloadingCacheConfig(16, 2)}, {}),
     "parallel.world_size": (with_ranks(), {}),
@@ -68,6 +69,7 @@ DECIDES: dict[str, Change] = {
 }
 
 DECIDES_NOTHING: dict[str, Change] = {
+    "model.unknown_because": ({"model": replace(MODEL, unknown_because="dummy weights")}, {}),
     "engine_id": ({"engine_id": "engine-1"}, {}),
     "enable_kv_cache_events": ({"enable_kv_cache_events": True}, {}),
     "parallel.rank": (with_ranks(rank=7), {}),

@@ -120,8 +120,8 @@ def test_the_region_is_what_the_user_paid_for() -> None:
     config = make_config(extra_config={"cpu_bytes_to_use": 5 * mmap.PAGESIZE + 1})
     worker = CPUOffloadingSpec(config).get_worker(LAYOUT.canonical(LAYOUT.new_tensors(1)))
     (path,) = region_files(config)
-    rows, header = 5 * mmap.PAGESIZE, mmap.PAGESIZE
-    assert path.stat().st_size == rows + header
+    rows, header, notices = 5 * mmap.PAGESIZE, mmap.PAGESIZE, mmap.PAGESIZE
+    assert path.stat().st_size == rows + header + notices
     assert CPUOffloadingSpec(config).get_manager().num_blocks == 5
     worker.shutdown()
 

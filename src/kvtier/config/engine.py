@@ -48,11 +48,13 @@ class OffloadingModelConfig:
     dtype: str
     """The element type of the KV cache, such as "bfloat16" or "fp8_e4m3"."""
     weights_revision: str | None = None
-    """Identifies the weights beyond their name: a hub commit, or a digest of local files.
-
-    An engine that knows of further settings that change what the weights compute (RoPE
-    overrides, for one) joins them in. None: not known.
-    """
+    """Identifies the weights beyond their name: a hub commit, or a digest of local files. None:
+    not known."""
+    variant: str = ""
+    """Whatever else changes what the weights compute, or how the engine lays it out, in the
+    engine's own words: RoPE overrides, quantization, the engine's release."""
+    unknown_because: str | None = None
+    """Why there is no revision: one clause, for the message that refuses to start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def fingerprint(config: OffloadingConfig, epoch: bytes) -> bytes:
         "format_version": _FORMAT_VERSION,
         "epoch": epoch.hex(),
         "namespace": config.options.cache_namespace,
-        "model": [model.name, model.dtype, model.weights_revision],
+        "model": [model.name, model.dtype, model.weights_revision, *_if_any(model.variant)],
         "kv_cache_layout": config.kv_cache_layout,
         "tokens_per_hash": cache.tokens_per_hash,
         "blocks_per_chunk": cache.blocks_per_chunk,
@@ -60,3 +60,8 @@ def fingerprint(config: OffloadingConfig, epoch: bytes) -> bytes:
     # A cryptographic digest, because a namespace may be chosen to hit someone else's.
     encoded = json.dumps(identity, sort_keys=True, separators=(",", ":")).encode("ascii")
     return blake2b(encoded, digest_size=FINGERPRINT_BYTES, person=b"kvtier").digest()
+
+
+def _if_any(text: str) -> list[str]:
+    """An engine that has nothing to say keeps the fingerprints from before it could."""
+    return [text] if text else []

@@ -113,11 +113,12 @@ class OffloadingConfig:
         """
         if self.model.weights_revision is not None or self.options.cache_namespace is not None:
             return
+        why = self.model.unknown_because
         raise ConfigError(
             Problem(
                 "cache_namespace",
                 "nothing, and the engine does not know the weights revision "
-                f"of {self.model.name!r} either",
+                f"of {self.model.name!r} either{f' ({why})' if why else ''}",
                 "a text that identifies the weights, when a tier keeps blocks beyond the process",
                 'Set cache_namespace to your own word for these weights, such as "llama3-8b-v2", '
                 "and change it whenever they change; or serve the model from a hub commit",

@@ -18,6 +18,7 @@ from kvtier.base import (
     OffloadingWorker,
     TransferResult,
 )
+from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.cpu.page_copier import PageCopier
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.transfer_plan import TransferRefused, plan_transfer
@@ -80,6 +81,11 @@ class HostOffloadingWorker(OffloadingWorker):
         self._running: set[int] = set()
         self._finished: dict[int, TransferResult] = {}
         self._closed = False
+
+    @property
+    def board(self) -> NoticeBoard:
+        """Where this rank leaves notes for the scheduler, past the engine. Until `shutdown`."""
+        return self._region.board
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec

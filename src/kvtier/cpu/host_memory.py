@@ -8,7 +8,7 @@ that can bite are read first, and the tightest one is reported together with wha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,16 +58,23 @@ def format_bytes(count: int) -> str:
 
 
 def require_room(
-    directory: str, purpose: str, *, num_rows: int, row_bytes: int, overhead_bytes: int
+    directory: str, purpose: str, *, num_rows: int, row_bytes: int, total: Callable[[int], int]
 ) -> None:
-    """Raise `NotEnoughMemory` unless the rows and the overhead fit in `directory` and in memory."""
-    asked = num_rows * row_bytes + overhead_bytes
+    """Raise `NotEnoughMemory` unless the rows fit in `directory` and in memory.
+
+    `total` says what so many rows take together with all that comes with them, which is less than
+    a byte for each byte of a row.
+    """
+    asked = total(num_rows)
     limits = list(_limits(asked, directory))
     tightest = min(limits, key=lambda limit: limit.available, default=None)
     if tightest is None or asked <= tightest.available:
         return
     advisable = min(limit.advisable for limit in limits)
-    rows_that_fit = max(0, advisable - overhead_bytes) // row_bytes
+    rows_that_fit = advisable // row_bytes
+    while rows_that_fit and total(rows_that_fit) > advisable:
+        excess = total(rows_that_fit) - advisable
+        rows_that_fit -= max(1, excess // (2 * row_bytes))
     raise NotEnoughMemory(
         f"{purpose} needs {format_bytes(asked)}, but only {format_bytes(tightest.available)} are "
         f"available in {tightest.where}. {tightest.remedy}, or lower cpu_bytes_to_use to "

@@ -409,6 +409,11 @@ class CPUOffloadingManager(OffloadingManager):
             new, CPULoadStoreSpec([block.block_id for block in blocks]), evicted
         )
 
+    def slots_of(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int]:
+        """Where those of these blocks are that have a slot, also while it is being written."""
+        found = {key: self._get(key) for key in keys}
+        return {key: block.block_id for key, block in found.items() if block is not None}
+
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:

@@ -32,7 +32,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kvtier.cpu.host_memory import NotEnoughMemory, format_bytes, require_room
 
@@ -41,7 +41,7 @@ __all__ = ["RegionFile", "RegionShape", "reclaim_dead_regions"]
 logger = logging.getLogger(__name__)
 
 _HEADER_BYTES = mmap.PAGESIZE
-_MAGIC = b"kvtier shared offload region, version 1\n"
+_MAGIC = b"kvtier shared offload region, version 2\n"
 _NAME = re.compile(r"kvtier-[0-9a-f]{32}\.region")
 _RESERVE_STEP = 1 << 28
 _MAX_ENGINE_ID_IN_HEADER = 200
@@ -56,14 +56,24 @@ class RegionShape:
     cpu_page_size: int
 
     @property
+    def num_cells(self) -> int:
+        """For how many ranks there is room in a row."""
+        return self.kv_bytes_per_block // self.cpu_page_size
+
+    @property
+    def board_bytes(self) -> int:
+        """Bytes of the notice board, in whole pages: a number per rank, a flag per slot."""
+        return -(-(8 * self.num_cells + self.num_blocks) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
     def rows_bytes(self) -> int:
         """Bytes of all rows."""
         return self.num_blocks * self.kv_bytes_per_block
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the file: one page that says what it is, then the rows."""
-        return _HEADER_BYTES + self.rows_bytes
+        """Bytes of the file: one page that says what it is, the notice board, then the rows."""
+        return _HEADER_BYTES + self.board_bytes + self.rows_bytes
 
     def __str__(self) -> str:
         return (
@@ -98,8 +108,25 @@ class RegionFile:
             if lock_fd is not None:
                 return cls(path, lock_fd, shape)
 
+    @classmethod
+    def join(cls, directory: str, engine_id: str, shape: RegionShape) -> RegionFile | None:
+        """This engine's region if another process has made it; else None, and none is made.
+
+        Raises `ValueError` like `make_or_join`.
+        """
+        path = os.path.join(directory, _file_name(engine_id))
+        lock_fd = _join(path, engine_id, shape)
+        return None if lock_fd is None else cls(path, lock_fd, shape)
+
+    def map_board(self) -> mmap.mmap:
+        """A writable mapping of the notice board. It stays valid after `leave`."""
+        return self._map(_HEADER_BYTES, self._shape.board_bytes)
+
     def map_rows(self) -> mmap.mmap:
         """A writable mapping of the rows. It stays valid after `leave`."""
+        return self._map(_HEADER_BYTES + self._shape.board_bytes, self._shape.rows_bytes)
+
+    def _map(self, offset: int, size: int) -> mmap.mmap:
         # The mapping keeps a descriptor. Opened afresh, that one does not carry the lock, so that
         # a mapping which outlives its region does not keep the file in place.
         assert self._lock_fd is not None
@@ -107,7 +134,7 @@ class RegionFile:
         try:
             if not os.path.samestat(os.fstat(fd), os.fstat(self._lock_fd)):
                 raise RuntimeError(f"{self.path} was replaced by hand while it was being opened")
-            return mmap.mmap(fd, self._shape.rows_bytes, offset=_HEADER_BYTES)
+            return mmap.mmap(fd, size, offset=offset)
         finally:
             os.close(fd)
 
@@ -193,7 +220,7 @@ def _make(directory: str, path: str, engine_id: str, shape: RegionShape) -> int 
         if not _link(fd, path):
             os.close(fd)
             return None
-        _require_room(directory, engine_id, shape, overhead_bytes=0)  # the header is there already
+        _require_room(directory, engine_id, shape, already=_HEADER_BYTES)
         _reserve(fd, shape.file_bytes)
         fcntl.flock(fd, fcntl.LOCK_SH)
     except BaseException:
@@ -227,13 +254,14 @@ def _link(fd: int, path: str) -> bool:
     return True
 
 
-def _require_room(directory: str, engine_id: str, shape: RegionShape, overhead_bytes: int) -> None:
+def _require_room(directory: str, engine_id: str, shape: RegionShape, already: int) -> None:
+    """Raise `NotEnoughMemory` unless there is room for the file, of which `already` bytes exist."""
     require_room(
         directory,
         f"The KV-cache region of engine {engine_id!r}",
         num_rows=shape.num_blocks,
         row_bytes=shape.kv_bytes_per_block,
-        overhead_bytes=overhead_bytes,
+        total=lambda num_blocks: replace(shape, num_blocks=num_blocks).file_bytes - already,
     )
 
 
@@ -245,7 +273,7 @@ def _explained_lack_of_space(directory: str, engine_id: str, shape: RegionShape)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _require_room(directory, engine_id, shape, overhead_bytes=_HEADER_BYTES)
+        _require_room(directory, engine_id, shape, already=0)
         raise NotEnoughMemory(
             f"{directory} refused the {format_bytes(shape.file_bytes)} of the KV-cache region of "
             f"engine {engine_id!r} ({error.strerror}), although they are free now: another "

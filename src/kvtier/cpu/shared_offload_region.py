@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.cpu.buffer_holders import describe_holders
+from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.cpu.prefault import prefault
 from kvtier.cpu.region_file import RegionFile, RegionShape
 
@@ -63,10 +64,13 @@ class SharedOffloadRegion:
             mapping = undo.enter_context(closing(file.map_rows()))
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
             prefault(self.address, self._own_ranges())
+            self.board = NoticeBoard(file.map_board(), shape)
             undo.pop_all()
         self.path = file.path
         self._mapping: mmap.mmap | None = mapping
         self._leave = weakref.finalize(self, file.leave)
+        if rank is not None:
+            self.board.sign_in(rank)
 
     @property
     def size_bytes(self) -> int:
@@ -120,6 +124,7 @@ class SharedOffloadRegion:
         if self._mapping is None:
             return
         mapping, self._mapping = self._mapping, None
+        self.board.close()
         while self._views:
             with suppress(BufferError):  # an array was made of it; that one is named below
                 self._views.pop().release()
