@@ -8,12 +8,15 @@ import random
 import re
 import signal
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvtier.cpu.region_file import RegionFile, RegionShape
 from tests.cpu.kernel_view import (
     open_files,
     wait_until_blocked,
@@ -319,3 +322,31 @@ def test_only_the_user_can_read_it(umask: int, make: RegionMaker) -> None:
     finally:
         os.umask(previous)
     assert stat.S_IMODE(os.stat(region.path).st_mode) == 0o600
+
+
+def test_a_region_without_a_name_ends_with_its_users_even_if_they_are_killed(shm: Path) -> None:
+    code = (
+        "import signal; from kvtier.cpu.region_file import *\n"
+        f"file = RegionFile.make_or_join({str(shm)!r}, 'engine', RegionShape(8, 4096, 4096))\n"
+        "rows = file.map_rows(); rows[:5] = b'there'\n"
+        "file.remove_name(); print('named no more', flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as user:
+        assert user.stdout is not None
+        user.stdout.readline()
+        assert list(shm.iterdir()) == []
+        os.kill(user.pid, signal.SIGKILL)
+    assert list(shm.iterdir()) == []
+
+
+def test_removing_the_name_leaves_a_file_of_the_same_name_alone(shm: Path) -> None:
+    shape = RegionShape(8, PAGE, PAGE)
+    file = RegionFile.make_or_join(str(shm), "engine", shape)
+    file.remove_name()
+    assert RegionFile.join(str(shm), "engine", shape) is None
+    another = RegionFile.make_or_join(str(shm), "engine", shape)
+    file.remove_name()
+    file.leave()
+    assert Path(another.path).exists()
+    another.leave()
+    assert list(shm.iterdir()) == []

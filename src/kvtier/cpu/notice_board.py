@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.cpu.region_file import RegionFile, RegionShape
+from kvtier.cpu.region_file import RegionShape
 
 __all__ = ["NoticeBoard"]
 
@@ -37,23 +37,6 @@ class NoticeBoard:
             memory, np.uint8, shape.num_blocks, offset=self._num_bytes_of_tallies
         )
         self._seen = self._tallies.tobytes()
-
-    @classmethod
-    def of_running_ranks(
-        cls, engine_id: str, shape: RegionShape, directory: str = "/dev/shm"
-    ) -> NoticeBoard | None:
-        """The board of an engine whose ranks are there; None if none has made a region here.
-
-        The board stays readable, and takes no part in who removes the file: that is the ranks'
-        business, and when they are gone there is nothing left to be told.
-        """
-        file = RegionFile.join(directory, engine_id, shape)
-        if file is None:
-            return None
-        try:
-            return cls(file.map_board(), shape)
-        finally:
-            file.leave()
 
     # --- a rank's side ------------------------------------------------------------------------
 

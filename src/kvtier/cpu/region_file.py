@@ -10,8 +10,9 @@ From that follow the rules that everything here keeps:
   shared lock, which they get when the file is finished or its maker is dead.
 - Whoever obtains the exclusive lock on an existing file knows that nobody uses it, and removes
   it. Its bytes are never used again, whatever engine they belonged to.
-- The name is removed only under the exclusive lock of the very file that it names, so that it
-  cannot meanwhile have become the name of another.
+- The name is removed only under a lock of the very file that it names, so that it cannot
+  meanwhile have become the name of another: under the exclusive one when nobody uses the file any
+  more, under a shared one when all who ever will have joined.
 
 The lock is taken on an open file that nothing else shares: a mapping does not prolong it, a
 subprocess does not inherit it, and a forked child, which maps the region too, does.
@@ -137,6 +138,16 @@ class RegionFile:
             return mmap.mmap(fd, size, offset=offset)
         finally:
             os.close(fd)
+
+    def remove_name(self) -> None:
+        """Everybody who will ever use the region has joined: let nobody else find it.
+
+        From now on it ends with its last user, however that one ends, and nothing is left behind
+        in the directory. A process that asks for it all the same gets one of its own.
+        """
+        assert self._lock_fd is not None
+        if _is_named(self.path, self._lock_fd):
+            os.unlink(self.path)
 
     def leave(self) -> None:
         """Give up this process's share; the last one to leave removes the file. Idempotent."""
