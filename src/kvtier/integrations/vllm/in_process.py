@@ -1,7 +1,7 @@
 """Stock vLLM in this very process, on the CPU: one engine step at a time, nothing left behind.
 
-For the demo and the tests. Importing this module does not import vLLM; `contained_environment`
-has to be entered before anything does.
+For the demo and the tests. Importing this module does not import vLLM; `contain` has to be called,
+or `contained_environment` entered, before anything does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 BLOCK_TOKENS = 32
 """Tokens of a device block: on the CPU, vLLM takes multiples of 32 only."""
@@ -33,22 +33,46 @@ _SETTINGS = {
 _FOLDERS = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME", "TMPDIR")
 
 
+Door = Literal["connector", "plain"]
+"""How kvtier gets into vLLM: as a connector of its own, or as a spec for vLLM's."""
+
+
+def contain(folder: Path, log_level: str = "ERROR") -> None:
+    """Have vLLM write nowhere but into `folder`, in this process and in those it starts."""
+    os.environ.update(_SETTINGS)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
+    for variable in _FOLDERS:
+        (folder / variable.lower()).mkdir()
+        os.environ[variable] = str(folder / variable.lower())
+
+
 @contextmanager
 def contained_environment(log_level: str = "ERROR") -> Iterator[Path]:
     """Point vLLM at one temporary folder, yield it, and remove it with all that vLLM left there."""
     with tempfile.TemporaryDirectory(prefix="kvtier-vllm-") as name:
-        folder = Path(name)
         before = dict(os.environ)
-        os.environ.update(_SETTINGS)
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
-        for variable in _FOLDERS:
-            (folder / variable.lower()).mkdir()
-            os.environ[variable] = str(folder / variable.lower())
         try:
-            yield folder
+            contain(Path(name), log_level)
+            yield Path(name)
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+
+def _transfer_config(door: Door, kvtier: Mapping[str, Any]) -> dict[str, Any]:
+    """What a user would write into `--kv-transfer-config`."""
+    if door == "connector":
+        own: dict[str, Any] = {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier.integrations.vllm",
+        }
+        return own | {"kv_role": "kv_both", "kv_connector_extra_config": dict(kvtier)}
+    spec = {"spec_name": "KVTierOffloadingSpec", "spec_module_path": "kvtier.integrations.vllm"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": spec | dict(kvtier),
+    }
 
 
 @dataclass(slots=True)
@@ -72,6 +96,7 @@ class InProcessEngine:
         model: Path,
         kvtier: Mapping[str, Any] | None = None,
         *,
+        door: Door = "connector",
         device_blocks: int = 1024,
         max_requests: int = 8,
         **engine_args: Any,
@@ -81,15 +106,7 @@ class InProcessEngine:
         from vllm.config import KVTransferConfig
 
         if kvtier is not None:
-            spec = {
-                "spec_name": "KVTierOffloadingSpec",
-                "spec_module_path": "kvtier.integrations.vllm",
-            }
-            engine_args["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="OffloadingConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config=spec | dict(kvtier),
-            )
+            engine_args["kv_transfer_config"] = KVTransferConfig(**_transfer_config(door, kvtier))
         self._llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
@@ -101,6 +118,8 @@ class InProcessEngine:
             max_num_seqs=max_requests,
             enable_prefix_caching=True,
             seed=0,
+            # Without this, vLLM has no metrics.
+            disable_log_stats=False,
             **engine_args,
         )
         self._engine = self._llm.llm_engine
@@ -192,8 +211,19 @@ class InProcessEngine:
         return self.answer(name)
 
     def metrics(self) -> list[Any]:
-        """What vLLM's metrics endpoint would show. The engine needs `disable_log_stats=False`."""
+        """What vLLM's metrics endpoint would show."""
         return list(self._llm.get_metrics())
+
+    def figures(self) -> dict[str, float]:
+        """Of these, kvtier's counters and gauges, such as `cpu_loaded_blocks`.
+
+        Some counters are there only once they have counted something.
+        """
+        return {
+            metric.name.removeprefix("vllm:kvtier_"): metric.value
+            for metric in self.metrics()
+            if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value")
+        }
 
     def reset_device_cache(self) -> None:
         """Forget what is on the device; host memory stays."""

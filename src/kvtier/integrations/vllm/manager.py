@@ -7,24 +7,26 @@ waiting request at every step, so it does as little as possible.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from kvtier.base import (
     LoadStoreSpec,
     Locality,
     LookupResult,
-    Medium,
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
     ReqContext,
     ScheduleEndContext,
-    TierFilter,
-    TierMatcher,
 )
+from kvtier.connector.hints import parse_hints
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.integrations.vllm import vllm_api
-from kvtier.integrations.vllm.block_hashes import tell_about
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.notice_board import NoticeBoard
+from kvtier.integrations.vllm import differences, vllm_api
+from kvtier.integrations.vllm.metrics import FAILED_LOADS
+from kvtier.tiering.manager import TieringOffloadingManager
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +40,9 @@ _VLLM_UNDECIDED = {
     LookupResult.RETRY: vllm_api.LookupResult.RETRY,
 }
 _VLLM_POLICIES = {
-    OffloadPolicy.BLOCK_LEVEL: vllm_api.BLOCK_LEVEL_POLICY,
+    OffloadPolicy.BLOCK_LEVEL: differences.BLOCK_LEVEL_POLICY,
     OffloadPolicy.REQUEST_LEVEL: vllm_api.OffloadPolicy.REQUEST_LEVEL,
 }
-_VLLM_MEDIA = {Medium.CPU: vllm_api.Medium.CPU, Medium.STORAGE: vllm_api.Medium.STORAGE}
 _VLLM_LOCALITIES = {
     None: None,
     Locality.LOCAL: vllm_api.Locality.LOCAL,
@@ -49,19 +50,15 @@ _VLLM_LOCALITIES = {
 }
 
 
-def tier_filter_from_vllm(tier_filter: vllm_api.TierFilter) -> TierFilter:
-    """The same filter in kvtier's terms."""
-    if tier_filter is vllm_api.TierFilter.ALL:
-        return TierFilter.ALL
-    return TierFilter(
-        tuple(
-            TierMatcher(
-                None if matcher.medium is None else Medium(matcher.medium.value),
-                None if matcher.locality is None else Locality(matcher.locality.value),
-            )
-            for matcher in tier_filter.matchers
-        )
-    )
+class _Adopted:
+    """A request of vLLM's, in kvtier's terms. vLLM's own context carries it as `kvtier`."""
+
+    __slots__ = ("context", "may_load", "may_store")
+
+    def __init__(self, context: ReqContext, *, skips: bool) -> None:
+        self.context = context
+        self.may_load = not skips
+        self.may_store = not skips
 
 
 def _slots_of(spec: LoadStoreSpec) -> list[int]:
@@ -73,25 +70,35 @@ def _slots_of(spec: LoadStoreSpec) -> list[int]:
 class ManagerAdapter(vllm_api.OffloadingManager):
     """A kvtier manager, as vLLM's connector wants to see it. Scheduler thread only.
 
-    One kvtier `ReqContext` is made per request, in `on_new_request`, and kept in the scratch space
-    of vLLM's own.
+    One kvtier `ReqContext` is made per request, in `on_new_request`.
     """
 
     def __init__(
         self,
-        manager: OffloadingManager,
+        manager: CPUOffloadingManager | TieringOffloadingManager,
+        board: NoticeBoard,
         metric_names: Collection[str] = (),
         *,
         has_groups: bool = False,
-        lasting_tiers: Sequence[str] = (),
+        check_hashes: Callable[[], bool] | None = None,
     ) -> None:
-        """`has_groups`: the model has more than one KV-cache group. `lasting_tiers`: the types of
-        those in which other processes look for this one's blocks."""
+        """`board`: where ranks tell which stores have failed. `has_groups`: the model has more than
+        one KV-cache group. `check_hashes`: called until it answers True, before the first request
+        is served; may raise."""
         self._manager = manager
-        self._untold_tiers = list(lasting_tiers)
+        self._slots_of = (
+            manager.primary_tier.slots_of
+            if isinstance(manager, TieringOffloadingManager)
+            else manager.slots_of
+        )
+        self._board = board
+        self._check_hashes = check_hashes
         self._has_groups = has_groups
         self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in metric_names}
         self._undeclared: set[str] = set()
+        self._adopted: dict[str, _Adopted] = {}
+        """Of the requests that have not finished."""
+        self._num_failed_loads = 0
         # The hot path, without the attribute look-ups.
         self._lookup = manager.lookup
 
@@ -100,33 +107,55 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         """The kvtier manager."""
         return self._manager
 
-    def _adopt(self, req_context: vllm_api.ReqContext) -> ReqContext:
+    def _adopt(self, req_context: vllm_api.ReqContext) -> _Adopted:
         """Make kvtier's context for a request, and leave it where later calls find it."""
+        hints = parse_hints(req_context.kv_transfer_params)
         context = ReqContext(
             req_context.req_id,
             req_context.kv_transfer_params,
-            tier_filter_from_vllm(req_context.load_tier_filter),
+            differences.load_tiers(req_context, hints),
         )
-        req_context.set_state(context)
-        return context
+        req_context.kvtier = adopted = _Adopted(context, skips=hints.skip)
+        return adopted
 
     def _context(self, req_context: vllm_api.ReqContext) -> ReqContext:
-        return req_context.get_state(ReqContext) or self._adopt(req_context)
+        return self._adopted_of(req_context).context
+
+    def _adopted_of(self, req_context: vllm_api.ReqContext) -> _Adopted:
+        adopted: _Adopted | None = getattr(req_context, "kvtier", None)
+        return adopted or self._adopt(req_context)
+
+    def expect_prompt(self, req_id: str, num_tokens: int) -> None:
+        """The request, which is new, has so many prompt tokens. By the connector alone."""
+        self._adopted[req_id].context.num_prompt_tokens = num_tokens
+
+    def give_up_loading(self, req_id: str) -> None:
+        """A load of this request has failed: it is to compute. By the connector alone.
+
+        It would be offered the same blocks again, and might never end.
+        """
+        self._num_failed_loads += 1
+        adopted = self._adopted.get(req_id)
+        if adopted is not None:
+            adopted.may_load = False
 
     def lookup(self, key: OffloadKey, req_context: vllm_api.ReqContext) -> vllm_api.LookupResult:
-        context = req_context.get_state(ReqContext) or self._adopt(req_context)
-        result = self._lookup(key, context)
+        try:
+            adopted = req_context.kvtier
+        except AttributeError:
+            adopted = self._adopt(req_context)
+        if not adopted.may_load:
+            return _VLLM_MISS
+        result = self._lookup(key, adopted.context)
         if result is _HIT:
             return _VLLM_HIT
         if result is _MISS:
             return _VLLM_MISS
         return _VLLM_UNDECIDED[result]
 
-    def get_load_source(
-        self, key: OffloadKey, req_context: vllm_api.ReqContext
-    ) -> vllm_api.CacheHitSource:
+    def get_load_source(self, key: OffloadKey, req_context: vllm_api.ReqContext) -> Any:
         """Where a block that was a hit comes from: host memory, whatever tier it was in before."""
-        return vllm_api.CacheHitSource.HOST
+        return differences.CacheHitSource.HOST
 
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
@@ -137,7 +166,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         would let it grow old in host memory, and leave before its tail.
         """
         context = self._context(req_context)
-        self._manager.touch(vllm_api.keys_in_prompt_order(req_context), context)
+        if not differences.REPORTS_USE:
+            self._manager.touch(differences.keys_in_prompt_order(req_context), context)
         return self._manager.prepare_load(keys, context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext) -> None:
@@ -146,9 +176,11 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> vllm_api.PrepareStoreOutput | None:
-        context = self._context(req_context)
-        ordered = vllm_api.in_prompt_order(keys, req_context) if self._has_groups else keys
-        output = self._manager.prepare_store(ordered, context)
+        adopted = self._adopted_of(req_context)
+        if not adopted.may_store:
+            return vllm_api.PrepareStoreOutput([], CPULoadStoreSpec(()), [])
+        ordered = differences.in_prompt_order(keys, req_context) if self._has_groups else keys
+        output = self._manager.prepare_store(ordered, adopted.context)
         if output is None:
             return None
         keys_to_store, spec = output.keys_to_store, output.store_spec
@@ -165,34 +197,45 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         req_context: vllm_api.ReqContext,
         success: bool = True,
     ) -> None:
-        self._manager.complete_store(keys, self._context(req_context), success)
+        context = self._context(req_context)
+        if success and self._board.has_news():
+            keys = self._without_failed(keys, context)
+            if not keys:
+                return
+        self._manager.complete_store(keys, context, success)
+
+    def _without_failed(
+        self, keys: Collection[OffloadKey], context: ReqContext
+    ) -> Collection[OffloadKey]:
+        """Drop those of these blocks whose store has failed on a rank; the others."""
+        slots = self._slots_of(keys)
+        poisoned = self._board.take_poisoned(slots.values())
+        failed = {key for key, slot in slots.items() if slot in poisoned}
+        if not failed:
+            return keys
+        self._manager.complete_store(failed, context, False)
+        return [key for key in keys if key not in failed]
 
     def touch(self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext) -> None:
         self._manager.touch(keys, self._context(req_context))
 
-    def _tell_about_hashes(self) -> None:
-        """Say once which other processes can find what this one stores. vLLM makes the root of its
-        hashes after the manager, and asks a server's engine for pending work right after that."""
-        root = vllm_api.hash_root()
-        if root is not None:
-            tell_about(root, self._untold_tiers)
-            self._untold_tiers.clear()
-
     def on_new_request(self, req_context: vllm_api.ReqContext) -> vllm_api.RequestOffloadingContext:
-        if self._untold_tiers:
-            self._tell_about_hashes()
-        answer = self._manager.on_new_request(self._adopt(req_context))
+        if self._check_hashes is not None and self._check_hashes():
+            self._check_hashes = None
+        adopted = self._adopted[req_context.req_id] = self._adopt(req_context)
+        answer = self._manager.on_new_request(adopted.context)
         return vllm_api.RequestOffloadingContext(policy=_VLLM_POLICIES[answer.policy])
 
     def on_request_finished(self, req_context: vllm_api.ReqContext) -> None:
         """Report what the request used, then that it has ended.
 
-        vLLM does not touch the blocks a request found on the device. Without this, the head of
-        a prefix that is always found there would grow old in host memory, leave it before its
-        tail, and make the tail useless.
+        Where vLLM does not touch what a request found on the device, the head of a prefix that is
+        always found there would grow old in host memory, leave it before its tail, and make the
+        tail useless.
         """
         context = self._context(req_context)
-        keys = vllm_api.keys_in_prompt_order(req_context)
+        self._adopted.pop(req_context.req_id, None)
+        keys = [] if differences.REPORTS_USE else differences.keys_in_prompt_order(req_context)
         if keys:
             self._manager.touch(keys, context)
         self._manager.on_request_finished(context)
@@ -203,15 +246,16 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         )
 
     def has_pending_work(self) -> bool:
-        if self._untold_tiers:
-            self._tell_about_hashes()
+        # A server's engine is asked this right after its start, before there are requests.
+        if self._check_hashes is not None and self._check_hashes():
+            self._check_hashes = None
         return self._manager.has_pending_work()
 
     def take_events(self) -> Iterable[vllm_api.OffloadingEvent]:
         return [
             vllm_api.OffloadingEvent(
                 keys=event.keys,
-                medium=_VLLM_MEDIA[event.medium],
+                medium=differences.MEDIA[event.medium],
                 removed=event.removed,
                 locality=_VLLM_LOCALITIES[event.locality],
             )
@@ -226,6 +270,9 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         if figures is None:
             return None
         stats = vllm_api.OffloadingConnectorStats()
+        if self._num_failed_loads:
+            stats.increase_counter(self._vllm_names[FAILED_LOADS], self._num_failed_loads)
+            self._num_failed_loads = 0
         for name, increase in figures.counters.items():
             if vllm_name := self._vllm_name(name):
                 stats.increase_counter(vllm_name, increase)
@@ -248,3 +295,4 @@ class ManagerAdapter(vllm_api.OffloadingManager):
 
     def shutdown(self) -> None:
         self._manager.shutdown()
+        self._board.close()

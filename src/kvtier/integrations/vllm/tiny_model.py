@@ -1,16 +1,23 @@
 """Small models with random weights, for running real vLLM on any machine in seconds.
 
+    python -m kvtier.integrations.vllm.tiny_model DIR
+
 vLLM can make weights up by itself (`load_format="dummy"`), but those are so small that attention
 hardly changes the outcome: a wrong KV cache would go unnoticed. These are as large as trained
 ones, and attend sharply, so that one wrong block changes the logprobs, and mostly the tokens.
+
+They read and write words of a made-up language, one token each, so that a server takes text.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import struct
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +43,11 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+_SYLLABLES = tuple(map("".join, product("bdklmnrt", "aeio")))
+_UNKNOWN, _BEGIN, _END = "<unk>", "<s>", "</s>"
+WORDS = (_UNKNOWN, _BEGIN, _END, *list(map("".join, product(_SYLLABLES, repeat=2)))[3:])
+"""The text of every token, by its number. A word that is none of these is read as the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,7 @@ class TinyModel:
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(self.config))
         _write_safetensors(weights, folder / "model.safetensors")
+        _write_tokenizer(folder)
         return folder
 
 
@@ -104,6 +117,47 @@ def _write_safetensors(weights: Mapping[str, NDArray[np.float32]], path: Path) -
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for weight in weights.values():
             file.write(weight.tobytes())
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Words between white space, one token each; nothing is added to a text."""
+    special = [
+        {
+            "id": number,
+            "content": WORDS[number],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for number in range(3)
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: number for number, word in enumerate(WORDS)},
+            "unk_token": _UNKNOWN,
+        },
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": _UNKNOWN,
+        "bos_token": _BEGIN,
+        "eos_token": _END,
+        "model_max_length": MAX_TOKENS,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 LLAMA = TinyModel(
@@ -150,3 +204,54 @@ GEMMA3_HYBRID = TinyModel(
     cache_tensors=2,
 )
 """Full and sliding-window attention: three KV-cache groups over two shared tensors."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a model for newcomers, say what it is, and return the exit code."""
+    arguments = _parse(argv)
+    folder: Path = arguments.folder
+    model = GEMMA3_HYBRID if arguments.hybrid else LLAMA
+    try:
+        model.write(folder, arguments.seed)
+    except FileExistsError:
+        print(
+            f"{folder} is there already, and nothing was written: name a folder that is not, "
+            "or remove this one first",
+            file=sys.stderr,
+        )
+        return 2
+    except OSError as error:
+        print(f"{folder} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 1
+    print(
+        f"{folder}: {model.config['architectures'][0]} with random weights. "
+        f"It knows {len(WORDS) - 3} words, such as {', '.join(WORDS[3:6])} and {WORDS[-1]}."
+    )
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvtier.integrations.vllm.tiny_model",
+        description="Make a small model with random weights, which vLLM serves on any machine.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder that is not there yet")
+    parser.add_argument(
+        "--hybrid",
+        action="store_true",
+        help="with full and sliding-window attention (Gemma 3) instead of full alone (Llama)",
+    )
+    parser.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="of the weights (default: 0)"
+    )
+    return parser.parse_args(argv)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+    return int(text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,29 +1,40 @@
-"""vLLM's model runner on one side, a kvtier worker on the other: types are mapped, nothing else.
+"""vLLM's model runner on one side, a kvtier worker on the other.
 
-A failed transfer. vLLM's connector has no way to be told of one: it asserts that every transfer
-succeeded, and a result reported as a success makes the scheduler, which may be another process,
-declare a host block readable (store) or a device block computed (load). So a failed transfer
-raises here, in both directions, with what happened: the engine stops, and wrong bytes are never
-used. Host memory copies do not fail in practice, short of a defect.
+vLLM's connector asserts that every transfer succeeds. One that does not:
+
+- A **store**: its slots are poisoned on the notice board, then it is reported as done. The
+  scheduler finds the notes before it declares the blocks readable, and drops them.
+- A **load** is tried again. If it still fails, `KVTierConnector` tells vLLM to compute those device
+  blocks; the plain door, which cannot, raises, and the engine stops with the reason. What is on
+  the device is never taken for computed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from kvtier.base import (
+    BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
+    TransferResult,
 )
+from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.integrations.vllm import vllm_api
+
+logger = logging.getLogger(__name__)
+
+_MAX_RETRIES = 2
 
 
 class TransferFailedError(RuntimeError):
-    """A copy between the device and host memory failed, and vLLM cannot be told."""
+    """A copy from host memory to the device failed, and vLLM cannot be told."""
 
 
 def kv_caches_from_vllm(kv_caches: vllm_api.CanonicalKVCaches) -> CanonicalKVCaches:
@@ -45,12 +56,42 @@ def gpu_spec_from_vllm(spec: vllm_api.GPULoadStoreSpec) -> GPULoadStoreSpec:
     return GPULoadStoreSpec(spec.block_ids, spec.group_sizes, spec.block_indices)
 
 
+@dataclass(slots=True)
+class _Load:
+    """A load that has not ended."""
+
+    src_spec: LoadStoreSpec
+    dst_spec: GPULoadStoreSpec
+    retries_left: int = _MAX_RETRIES
+
+
+@dataclass(frozen=True, slots=True)
+class LostLoad:
+    """A load that has failed for good."""
+
+    job_id: int
+    device_blocks: frozenset[int]
+    """All that it was to fill. What is in them is not known."""
+
+
 class WorkerAdapter(vllm_api.OffloadingWorker):
     """A kvtier worker, as vLLM's connector wants to see it. Worker process, main thread."""
 
-    def __init__(self, worker: OffloadingWorker) -> None:
+    def __init__(
+        self, worker: OffloadingWorker, board: NoticeBoard, rank: int, *, cannot_tell: str | None
+    ) -> None:
+        """`cannot_tell`: why vLLM cannot be told of a load that has failed for good, and the
+        remedy; `get_finished` raises then. None: it can, and someone asks `take_lost_loads` for
+        them after every `get_finished`."""
         self._worker = worker
-        self._load_job_ids: set[int] = set()
+        self._board = board
+        self._rank = rank
+        self._cannot_tell = cannot_tell
+        self._loads: dict[int, _Load] = {}
+        self._stores: dict[int, LoadStoreSpec] = {}
+        self._refused: list[int] = []
+        """Jobs that the worker did not take: they have failed."""
+        self._lost: list[LostLoad] = []
 
     @property
     def inner(self) -> OffloadingWorker:
@@ -60,43 +101,87 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: vllm_api.GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
+        self._stores[job_id] = dst_spec
         if not self._worker.submit_store(job_id, gpu_spec_from_vllm(src_spec), dst_spec):
-            raise TransferFailedError(f"job {job_id}: a store to {dst_spec} was refused")
+            self._refused.append(job_id)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: vllm_api.GPULoadStoreSpec
     ) -> bool:
-        self._load_job_ids.add(job_id)
-        if not self._worker.submit_load(job_id, src_spec, gpu_spec_from_vllm(dst_spec)):
-            raise TransferFailedError(f"job {job_id}: a load from {src_spec} was refused")
+        load = self._loads[job_id] = _Load(src_spec, gpu_spec_from_vllm(dst_spec))
+        self._submit(job_id, load)
         return True
 
     def get_finished(self) -> list[vllm_api.TransferResult]:
+        refused, self._refused = self._refused, []
+        ended = self._worker.get_finished()
+        ended += [TransferResult(job_id, success=False) for job_id in refused]
         results = []
-        for result in self._worker.get_finished():
-            is_load = result.job_id in self._load_job_ids
-            self._load_job_ids.discard(result.job_id)
-            if not result.success:
-                raise TransferFailedError(
-                    f"job {result.job_id}: "
-                    f"{'a load from' if is_load else 'a store to'} host memory failed. "
-                    "vLLM's offloading connector cannot go on after a failed transfer: the "
-                    "engine stops here rather than use wrong bytes. The reason is in the log "
-                    "of the worker; restart the engine"
-                )
+        for result in ended:
+            load = self._loads.get(result.job_id)
+            if result.success:
+                self._loads.pop(result.job_id, None)
+                self._stores.pop(result.job_id, None)
+            elif load is None:
+                self._poison(result.job_id)
+            elif load.retries_left:
+                load.retries_left -= 1
+                self._submit(result.job_id, load)
+                continue
+            else:
+                self._lose(result.job_id)
             results.append(
                 vllm_api.TransferResult(
                     job_id=result.job_id,
                     success=True,
-                    transfer_size=result.transfer_size,
-                    transfer_time=result.transfer_time,
+                    transfer_size=result.transfer_size if result.success else None,
+                    transfer_time=result.transfer_time if result.success else None,
                 )
             )
         return results
 
+    def take_lost_loads(self) -> list[LostLoad]:
+        """Those among the last results of `get_finished` that have failed for good."""
+        lost, self._lost = self._lost, []
+        return lost
+
     def wait(self, job_ids: Collection[int]) -> None:
+        """Return when nothing of these jobs is copied any more, now or later."""
+        for job_id in job_ids:
+            load = self._loads.get(job_id)
+            if load is not None:
+                # Its device blocks may be another request's as soon as this returns.
+                load.retries_left = 0
         self._worker.wait(job_ids)
 
     def shutdown(self) -> None:
         self._worker.shutdown()
+
+    def _submit(self, job_id: int, load: _Load) -> None:
+        if not self._worker.submit_load(job_id, load.src_spec, load.dst_spec):
+            self._refused.append(job_id)
+
+    def _poison(self, job_id: int) -> None:
+        spec = self._stores.pop(job_id)
+        assert isinstance(spec, BlockIDsLoadStoreSpec)
+        self._board.poison(self._rank, spec.block_ids.tolist())
+        logger.error(
+            "a store of %d blocks to host memory failed on rank %d: they are not kept",
+            len(spec.block_ids),
+            self._rank,
+        )
+
+    def _lose(self, job_id: int) -> None:
+        load = self._loads.pop(job_id)
+        what = (
+            f"a load of {len(load.dst_spec.block_ids)} device blocks from host memory failed "
+            f"{1 + _MAX_RETRIES} times on rank {self._rank}"
+        )
+        if self._cannot_tell is not None:
+            raise TransferFailedError(
+                f"{what}. The reason is in the log of this process. The engine stops here rather "
+                f"than use wrong bytes: {self._cannot_tell}"
+            )
+        logger.error("%s: vLLM is told to compute them", what)
+        self._lost.append(LostLoad(job_id, frozenset(load.dst_spec.block_ids.tolist())))

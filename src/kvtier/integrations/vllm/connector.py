@@ -1,0 +1,134 @@
+"""The recommended door: vLLM's own offloading connector, with what a spec alone cannot do.
+
+    --kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "kvtier.integrations.vllm",
+      "kv_connector_extra_config": {"cpu_bytes_to_use": "8GiB"}}'
+
+All scheduling of transfers is vLLM's. This class tells kvtier what vLLM keeps from a spec, and
+tells vLLM of loads that failed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.integrations.vllm import differences, vllm_api
+from kvtier.integrations.vllm.facts import EngineFacts, engine_facts, told, with_spec
+from kvtier.integrations.vllm.manager import ManagerAdapter
+from kvtier.integrations.vllm.prefill_clock import PrefillClock
+from kvtier.integrations.vllm.worker import WorkerAdapter
+
+__all__ = ["KVTierConnector"]
+
+_OLD_RELEASE = (
+    "this release of vLLM has no word for a failed load of a model with several KV-cache groups. "
+    "Use vLLM 0.32 or later, which computes such blocks"
+)
+
+
+class KVTierConnector(vllm_api.OffloadingConnector):
+    """vLLM makes one in every worker, and then one on the scheduler side."""
+
+    def __init__(
+        self,
+        vllm_config: vllm_api.VllmConfig,
+        role: vllm_api.KVConnectorRole,
+        kv_cache_config: vllm_api.KVCacheConfig,
+    ) -> None:
+        self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
+        is_scheduler = role == vllm_api.KVConnectorRole.SCHEDULER
+        facts = (
+            engine_facts(vllm_config, kv_cache_config)
+            if is_scheduler
+            else EngineFacts(
+                cannot_tell=_OLD_RELEASE
+                if self._has_groups and not differences.REPORTS_FAILED_REQUESTS
+                else None
+            )
+        )
+        super().__init__(told(vllm_config, facts), role, kv_cache_config)
+        if is_scheduler:
+            # vLLM reads it after this, and would otherwise end a request whose load has failed.
+            vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._loading: dict[str, frozenset[int]] = {}
+            """Device blocks that are being filled, by request."""
+            self._clock = PrefillClock(self._manager.inner.note_prefill)
+        else:
+            self._failed_blocks: set[int] = set()
+            self._failed_requests: set[str] = set()
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: vllm_api.VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        return super().build_prom_metrics(with_spec(vllm_config), *args, **kwargs)
+
+    # --- scheduler side -----------------------------------------------------------------------
+
+    @property
+    def _manager(self) -> ManagerAdapter:
+        manager = self.connector_scheduler.manager
+        assert isinstance(manager, ManagerAdapter)
+        return manager
+
+    def on_new_request(self, request: vllm_api.Request) -> None:
+        super().on_new_request(request)
+        if "max_load_tokens" not in (request.kv_transfer_params or ()):  # else it ends earlier
+            self._manager.expect_prompt(request.request_id, request.num_prompt_tokens)
+
+    def build_connector_meta(
+        self, scheduler_output: vllm_api.SchedulerOutput
+    ) -> vllm_api.OffloadingConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        for job in metadata.load_jobs.values():
+            self._loading[job.req_id] = frozenset(job.dst_spec.block_ids.tolist())
+        self._clock.step_scheduled(scheduler_output)
+        return metadata
+
+    def update_connector_output(self, connector_output: vllm_api.KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self._clock.step_ended()
+        if self._loading:
+            self._end_loads(connector_output)
+
+    def _end_loads(self, output: vllm_api.KVConnectorOutput) -> None:
+        """Keep those whose load has failed from loading again, and forget what has ended."""
+        invalid = output.invalid_block_ids
+        failed = set(getattr(output, "failed_recving", None) or ())
+        if invalid:
+            failed |= {
+                req_id for req_id, blocks in self._loading.items() if not blocks.isdisjoint(invalid)
+            }
+        for req_id in failed:
+            self._manager.give_up_loading(req_id)
+        for req_id in output.finished_recving or ():
+            self._loading.pop(req_id, None)
+
+    # --- worker side --------------------------------------------------------------------------
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        # Before vLLM forgets those that have ended.
+        requests: dict[int, str] = dict(self.connector_worker._load_jobs)
+        sent, received = super().get_finished(finished_req_ids)
+        worker = self.connector_worker.worker
+        assert isinstance(worker, WorkerAdapter)
+        for lost in worker.take_lost_loads():
+            if self._has_groups:
+                self._failed_requests.add(requests[lost.job_id])
+            else:
+                self._failed_blocks |= lost.device_blocks
+        return sent, received
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Asked for instead of `get_finished` by releases that can be told of failed requests.
+
+        With several groups the number of a block does not say whose it is: the request computes
+        all that it was to load.
+        """
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving.update(self._failed_requests)
+        self._failed_requests.clear()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The device blocks whose load has failed. With one group, vLLM computes these alone."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
