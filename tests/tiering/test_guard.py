@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import cycle
+from random import Random
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtier.tiering.guard import PrefillRate, TransferEstimate
@@ -54,6 +58,309 @@ def test_a_clock_that_stands_still_teaches_nothing() -> None:
         rate.note_computed(512)
         rate.step_ended(1.0)
     assert rate.tokens_per_s is None
+
+
+# --- told by the engine -------------------------------------------------------------------------
+
+AT_START, PER_POSITION = 23e-6, 1e-9
+"""About what a token costs on an H200, for a model of 8 billion parameters."""
+
+
+def true_cost(position: float) -> float:
+    return AT_START + PER_POSITION * position
+
+
+def exactly(seconds: float) -> float:
+    return seconds
+
+
+def compute(
+    rate: PrefillRate,
+    num_tokens: int,
+    chunk: int,
+    cost: Callable[[float], float] = true_cost,
+    measure: Callable[[float], float] = exactly,
+) -> bool:
+    """A prompt is computed, in steps of one chunk each. Whether its cost is known then."""
+    for start in range(0, num_tokens, chunk):
+        n = min(chunk, num_tokens - start)
+        position = start + n / 2
+        rate.note_prefill(n, position, measure(n * cost(position)))
+    return rate.is_known
+
+
+def per_token(rate: PrefillRate, position: float) -> float:
+    assert rate.is_known
+    return rate.seconds_for(1, position)
+
+
+@given(
+    at_start=st.floats(1e-7, 1e-2),
+    per_position=st.floats(0, 1e-6),
+    chunk=st.integers(64, 8192),
+    num_chunks=st.integers(1, 20),
+    asked=st.floats(0, 1),
+)
+def test_what_a_token_costs_at_its_position_is_found_out(
+    at_start: float, per_position: float, chunk: int, num_chunks: int, asked: float
+) -> None:
+    rate = PrefillRate(None)
+    for _ in range(8):
+        compute(rate, num_chunks * chunk, chunk, lambda p: at_start + per_position * p)
+    first, last = chunk / 2, (num_chunks - 0.5) * chunk
+    position = first + asked * (last - first)
+    assert per_token(rate, position) == pytest.approx(at_start + per_position * position)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_noise_moves_it_little(seed: int) -> None:
+    random = Random(seed)
+    rate = PrefillRate(None)
+    for length in [*random.choices((2048, 8192, 32768), k=12), 32768]:
+        compute(rate, length, 2048, measure=lambda s: s * random.uniform(0.95, 1.05))
+    for position in (0, 1024, 8192, 16384, 30000):
+        assert per_token(rate, position) == pytest.approx(true_cost(position), rel=0.1)
+
+
+@given(
+    data=st.lists(
+        st.tuples(
+            st.integers(1, 10**5),
+            st.sampled_from([0.0, 0.5, 1.0, 700.0, 900.0, 3000.0, 1e5, 1e9 - 1]),
+            st.floats(1e-9, 1e5),
+        ),
+        min_size=32,
+        max_size=200,
+    ),
+    asked=st.floats(0, 1e9),
+)
+def test_whatever_it_is_told_it_makes_sense_of_it(
+    data: list[tuple[int, float, float]], asked: float
+) -> None:
+    """No cost is negative, none is below what was measured anywhere, and none falls."""
+    rate = PrefillRate(None)
+    for sample in data:
+        rate.note_prefill(*sample)
+    assume(rate.is_known)
+    costs = [seconds / tokens for tokens, _, seconds in data]
+    assert 0 <= per_token(rate, 0) <= per_token(rate, asked)
+    assert per_token(rate, 1e9) <= max(costs) * 1.001
+    assert per_token(rate, 1e9) >= min(costs) * 0.999
+
+
+@given(
+    others=st.lists(st.integers(256, 2048), min_size=7, max_size=15),
+    tokens=st.integers(1, 2048),
+    factor=st.floats(1, 1e6),
+    place=st.integers(0, 15),
+)
+def test_one_slow_step_is_no_cost(
+    others: list[int], tokens: int, factor: float, place: int
+) -> None:
+    """A compilation, say: however slow, however heavy, and whenever it comes."""
+    rate = PrefillRate(None)
+    seconds = [(n, n * 1e-4) for n in others]
+    seconds.insert(place, (tokens, tokens * 1e-4 * factor))
+    for n, took in seconds:
+        rate.note_prefill(n, 1500, took)
+    rate.note_prefill(2048, 1500, 2048 * 1e-4)  # now it is known which of them are small
+    for _ in range(8):
+        rate.note_prefill(2048, 1500, 2048 * 1e-4)
+    assert per_token(rate, 1500) == pytest.approx(1e-4)
+
+
+def test_a_long_prompt_that_was_slow_from_end_to_end_does_little_harm() -> None:
+    """It may be the first of its length, and all that is known of it."""
+    rate = PrefillRate(None)
+    for _ in range(10):
+        compute(rate, 4096, 2048)
+    compute(rate, 32768, 2048, measure=lambda s: s * 50)
+    for _ in range(10):
+        compute(rate, 4096, 2048)
+    assert per_token(rate, 2000) < 2 * true_cost(2000)
+    assert per_token(rate, 30000) < 6 * true_cost(30000)
+    compute(rate, 32768, 2048)
+    for position in (2000, 30000):
+        assert per_token(rate, position) == pytest.approx(true_cost(position), rel=0.01)
+
+
+def test_prompts_that_always_begin_slowly_do_not_make_their_start_dear() -> None:
+    rate = PrefillRate(None)
+    for _ in range(16):
+        compute(rate, 2048, 2048, measure=lambda s: s * 9)
+        for start in range(2048, 32768, 2048):
+            rate.note_prefill(2048, start + 1024, 2048 * true_cost(start + 1024))
+    for position in (1024, 16384, 30000):
+        assert per_token(rate, position) == pytest.approx(true_cost(position), rel=0.1)
+
+
+@given(factors=st.lists(st.floats(1, 1e4), min_size=1, max_size=7), every=st.integers(2, 5))
+def test_steps_that_are_slow_for_other_reasons_do_not_count(
+    factors: list[float], every: int
+) -> None:
+    """Up to every second one, at whatever position."""
+    rate = PrefillRate(None)
+    slow = cycle(factors)
+    for number in range(16):
+        for start in range(0, 32768, 2048):
+            position = start + 1024
+            is_slow = (number + start // 2048) % every == 0
+            seconds = 2048 * true_cost(position) * (next(slow) if is_slow else 1)
+            rate.note_prefill(2048, position, seconds)
+        assert rate.is_known
+    for position in (1024, 16384, 30000):
+        assert per_token(rate, position) == pytest.approx(true_cost(position), rel=0.02)
+
+
+@given(place=st.integers(0, 15), factor=st.floats(0, 1, exclude_min=True))
+def test_one_step_that_was_too_quick_does_no_harm(place: int, factor: float) -> None:
+    rate = PrefillRate(None)
+    for number in range(16):
+        rate.note_prefill(2048, 1024, 0.05 * (factor if number == place else 1))
+    assert rate.seconds_for(2048, 1024) == pytest.approx(0.05)
+
+
+def test_a_few_tokens_beside_much_decoding_say_nothing() -> None:
+    rate = PrefillRate(None)
+    for _ in range(8):
+        compute(rate, 8192, 2048)
+    for _ in range(500):
+        rate.note_prefill(64, 32, 0.02)
+    assert per_token(rate, 1024) == pytest.approx(true_cost(1024))
+
+
+def test_small_steps_before_a_large_one_are_forgotten() -> None:
+    rate = PrefillRate(None)
+    for _ in range(20):
+        rate.note_prefill(16, 8, 0.02)
+    assert per_token(rate, 8) == pytest.approx(0.02 / 16)
+    for _ in range(8):
+        compute(rate, 8192, 2048)
+    for position in (0, 8, 4096):
+        assert per_token(rate, position) == pytest.approx(true_cost(position))
+
+
+def test_an_engine_that_takes_small_steps_only_is_learnt_from_them() -> None:
+    rate = PrefillRate(None)
+    for _ in range(8):
+        compute(rate, 8192, 2048)
+    for _ in range(13_000):
+        rate.note_prefill(64, 32, 64 * 1e-3)
+    assert per_token(rate, 32) == pytest.approx(1e-3)
+
+
+def test_what_is_deeper_than_anything_seen_is_not_taken_to_cost_more() -> None:
+    rate = PrefillRate(None)
+    for _ in range(8):
+        compute(rate, 8192, 2048)
+    assert per_token(rate, 10**6) == per_token(rate, 7168) == pytest.approx(true_cost(7168))
+
+
+def test_deep_steps_are_not_crowded_out_by_shallow_ones() -> None:
+    rate = PrefillRate(None)
+    for _ in range(4):
+        compute(rate, 32768, 2048)
+    for _ in range(1000):
+        compute(rate, 2048, 2048)
+    assert per_token(rate, 30000) == pytest.approx(true_cost(30000))
+
+
+def test_deep_steps_of_long_ago_are_forgotten() -> None:
+    rate = PrefillRate(None)
+    for _ in range(4):
+        compute(rate, 32768, 2048)
+    for _ in range(11_000):
+        compute(rate, 2048, 2048, cost=lambda _: 1e-6)
+    assert per_token(rate, 30000) == pytest.approx(1e-6)
+
+
+def test_another_pace_of_the_engine_is_followed() -> None:
+    rate = PrefillRate(None)
+    for factor in (1.0, 3.0, 0.5):
+        for _ in range(16):
+            compute(rate, 8192, 2048, measure=factor.__mul__)
+        for position in (1024, 7000):
+            assert per_token(rate, position) == pytest.approx(factor * true_cost(position))
+
+
+def test_from_little_nothing_is_known() -> None:
+    rate = PrefillRate(None)
+    for _ in range(7):
+        rate.note_prefill(2048, 1024, 0.05)
+        assert not rate.is_known
+    assert rate.tokens_per_s is None
+    rate.note_prefill(2048, 1024, 0.05)
+    assert rate.tokens_per_s == pytest.approx(40960)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "position", "seconds"),
+    [
+        (0, 0.0, 1.0),
+        (-5, 10.0, 1.0),
+        (5, -1.0, 1.0),
+        (5, float("inf"), 1.0),
+        (5, float("nan"), 1.0),
+        (5, 10.0, 0.0),
+        (5, 10.0, -1.0),
+        (5, 10.0, float("inf")),
+        (5, 10.0, float("nan")),
+    ],
+)
+def test_what_cannot_be_says_nothing(num_tokens: int, position: float, seconds: float) -> None:
+    rate = PrefillRate(None)
+    for _ in range(100):
+        rate.note_prefill(num_tokens, position, seconds)
+    assert not rate.is_known
+    assert rate.heeds_stores
+
+
+@pytest.mark.parametrize("configured", [0.0, 5000.0])
+def test_what_is_configured_wins_over_what_is_told(configured: float) -> None:
+    rate = PrefillRate(configured)
+    for _ in range(20):
+        compute(rate, 32768, 2048)
+    assert rate.tokens_per_s == (configured or None)
+    assert rate.is_known == bool(configured)
+    if configured:
+        assert rate.seconds_for(1000, 20_000) == pytest.approx(0.2)
+
+
+def test_once_told_it_does_not_go_by_stores() -> None:
+    rate = PrefillRate(None)
+    rate.note_prefill(2048, 1024, 0.05)
+    for second in range(100):
+        rate.note_computed(10)
+        rate.step_ended(second)
+    assert not rate.is_known
+    for _ in range(7):
+        rate.note_prefill(2048, 1024, 0.05)
+    assert rate.tokens_per_s == pytest.approx(40960)
+
+
+def test_what_stores_have_taught_counts_until_the_engine_has_told_enough() -> None:
+    rate = PrefillRate(None)
+    for second in range(100):
+        rate.note_computed(10)
+        rate.step_ended(second)
+    assert rate.tokens_per_s == pytest.approx(10)
+    for _ in range(7):
+        rate.note_prefill(2048, 1024, 0.05)
+    assert rate.seconds_for(100, 1024) == pytest.approx(10)
+    rate.note_prefill(2048, 1024, 0.05)
+    assert rate.seconds_for(2048, 1024) == pytest.approx(0.05)
+
+
+def test_the_rate_that_is_shown_is_that_at_the_position_of_the_last_step() -> None:
+    rate = PrefillRate(None)
+    for _ in range(8):
+        compute(rate, 32768, 2048)
+    assert rate.tokens_per_s == pytest.approx(1 / true_cost(31744))
+    compute(rate, 2048, 2048)
+    assert rate.tokens_per_s == pytest.approx(1 / true_cost(1024))
+
+
+# --- how long a tier takes ----------------------------------------------------------------------
 
 
 @given(

@@ -10,6 +10,9 @@ import typer
 
 from kvtier import __version__
 from kvtier.cli.store.app import store_app
+from kvtier.cli.vllm_config.app import HELP as VLLM_CONFIG_HELP
+from kvtier.cli.vllm_config.app import vllm_config
+from kvtier.cli.vllm_config.tier_order import InGivenOrder
 
 __all__ = ["app", "run"]
 
@@ -23,6 +26,11 @@ time:
 \b
     kvtier demo
     kvtier demo --help
+
+The flag for vLLM, checked against this machine:
+
+\b
+    kvtier vllm-config --help
 
 What tiers keep on disk, while engines run or not:
 
@@ -59,6 +67,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(store_app)
+app.command("vllm-config", help=VLLM_CONFIG_HELP, cls=InGivenOrder)(vllm_config)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -55,7 +55,12 @@ class RequestOffloadState:
         self.hints = parse_hints(params)
         if not isinstance(params, Mapping):
             params = None  # tiers need not be told what cannot be read
-        self.req_context = ReqContext(self.req.request_id, params, self.hints.load_tiers)
+        self.req_context = ReqContext(
+            self.req.request_id,
+            params,
+            self.hints.load_tiers,
+            num_prompt_tokens=self.req.num_prompt_tokens,
+        )
         self.group_states = tuple(RequestGroupState(group) for group in self.config.groups)
 
     def update_keys(self) -> None:

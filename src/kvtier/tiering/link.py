@@ -69,8 +69,10 @@ class TierLink:
         settings: TierSettings,
         max_pinned: int,
         clock: Callable[[], float],
+        block_bytes: int,
     ) -> None:
         self.tier = tier
+        self._block_bytes = block_bytes
         self.medium, self.locality = tier.medium, tier.locality
         tier.enable_kv_events = settings.enable_kv_events
         self.settings = settings
@@ -328,7 +330,9 @@ class TierLink:
         job_id, num_blocks = job.transfer.job_id, len(job.transfer.keys)
         seconds = _possible(result.transfer_time, now - job.submitted)
         is_promotion = job.transfer.is_promotion
-        self._counters["loaded_blocks" if is_promotion else "stored_blocks"] += len(moved)
+        done = "loaded" if is_promotion else "stored"
+        self._counters[f"{done}_blocks"] += len(moved)
+        self._counters[f"{done}_bytes"] += len(moved) * self._block_bytes
         self._counters["failed_loads" if is_promotion else "failed_stores"] += num_blocks - len(
             moved
         )

@@ -90,8 +90,9 @@ class TieringOffloadingManager(OffloadingManager):
 
         `settings`: one for each tier. `groups`: by the group index in keys; those not named are
         looked up from the start. `new_fingerprint`: the namespace after a `reset_cache`; None
-        leaves the tiers below as they are. `prefill_tokens_per_s`: None to learn it, 0 to promote
-        whatever it takes. `clock`: seconds, never going back.
+        leaves the tiers below as they are. `prefill_tokens_per_s`: None to learn it
+        (`note_prefill`, or else the cadence of stores), 0 to promote whatever it takes. `clock`:
+        seconds, never going back.
         """
         tiers = list(secondary_tiers or ())
         settings = list(settings) if settings is not None else [TierSettings() for _ in tiers]
@@ -100,7 +101,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier = primary_tier
         self.secondary_tiers = tiers
         self._links = tuple(
-            TierLink(tier, position, its, self._max_pinned(its), clock)
+            TierLink(tier, position, its, self._max_pinned(its), clock, primary_tier.block_bytes)
             for position, (tier, its) in enumerate(zip(tiers, settings, strict=True))
         )
         self._new_fingerprint = new_fingerprint
@@ -126,10 +127,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._get_block = primary_tier.get_block
         self._note_use = primary_tier.note_use
         self._counts_keys = primary_tier.counts_keys
-        if tiers and self._prefill.tokens_per_s is None:
+        if tiers and not self._prefill.is_known:
             logger.info(
                 "The prefill rate is %s: promotions are made whatever they take.",
-                "not known yet" if self._prefill.is_learnt else "given as 0",
+                "not known yet" if self._prefill.heeds_stores else "given as 0",
             )
 
     def _max_pinned(self, settings: TierSettings) -> int:
@@ -267,6 +268,16 @@ class TieringOffloadingManager(OffloadingManager):
         step.number += 1
         self._step_has_begun = False
 
+    def tier_of(self, key: OffloadKey, req_context: ReqContext) -> SecondaryTierManager | None:
+        """Which tier a block was brought up from for this request; None: it was in the primary
+        tier already."""
+        request = self._requests.get(req_context.req_id)
+        link = None if request is None else request.brought_up.get(key)
+        return None if link is None else link.tier
+
+    def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
+        self._prefill.note_prefill(num_tokens, mean_position, seconds)
+
     def has_pending_work(self) -> bool:
         now = self._clock()
         if not self._step_has_begun and any(link.has_overdue_jobs(now) for link in self._links):
@@ -348,7 +359,7 @@ class TieringOffloadingManager(OffloadingManager):
         new = output.keys_to_store
         if new:
             request.prepared[new[0]] = new
-            if self._prefill.is_learnt:
+            if self._prefill.heeds_stores:
                 self._prefill.note_computed(self._groups.num_tokens(new))
         if request.request_level and len(new) < len(keys):
             stored = set(new)

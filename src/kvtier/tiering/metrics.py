@@ -25,7 +25,11 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
 }
 
 _OF_A_TIER: dict[str, MetricDefinition] = {
+    "hit_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks that requests found in the tier, and nowhere above."
+    ),
     "stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored in the tier."),
+    "stored_bytes": MetricDefinition(MetricKind.COUNTER, "Bytes of the blocks stored in the tier."),
     "failed_stores": MetricDefinition(MetricKind.COUNTER, "Blocks the tier could not store."),
     "late_stores": MetricDefinition(MetricKind.COUNTER, "Stores that missed their deadline."),
     "dropped_blocks": MetricDefinition(
@@ -35,6 +39,9 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
         MetricKind.COUNTER, "Blocks not stored because the tier is cut off."
     ),
     "loaded_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks loaded from the tier."),
+    "loaded_bytes": MetricDefinition(
+        MetricKind.COUNTER, "Bytes of the blocks loaded from the tier."
+    ),
     "failed_loads": MetricDefinition(MetricKind.COUNTER, "Blocks the tier could not load."),
     "late_loads": MetricDefinition(MetricKind.COUNTER, "Promotions that missed their deadline."),
     "late_lookups": MetricDefinition(MetricKind.COUNTER, "Lookups that missed their deadline."),

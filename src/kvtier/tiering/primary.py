@@ -76,6 +76,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         )
         self._region = mmap_region
         self._kv_memoryview = mmap_region.create_kv_memoryview()
+        self.block_bytes = self._kv_memoryview.nbytes // num_blocks
         # What `lookup` consists of, for an orchestrator that has its own.
         self.get_block = self._get
         """The block of a key, readable or not, if it is here."""

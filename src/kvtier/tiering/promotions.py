@@ -66,6 +66,7 @@ class Promotions:
         """Send one job for each tier and request that found blocks there in this step."""
         for request in self.wanting:
             for link, keys in self._by_link(request).items():
+                link.count("hit_blocks", len(keys))
                 if not self._promote(keys, link, request):
                     break  # what comes behind would be of no use
         self.wanting = {}
@@ -96,7 +97,7 @@ class Promotions:
         if not link.lets(request, now):
             return False
         wanted = len(keys)
-        if not self._is_worth_it(keys, link):
+        if not self._is_worth_it(keys, link, request):
             if not link.explores(now):
                 link.count("declined_blocks", wanted)
                 request.decline(link)
@@ -120,14 +121,23 @@ class Promotions:
             self.give_up(job)
         return len(keys) == wanted
 
-    def _is_worth_it(self, keys: Sequence[OffloadKey], link: TierLink) -> bool:
+    def _is_worth_it(
+        self, keys: Sequence[OffloadKey], link: TierLink, request: TierRequest
+    ) -> bool:
         """Whether loading is not slower than computing, as far as is known."""
-        tokens_per_s = self._prefill.tokens_per_s
-        if tokens_per_s is None:
+        if not self._prefill.is_known:
             return True
         load_time = link.estimate.predict(len(keys) + link.num_loading)
         num_tokens = self._groups.num_tokens(keys)
-        return not load_time or not num_tokens or load_time * tokens_per_s <= num_tokens
+        if not load_time or not num_tokens:
+            return True
+        num_below = num_tokens
+        if request.num_wanted > len(keys):  # from several tiers
+            num_below = self._groups.num_tokens(
+                [key for run in request.wanted.values() for key in run]
+            )
+        mean_position = _least_start(request, num_below) + num_tokens / 2
+        return load_time <= self._prefill.seconds_for(num_tokens, mean_position)
 
     def end(self, job: Job, moved: Sequence[OffloadKey], link: TierLink) -> None:
         """A tier has reported a promotion; `moved` are the blocks that it has verified."""
@@ -141,6 +151,8 @@ class Promotions:
                 for key in failed:
                     request.avoided.setdefault(key, set()).add(link)
         if moved and wanters:
+            for request in wanters:
+                request.brought_up.update(dict.fromkeys(moved, link))
             expires = self._step.now + link.settings.load_timeout_s
             self.leases.begin(moved, wanters, transfer.req_context, expires)
 
@@ -162,3 +174,15 @@ class Promotions:
         """Nothing that is wanted or kept is valid any more."""
         self.wanting = {}
         self.leases.end_all()
+
+
+def _least_start(request: TierRequest, num_tokens: int) -> int:
+    """Where in its prompt so many tokens begin, which a request wants from below; at the least.
+
+    What no miss has ended goes on to the end of the prompt. With a miss before that, it is not
+    known how much is on the device before them: then it is nothing.
+    """
+    num_prompt_tokens = request.context.num_prompt_tokens
+    if num_prompt_tokens is None or request.ended:
+        return 0
+    return max(0, num_prompt_tokens - num_tokens)

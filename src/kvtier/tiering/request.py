@@ -17,6 +17,7 @@ class TierRequest:
     __slots__ = (
         "asking",
         "avoided",
+        "brought_up",
         "context",
         "declined",
         "ended",
@@ -51,6 +52,8 @@ class TierRequest:
         """Whether the engine has said that it has ended."""
         self.is_withdrawn = False
         """Whether it wants nothing any more from below."""
+        self.brought_up: dict[OffloadKey, TierLink] = {}
+        """Blocks that tiers have brought up for it."""
         self.links: tuple[TierLink, ...] = ()
         """Tiers that know of it."""
         self.sources: tuple[TierLink, ...] = ()

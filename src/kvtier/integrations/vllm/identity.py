@@ -118,6 +118,11 @@ def _revision(vllm_config: Any, digest_files: bool) -> str:
             "LoRA is enabled, and hashes of blocks name an adapter without saying which weights "
             "it has"
         )
+    if _has_scales_of_its_own(vllm_config):
+        raise UnknownWeightsError(
+            "calculate_kv_scales takes the cache's scales from the first requests, so that blocks "
+            "mean nothing to another process"
+        )
     _refuse_other_sources(model)
     _refuse_floating_code(model)
     if load.load_format == "tensorizer":
@@ -130,6 +135,10 @@ def _revision(vllm_config: Any, digest_files: bool) -> str:
     if _is_snapshot(folder) and _is_as_downloaded(folder):
         return f"hub:{folder.name}"
     return _digest(model_files(folder), digest_files)
+
+
+def _has_scales_of_its_own(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
 
 
 def _digest(files: Mapping[str, Path], digest_files: bool) -> str:
@@ -369,7 +378,7 @@ def variant_of(vllm_config: Any) -> str:
     """Everything but the weights that decides which bytes a prompt gives: the main points, then a
     digest of all. Never raises."""
     model = vllm_config.model_config
-    cache = getattr(vllm_config, "cache_config", None)
+    cache = vllm_config.cache_config
     release, device = _vllm_release(), _device()
     parts = {
         "vllm": release,
@@ -385,6 +394,7 @@ def variant_of(vllm_config: Any) -> str:
             getattr(model, "multimodal_config", None), _MULTIMODAL_WITHOUT_EFFECT
         ),
         "cache": _fields_of(cache, _CACHE_WITHOUT_EFFECT),
+        "scales": _scales(vllm_config),
         "attention": getattr(vllm_config, "attention_config", None),
         "mamba": getattr(vllm_config, "mamba_config", None),
         "diffusion": getattr(vllm_config, "diffusion_config", None),
@@ -396,7 +406,7 @@ def variant_of(vllm_config: Any) -> str:
     text = json.dumps(_stable(parts), sort_keys=True)
     digest = blake2b(text.encode(), digest_size=16).hexdigest()
     dtype = str(getattr(model, "dtype", None)).removeprefix("torch.")
-    words = [f"vllm-{release}", device, dtype, f"kv-{getattr(cache, 'cache_dtype', None)}"]
+    words = [f"vllm-{release}", device, dtype, f"kv-{cache.cache_dtype}"]
     if quantization := getattr(model, "quantization", None):
         words.append(str(quantization))
     return " ".join([*words, digest])
@@ -472,6 +482,13 @@ def _transformers_release(model: Any) -> str | None:
     return str(getattr(sys.modules.get("transformers"), "__version__", None))
 
 
+def _scales(vllm_config: Any) -> object:
+    """Scales that are found while running belong to one engine alone, whose id is always new."""
+    if not _has_scales_of_its_own(vllm_config):
+        return None
+    return getattr(getattr(vllm_config, "kv_transfer_config", None), "engine_id", None)
+
+
 def _draft(vllm_config: Any) -> object:
     """A draft model's layers share blocks with the model's own. Of its weights nothing is said:
     tokens that a draft proposes are checked, so they are right with any."""
@@ -499,17 +516,20 @@ def _environment() -> dict[str, str]:
     }
 
 
-_MAX_DEPTH = 16
 _MAX_NAMED_FILE = 16 << 20
 
 
-def _stable(value: Any, depth: int = 0) -> Any:
-    """The value in terms of JSON, the same in every process: no addresses, no order of sets."""
+def _stable(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """The value in terms of JSON, the same in every process: no addresses, no order of sets.
+
+    `within`: the ids of what it is part of, as objects may refer back to their owners.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if depth > _MAX_DEPTH:
+    if id(value) in within:
         return name
+    within = (*within, id(value))
     if isinstance(value, Enum):
         return [name, value.name]
     if isinstance(value, Number | Path) or name in ("torch.dtype", "torch.device"):
@@ -517,29 +537,35 @@ def _stable(value: Any, depth: int = 0) -> Any:
     if isinstance(value, bytes | bytearray):
         return blake2b(value, digest_size=16).hexdigest()
     if isinstance(value, Mapping):
-        return _stable_items(value, depth)
+        return _stable_items(value, within)
     if isinstance(value, list | tuple):
-        return [_stable(item, depth + 1) for item in value]
+        return [_stable(item, within) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_stable(item, depth + 1), sort_keys=True) for item in value)
+        return sorted(json.dumps(_stable(item, within), sort_keys=True) for item in value)
     if isinstance(value, type) or callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', name)}"
     if isinstance(as_dict := _called(value, "to_dict"), Mapping):  # transformers' configurations
-        return [name, _stable_items(as_dict, depth)]
-    if is_dataclass(value):
-        return [name, _stable_items(_fields_of(value, ()) or {}, depth)]
-    return [name, _stable_items(getattr(value, "__dict__", {}), depth)]
+        return [name, _stable_items(as_dict, within)]
+    as_fields = _fields_of(value, ())
+    return [
+        name,
+        _stable_items(getattr(value, "__dict__", {}) if as_fields is None else as_fields, within),
+    ]
 
 
-def _stable_items(items: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+def _stable_items(items: Mapping[Any, Any], within: tuple[int, ...]) -> dict[str, Any]:
     return {
-        str(key): _file_or(value, key, depth)
+        _stable_key(key, within): _stable_item(key, value, within)
         for key, value in items.items()
         if key not in _HF_WITHOUT_EFFECT
     }
 
 
-def _file_or(value: Any, key: Any, depth: int) -> Any:
+def _stable_key(key: Any, within: tuple[int, ...]) -> str:
+    return key if isinstance(key, str) else json.dumps(_stable(key, within), sort_keys=True)
+
+
+def _stable_item(key: Any, value: Any, within: tuple[int, ...]) -> Any:
     """A small file that a configuration names counts by what is in it."""
     if key == "auto_map":
         # Which repository code comes from is written here only when it was asked for by name.
@@ -551,4 +577,4 @@ def _file_or(value: Any, key: Any, depth: int) -> Any:
                 return blake2b(path.read_bytes(), digest_size=16).hexdigest()
         except (OSError, ValueError):
             return value
-    return _stable(value, depth + 1)
+    return _stable(value, within)

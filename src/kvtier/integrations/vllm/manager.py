@@ -14,6 +14,7 @@ from kvtier.base import (
     LoadStoreSpec,
     Locality,
     LookupResult,
+    Medium,
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
@@ -25,7 +26,7 @@ from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.integrations.vllm import differences, vllm_api
-from kvtier.integrations.vllm.metrics import FAILED_LOADS
+from kvtier.integrations.vllm.metrics import BLOCK_BYTES, FAILED_LOADS
 from kvtier.tiering.manager import TieringOffloadingManager
 
 logger = logging.getLogger(__name__)
@@ -77,21 +78,22 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self,
         manager: CPUOffloadingManager | TieringOffloadingManager,
         board: NoticeBoard,
-        metric_names: Collection[str] = (),
+        metric_names: Collection[str],
+        block_bytes: int,
         *,
         has_groups: bool = False,
         check_hashes: Callable[[], bool] | None = None,
     ) -> None:
-        """`board`: where ranks tell which stores have failed. `has_groups`: the model has more than
-        one KV-cache group. `check_hashes`: called until it answers True, before the first request
-        is served; may raise."""
+        """`board`: where ranks tell which stores have failed. `metric_names`: of all figures that
+        the manager and this adapter report. `has_groups`: the model has more than one KV-cache
+        group. `check_hashes`: called until it answers True, before the first request is served;
+        may raise."""
         self._manager = manager
-        self._slots_of = (
-            manager.primary_tier.slots_of
-            if isinstance(manager, TieringOffloadingManager)
-            else manager.slots_of
-        )
+        self._tiering = manager if isinstance(manager, TieringOffloadingManager) else None
+        primary = manager.primary_tier if isinstance(manager, TieringOffloadingManager) else manager
+        self._slots_of = primary.slots_of
         self._board = board
+        self._block_bytes = block_bytes
         self._check_hashes = check_hashes
         self._has_groups = has_groups
         self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in metric_names}
@@ -154,8 +156,14 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         return _VLLM_UNDECIDED[result]
 
     def get_load_source(self, key: OffloadKey, req_context: vllm_api.ReqContext) -> Any:
-        """Where a block that was a hit comes from: host memory, whatever tier it was in before."""
-        return differences.CacheHitSource.HOST
+        """Where a block that was a hit has come from for this request."""
+        source = differences.CacheHitSource
+        if self._tiering is None:
+            return source.HOST
+        tier = self._tiering.tier_of(key, self._context(req_context))
+        if tier is None or tier.medium is Medium.CPU:
+            return source.HOST
+        return source.EXTERNAL_UNSPECIFIED if tier.locality is Locality.REMOTE else source.DISK
 
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
@@ -270,6 +278,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         if figures is None:
             return None
         stats = vllm_api.OffloadingConnectorStats()
+        stats.set_gauge(self._vllm_names[BLOCK_BYTES], self._block_bytes)
         if self._num_failed_loads:
             stats.increase_counter(self._vllm_names[FAILED_LOADS], self._num_failed_loads)
             self._num_failed_loads = 0

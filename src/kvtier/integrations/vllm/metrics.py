@@ -5,11 +5,15 @@ from __future__ import annotations
 from kvtier.base import MetricDefinition, MetricKind
 from kvtier.integrations.vllm import vllm_api
 
-__all__ = ["DEFINITIONS", "FAILED_LOADS", "metric_to_vllm"]
+__all__ = ["BLOCK_BYTES", "DEFINITIONS", "FAILED_LOADS", "metric_to_vllm"]
 
+BLOCK_BYTES = "kvtier_block_bytes"
 FAILED_LOADS = "kvtier_failed_loads"
 
 DEFINITIONS = {
+    BLOCK_BYTES: MetricDefinition(
+        MetricKind.GAUGE, "Bytes of one offloaded block in host memory, all ranks together."
+    ),
     FAILED_LOADS: MetricDefinition(
         MetricKind.COUNTER,
         "Loads from host memory to the device that failed; vLLM computed the blocks instead.",

@@ -85,14 +85,14 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
         config = self.kvtier_config
         tiers = lasting_tiers(config.options.secondary_tiers)
         shape = RegionShape(config.num_blocks, config.row_bytes, config.cpu_page_size)
-        with ExitStack() as undo:
+        with ExitStack() as at_the_end:
             file = RegionFile.join("/dev/shm", config.engine_id, shape)
             if file is None:
                 raise _missing(config, range(config.parallel.world_size))
-            undo.callback(file.leave)
+            at_the_end.callback(file.leave)
             # Whatever comes of this, and however the ranks end, no memory is left behind: all that
             # will ever join are there, or the engine does not start.
-            undo.callback(file.remove_name)
+            at_the_end.callback(file.remove_name)
             if tiers and _is_root_random(self._facts):
                 raise refuse_random_root(tiers, differences.default_hash_seed())
             with ExitStack() as undo_board:
@@ -106,6 +106,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             manager,
             board,
             self._spec.build_metric_definitions(config.extra_config) | DEFINITIONS,
+            config.row_bytes,
             has_groups=len(config.groups) > 1,
             check_hashes=(lambda: _hashes_told(tiers)) if tiers else None,
         )

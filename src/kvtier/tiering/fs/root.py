@@ -16,7 +16,7 @@ from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.tree import namespaces_in
 from kvtier.tiering.io.page import PAGE_BYTES
 
-__all__ = ["allows_o_direct", "is_root", "open_root", "warn_of_limits"]
+__all__ = ["allows_o_direct", "is_root", "open_root", "require_ours", "warn_of_limits"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def open_root(path: Path, occupant: Occupant, patience_s: float = _PATIENCE_S) -
     """Open a root, making it if need be, and take a seat there. Raises `RootRefused`."""
     try:
         if path.exists():
-            _require_ours(path)
+            require_ours(path)
         books = Books(path, occupant, patience_s)
     except LedgerVersion as problem:
         raise RootRefused(
@@ -51,7 +51,8 @@ def open_root(path: Path, occupant: Occupant, patience_s: float = _PATIENCE_S) -
     return books
 
 
-def _require_ours(path: Path) -> None:
+def require_ours(path: Path) -> None:
+    """Raise `RootRefused` unless a directory is a root, or may become one: it has nothing else."""
     # What begins with a dot is the file system's: .snapshot, .nfs0123.
     names = {name for name in os.listdir(path) if not name.startswith(".")}
     strange = sorted(names - _OURS)

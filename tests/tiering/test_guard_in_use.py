@@ -1,0 +1,290 @@
+"""The guard beside an engine: prompts are loaded or computed, whichever is quicker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.base import OffloadingManager, OffloadKey, ReqContext
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.tiering.manager import GroupShape
+from tests.tiering.rig import Rig, key, keys
+
+TOKENS = 16
+"""Of a block."""
+CHUNK = 2048
+AT_START, PER_POSITION = 23e-6, 1e-9
+"""What a token costs: 2,048 take 50 ms, 8,192 take 220 ms, 32,768 take 1,300 ms; nearly."""
+SHORT, LONG = 2048, 32768
+SHORT_BLOCK_S = TOKENS * (AT_START + PER_POSITION * SHORT / 2)
+"""A disk that takes so long for a block is as quick as computing a short prompt."""
+LONG_BLOCK_S = TOKENS * (AT_START + PER_POSITION * LONG / 2)
+
+
+def compute_time(num_tokens: int, start: int = 0) -> float:
+    return num_tokens * (AT_START + PER_POSITION * (start + num_tokens / 2))
+
+
+class GuardedEngine:
+    """Computes at a known pace, or loads from a disk of a known pace."""
+
+    def __init__(self, block_s: float, latency_s: float = 0.0, num_tiers: int = 1) -> None:
+        self.rig = Rig(
+            num_blocks=4096,
+            num_tiers=num_tiers,
+            groups={0: GroupShape(TOKENS)},
+            prefill_tokens_per_s=None,
+            load_timeout_s=100.0,
+        )
+        self.block_s, self.latency_s = block_s, latency_s
+        self._num_prompts = 0
+
+    def new_prompt(self, num_tokens: int) -> list[OffloadKey]:
+        self._num_prompts += 1
+        first = self._num_prompts * 100_000
+        return keys(*range(first, first + num_tokens // TOKENS))
+
+    def load_time(self, num_blocks: int) -> float:
+        return self.latency_s + self.block_s * num_blocks
+
+    def compute(self, num_tokens: int, start: int = 0, slowdown: float = 1.0) -> float:
+        """Compute a prompt, and say so. How long it takes."""
+        total = 0.0
+        for first in range(start, start + num_tokens, CHUNK):
+            n = min(CHUNK, start + num_tokens - first)
+            seconds = compute_time(n, first) * slowdown
+            self.rig.manager.note_prefill(n, first + n / 2, seconds)
+            self.rig.step(seconds=seconds)
+            total += seconds
+        return total
+
+    def is_loaded(
+        self, prompt: list[OffloadKey], start: int = 0, *, num_prompt_tokens: int | None
+    ) -> bool:
+        """Ask for a prompt behind its first `start` tokens; whether all of it was brought."""
+        rig = self.rig
+        wanted = prompt[start // TOKENS :]
+        request = rig.begin(f"request {self._num_prompts}", num_prompt_tokens=num_prompt_tokens)
+        answers = rig.look_up(wanted, request)
+        found = [block for block, answer in zip(wanted, answers, strict=True) if answer != "M"]
+        rig.step(seconds=0.0)
+        for tier in rig.tiers:
+            for job in tier.loads():
+                seconds = self.load_time(len(job.keys))
+                rig.clock.now += seconds
+                tier.finish(job, transfer_time=seconds)
+        is_loaded = bool(found) and rig.look_up(found, request) == "H" * len(found)
+        rig.manager.on_request_finished(request)
+        rig.step()
+        return is_loaded
+
+    def loads_again(self, num_tokens: int, start: int = 0) -> bool:
+        """Whether a prompt, of which everything behind `start` is on disk alone, is loaded."""
+        prompt = self.new_prompt(num_tokens)
+        self.rig.keep_below(prompt[start // TOKENS :])
+        return self.is_loaded(prompt, start, num_prompt_tokens=num_tokens)
+
+    def learn_disk(self) -> None:
+        for number in range(1, 13):
+            assert self.loads_again(number * 2 * TOKENS)
+
+    def learn_computing(self, *lengths: int) -> None:
+        for _ in range(8):
+            for length in lengths:
+                self.compute(length)
+
+    def stop_exploring(self) -> None:
+        for link in self.rig.manager._links:
+            link.explores(self.rig.clock.now + 1e6)
+
+
+def learnt(block_s: float, *lengths: int, latency_s: float = 0.0) -> GuardedEngine:
+    engine = GuardedEngine(block_s, latency_s)
+    engine.learn_disk()
+    engine.learn_computing(*lengths)
+    engine.stop_exploring()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("block_s", "short_is_loaded", "long_is_loaded"),
+    [
+        (SHORT_BLOCK_S * 0.9, True, True),
+        (SHORT_BLOCK_S * 1.1, False, True),
+        (LONG_BLOCK_S * 0.9, False, True),
+        (LONG_BLOCK_S * 1.1, False, False),
+    ],
+)
+def test_each_side_of_the_break_even_for_short_and_long_prompts(
+    block_s: float, short_is_loaded: bool, long_is_loaded: bool
+) -> None:
+    engine = learnt(block_s, SHORT, LONG)
+    assert engine.loads_again(SHORT) == short_is_loaded
+    assert engine.loads_again(LONG) == long_is_loaded
+
+
+def test_before_it_has_learnt_everything_is_loaded() -> None:
+    engine = GuardedEngine(block_s=1.0)
+    engine.learn_disk()
+    assert engine.loads_again(SHORT)
+
+
+def test_the_latency_of_a_disk_counts_most_for_short_prompts() -> None:
+    engine = learnt(SHORT_BLOCK_S * 0.8, SHORT, LONG, latency_s=0.02)
+    assert not engine.loads_again(SHORT)
+    assert engine.loads_again(LONG)
+
+
+def test_the_end_of_a_long_prompt_is_dearer_than_its_start() -> None:
+    """The same number of blocks; the rest of the prompt is on the device."""
+    engine = learnt(SHORT_BLOCK_S * 1.3, SHORT, LONG)
+    assert not engine.loads_again(SHORT)
+    assert engine.loads_again(LONG, start=LONG - SHORT)
+
+
+def test_without_the_length_of_the_prompt_it_is_taken_for_its_start() -> None:
+    engine = learnt(SHORT_BLOCK_S * 1.3, SHORT, LONG)
+    prompt = engine.new_prompt(LONG)
+    engine.rig.keep_below(prompt[-SHORT // TOKENS :])
+    assert not engine.is_loaded(prompt, LONG - SHORT, num_prompt_tokens=None)
+
+
+def test_what_a_miss_has_ended_is_taken_for_the_start_of_the_prompt() -> None:
+    engine = learnt(SHORT_BLOCK_S * 1.3, SHORT, LONG)
+    prompt = engine.new_prompt(LONG)
+    engine.rig.keep_below(prompt[: SHORT // TOKENS])
+    assert not engine.is_loaded(prompt, num_prompt_tokens=LONG)
+
+
+def test_a_request_that_has_more_tokens_than_its_prompt_is_priced_from_its_start() -> None:
+    """It was preempted, and what it had generated comes back as well."""
+    engine = learnt(SHORT_BLOCK_S * 1.1, SHORT, LONG)
+    prompt = engine.new_prompt(SHORT)
+    engine.rig.keep_below(prompt)
+    assert not engine.is_loaded(prompt, num_prompt_tokens=SHORT // 2)
+
+
+@pytest.mark.parametrize(("token_s", "is_loaded"), [(30e-6, True), (35e-6, False)])
+def test_what_comes_from_several_tiers_is_priced_no_deeper_than_its_first_half(
+    token_s: float, is_loaded: bool
+) -> None:
+    """Which of them has the end of the prompt is not asked. A token costs 31 us around the first
+    quarter of it, and 47 us around the third."""
+    engine = GuardedEngine(TOKENS * token_s, num_tiers=2)
+    first, second = engine.rig.tiers
+    for number in range(1, 13):
+        prompt = engine.new_prompt(number * 4 * TOKENS)
+        engine.rig.keep_below(prompt[::2], first)
+        engine.rig.keep_below(prompt[1::2], second)
+        assert engine.is_loaded(prompt, num_prompt_tokens=None)
+    engine.learn_computing(SHORT, LONG)
+    engine.stop_exploring()
+    prompt = engine.new_prompt(LONG)
+    engine.rig.keep_below(prompt[: len(prompt) // 2], first)
+    engine.rig.keep_below(prompt[len(prompt) // 2 :], second)
+    assert engine.is_loaded(prompt, num_prompt_tokens=LONG) == is_loaded
+
+
+@pytest.mark.parametrize("slowdown", [3.0, 1000.0])
+def test_a_slow_moment_of_the_engine_does_not_make_a_slow_disk_welcome(slowdown: float) -> None:
+    engine = learnt(LONG_BLOCK_S * 1.2, SHORT, LONG)
+    for number in range(40):
+        engine.compute(SHORT, slowdown=1.0 if number % 3 else slowdown)
+        assert not engine.loads_again(SHORT)
+
+
+def test_a_disk_that_becomes_quicker_is_used_again() -> None:
+    engine = learnt(SHORT_BLOCK_S * 2, SHORT)
+    assert not engine.loads_again(SHORT)
+    engine.block_s = SHORT_BLOCK_S / 4
+    engine.rig.clock.now += 1e6
+    for _ in range(100):
+        engine.rig.clock.now += 11
+        engine.loads_again(SHORT)  # a few blocks of it, to see
+    assert engine.loads_again(SHORT)
+
+
+def test_the_rate_that_is_shown_is_the_one_it_goes_by() -> None:
+    engine = learnt(SHORT_BLOCK_S, SHORT)
+    rate = engine.rig.stat("prefill_tokens_per_s")
+    assert rate == pytest.approx(SHORT / compute_time(SHORT))
+
+
+def test_a_step_that_is_told_ends_learning_from_stores() -> None:
+    engine = GuardedEngine(1.0)
+    engine.rig.manager.note_prefill(CHUNK, CHUNK / 2, 0.05)
+    request = engine.rig.begin("r")
+    for number in range(20):
+        engine.rig.store([key(number)], request)
+        engine.rig.step(seconds=0.1)
+    assert engine.rig.stat("prefill_tokens_per_s") == 0
+
+
+@given(
+    block_s=st.floats(1e-5, 1e-2),
+    latency_s=st.floats(0, 0.1),
+    factor=st.floats(1, 10),
+    num_blocks=st.integers(1, 300),
+    head=st.integers(0, 1000),
+)
+def test_a_slower_disk_is_never_loaded_from_more(
+    block_s: float, latency_s: float, factor: float, num_blocks: int, head: int
+) -> None:
+    loads = []
+    for slowness in (1.0, factor):
+        engine = GuardedEngine(block_s * slowness, latency_s * slowness)
+        # Not by loads: a thousand of them for each example.
+        link = engine.rig.manager._links[0]
+        for number in range(1, 13):
+            link.estimate.note(2 * number, engine.load_time(2 * number))
+        engine.learn_computing(SHORT, LONG)
+        engine.stop_exploring()
+        loads.append(engine.loads_again((head + num_blocks) * TOKENS, head * TOKENS))
+    assert loads[0] or not loads[1]
+
+
+def serve(engine: GuardedEngine, guard: bool, lengths: list[int]) -> float:
+    """Prompts that were on disk from the start: how long until all are on the device."""
+    total = 0.0
+    for length in lengths:
+        if not guard or engine.loads_again(length):
+            total += engine.load_time(length // TOKENS)
+        else:
+            total += engine.compute(length)
+    return total
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.9, 1.2, 1.5, 2.5, 10.0])
+@pytest.mark.parametrize("latency_s", [0.0, 0.03])
+def test_all_in_all_it_takes_hardly_longer_than_the_better_of_both_for_each(
+    factor: float, latency_s: float
+) -> None:
+    engine = learnt(SHORT_BLOCK_S * factor, SHORT, 8192, LONG, latency_s=latency_s)
+    lengths = [SHORT, 8192, SHORT, LONG, SHORT, 8192] * 2
+    best = sum(min(engine.load_time(n // TOKENS), compute_time(n)) for n in lengths)
+    taken = serve(engine, True, lengths)
+    assert taken <= best * 1.03
+    always_loaded = serve(engine, False, lengths)
+    assert taken <= always_loaded * 1.001
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: CPUOffloadingManager(8), lambda: Rig(prefill_tokens_per_s=500).manager],
+    ids=["no guard", "configured"],
+)
+def test_any_manager_can_be_told(make: Callable[[], OffloadingManager]) -> None:
+    manager = make()
+    for _ in range(20):
+        manager.note_prefill(CHUNK, CHUNK / 2, 0.05)
+    stats = manager.get_stats()
+    assert stats is not None
+    assert stats.gauges.get("kvtier_tiering_prefill_tokens_per_s", 500) == 500
+
+
+def test_a_request_need_not_say_how_long_its_prompt_is() -> None:
+    assert ReqContext("r").num_prompt_tokens is None
+    assert ReqContext("r", num_prompt_tokens=5).num_prompt_tokens == 5
