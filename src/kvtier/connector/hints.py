@@ -24,11 +24,14 @@ class RequestHints:
     """Where it may load from, host memory aside."""
 
 
+_NONE = RequestHints()
+
+
 def parse_hints(params: Mapping[str, Any] | None) -> RequestHints:
     """Read the keys that kvtier knows. What cannot be read is ignored, with a warning: a request
     is not refused for a hint."""
     if not params:
-        return RequestHints()
+        return _NONE
     if not isinstance(params, Mapping):
         logger.warning("kv_transfer_params = %.200r is ignored: give an object.", params)
         return RequestHints()

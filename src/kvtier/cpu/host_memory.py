@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["NotEnoughMemory", "RoomLimit", "cgroup_limits", "format_bytes", "require_room"]
+__all__ = [
+    "NotEnoughMemory",
+    "RoomLimit",
+    "cgroup_limits",
+    "filesystem_limit",
+    "format_bytes",
+    "machine_limit",
+    "require_room",
+]
 
 _UNLIMITED_IN_CGROUP_V1 = 1 << 60
 
@@ -83,12 +91,14 @@ def require_room(
 
 
 def _limits(asked: int, directory: str) -> Iterator[RoomLimit]:
-    yield from _filesystem_limit(asked, directory)
-    yield from _machine_limit()
+    yield from filesystem_limit(asked, directory)
+    yield from machine_limit()
     yield from cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
 
 
-def _filesystem_limit(asked: int, directory: str) -> Iterator[RoomLimit]:
+def filesystem_limit(asked: int, directory: str) -> Iterator[RoomLimit]:
+    """What the file system of `directory` has left, if it has a size; with the remedy for what is
+    `asked` of it."""
     filesystem = os.statvfs(directory)
     if filesystem.f_blocks == 0:
         return  # a tmpfs mounted without a size limit
@@ -109,7 +119,8 @@ def _memory_limit(available: int, where: str, remedy: str) -> RoomLimit:
     return RoomLimit(available, where, remedy, advisable=available - available // 10)
 
 
-def _machine_limit() -> Iterator[RoomLimit]:
+def machine_limit() -> Iterator[RoomLimit]:
+    """What this machine has left."""
     with open("/proc/meminfo", encoding="ascii") as meminfo:
         for line in meminfo:
             if line.startswith("MemAvailable:"):

@@ -22,7 +22,7 @@ from kvtier.base import (
     RequestOffloadingContext,
 )
 from kvtier.seal import SealFailure
-from kvtier.tiering.base import JobResult, TransferJob
+from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.guard import TransferEstimate
 from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
 from kvtier.tiering.jobs import Job
@@ -31,7 +31,6 @@ from kvtier.tiering.write_policy import WRITE_POLICIES
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
-    from kvtier.tiering.base import SecondaryTierManager
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +99,8 @@ class TierLink:
         """Whether a call has kept the scheduler waiting since it was last asked for jobs."""
         self._untold: deque[ReqContext] = deque(maxlen=_MAX_UNTOLD)
         """Requests that have ended while it was resting."""
+        self.hears_of_steps = _overrides(tier, "on_schedule_end")
+        """Whether the tier does anything when a step ends."""
         self._num_late_blocks = 0
         """Slots of loads that have missed their deadline and were not reported."""
         self._explore_at = 0.0
@@ -428,13 +429,16 @@ class TierLink:
         """A scheduling step has ended."""
         for breaker in (self.breaker, self.store_breaker):
             prober = breaker.prober
+            if prober is None:
+                continue
             is_asking = (
                 isinstance(prober, TierRequest) and prober.step == step and prober.is_asking(self)
             )
             if not is_asking:
                 breaker.step_ended()
-        for _ in range(min(len(self._untold), _MOST_TOLD)):
-            self.tell_finished(self._untold.popleft())
+        if self._untold:
+            for _ in range(min(len(self._untold), _MOST_TOLD)):
+                self.tell_finished(self._untold.popleft())
 
     def tell_finished(self, context: ReqContext) -> None:
         """A request has ended. A tier that is resting hears of it later."""
@@ -495,6 +499,12 @@ class TierLink:
                 stats.gauges[name] = stats.gauges.get(name, 0) + value
             for name, values in own.histograms.items():
                 stats.histograms.setdefault(name, []).extend(values)
+
+
+def _overrides(tier: SecondaryTierManager, method: str) -> bool:
+    """Whether a tier has its own version of a method that by itself does nothing."""
+    found = getattr(tier, method)
+    return getattr(found, "__func__", None) is not getattr(SecondaryTierManager, method)
 
 
 def _possible_count(number: object) -> int:

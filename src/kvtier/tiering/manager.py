@@ -263,7 +263,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._prefill.step_ended(now)
         for link in self._links:
             if link.is_in_use:
-                link.call("on_schedule_end", link.tier.on_schedule_end, context, default=None)
+                if link.hears_of_steps:
+                    link.call("on_schedule_end", link.tier.on_schedule_end, context, default=None)
                 link.step_ended(step.number)
         step.number += 1
         self._step_has_begun = False
@@ -407,14 +408,20 @@ class TieringOffloadingManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingStats:
         stats = self.primary_tier.get_stats()
-        stats.counters["kvtier_tiering_given_up_requests"] = self._promotions.num_given_up
-        stats.counters["kvtier_tiering_no_room_blocks"] = self._search.num_without_room
-        self._promotions.num_given_up = self._search.num_without_room = 0
+        if self._promotions.num_given_up or self._search.num_without_room:
+            stats.counters["kvtier_tiering_given_up_requests"] = self._promotions.num_given_up
+            stats.counters["kvtier_tiering_no_room_blocks"] = self._search.num_without_room
+            self._promotions.num_given_up = self._search.num_without_room = 0
         stats.gauges["kvtier_tiering_leased_blocks"] = self._promotions.leases.num_blocks
         stats.gauges["kvtier_tiering_prefill_tokens_per_s"] = self._prefill.tokens_per_s or 0.0
         for link in self._links:
             link.add_stats(stats)
         return stats
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a tier has not reported all that it was given."""
+        return any(link.num_jobs for link in self._links)
 
     def open_work(self) -> dict[str, int]:
         """How many entries each table has that must be empty once everything has ended. For tests

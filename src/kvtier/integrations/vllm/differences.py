@@ -50,6 +50,7 @@ __all__ = [
     "MEDIA",
     "REPORTS_FAILED_REQUESTS",
     "REPORTS_USE",
+    "begins_prompt",
     "data_parallel_size",
     "default_hash_seed",
     "group_id",
@@ -88,6 +89,12 @@ def keys_in_prompt_order(req_context: vllm_api.ReqContext) -> list[OffloadKey]:
     positions: dict[OffloadKey, int] = req_context._offload_key_positions
     # vLLM adds keys group by group, so that a stable sort by position keeps the groups' order.
     return sorted(positions, key=positions.__getitem__)
+
+
+def begins_prompt(keys: Collection[OffloadKey], req_context: vllm_api.ReqContext) -> bool:
+    """Whether the first of these keys is the prompt's first. Only where not `REPORTS_USE`."""
+    positions: dict[OffloadKey, int] = req_context._offload_key_positions
+    return next(iter(keys), None) == next(iter(positions), None)
 
 
 def in_prompt_order(

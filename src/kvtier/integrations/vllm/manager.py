@@ -26,6 +26,7 @@ from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.integrations.vllm import differences, vllm_api
+from kvtier.integrations.vllm.figures import FigureReporter
 from kvtier.integrations.vllm.metrics import BLOCK_BYTES, FAILED_LOADS
 from kvtier.tiering.manager import TieringOffloadingManager
 
@@ -93,11 +94,10 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         primary = manager.primary_tier if isinstance(manager, TieringOffloadingManager) else manager
         self._slots_of = primary.slots_of
         self._board = board
-        self._block_bytes = block_bytes
+        self._figures = FigureReporter(manager, metric_names, {BLOCK_BYTES: block_bytes})
+        self._had_tier_jobs = False
         self._check_hashes = check_hashes
         self._has_groups = has_groups
-        self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in metric_names}
-        self._undeclared: set[str] = set()
         self._adopted: dict[str, _Adopted] = {}
         """Of the requests that have not finished."""
         self._num_failed_loads = 0
@@ -168,22 +168,25 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> object:
-        """Load, and report the whole prompt as used.
+        """Load, and report as used what comes before that in the prompt.
 
-        The head of it may be on the device, where vLLM finds it without asking. Not to be told
-        would let it grow old in host memory, and leave before its tail.
+        It is on the device, where vLLM finds it without asking. Not to be told would let it grow
+        old in host memory, and leave before its tail.
         """
+        self._figures.is_quiet = False
         context = self._context(req_context)
-        if not differences.REPORTS_USE:
+        if not differences.REPORTS_USE and not differences.begins_prompt(keys, req_context):
             self._manager.touch(differences.keys_in_prompt_order(req_context), context)
         return self._manager.prepare_load(keys, context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext) -> None:
+        self._figures.is_quiet = False
         self._manager.complete_load(keys, self._context(req_context))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> vllm_api.PrepareStoreOutput | None:
+        self._figures.is_quiet = False
         adopted = self._adopted_of(req_context)
         if not adopted.may_store:
             return vllm_api.PrepareStoreOutput([], CPULoadStoreSpec(()), [])
@@ -205,6 +208,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         req_context: vllm_api.ReqContext,
         success: bool = True,
     ) -> None:
+        self._figures.is_quiet = False
         context = self._context(req_context)
         if success and self._board.has_news():
             keys = self._without_failed(keys, context)
@@ -241,6 +245,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         always found there would grow old in host memory, leave it before its tail, and make the
         tail useless.
         """
+        self._figures.is_quiet = False
         context = self._context(req_context)
         self._adopted.pop(req_context.req_id, None)
         keys = [] if differences.REPORTS_USE else differences.keys_in_prompt_order(req_context)
@@ -252,6 +257,12 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._manager.on_schedule_end(
             ScheduleEndContext(context.new_req_ids, context.preempted_req_ids)
         )
+        if self._tiering is not None:
+            # One that has ended meanwhile has changed figures.
+            has_tier_jobs = self._tiering.has_jobs
+            if has_tier_jobs or self._had_tier_jobs:
+                self._figures.is_quiet = False
+            self._had_tier_jobs = has_tier_jobs
 
     def has_pending_work(self) -> bool:
         # A server's engine is asked this right after its start, before there are requests.
@@ -271,36 +282,15 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         ]
 
     def reset_cache(self) -> None:
+        self._figures.is_quiet = False
         self._manager.reset_cache()
 
     def get_stats(self) -> vllm_api.OffloadingConnectorStats | None:
-        figures = self._manager.get_stats()
-        if figures is None:
-            return None
-        stats = vllm_api.OffloadingConnectorStats()
-        stats.set_gauge(self._vllm_names[BLOCK_BYTES], self._block_bytes)
+        also_counted: dict[str, float] = {}
         if self._num_failed_loads:
-            stats.increase_counter(self._vllm_names[FAILED_LOADS], self._num_failed_loads)
+            also_counted[FAILED_LOADS] = self._num_failed_loads
             self._num_failed_loads = 0
-        for name, increase in figures.counters.items():
-            if vllm_name := self._vllm_name(name):
-                stats.increase_counter(vllm_name, increase)
-        for name, value in figures.gauges.items():
-            if vllm_name := self._vllm_name(name):
-                stats.set_gauge(vllm_name, value)
-        for name, observations in figures.histograms.items():
-            if vllm_name := self._vllm_name(name):
-                for observation in observations:
-                    stats.observe_histogram(vllm_name, observation)
-        return stats
-
-    def _vllm_name(self, name: str) -> str | None:
-        """What vLLM knows this figure as. It ends the engine over one that it does not know."""
-        vllm_name = self._vllm_names.get(name)
-        if vllm_name is None and name not in self._undeclared:
-            self._undeclared.add(name)
-            logger.warning("figure %r is reported but not declared: vLLM will not see it", name)
-        return vllm_name
+        return self._figures.report(also_counted)
 
     def shutdown(self) -> None:
         self._manager.shutdown()

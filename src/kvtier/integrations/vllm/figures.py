@@ -1,0 +1,84 @@
+"""kvtier's figures, on their way to vLLM's metrics endpoint."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+
+from kvtier.base import OffloadingManager
+from kvtier.integrations.vllm import vllm_api
+
+__all__ = ["FigureReporter"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 1.0
+
+
+class FigureReporter:
+    """Tells vLLM what has changed. Scheduler thread only.
+
+    vLLM asks at every step, and most steps decode: nothing is stored or loaded in them, and to say
+    so must cost nothing. What is reported is sent to another process; what is the same as before
+    is not.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        names: Collection[str],
+        constants: dict[str, float],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`names`: of all figures that were declared. vLLM ends the engine over any other.
+        `constants`: gauges that never change."""
+        self._manager = manager
+        self._constants = constants
+        self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in names}
+        self._undeclared: set[str] = set()
+        self._last: dict[str, float] = {}
+        self._now = now
+        self._look_at = 0.0
+        self.is_quiet = False
+        """Whether nothing has happened since the last report. Others set it to False."""
+
+    def report(
+        self, also_counted: dict[str, float] | None = None
+    ) -> vllm_api.OffloadingConnectorStats | None:
+        """What has changed since the last report; None: nothing, as far as is known.
+
+        `also_counted`: what others have counted.
+        """
+        now = self._now()
+        if now >= self._look_at:
+            # All of them, once in a while: whoever began to listen later has them, too.
+            self._look_at = now + _LOOK_EVERY_S
+            self._last.clear()
+        elif self.is_quiet:
+            return None
+        self.is_quiet = True
+        figures = self._manager.get_stats()
+        if figures is None:
+            return None
+        stats = vllm_api.OffloadingConnectorStats()
+        for name, increase in (figures.counters | (also_counted or {})).items():
+            if increase and (vllm_name := self._vllm_name(name)):
+                stats.increase_counter(vllm_name, increase)
+        last = self._last
+        for name, value in (figures.gauges | self._constants).items():
+            if last.get(name) != value and (vllm_name := self._vllm_name(name)):
+                last[name] = value
+                stats.set_gauge(vllm_name, value)
+        for name, observations in figures.histograms.items():
+            if vllm_name := self._vllm_name(name):
+                for observation in observations:
+                    stats.observe_histogram(vllm_name, observation)
+        return stats
+
+    def _vllm_name(self, name: str) -> str | None:
+        vllm_name = self._vllm_names.get(name)
+        if vllm_name is None and name not in self._undeclared:
+            self._undeclared.add(name)
+            logger.warning("figure %r is reported but not declared: vLLM will not see it", name)
+        return vllm_name
