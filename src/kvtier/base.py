@@ -150,7 +150,7 @@ class ReqContext:
     kv_transfer_params: Mapping[str, Any] | None = None
     load_tier_filter: TierFilter = TierFilter.ALL
     num_prompt_tokens: int | None = field(default=None, kw_only=True)
-    """How long its prompt is, where the engine says so."""
+    """How long its prompt is, where the engine says so, and looks all of it up."""
     _state: dict[type, Any] = field(default_factory=dict, init=False, repr=False)
 
     def set_state(self, value: object) -> None:

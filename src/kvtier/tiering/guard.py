@@ -63,7 +63,8 @@ class _Octave:
         heavy = [sample for sample in self.samples if sample[2] >= least_tokens]
         if len(heavy) < _MIN_IN_OCTAVE:
             return None
-        heavy.sort(key=lambda sample: sample[0] / (line.seconds_per_token(sample[1]) or 1e-9))
+        start, slope, _ = line
+        heavy.sort(key=lambda sample: sample[0] / (start + slope * sample[1] or 1e-9))
         sums = list(accumulate(tokens for _, _, tokens in heavy))
         seconds_per_token, position, _ = heavy[bisect_right(sums, sums[-1] * _QUICK_SHARE)]
         return seconds_per_token, position, sums[-1]

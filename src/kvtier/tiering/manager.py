@@ -269,12 +269,11 @@ class TieringOffloadingManager(OffloadingManager):
         step.number += 1
         self._step_has_begun = False
 
-    def tier_of(self, key: OffloadKey, req_context: ReqContext) -> SecondaryTierManager | None:
-        """Which tier a block was brought up from for this request; None: it was in the primary
-        tier already."""
+    def tiers_of(self, req_context: ReqContext) -> Mapping[OffloadKey, SecondaryTierManager]:
+        """Which tier blocks were brought up from for this request. Those that are not there were in
+        the primary tier already."""
         request = self._requests.get(req_context.req_id)
-        link = None if request is None else request.brought_up.get(key)
-        return None if link is None else link.tier
+        return {} if request is None else request.brought_up
 
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
         self._prefill.note_prefill(num_tokens, mean_position, seconds)

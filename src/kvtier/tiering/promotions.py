@@ -152,7 +152,7 @@ class Promotions:
                     request.avoided.setdefault(key, set()).add(link)
         if moved and wanters:
             for request in wanters:
-                request.brought_up.update(dict.fromkeys(moved, link))
+                request.brought_up.update(dict.fromkeys(moved, link.tier))
             expires = self._step.now + link.settings.load_timeout_s
             self.leases.begin(moved, wanters, transfer.req_context, expires)
 

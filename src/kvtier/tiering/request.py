@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtier.base import LookupResult, OffloadKey, ReqContext
     from kvtier.cpu.request_use import RequestUse
+    from kvtier.tiering.base import SecondaryTierManager
     from kvtier.tiering.link import TierLink
 
 
@@ -52,8 +53,8 @@ class TierRequest:
         """Whether the engine has said that it has ended."""
         self.is_withdrawn = False
         """Whether it wants nothing any more from below."""
-        self.brought_up: dict[OffloadKey, TierLink] = {}
-        """Blocks that tiers have brought up for it."""
+        self.brought_up: dict[OffloadKey, SecondaryTierManager] = {}
+        """Blocks that tiers have brought up for it, and from where."""
         self.links: tuple[TierLink, ...] = ()
         """Tiers that know of it."""
         self.sources: tuple[TierLink, ...] = ()

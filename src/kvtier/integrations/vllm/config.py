@@ -80,7 +80,8 @@ def _model_from_vllm(
             unknown_because="vLLM does not tell it to an offloading spec; use KVTierConnector",
         )
     return OffloadingModelConfig(
-        name=config.model.name,
+        # A revision says more than a name, or a path, under which others may have the same weights.
+        name=identity.revision or config.model.name,
         dtype=config.model.dtype,
         weights_revision=identity.revision,
         unknown_because=identity.unknown_because,

@@ -38,15 +38,9 @@ try:
 except ImportError:
     CacheHitSource = None
 
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except ImportError:
-    KVConnectorTransferResults = None
-
 __all__ = [
     "BLOCK_LEVEL_POLICY",
     "CacheHitSource",
-    "KVConnectorTransferResults",
     "MEDIA",
     "REPORTS_FAILED_REQUESTS",
     "REPORTS_USE",

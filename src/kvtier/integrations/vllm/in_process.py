@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from kvtier.integrations.vllm.releases import release_of
+
 BLOCK_TOKENS = 32
 """Tokens of a device block: on the CPU, vLLM takes multiples of 32 only."""
 
@@ -30,7 +32,14 @@ _SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
-_FOLDERS = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME", "TMPDIR")
+_FOLDERS = (
+    "VLLM_CACHE_ROOT",
+    "VLLM_CONFIG_ROOT",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "HF_HOME",
+    "TMPDIR",
+    "XDG_CACHE_HOME",
+)
 
 
 Door = Literal["connector", "plain"]
@@ -88,6 +97,19 @@ class Answer:
     """Seconds since the request was added; infinite if there was none."""
 
 
+def _keep_all_figures(engine: Any) -> None:
+    """Before 0.28, vLLM drops the figures of a step that gives no token, when it runs offline."""
+
+    def get_output() -> Any:
+        outputs = get_any_output()
+        if outputs.scheduler_stats is not None and not outputs.outputs:
+            engine.logger_manager.record(outputs.scheduler_stats, iteration_stats=None)
+        return outputs
+
+    get_any_output = engine.engine_core.get_output
+    engine.engine_core.get_output = get_output
+
+
 class InProcessEngine:
     """One vLLM engine whose steps the caller takes. Use it as a context manager."""
 
@@ -102,7 +124,7 @@ class InProcessEngine:
         **engine_args: Any,
     ) -> None:
         """Start an engine; with `kvtier` (its extra config), one that offloads through it."""
-        from vllm import LLM
+        from vllm import LLM, __version__
         from vllm.config import KVTransferConfig
 
         if kvtier is not None:
@@ -123,6 +145,8 @@ class InProcessEngine:
             **engine_args,
         )
         self._engine = self._llm.llm_engine
+        if release_of(__version__) < (0, 28):
+            _keep_all_figures(self._engine)
         self._added_at: dict[str, float] = {}
         self._answers: dict[str, Answer] = {}
         self._unfinished: set[str] = set()

@@ -7,7 +7,7 @@ waiting request at every step, so it does as little as possible.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from kvtier.base import (
@@ -28,6 +28,7 @@ from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.integrations.vllm import differences, vllm_api
 from kvtier.integrations.vllm.figures import FigureReporter
 from kvtier.integrations.vllm.metrics import BLOCK_BYTES, FAILED_LOADS
+from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.manager import TieringOffloadingManager
 
 logger = logging.getLogger(__name__)
@@ -55,12 +56,16 @@ _VLLM_LOCALITIES = {
 class _Adopted:
     """A request of vLLM's, in kvtier's terms. vLLM's own context carries it as `kvtier`."""
 
-    __slots__ = ("context", "may_load", "may_store")
+    __slots__ = ("context", "knows_head", "may_load", "may_store")
 
     def __init__(self, context: ReqContext, *, skips: bool) -> None:
         self.context = context
         self.may_load = not skips
         self.may_store = not skips
+        self.knows_head = differences.REPORTS_USE
+        """Whether kvtier was told that the first blocks of the prompt are used. Those on the device
+        vLLM finds without asking. Not to be told would let them grow old in host memory, and leave
+        before the blocks behind them, which are of no use without."""
 
 
 def _slots_of(spec: LoadStoreSpec) -> list[int]:
@@ -96,6 +101,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._board = board
         self._figures = FigureReporter(manager, metric_names, {BLOCK_BYTES: block_bytes})
         self._had_tier_jobs = False
+        self._sources_of: vllm_api.ReqContext | None = None
+        self._sources: Mapping[OffloadKey, SecondaryTierManager] = {}
         self._check_hashes = check_hashes
         self._has_groups = has_groups
         self._adopted: dict[str, _Adopted] = {}
@@ -156,11 +163,15 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         return _VLLM_UNDECIDED[result]
 
     def get_load_source(self, key: OffloadKey, req_context: vllm_api.ReqContext) -> Any:
-        """Where a block that was a hit has come from for this request."""
+        """Where a block that was a hit has come from for this request. For one block after the
+        other, when their load is prepared."""
         source = differences.CacheHitSource
         if self._tiering is None:
             return source.HOST
-        tier = self._tiering.tier_of(key, self._context(req_context))
+        if req_context is not self._sources_of:
+            self._sources_of = req_context
+            self._sources = self._tiering.tiers_of(self._context(req_context))
+        tier = self._sources.get(key)
         if tier is None or tier.medium is Medium.CPU:
             return source.HOST
         return source.EXTERNAL_UNSPECIFIED if tier.locality is Locality.REMOTE else source.DISK
@@ -168,16 +179,25 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> object:
-        """Load, and report as used what comes before that in the prompt.
-
-        It is on the device, where vLLM finds it without asking. Not to be told would let it grow
-        old in host memory, and leave before its tail.
-        """
+        """Load, and report as used what comes before that in the prompt."""
         self._figures.is_quiet = False
-        context = self._context(req_context)
-        if not differences.REPORTS_USE and not differences.begins_prompt(keys, req_context):
-            self._manager.touch(differences.keys_in_prompt_order(req_context), context)
-        return self._manager.prepare_load(keys, context)
+        adopted = self._adopted_of(req_context)
+        if not adopted.knows_head:
+            self._tell_of_head(keys, req_context, adopted)
+        return self._manager.prepare_load(keys, adopted.context)
+
+    def _tell_of_head(
+        self,
+        keys: Collection[OffloadKey],
+        req_context: vllm_api.ReqContext,
+        adopted: _Adopted,
+    ) -> None:
+        """Report the whole prompt as used, unless these keys, which are, begin it."""
+        adopted.knows_head = True
+        if not differences.begins_prompt(keys, req_context):
+            in_order = differences.keys_in_prompt_order(req_context)
+            if in_order:
+                self._manager.touch(in_order, adopted.context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext) -> None:
         self._figures.is_quiet = False
@@ -190,6 +210,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         adopted = self._adopted_of(req_context)
         if not adopted.may_store:
             return vllm_api.PrepareStoreOutput([], CPULoadStoreSpec(()), [])
+        if not adopted.knows_head and differences.begins_prompt(keys, req_context):
+            adopted.knows_head = True
         ordered = differences.in_prompt_order(keys, req_context) if self._has_groups else keys
         output = self._manager.prepare_store(ordered, adopted.context)
         if output is None:
@@ -239,19 +261,13 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         return vllm_api.RequestOffloadingContext(policy=_VLLM_POLICIES[answer.policy])
 
     def on_request_finished(self, req_context: vllm_api.ReqContext) -> None:
-        """Report what the request used, then that it has ended.
-
-        Where vLLM does not touch what a request found on the device, the head of a prefix that is
-        always found there would grow old in host memory, leave it before its tail, and make the
-        tail useless.
-        """
+        """Report what the request used, unless that is known, then that it has ended."""
         self._figures.is_quiet = False
-        context = self._context(req_context)
+        adopted = self._adopted_of(req_context)
         self._adopted.pop(req_context.req_id, None)
-        keys = [] if differences.REPORTS_USE else differences.keys_in_prompt_order(req_context)
-        if keys:
-            self._manager.touch(keys, context)
-        self._manager.on_request_finished(context)
+        if not adopted.knows_head:
+            self._tell_of_head((), req_context, adopted)
+        self._manager.on_request_finished(adopted.context)
 
     def on_schedule_end(self, context: vllm_api.ScheduleEndContext) -> None:
         self._manager.on_schedule_end(

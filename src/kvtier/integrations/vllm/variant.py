@@ -1,0 +1,317 @@
+"""What else but the weights decides which bytes a prompt gives: the configuration that vLLM really
+uses, RoPE overrides included, types, quantization, the platform.
+
+Whatever is not known to be without effect is taken in: at worst, engines that might share do not.
+Attributes that a release of vLLM lacks are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from hashlib import blake2b
+from importlib.metadata import entry_points
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+__all__ = ["has_scales_of_its_own", "texts_in", "variant_of"]
+
+
+def has_scales_of_its_own(vllm_config: Any) -> bool:
+    """Whether the engine makes the scales of its cache up from the first prompts it sees."""
+    return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
+
+
+_MODEL_WITHOUT_EFFECT = frozenset(
+    {
+        # Which model it is: the revision says that.
+        *("model", "model_weights", "revision", "hf_config_path", "config_format", "hf_token"),
+        *("served_model_name", "trust_remote_code", "allow_deprecated_quantization"),
+        # Taken in as they are after all overrides.
+        *("hf_config", "hf_text_config", "hf_overrides", "multimodal_config", "runner", "convert"),
+        *("max_model_len", "spec_target_max_model_len", "is_submodel_config"),
+        # How text becomes tokens, and what is made of the outcome.
+        *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"),
+        *("allowed_local_media_path", "allowed_media_domains", "enable_prompt_embeds"),
+        *("renderer_num_workers", "io_processor_plugin", "seed", "max_logprobs", "logprobs_mode"),
+        *("generation_config", "override_generation_config", "logits_processors"),
+        *("use_fp64_gumbel", "return_sampling_mask", "enable_trace_replay", "pooler_config"),
+        *("enable_return_routed_experts", "word_embeddings_untied_by_checkpoint"),
+        # How it is run.
+        *("enforce_eager", "disable_cascade_attn", "enable_sleep_mode", "sleep_mode_backend"),
+        *("sleep_preserve_parameter_names", "sleep_mode_offload_cudagraph"),
+        *("enable_nccl_comm_suspend", "enable_cumem_allocator"),
+    }
+)
+_MULTIMODAL_WITHOUT_EFFECT = frozenset(
+    {
+        *("limit_per_prompt", "enable_mm_embeds", "interleave_mm_strings", "skip_mm_profiling"),
+        *("mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb"),
+        *("mm_encoder_tp_mode", "mm_encoder_fp8_scale_save_path", "mm_tensor_ipc"),
+        *("mm_encoder_fp8_scale_save_margin", "mm_ipc_gpu_memory_gb"),
+        "allow_missing_mm_embeddings",
+    }
+)
+_CACHE_WITHOUT_EFFECT = frozenset(
+    {
+        # kvtier's configuration has the sizes and the layout of blocks.
+        *("block_size", "user_specified_block_size", "user_specified_mamba_block_size"),
+        *("_block_size_resolved", "kv_cache_layout", "effective_attention_block_size"),
+        *("prefix_match_unit", "hash_block_size", "cache_hit_alignment_tokens"),
+        # Another algorithm gives other hashes.
+        *("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_cache_retention_interval"),
+        "enable_mamba_shared_prefix_checkpoint",
+        # How much there is.
+        *("gpu_memory_utilization", "num_gpu_blocks_override", "num_gpu_blocks", "num_cpu_blocks"),
+        *("kv_cache_size_tokens", "kv_cache_max_concurrency", "kv_cache_memory_bytes"),
+        *("kv_offloading_size", "kv_offloading_backend", "is_attention_free"),
+    }
+)
+_KERNELS_WITHOUT_EFFECT = frozenset(
+    {
+        *("enable_flashinfer_autotune", "enable_cutedsl_warmup", "enable_jit_warmup"),
+        *("enable_rocm_segmented_attn_autotune", "ir_op_priority"),
+    }
+)
+_LOADS_SAFETENSORS = frozenset({"fastsafetensors", "instanttensor", "safetensors"})
+_HF_WITHOUT_EFFECT = frozenset(
+    {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
+)
+
+_ENVIRONMENT_WITH_EFFECT = re.compile(
+    "ATTN|ATTENTION|MLA|KV_CACHE_LAYOUT|SSM|LAYER_PARTITION|MODEL_RUNNER"
+    "|SCALE|QUANT|FP4|FP8|INT4|INT8|E8M0|DTYPE|PRECISION|EMULATION|MARLIN|HUMMING"
+    "|MOE|ROUTING|GEMM|KERNEL|ROCM|AWQ|BATCH_INVARIANT|REPLICATE_EMBED|VIDEO_LOADER"
+)
+"""In names of vLLM's environment variables: where keys and values lie, and how they are made."""
+
+
+def variant_of(vllm_config: Any) -> str:
+    """Everything but the weights that decides which bytes a prompt gives: the main points, then a
+    digest of all. Never raises."""
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    release, device = _vllm_release(), _device()
+    parts = {
+        "vllm": release,
+        "plugins": _plugins(),
+        "device": device,
+        "model": _fields_of(model, _MODEL_WITHOUT_EFFECT),
+        "files": _choice_of_files(vllm_config.load_config),
+        "runner": [getattr(model, "runner_type", None), getattr(model, "convert_type", None)],
+        "max_model_len": _max_model_len(model),
+        "hf_config": getattr(model, "hf_config", None),
+        "hf_text_config": getattr(model, "hf_text_config", None),
+        "transformers": _transformers_release(model),
+        "multimodal": _fields_of(
+            getattr(model, "multimodal_config", None), _MULTIMODAL_WITHOUT_EFFECT
+        ),
+        "cache": _fields_of(cache, _CACHE_WITHOUT_EFFECT),
+        "scales": _scales(vllm_config),
+        "attention": getattr(vllm_config, "attention_config", None),
+        "mamba": getattr(vllm_config, "mamba_config", None),
+        "diffusion": getattr(vllm_config, "diffusion_config", None),
+        "kernels": _fields_of(getattr(vllm_config, "kernel_config", None), _KERNELS_WITHOUT_EFFECT),
+        "additional": getattr(vllm_config, "additional_config", None),
+        "draft": _draft(vllm_config),
+        "environment": _environment(),
+    }
+    text = json.dumps(_stable(parts), sort_keys=True)
+    digest = blake2b(text.encode(), digest_size=16).hexdigest()
+    dtype = str(getattr(model, "dtype", None)).removeprefix("torch.")
+    words = [f"vllm-{release}", device, dtype, f"kv-{cache.cache_dtype}"]
+    if quantization := getattr(model, "quantization", None):
+        words.append(str(quantization))
+    return " ".join([*words, digest])
+
+
+def _fields_of(config: Any, without: Collection[str]) -> dict[str, Any] | None:
+    if not is_dataclass(config):
+        return None
+    return {
+        field.name: getattr(config, field.name, None)
+        for field in fields(config)
+        if field.name not in without
+    }
+
+
+def _vllm_release() -> str:
+    """Without the local part, which says for which device it was built; a build of the moment
+    keeps it, as it stands for the code."""
+    import vllm
+
+    version = str(vllm.__version__)
+    return version if "dev" in version else version.partition("+")[0]
+
+
+def _choice_of_files(load: Any) -> str:
+    """Which of a folder's files are loaded: a folder may have the weights in several formats."""
+    load_format = str(load.load_format)
+    return "safetensors" if load_format in _LOADS_SAFETENSORS else load_format
+
+
+def _plugins() -> list[str]:
+    """Packages that may add to vLLM's code, models included."""
+    groups = ("vllm.general_plugins", "vllm.platform_plugins")
+    found = (point.dist for group in groups for point in entry_points(group=group))
+    return sorted({f"{dist.name}=={dist.version}" for dist in found if dist is not None})
+
+
+def _device() -> str:
+    """The platform, and which of its devices: attention backends, and with them the layout of
+    pages, are chosen by it. vLLM's CPU backend chooses by the instruction set."""
+    import torch
+    from vllm.platforms import current_platform
+
+    kind = str(getattr(current_platform, "device_type", "unknown"))
+    if kind == "cpu":
+        sets = {
+            "amx": "_is_amx_tile_supported",
+            "avx512": "_is_avx512_supported",
+            "avx2": "_is_avx2_supported",
+        }
+        has = [name for name, check in sets.items() if _called(getattr(torch, "cpu", None), check)]
+        return "-".join([kind, platform.machine(), *has])
+    capability = _called(current_platform, "get_device_capability")
+    if capability is not None:
+        return f"{kind}-{'.'.join(map(str, capability))}"
+    return f"{kind}-{_called(current_platform, 'get_device_name')}"
+
+
+def _called(owner: Any, method: str) -> Any:
+    """What the method gives; None where there is none, or it raises: these are others' methods."""
+    try:
+        return getattr(owner, method)()
+    except Exception:
+        return None
+
+
+def _max_model_len(model: Any) -> object:
+    """Some models choose their RoPE, or how they attend, by it. Where vLLM fits it to the memory,
+    models were built before."""
+    if getattr(model, "original_max_model_len", None) == -1:
+        return "auto"
+    return getattr(model, "max_model_len", None)
+
+
+def _transformers_release(model: Any) -> str | None:
+    """Where the model's code is that of transformers."""
+    if _called(model, "using_transformers_backend") is False:
+        return None
+    return str(getattr(sys.modules.get("transformers"), "__version__", None))
+
+
+def _scales(vllm_config: Any) -> object:
+    """Scales that are found while running belong to one engine alone, whose id is always new."""
+    if not has_scales_of_its_own(vllm_config):
+        return None
+    return getattr(getattr(vllm_config, "kv_transfer_config", None), "engine_id", None)
+
+
+def _draft(vllm_config: Any) -> object:
+    """A draft model's layers share blocks with the model's own. Of its weights nothing is said:
+    tokens that a draft proposes are checked, so they are right with any."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft is vllm_config.model_config:
+        return None
+    return [
+        getattr(speculative, "method", None),
+        getattr(speculative, "kv_cache_dtype", None),
+        _fields_of(draft, _MODEL_WITHOUT_EFFECT),
+        getattr(draft, "hf_config", None),
+    ]
+
+
+def _environment() -> dict[str, str]:
+    """Only variables that vLLM knows: a cluster may set others that begin like these."""
+    from vllm import envs
+
+    known = getattr(envs, "environment_variables", {})
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in known and _ENVIRONMENT_WITH_EFFECT.search(name)
+    }
+
+
+_MAX_NAMED_FILE = 16 << 20
+
+
+def _stable(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """The value in terms of JSON, the same in every process: no addresses, no order of sets.
+
+    `within`: the ids of what it is part of, as objects may refer back to their owners.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if id(value) in within:
+        return name
+    within = (*within, id(value))
+    if isinstance(value, Enum):
+        return [name, value.name]
+    if isinstance(value, Number | Path) or name in ("torch.dtype", "torch.device"):
+        return str(value)
+    if isinstance(value, bytes | bytearray):
+        return blake2b(value, digest_size=16).hexdigest()
+    if isinstance(value, Mapping):
+        return _stable_items(value, within)
+    if isinstance(value, list | tuple):
+        return [_stable(item, within) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_stable(item, within), sort_keys=True) for item in value)
+    if isinstance(value, type) or callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', name)}"
+    if isinstance(as_dict := _called(value, "to_dict"), Mapping):  # transformers' configurations
+        return [name, _stable_items(as_dict, within)]
+    as_fields = _fields_of(value, ())
+    return [
+        name,
+        _stable_items(getattr(value, "__dict__", {}) if as_fields is None else as_fields, within),
+    ]
+
+
+def _stable_items(items: Mapping[Any, Any], within: tuple[int, ...]) -> dict[str, Any]:
+    return {
+        _stable_key(key, within): _stable_item(key, value, within)
+        for key, value in items.items()
+        if key not in _HF_WITHOUT_EFFECT
+    }
+
+
+def _stable_key(key: Any, within: tuple[int, ...]) -> str:
+    return key if isinstance(key, str) else json.dumps(_stable(key, within), sort_keys=True)
+
+
+def _stable_item(key: Any, value: Any, within: tuple[int, ...]) -> Any:
+    """A small file that a configuration names counts by what is in it."""
+    if key == "auto_map":
+        # Which repository code comes from is written here only when it was asked for by name.
+        return sorted(text.rpartition("--")[2] for text in texts_in(value))
+    if isinstance(value, str) and str(key).endswith(("_file", "_path")):
+        path = Path(value)
+        try:
+            if path.is_file() and path.stat().st_size <= _MAX_NAMED_FILE:
+                return blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        except (OSError, ValueError):
+            return value
+    return _stable(value, within)
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """All texts in a value of a configuration, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from texts_in(list(value.values()))
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from texts_in(item)

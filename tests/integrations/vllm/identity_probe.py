@@ -1,0 +1,103 @@
+"""What kvtier takes models for, in a process with stock vLLM.
+
+    PYTHON-WITH-VLLM -m tests.integrations.vllm.identity_probe HUB < CASES
+
+CASES is a JSON object: a name for each case, and what is special in it (see `Case`). Prints one
+JSON document, with the identity for each name. HUB is a hub cache.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from kvtier.integrations.vllm.demo import stdout_for_the_result_alone
+from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, contained_environment
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """How one engine is configured."""
+
+    args: Mapping[str, Any]
+    """For `vllm.EngineArgs`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    model_config: Mapping[str, Any] = field(default_factory=dict)
+    """What is set afterwards: offline, vLLM replaces the name of a model by its folder."""
+    hf_config: Mapping[str, Any] = field(default_factory=dict)
+    """Likewise, what the model's own configuration would have said."""
+    digest_files: bool = True
+    odd_values: bool = False
+    """Whether the configuration holds what cannot be written down."""
+    changed_after_start: str | None = None
+    """A file that is written to when the engine's process has started."""
+
+
+class _Odd:
+    """Has an address, a set, and itself in it."""
+
+    def __init__(self) -> None:
+        self.words = {"alpha", "beta", "gamma", "delta"}
+        self.self = self
+
+
+def identity(case: Case) -> dict[str, Any]:
+    from vllm import EngineArgs
+
+    from kvtier.integrations.vllm.identity import identity_of
+
+    args = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": BLOCK_TOKENS}
+    args |= case.args
+    if case.odd_values:
+        args["additional_config"] = {
+            "odd": _Odd(),
+            "function": lambda: None,
+            3: {1, "one", None},
+            "nan": float("nan"),
+            "bytes": b"\xff",
+            "lone surrogate": "\udcff",
+        }
+    config = EngineArgs(**args).create_engine_config()
+    for name, value in case.model_config.items():
+        setattr(config.model_config, name, value)
+    for name, value in case.hf_config.items():
+        setattr(config.model_config.hf_config, name, value)
+    with patch.dict(os.environ, case.environment):
+        if case.changed_after_start is None:
+            return asdict(identity_of(config, digest_files=case.digest_files))
+        return _in_an_engine_process(config, Path(case.changed_after_start))
+
+
+def _in_an_engine_process(config: Any, changed: Path) -> dict[str, Any]:
+    from kvtier.integrations.vllm.identity import identity_of
+
+    def run() -> None:
+        changed.write_bytes(changed.read_bytes())
+        answers.put(asdict(identity_of(config, digest_files=True)))
+
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=run)
+    process.start()
+    answer: dict[str, Any] = answers.get()
+    process.join()
+    return answer
+
+
+def main() -> None:
+    cases = {name: Case(**case) for name, case in json.load(sys.stdin).items()}
+    with stdout_for_the_result_alone(), contained_environment():
+        Path(os.environ["HF_HOME"], "hub").symlink_to(sys.argv[1])
+        report = {name: identity(case) for name, case in cases.items()}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
