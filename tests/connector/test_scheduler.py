@@ -16,6 +16,7 @@ from kvtier.base import (
     PrefixLookup,
     PrepareStoreOutput,
     ReqContext,
+    RequestOffloadingContext,
     TransferResult,
     make_offload_key,
 )
@@ -487,3 +488,14 @@ def test_what_is_not_known_and_cannot_matter_is_not_waited_for() -> None:
     assert rig.connector.get_num_new_matched_tokens(request, 0) == PrefixMatch(16, False)
     manager.unknown = make_offload_key(hashes[3], 1)
     assert rig.connector.get_num_new_matched_tokens(request, 0) == PrefixMatch(0, True)
+
+
+def test_a_manager_knows_how_long_a_prompt_is() -> None:
+    class Measuring(CPUOffloadingManager):
+        def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+            lengths.append(req_context.num_prompt_tokens)
+            return super().on_new_request(req_context)
+
+    lengths: list[int | None] = []
+    Rig(manager=Measuring(8)).request("a", 25)
+    assert lengths == [25]

@@ -7,7 +7,7 @@ from itertools import cycle
 from random import Random
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvtier.tiering.guard import PrefillRate, TransferEstimate
@@ -195,6 +195,7 @@ def test_prompts_that_always_begin_slowly_do_not_make_their_start_dear() -> None
 
 
 @given(factors=st.lists(st.floats(1, 1e4), min_size=1, max_size=7), every=st.integers(2, 5))
+@example(factors=[1.125], every=2)
 def test_steps_that_are_slow_for_other_reasons_do_not_count(
     factors: list[float], every: int
 ) -> None:
@@ -212,12 +213,35 @@ def test_steps_that_are_slow_for_other_reasons_do_not_count(
         assert per_token(rate, position) == pytest.approx(true_cost(position), rel=0.02)
 
 
-@given(place=st.integers(0, 15), factor=st.floats(0, 1, exclude_min=True))
+@given(place=st.integers(0, 3), factor=st.floats(1e-6, 1))
 def test_one_step_that_was_too_quick_does_no_harm(place: int, factor: float) -> None:
     rate = PrefillRate(None)
-    for number in range(16):
-        rate.note_prefill(2048, 1024, 0.05 * (factor if number == place else 1))
-    assert rate.seconds_for(2048, 1024) == pytest.approx(0.05)
+    for number in range(4):
+        rate.note_prefill(2048, 1024, 0.05)
+        rate.note_prefill(2048, 3072, 0.05 * (factor if number == place else 1))
+    for position in (1024, 3072):
+        assert rate.seconds_for(2048, position) == pytest.approx(0.05)
+
+
+def test_a_few_steps_deep_in_a_prompt_do_not_count_yet() -> None:
+    rate = PrefillRate(None)
+    for _ in range(8):
+        compute(rate, 4096, 2048)
+    for position in (9000, 11000, 13000):
+        rate.note_prefill(2048, position, 2048 * 5e-5)
+    for _ in range(8):
+        compute(rate, 4096, 2048)
+    assert per_token(rate, 13000) == per_token(rate, 3072) == pytest.approx(true_cost(3072))
+
+
+def test_what_is_known_is_not_lost_when_steps_become_much_larger() -> None:
+    rate = PrefillRate(None)
+    for _ in range(8):
+        rate.note_prefill(64, 32, 64 * 1e-4)
+    assert per_token(rate, 32) == pytest.approx(1e-4)
+    for octave in range(8):  # of each of them, too little to go by
+        rate.note_prefill(4096, 2048 << octave, 0.1)
+    assert per_token(rate, 32) == pytest.approx(1e-4)
 
 
 def test_a_few_tokens_beside_much_decoding_say_nothing() -> None:
