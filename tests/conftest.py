@@ -9,9 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.e2e.vllm.processes import VLLM
 
 # A broken contract raises instead of being counted, in this process and in those it starts.
 os.environ["KVTIER_STRICT"] = "1"
@@ -98,13 +102,33 @@ def _watch_for_leftovers() -> Iterator[None]:
     assert not left_files, f"files left behind in {SHARED_MEMORY}: {left_files}"
 
 
+def _interpreter(variable: str, environment: str) -> Path:
+    given = os.environ.get(variable)
+    if not given:
+        pytest.skip(f"{variable} names no python with {environment}: `make test` builds one")
+    return Path(given)
+
+
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """The interpreter of an environment with stock vLLM."""
-    given = os.environ.get("KVTIER_VLLM_PYTHON")
-    if not given:
-        pytest.fail(
-            "KVTIER_VLLM_PYTHON names no interpreter with vLLM: `make test` builds one and sets "
-            "it; to do without, deselect these tests with -m 'not vllm and not soak'"
-        )
-    return Path(given)
+    return _interpreter("KVTIER_VLLM_PYTHON", "stock vLLM")
+
+
+@pytest.fixture(scope="session")
+def vllm(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
+    """Stock vLLM, imported once for all tests."""
+    from tests.e2e.vllm.processes import stock_vllm
+
+    with stock_vllm(vllm_python, tmp_path_factory.mktemp("vllm")) as vllm:
+        yield vllm
+
+
+@pytest.fixture(scope="module")
+def vllm_0_28(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
+    """Stock vLLM 0.28, whatever release the other tests run with."""
+    from tests.e2e.vllm.processes import stock_vllm
+
+    python = _interpreter("KVTIER_VLLM28_PYTHON", "vLLM 0.28")
+    with stock_vllm(python, tmp_path_factory.mktemp("vllm-0.28")) as vllm:
+        yield vllm

@@ -19,6 +19,8 @@ from tests.bench import (
     seal_cost,
     tiering_cost,
     tiering_scale,
+    vllm_step,
+    vllm_ttft,
 )
 from tests.bench.report import missed
 
@@ -35,6 +37,8 @@ BENCHMARKS = {
     "fs_speed": (fs_speed.run, "the fs tier beside fio and vLLM's (five minutes)"),
     "fs_jitter": (fs_jitter.run, "how late the scheduler is while the fs tier works"),
     "fs_lookups": (fs_lookups.run, "how long the fs tier takes to say what is there"),
+    "vllm_step": (vllm_step.run, "time in the manager per step of vLLM (three minutes)"),
+    "vllm_ttft": (vllm_ttft.run, "time to first token in vLLM, by where the prompt was"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
 }
 

@@ -26,7 +26,7 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
 
 _OF_A_TIER: dict[str, MetricDefinition] = {
     "hit_blocks": MetricDefinition(
-        MetricKind.COUNTER, "Blocks that requests found in the tier, and nowhere above."
+        MetricKind.COUNTER, "Blocks that requests found in the tier, to be brought up or declined."
     ),
     "stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored in the tier."),
     "stored_bytes": MetricDefinition(MetricKind.COUNTER, "Bytes of the blocks stored in the tier."),

@@ -66,7 +66,6 @@ class Promotions:
         """Send one job for each tier and request that found blocks there in this step."""
         for request in self.wanting:
             for link, keys in self._by_link(request).items():
-                link.count("hit_blocks", len(keys))
                 if not self._promote(keys, link, request):
                     break  # what comes behind would be of no use
         self.wanting = {}
@@ -99,6 +98,7 @@ class Promotions:
         wanted = len(keys)
         if not self._is_worth_it(keys, link, request):
             if not link.explores(now):
+                link.count("hit_blocks", wanted)
                 link.count("declined_blocks", wanted)
                 request.decline(link)
                 return False
@@ -113,6 +113,7 @@ class Promotions:
         if placed is None:
             return False
         placed_keys, spec = placed
+        link.count("hit_blocks", len(placed_keys))
         transfer = self._transfers.make(job_id, placed_keys, spec, True, request.context)
         job = self.jobs[job_id] = link.expect_load(transfer, now)
         job.wanters[request] = None

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from kvtier.base import Locality, Medium
+from kvtier.config import ConfigError
+from kvtier.config.options import TierConfig
 from kvtier.integrations.vllm.block_hashes import HashRoot, HashSeed, lasting_tiers, tell_about
-from kvtier.testing import TierHarness
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
 
 DEFAULT = "a fixed seed"
@@ -41,12 +42,13 @@ def root(value: bytes, given: str | None = None, default: str | None = DEFAULT) 
     return HashRoot(value, HashSeed(given, default), ALGORITHMS)
 
 
-def said(about: HashRoot, caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
+def said(about: HashRoot, caplog: pytest.LogCaptureFixture) -> str:
     caplog.set_level(logging.INFO, "kvtier")
     caplog.clear()
     tell_about(about, ["fs", "disk"])
     (record,) = caplog.records
-    return record.levelno, record.getMessage()
+    assert record.levelno == logging.INFO
+    return record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -67,16 +69,18 @@ def test_a_root_is_common_if_the_seed_that_all_have_leads_to_it(
     assert about.algorithm == algorithm
 
 
-def test_a_random_root_is_warned_about_with_the_remedies(caplog: pytest.LogCaptureFixture) -> None:
-    level, text = said(root(os.urandom(16)), caplog)
-    assert level == logging.WARNING
-    assert "stores in fs, disk, nor will this engine after a restart" in text
+def test_a_random_root_is_refused_with_the_remedies() -> None:
+    with pytest.raises(ConfigError) as refused:
+        tell_about(root(os.urandom(16)), ["fs", "disk"])
+    text = str(refused.value)
+    assert "stores in fs, disk, nor would this engine after a restart" in text
     assert "--prefix-caching-hash-algo sha256_cbor; or set PYTHONHASHSEED" in text
 
 
-def test_where_no_algorithm_helps_none_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    level, text = said(root(os.urandom(32), default=None), caplog)
-    assert level == logging.WARNING
+def test_where_no_algorithm_helps_none_is_named() -> None:
+    with pytest.raises(ConfigError) as refused:
+        tell_about(root(os.urandom(32), default=None), ["fs"])
+    text = str(refused.value)
     assert "--prefix-caching-hash-algo" not in text
     assert "Set PYTHONHASHSEED to the same number for every engine" in text
 
@@ -84,33 +88,49 @@ def test_where_no_algorithm_helps_none_is_named(caplog: pytest.LogCaptureFixture
 def test_a_common_root_is_noted_so_that_engines_can_be_compared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    level, own = said(root(strong(DEFAULT)), caplog)
-    assert level == logging.INFO
+    own = said(root(strong(DEFAULT)), caplog)
     assert f"begin with {strong(DEFAULT)[:4].hex()} (strong, vLLM's own seed)" in own
-    level, given = said(root(strong("1234567"), given="1234567"), caplog)
-    assert level == logging.INFO
+    given = said(root(strong("1234567"), given="1234567"), caplog)
     assert "(strong, the seed in PYTHONHASHSEED)" in given
     # Where hashes are weak, a seed that is known helps to forge them.
     assert "1234567" not in given
 
 
+class InMemory(ExampleSecondaryTierManager):
+    medium = Medium.CPU
+
+
+class InStorage(ExampleSecondaryTierManager):
+    medium = Medium.STORAGE
+
+
+class SomewhereElse(ExampleSecondaryTierManager):
+    medium = Medium.CPU
+    locality = Locality.REMOTE
+
+
+class Untold(ExampleSecondaryTierManager):
+    medium = None
+
+
 @pytest.mark.parametrize(
-    ("medium", "locality", "lasts"),
+    ("tier", "user_says", "lasts"),
     [
-        (Medium.CPU, Locality.LOCAL, False),
-        (Medium.CPU, Locality.REMOTE, True),
-        (Medium.STORAGE, Locality.LOCAL, True),
-        (Medium.STORAGE, None, True),
-        (None, None, False),
+        (InMemory, {}, False),
+        (InMemory, {"locality": "REMOTE"}, True),
+        (InStorage, {}, True),
+        (InStorage, {"locality": "LOCAL"}, True),
+        (SomewhereElse, {}, True),
+        (Untold, {}, False),
     ],
 )
 def test_what_is_in_storage_or_elsewhere_is_there_for_other_processes(
-    medium: Medium | None, locality: Locality | None, lasts: bool
+    tier: type, user_says: dict[str, str], lasts: bool
 ) -> None:
-    class Kind(ExampleSecondaryTierManager):
-        pass
+    entry = {"type": tier.__name__, "module_path": __name__} | user_says
+    assert lasting_tiers([TierConfig.from_entry(entry)]) == ([tier.__name__] if lasts else [])
 
-    Kind.medium = medium
-    with TierHarness(lambda spec, view: Kind(spec, view, "kind")) as harness:
-        harness.tier.locality = locality
-        assert lasting_tiers([harness.tier]) == (["kind"] if lasts else [])
+
+def test_a_tier_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="exampel"):
+        lasting_tiers([TierConfig.from_entry({"type": "exampel"})])
