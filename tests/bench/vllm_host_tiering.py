@@ -1,0 +1,115 @@
+"""Stock vLLM's own tiering, made to run on its CPU platform: of it, only the worker is replaced.
+
+vLLM loads `HostTieringSpec` by name. Manager, tiers, policies and shared memory are vLLM's; the
+copies between the device and that memory, for which vLLM has nothing but CUDA, are kvtier's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.example.manager import ExampleSecondaryTierManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.gpu_worker import HostOffloadingWorker
+from kvtier.integrations.vllm.worker import gpu_spec_from_vllm, kv_caches_from_vllm
+from tests.bench.vllm_meters import UNTIMED
+
+
+class HostRegion:
+    """vLLM's shared memory, with what kvtier's worker wants of a region."""
+
+    def __init__(self, region: Any, cpu_page_size: int) -> None:
+        self._region = region
+        self.num_blocks = region.num_chunks
+        self.cpu_page_size = cpu_page_size
+
+    def create_next_worker_view(self, page_bytes: int) -> NDArray[np.uint8]:
+        view: NDArray[Any] = self._region.create_next_worker_view(page_bytes).numpy()
+        return view.view(np.uint8)
+
+    def cleanup(self) -> None:
+        self._region.cleanup()
+
+
+class HostWorker(OffloadingWorker):  # type: ignore[misc]
+    """kvtier's worker for caches in host memory, as vLLM wants to see it."""
+
+    def __init__(self, worker: HostOffloadingWorker) -> None:
+        self._worker = worker
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        slots = CPULoadStoreSpec(dst_spec.chunk_ids)
+        return self._worker.submit_store(job_id, gpu_spec_from_vllm(src_spec), slots)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        slots = CPULoadStoreSpec(src_spec.chunk_ids)
+        return self._worker.submit_load(job_id, slots, gpu_spec_from_vllm(dst_spec))
+
+    def get_finished(self) -> list[Any]:
+        return [
+            TransferResult(
+                job_id=result.job_id,
+                success=result.success,
+                transfer_size=result.transfer_size,
+                transfer_time=result.transfer_time,
+            )
+            for result in self._worker.get_finished()
+        ]
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self._worker.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()
+
+
+class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    """vLLM's tiering with that worker."""
+
+    def get_worker(self, kv_caches: Any) -> HostWorker:
+        region = SharedOffloadRegion(
+            engine_id=self.config.engine_id,
+            num_chunks=self.num_chunks,
+            rank=self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        host_region: Any = HostRegion(region, self.cpu_page_size_per_worker)
+        return HostWorker(
+            HostOffloadingWorker(kv_caches_from_vllm(kv_caches), host_region, self.blocks_per_chunk)
+        )
+
+
+class KeepingTier(ExampleSecondaryTierManager):  # type: ignore[misc]
+    """vLLM's example tier notes names and moves no bytes, so that what it gives back is wrong.
+
+    This one moves them as well. That is not counted: a real tier has threads for it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rows = np.asarray(self._primary_kv_view).view(np.uint8)
+        self._kept: dict[bytes, NDArray[np.uint8]] = {}
+
+    def submit_store(self, job_metadata: Any) -> None:
+        super().submit_store(job_metadata)
+        with UNTIMED.here():
+            for key, row in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
+                self._kept[key] = self._rows[row].copy()
+
+    def submit_load(self, job_metadata: Any) -> None:
+        super().submit_load(job_metadata)
+        with UNTIMED.here():
+            for key, row in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
+                self._rows[row] = self._kept[key]
+
+    def shutdown(self) -> None:
+        del self._rows
+        super().shutdown()

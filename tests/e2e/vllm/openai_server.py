@@ -1,0 +1,278 @@
+"""`vllm serve` for real, on loopback, as its clients and its operator see it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
+from kvtier.integrations.vllm.tiny_model import WORDS
+from tests.e2e.vllm.processes import REPO, VLLM, End
+from tests.e2e.vllm.scenarios import command
+
+DEVICE_BLOCKS = 64
+"""Of every server's device cache."""
+_HOST = "127.0.0.1"
+_PATIENCE_S = 300.0
+"""For a start, an answer, a figure, an end. The first takes half a minute on an idle machine."""
+_HASH_SEED = "0"
+"""Some releases of vLLM would draw a random one."""
+
+
+def random_words(count: int, seed: object) -> list[str]:
+    """Words that are one token each."""
+    source = Random(f"words {seed}")
+    return [WORDS[source.randrange(3, len(WORDS))] for _ in range(count)]
+
+
+def kvtier_flag(options: Mapping[str, Any]) -> str:
+    """What an operator writes after `--kv-transfer-config`."""
+    return json.dumps(
+        {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": dict(options),
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a client gets."""
+
+    text: str
+    logprobs: list[float]
+    cached_tokens: int
+    """Prompt tokens that were not computed, wherever they came from."""
+
+    def is_as(self, other: Completion) -> bool:
+        """Whether both say the same. Who else was computed at the time decides on rounding."""
+        return self.text == other.text and self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How a server ended after a signal."""
+
+    end: End
+    seconds: float
+
+
+class Server:
+    """A server that is starting. Use it as a context manager; leaving it kills what is left."""
+
+    def __init__(
+        self,
+        vllm: VLLM,
+        model: Path,
+        kvtier: Mapping[str, Any] | None = None,
+        *flags: str,
+        fresh: bool = False,
+    ) -> None:
+        """Start it, and do not wait. `kvtier`: its extra config; None for stock vLLM alone.
+
+        `fresh`: the command itself, with a process for every part; otherwise as few as can be, the
+        first of them forked from one that has imported vLLM.
+        """
+        # Bound, never listening: the server can have the port, and nobody else.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind((_HOST, 0))
+        self._number: int = self._port.getsockname()[1]
+        self._connections: set[http.client.HTTPConnection] = set()
+        flag = () if kvtier is None else ("--kv-transfer-config", kvtier_flag(kvtier))
+        arguments = [
+            *("serve", str(model), "--served-model-name", "tiny"),
+            *("--host", _HOST, "--port", str(self._number)),
+            *("--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--enforce-eager"),
+            *("--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--max-model-len", "1024"),
+            *("--max-num-seqs", "8", "--enable-prompt-tokens-details"),
+            *flag,
+            *flags,
+        ]
+        package = _package_metadata(vllm)
+        contained = vllm.but(
+            environment={
+                "PYTHONPATH": f"{REPO / 'src'}:{REPO}:{package}",
+                "PYTHONHASHSEED": _HASH_SEED,
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                # On the CPU, this decides whether a rank has a process of its own.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if fresh else "0",
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_LOGGING_LEVEL": "INFO",
+            },
+            patience=_PATIENCE_S,
+        )
+        self.process = (
+            contained.command(vllm.python.parent / "vllm", *arguments)
+            if fresh
+            else contained.start(command.run, str(package), *arguments)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_value is not None and self.process.is_there:
+            exc_value.add_note(self.process.stderr[-6000:])
+        self.process.kill()
+        self._port.close()
+
+    # --- its clients ----------------------------------------------------------------------------
+
+    def wait_until_up(self) -> None:
+        """Until it answers."""
+        self.wait_until(self._is_up)
+
+    def _is_up(self) -> bool:
+        try:
+            return self._ask("GET", "/health")[0] == http.client.OK
+        except ConnectionError:
+            if not Path(f"/proc/{self.process.pid}").exists():
+                raise AssertionError("the server has ended instead of starting") from None
+            return False
+
+    def wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Ask, again and again."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not is_true():
+            assert time.monotonic() < deadline, f"not so after {_PATIENCE_S} s"
+            time.sleep(0.1)
+
+    def complete(
+        self, words: Sequence[str], max_tokens: int = 4, *, replica: int | None = None
+    ) -> Completion:
+        """Send one prompt; to a certain replica, if the server has several."""
+        status, body = self._ask(
+            "POST",
+            "/v1/completions",
+            {
+                "model": "tiny",
+                "prompt": " ".join(words),
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "logprobs": 1,
+                "ignore_eos": True,
+            },
+            {} if replica is None else {"X-data-parallel-rank": str(replica)},
+        )
+        assert status == http.client.OK, body
+        answer = json.loads(body)
+        [choice] = answer["choices"]
+        details = answer["usage"]["prompt_tokens_details"]
+        assert answer["usage"]["prompt_tokens"] == len(words)
+        return Completion(
+            choice["text"],
+            choice["logprobs"]["token_logprobs"],
+            0 if details is None else details["cached_tokens"],
+        )
+
+    def complete_together(
+        self, prompts: Sequence[Sequence[str]], max_tokens: int = 4
+    ) -> list[Completion]:
+        """Send all prompts at once, each by a client of its own."""
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            return list(clients.map(lambda words: self.complete(words, max_tokens), prompts))
+
+    def post(self, path: str) -> None:
+        """Have it do something that has no answer worth reading."""
+        status, body = self._ask("POST", path)
+        assert status == http.client.OK, body
+
+    def metrics(self) -> dict[str, float]:
+        """What Prometheus would scrape: values by name, summed up over their labels."""
+        status, body = self._ask("GET", "/metrics")
+        assert status == http.client.OK
+        values: dict[str, float] = {}
+        for line in body.splitlines():
+            if line and not line.startswith("#"):
+                series, _, value = line.rpartition(" ")
+                name = series.partition("{")[0]
+                values[name] = values.get(name, 0.0) + float(value)
+        return values
+
+    def figures(self) -> dict[str, float]:
+        """Of these, kvtier's, such as `cpu_loaded_blocks`."""
+        return {
+            name.removeprefix("vllm:kvtier_").removesuffix("_total"): value
+            for name, value in self.metrics().items()
+            if name.startswith("vllm:kvtier_")
+        }
+
+    def figure(self, name: str) -> float:
+        """One of them; 0 for a counter that has not counted anything yet."""
+        return self.figures().get(name, 0.0)
+
+    def _ask(
+        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(_HOST, self._number, timeout=_PATIENCE_S)
+        self._connections.add(connection)
+        try:
+            connection.request(
+                method,
+                path,
+                None if body is None else json.dumps(body),
+                {"Content-Type": "application/json", **(headers or {})},
+            )
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+
+    # --- its operator ---------------------------------------------------------------------------
+
+    def stop(self, signal_number: int = signal.SIGTERM, *, clients_stay: bool = True) -> Stop:
+        """Send the signal to the process that was started, and wait until it has ended."""
+        began = time.monotonic()
+        os.kill(self.process.pid, signal_number)
+        if not clients_stay:
+            self.hang_up()
+        end = self.process.wait()
+        return Stop(end, time.monotonic() - began)
+
+    def hang_up(self) -> None:
+        """All clients go away, whatever they are waiting for."""
+        for connection in list(self._connections):
+            if connection.sock is not None:
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def kill_all(self) -> None:
+        """SIGKILL for every process of it at once."""
+        self.process.kill()
+
+
+def _package_metadata(vllm: VLLM) -> Path:
+    """A folder in which Python finds that vLLM is installed.
+
+    The command asks for the version of a package `vllm`, and refuses to start where vLLM came as
+    `vllm-cpu`. Its platform is told by the version.
+    """
+    folder = vllm.zygote.folder / "package"
+    metadata = folder / f"vllm-{vllm.zygote.vllm_version}+cpu.dist-info" / "METADATA"
+    if not metadata.exists():
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.zygote.vllm_version}+cpu\n"
+        )
+    return folder

@@ -1,0 +1,119 @@
+"""A vLLM engine in a process of its own, as a test sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvtier.integrations.vllm.in_process import Answer
+from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.scenarios.engine import Engine
+
+
+class RemoteEngine:
+    """The methods of `InProcessEngine`, in another process. Use it as a context manager."""
+
+    def __init__(
+        self,
+        vllm: VLLM,
+        model: Path,
+        kvtier: Mapping[str, Any] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """Start it. `engine_args`: `door`, `device_blocks` and whatever else vLLM takes."""
+        options = None if kvtier is None else dict(kvtier)
+        self.process = vllm.start(Engine, str(model), options, **engine_args)
+        self._numbers = count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self.process.kill()
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the engine as vLLM does, and let the process end; more than once does no harm.
+
+        The engine must leave nothing behind in the process, nor the process on this machine.
+        """
+        if self.process.is_there:
+            left = self.process.ask("close")
+            self.process.end()
+            assert not left, f"left behind in the process: {left}"
+
+    def kill(self) -> None:
+        """SIGKILL, now."""
+        self.process.kill()
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 4) -> None:
+        self.process.ask("add", name, list(prompt), max_tokens)
+
+    def abort(self, *names: str) -> None:
+        self.process.ask("abort", *names)
+
+    def step(self, steps: int = 1) -> None:
+        self.process.ask("step", steps)
+
+    def run(self) -> None:
+        """Step until every request has ended."""
+        self.process.ask("run")
+
+    def settle(self) -> None:
+        """Step until nothing is under way any more, in particular no store."""
+        self.process.ask("settle")
+
+    def answer(self, name: str) -> Answer:
+        return Answer(**self.process.ask("answer", name))
+
+    def generate(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[Answer]:
+        """One prompt after the other; each is answered, and stored, before the next begins."""
+        answers = []
+        for prompt in prompts:
+            name = f"request-{next(self._numbers)}"
+            self.add(name, prompt, max_tokens)
+            self.run()
+            self.settle()
+            answers.append(self.answer(name))
+        return answers
+
+    def generate_together(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[Answer]:
+        """All prompts at once."""
+        names = [f"request-{next(self._numbers)}" for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.add(name, prompt, max_tokens)
+        self.run()
+        self.settle()
+        return [self.answer(name) for name in names]
+
+    def reset_device_cache(self) -> None:
+        """Forget what is on the device; the tiers keep theirs."""
+        self.process.ask("reset_device_cache")
+
+    def reset_all(self, *, running: bool = False) -> bool:
+        """Forget what is on the device and in every tier; `running`: preempt what is running."""
+        return bool(self.process.ask("reset_all", running=running))
+
+    def figures(self) -> dict[str, float]:
+        """kvtier's figures in vLLM's metrics, such as `cpu_loaded_blocks`."""
+        figures: dict[str, float] = self.process.ask("figures")
+        return figures
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All of vLLM's metrics that are one number: `name`, `labels`, `value`."""
+        metrics: list[dict[str, Any]] = self.process.ask("metrics")
+        return metrics
+
+    def told(self) -> list[tuple[str, str]]:
+        """Level and text of what kvtier has logged, from INFO up."""
+        return [(level, text) for level, text in self.process.ask("told")]

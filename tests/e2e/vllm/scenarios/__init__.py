@@ -1,0 +1,1 @@
+"""What processes with vLLM are told to do, one idea per module."""

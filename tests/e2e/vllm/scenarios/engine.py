@@ -1,0 +1,81 @@
+"""One engine that does what it is told; `tests.e2e.vllm.remote_engine` is the other end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from kvtier.integrations.vllm.in_process import Answer, InProcessEngine
+
+_OTHERS_THREADS = {"tqdm_monitor"}
+"""Of the progress bars that vLLM shows while it loads weights."""
+
+
+class _Told(logging.Handler):
+    """What kvtier says to the operator."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+class Engine:
+    """`InProcessEngine`, called from another process."""
+
+    def __init__(self, model: str, kvtier: dict[str, Any] | None, **engine_args: Any) -> None:
+        self._told = _Told()
+        said = logging.getLogger("kvtier")
+        said.setLevel(logging.INFO)
+        said.addHandler(self._told)
+        self._threads = set(threading.enumerate())
+        self._engine = InProcessEngine(Path(model), kvtier, **engine_args)
+
+    def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        self._engine.add(name, prompt, max_tokens)
+
+    def abort(self, *names: str) -> None:
+        self._engine.abort(*names)
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._engine.step()
+
+    def run(self) -> None:
+        self._engine.run()
+
+    def settle(self) -> None:
+        self._engine.settle()
+
+    def answer(self, name: str) -> Answer:
+        return self._engine.answer(name)
+
+    def reset_device_cache(self) -> None:
+        self._engine.reset_device_cache()
+
+    def reset_all(self, *, running: bool) -> bool:
+        return self._engine.reset_all(running=running)
+
+    def figures(self) -> dict[str, float]:
+        return self._engine.figures()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [
+            {"name": metric.name, "labels": metric.labels, "value": metric.value}
+            for metric in self._engine.metrics()
+            if hasattr(metric, "value")
+        ]
+
+    def told(self) -> list[tuple[str, str]]:
+        return self._told.lines
+
+    def close(self) -> list[str]:
+        """Stop the engine. Returns what of it is left in this process: threads, shared memory."""
+        self._engine.close()
+        threads = {thread.name for thread in set(threading.enumerate()) - self._threads}
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return [*threads - _OTHERS_THREADS, *(line for line in maps if "kvtier-" in line)]

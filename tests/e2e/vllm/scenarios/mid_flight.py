@@ -1,0 +1,95 @@
+"""Requests come and go, and caches are reset, while copies are under way: stories drawn from a
+seed, in one engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from kvtier.integrations.vllm.in_process import Answer
+from tests.e2e.vllm.scenarios.faulty_transfers import FAULTS, FaultyEngine
+
+MAX_TOKENS = 6
+
+
+@dataclass
+class Story:
+    """What came of it."""
+
+    answers: list[tuple[int, Answer]] = field(default_factory=list)
+    """Of the requests that were not aborted: the number of the prompt, and the answer."""
+    happened: Counter[str] = field(default_factory=Counter)
+
+
+class MidFlight(FaultyEngine):
+    """An engine that lives through such stories, one after the other."""
+
+    def live(self, seed: int, num_events: int, prompts: list[list[int]]) -> dict[str, Any]:
+        """One story. At its end, nothing is under way."""
+        chance = Random(seed)
+        story = Story()
+        requests: dict[str, int] = {}
+        events: list[Callable[[], None]] = [
+            lambda: self._begin(story, requests, chance, prompts),
+            self._engine.step,
+            lambda: self._abort_one(story, requests, chance),
+            lambda: self._hold(chance.random() < 0.6),
+            lambda: self._reset_device(story),
+            lambda: self._reset_all(story),
+        ]
+        for number in range(num_events):
+            story.happened["events"] += 1
+            (event,) = chance.choices(events, weights=[4, 10, 2, 3, 1, 1])
+            if len(requests) < 6 or number % 2:
+                event()
+        self._hold(False)
+        self._engine.run()
+        self._engine.settle()
+        story.answers = [(prompt, self._engine.answer(name)) for name, prompt in requests.items()]
+        return {"answers": story.answers, "happened": dict(story.happened)}
+
+    def _begin(
+        self, story: Story, requests: dict[str, int], chance: Random, prompts: list[list[int]]
+    ) -> None:
+        story.happened["requests"] += 1
+        number = chance.randrange(len(prompts))
+        name = f"{id(story)}-{story.happened['requests']}"
+        requests[name] = number
+        self._engine.add(name, prompts[number], MAX_TOKENS)
+
+    def _abort_one(self, story: Story, requests: dict[str, int], chance: Random) -> None:
+        under_way = sorted(requests.keys() & self._engine._unfinished)
+        if not under_way:
+            return
+        story.happened["aborted while loading"] += FAULTS.holds_a_load
+        story.happened["aborted while storing"] += FAULTS.holds_a_store
+        name = chance.choice(under_way)
+        self._engine.abort(name)
+        del requests[name]
+
+    def _hold(self, are_held: bool) -> None:
+        FAULTS.are_held = are_held
+
+    def _reset_device(self, story: Story) -> None:
+        # Not while blocks are in use.
+        story.happened["device resets"] += bool(self._engine._llm.reset_prefix_cache())
+
+    def _reset_all(self, story: Story) -> None:
+        connector = self._engine._scheduler.connector.connector_scheduler
+        if connector._current_batch_jobs_to_flush:
+            # vLLM's own: it cannot twice without a step in between.
+            return
+        was_storing = FAULTS.holds_a_store
+        try:
+            self._engine.reset_all(running=True)
+        except RuntimeError:
+            # Likewise: it cannot while a request waits for a load.
+            if not FAULTS.holds_a_load:
+                raise
+            story.happened["refused resets"] += 1
+            return
+        story.happened["resets"] += 1
+        story.happened["reset while storing"] += was_storing

@@ -1,0 +1,58 @@
+"""An engine whose weights are replaced while it runs; and engines that do not notice such a thing,
+to see that a test would."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from tests.e2e.vllm.scenarios.engine import Engine
+
+Way = Literal["sleep", "pause and abort", "pause and keep", "reset"]
+
+
+class EngineWithOtherWeights(Engine):
+    """vLLM's own ways to new weights; each of them ends in a reset of the connector."""
+
+    def update_weights(self, way: Way, path: str) -> None:
+        """Load what is in `path`, of the same architecture, in place."""
+        llm = self._engine._llm
+        core = llm.llm_engine.engine_core.engine_core
+        if way == "sleep":
+            llm.sleep(level=2)
+            self._reload(path)
+            llm.wake_up()
+        elif way == "reset":
+            self._reload(path)
+            assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        else:
+            core.pause_scheduler(mode=way.rpartition(" ")[2], clear_cache=True)
+            self._reload(path)
+            core.resume_scheduler()
+
+    def _reload(self, path: str) -> None:
+        self._engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+
+class EngineThatIgnoresItsWeights(Engine):
+    """To kvtier, all models are one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from kvtier.integrations.vllm import facts
+        from kvtier.integrations.vllm.identity import ModelIdentity
+
+        one = ModelIdentity(revision="hub:any", unknown_because=None, variant="any")
+        vars(facts)["identity_of"] = lambda *_, **__: one
+        super().__init__(*args, **kwargs)
+
+
+class EngineThatIgnoresResets(EngineWithOtherWeights):
+    """What vLLM says to kvtier with a reset is not heard."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from kvtier.integrations.vllm.manager import ManagerAdapter
+
+        def reset_nothing(self: ManagerAdapter) -> None:
+            pass
+
+        ManagerAdapter.reset_cache = reset_nothing  # type: ignore[method-assign]
+        super().__init__(*args, **kwargs)

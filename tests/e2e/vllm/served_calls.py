@@ -1,0 +1,71 @@
+"""The inner end of a channel: calls come as lines of JSON, and are answered by lines of JSON.
+
+    PYTHON-WITH-VLLM -m tests.e2e.vllm.served_calls CHANNEL-FD
+
+is a process that serves calls without having been forked from one that has imported vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def to_json(value: object) -> str:
+    """Data classes as objects, paths as texts."""
+
+    def plain(part: object) -> object:
+        if is_dataclass(part) and not isinstance(part, type):
+            return asdict(part)
+        if isinstance(part, Path):
+            return str(part)
+        raise TypeError(f"{part!r} has no form in JSON")
+
+    return json.dumps(value, default=plain)
+
+
+def serve_calls(channel: socket.socket) -> None:
+    """Answer calls until there are no more.
+
+    A call names a function of a module; or, once a class has been called, a method of the object.
+    """
+    subject: object = None
+    with channel, channel.makefile("rw") as stream:
+        for line in stream:
+            call = json.loads(line)
+            try:
+                target: Callable[..., object]
+                if call["module"] is None:
+                    target = getattr(subject, call["name"])
+                else:
+                    target = getattr(import_module(call["module"]), call["name"])
+                result = target(*call["args"], **call["kwargs"])
+                if isinstance(target, type):
+                    subject, result = result, None
+                answer = to_json({"result": result})
+            except Exception:
+                traceback.print_exc()
+                answer = to_json({"error": traceback.format_exc()})
+            stream.write(answer + "\n")
+            stream.flush()
+
+
+def call_line(module: str | None, name: str, args: Any, kwargs: Any) -> str:
+    """The other end's side of it."""
+    return to_json({"module": module, "name": name, "args": args, "kwargs": kwargs}) + "\n"
+
+
+def main() -> None:
+    """Serve the channel that was inherited."""
+    serve_calls(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Blocks are damaged where a tier keeps them, between two lives of an engine: none is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.tiering.disk.layout import Geometry
+from kvtier.tiering.io.page import PAGE_BYTES
+from tests.e2e.vllm.lasting_tiers import LASTING, over, with_common_hashes
+from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.remote_engine import RemoteEngine
+from tests.e2e.vllm.subject import Subject
+
+pytestmark = pytest.mark.vllm
+
+TOKENS, BLOCKS = 256, 8
+PROMPTS = random_prompts(3, TOKENS, "never wrong after damage")
+ENGINE = {"device_blocks": 64, "max_model_len": 512}
+
+
+def flip_a_bit(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def damage_slots(folder: Path, subject: Subject) -> int:
+    """One bit of the payload in every sixth slot of the slab; how many these are."""
+    # Slots are taken one after the other: the last block of the last prompt is in the last of these.
+    offsets = [
+        Geometry(subject.slot_bytes(), BLOCKS * len(PROMPTS)).slot_offset(slot) + 3 * PAGE_BYTES
+        for slot in range(3, BLOCKS * len(PROMPTS), 6)
+    ]
+    for offset in offsets:
+        flip_a_bit(folder / "kv.slab", offset)
+    return len(offsets)
+
+
+def damage_files(folder: Path, subject: Subject) -> int:
+    """The same in every sixth file."""
+    blocks = sorted(path for path in (folder / "root" / "blocks").rglob("*") if path.is_file())
+    assert len(blocks) == BLOCKS * len(PROMPTS)
+    for path in blocks[::6]:
+        flip_a_bit(path, 3 * PAGE_BYTES)
+    return len(blocks[::6])
+
+
+@pytest.mark.parametrize(("tier", "damage"), [("disk", damage_slots), ("fs", damage_files)])
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_a_damaged_block_is_refused_and_computed(
+    vllm: VLLM,
+    subject: Subject,
+    tmp_path: Path,
+    tier: str,
+    damage: Callable[[Path, Subject], int],
+) -> None:
+    options = over(LASTING[tier](tmp_path), subject)
+    vllm = with_common_hashes(vllm)
+    with RemoteEngine(vllm, subject.path, options, **ENGINE) as engine:
+        engine.generate(*PROMPTS)
+        assert engine.figures()[f"tier_0_{tier}_stored_blocks"] == BLOCKS * len(PROMPTS)
+    damaged = damage(tmp_path, subject)
+    with RemoteEngine(vllm, subject.path, options, **ENGINE) as engine:
+        answers = engine.generate(*PROMPTS)
+        figures = engine.figures()
+        engine.reset_device_cache()
+        again = engine.generate(*PROMPTS)
+    assert 0 < figures[f"tier_0_{tier}_seal_digest"] <= damaged
+    assert figures[f"{tier}_forgotten_blocks"] == figures[f"tier_0_{tier}_seal_digest"]
+    # What comes before the first damaged block of a prompt is served, and nothing after it.
+    assert 0 < figures[f"tier_0_{tier}_loaded_blocks"] <= BLOCKS * len(PROMPTS) - damaged
+    assert sum(answer.cached_tokens for answer in answers) > 0
+    subject.alone.check(PROMPTS, answers, exact=False)
+    # What was refused has been computed, and stored, again.
+    assert [answer.cached_tokens for answer in again] == [TOKENS] * len(PROMPTS)
+    subject.alone.check(PROMPTS, again)

@@ -1,0 +1,73 @@
+"""Stock vLLM with a disk tier: a restarted process is warm, and answers the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.integrations.vllm.in_process import Answer, Door
+from tests.e2e.vllm.lasting_tiers import disk_in, over, with_common_hashes
+from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.remote_engine import RemoteEngine
+from tests.e2e.vllm.subject import Subject
+
+pytestmark = pytest.mark.vllm
+
+PROMPT_BLOCKS, PROMPT_TOKENS = 16, 512
+PROMPTS = random_prompts(3, PROMPT_TOKENS, "two lives")
+BLOCKS, TOKENS = 3 * PROMPT_BLOCKS, 3 * PROMPT_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Every prompt once, in a process of its own."""
+
+    answers: list[Answer]
+    figures: dict[str, float]
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(answer.cached_tokens for answer in self.answers)
+
+
+def live(vllm: VLLM, subject: Subject, folder: Path, door: Door) -> Life:
+    """With host memory for a prompt and a half, and a disk tier for all of them."""
+    options = over(disk_in(folder), subject, slots=PROMPT_BLOCKS * 3 // 2)
+    options["cache_namespace"] = "random weights, seed 0"
+    with RemoteEngine(
+        with_common_hashes(vllm),
+        subject.path,
+        options,
+        door=door,
+        device_blocks=256,
+        max_model_len=1024,
+    ) as engine:
+        return Life(engine.generate(*PROMPTS), engine.figures())
+
+
+@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_a_second_process_has_all_from_the_disk_that_the_first_has_stored(
+    vllm: VLLM, subject: Subject, tmp_path: Path, door: Door
+) -> None:
+    first = live(vllm, subject, tmp_path, door)
+    second = live(vllm, subject, tmp_path, door)
+
+    assert first.cached_tokens == 0
+    assert first.figures.get("tier_0_disk_loaded_blocks", 0) == 0
+    assert first.figures["tier_0_disk_stored_blocks"] == BLOCKS
+    assert first.figures["disk_resident_blocks"] == BLOCKS
+
+    assert second.cached_tokens == TOKENS
+    assert second.figures["tier_0_disk_loaded_blocks"] == BLOCKS
+    assert second.figures["cpu_promoted_blocks"] == BLOCKS
+    assert second.figures.get("tier_0_disk_stored_blocks", 0) == 0
+    assert second.figures["disk_resident_blocks"] == BLOCKS
+    assert second.figures.get("disk_forgotten_blocks", 0) == 0
+
+    subject.alone.check(PROMPTS, first.answers)
+    subject.alone.check(PROMPTS, second.answers)
+    assert [path.name for path in tmp_path.iterdir()] == ["kv.slab"]

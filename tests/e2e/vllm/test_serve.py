@@ -1,0 +1,243 @@
+"""`vllm serve` with kvtier: started, loaded, scraped, reset, ended and started again."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
+from kvtier.integrations.vllm.tiny_model import LLAMA
+from tests.e2e.vllm.lasting_tiers import PATIENT
+from tests.e2e.vllm.openai_server import Completion, Server, Stop, random_words
+from tests.e2e.vllm.process_tree import regions_below
+from tests.e2e.vllm.processes import VLLM
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS_OF_PREFIX = 8
+BLOCKS_OF_PROMPT = 16
+SHARED = random_words(BLOCKS_OF_PREFIX * BLOCK_TOKENS, "prefix")
+OWN_TOKENS = (BLOCKS_OF_PROMPT - BLOCKS_OF_PREFIX) * BLOCK_TOKENS
+PROMPTS = [SHARED + random_words(OWN_TOKENS + 8, client) for client in range(8)]
+"""Of eight clients, who have half of it in common. The device has no room for all of it."""
+BLOCKS = BLOCKS_OF_PREFIX + len(PROMPTS) * (BLOCKS_OF_PROMPT - BLOCKS_OF_PREFIX)
+CACHED_TOKENS = BLOCKS_OF_PROMPT * BLOCK_TOKENS
+OTHERS = [random_words(CACHED_TOKENS + 8, f"other {number}") for number in range(6)]
+"""As many blocks as host memory has room for."""
+
+
+def options(*tiers: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "cpu_bytes_to_use": len(OTHERS) * BLOCKS_OF_PROMPT * LLAMA.bytes_per_block(BLOCK_TOKENS),
+        # Nothing is computed for being faster than the disk of this machine.
+        "prefill_tokens_per_s": 0,
+        "secondary_tiers": [tier | PATIENT for tier in tiers],
+    }
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {"type": "disk", "path": str(path), "max_bytes": "64MiB"}
+
+
+def is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def stop_under_load(server: Server) -> Stop:
+    """SIGTERM while all clients are waiting for long answers, which they do not get.
+
+    vLLM does not end before they have gone away, if it has not answered them by then.
+    """
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        answers = [clients.submit(server.complete, prompt, 480) for prompt in PROMPTS]
+        server.wait_until(lambda: server.metrics()["vllm:num_requests_running"] > 0)
+        stop = server.stop(clients_stay=False)
+    assert any(answer.exception() is not None for answer in answers)
+    return stop
+
+
+def assert_same(answers: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    for answer, right in zip(answers, expected, strict=True):
+        assert answer.is_as(right), (answer, right)
+
+
+@dataclass(slots=True)
+class FirstLife:
+    """Of a server with host memory and a disk below it, beside one of stock vLLM alone."""
+
+    slab: Path
+    alone: list[Completion]
+    cold: list[Completion]
+    together: list[Completion]
+    """Asked for at once, when all of it was in host memory."""
+    figures_together: dict[str, float]
+    from_disk: list[Completion]
+    """One after the other, when host memory was full of something else."""
+    blocks_from_disk: float
+    metrics: dict[str, float]
+    regions: dict[Path, bool]
+    stop: Stop
+    was_killed: bool
+    """Whether vLLM has lost its patience with a process of its own."""
+    stop_alone: Stop
+
+
+@pytest.fixture(scope="module")
+def first_life(
+    vllm: VLLM, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FirstLife]:
+    slab = tmp_path_factory.mktemp("disk") / "kv.slab"
+    with (
+        Server(vllm, llama, options(disk(slab)), "--shutdown-timeout", "30", fresh=True) as server,
+        Server(vllm, llama) as stock,
+    ):
+        server.wait_until_up()
+        regions = regions_below(server.process.pid)
+        cold = server.complete_together(PROMPTS)
+        server.wait_until(lambda: server.figure("tier_0_disk_stored_blocks") == BLOCKS)
+        together = server.complete_together(PROMPTS)
+        figures_together = server.figures()
+        for prompt in OTHERS:
+            server.complete(prompt)
+        everything = BLOCKS + len(OTHERS) * BLOCKS_OF_PROMPT
+        server.wait_until(lambda: server.figure("tier_0_disk_stored_blocks") == everything)
+        before = server.figure("tier_0_disk_loaded_blocks")
+        from_disk = [server.complete(prompt) for prompt in PROMPTS]
+        metrics = server.metrics()
+        blocks_from_disk = server.figure("tier_0_disk_loaded_blocks") - before
+        stop = server.stop()
+        was_killed = "force killing" in server.process.stderr
+        stock.wait_until_up()
+        alone = stock.complete_together(PROMPTS)
+        stop_alone = stop_under_load(stock)
+    yield FirstLife(
+        slab,
+        alone,
+        cold,
+        together,
+        figures_together,
+        from_disk,
+        blocks_from_disk,
+        metrics,
+        regions,
+        stop,
+        was_killed,
+        stop_alone,
+    )
+    slab.unlink()
+
+
+def test_clients_at_once_are_served_from_host_memory(first_life: FirstLife) -> None:
+    assert_same(first_life.cold, first_life.alone)
+    assert_same(first_life.together, first_life.alone)
+    assert first_life.figures_together["cpu_loaded_blocks"] > 0
+    assert first_life.figures_together.get("tier_0_disk_loaded_blocks", 0) == 0
+
+
+def test_clients_are_served_from_disk(first_life: FirstLife) -> None:
+    assert_same(first_life.from_disk, first_life.alone)
+    assert [answer.cached_tokens for answer in first_life.from_disk] == [CACHED_TOKENS] * 8
+    assert first_life.blocks_from_disk == BLOCKS
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["cpu_loaded_blocks_total", "tier_0_disk_loaded_blocks_total"], id="hits"),
+        pytest.param(["cpu_slots", "cpu_resident_blocks"], id="occupancy of host memory"),
+        pytest.param(["disk_capacity_blocks", "disk_resident_blocks"], id="occupancy of the disk"),
+        pytest.param(["tier_0_disk_load_seconds_sum"], id="latency of loads"),
+        pytest.param(["tier_0_disk_store_seconds_sum"], id="latency of stores"),
+    ],
+)
+def test_what_a_tier_does_can_be_scraped(first_life: FirstLife, names: list[str]) -> None:
+    for name in names:
+        assert first_life.metrics[f"vllm:kvtier_{name}"] > 0
+
+
+def test_the_state_of_a_breaker_can_be_scraped(first_life: FirstLife) -> None:
+    assert first_life.metrics["vllm:kvtier_tier_0_disk_breaker_state"] == 0
+    assert first_life.metrics["vllm:kvtier_tier_0_disk_store_breaker_state"] == 0
+
+
+def test_an_idle_server_ends_on_sigterm_and_leaves_nothing(first_life: FirstLife) -> None:
+    assert first_life.stop.end.exit_code == first_life.stop_alone.end.exit_code
+    assert first_life.stop.end.orphans == []
+    assert not first_life.was_killed
+    assert len(first_life.regions) == 1
+    assert not any(region.exists() for region in first_life.regions)
+    assert not is_locked(first_life.slab)
+
+
+def test_shared_memory_has_no_name_while_a_server_runs(first_life: FirstLife) -> None:
+    assert first_life.regions
+    assert not any(first_life.regions.values())
+
+
+def test_a_server_that_is_started_again_is_warm_and_forgets_when_told(
+    vllm: VLLM, llama: Path, first_life: FirstLife
+) -> None:
+    with Server(vllm, llama, options(disk(first_life.slab))) as server:
+        server.wait_until_up()
+        warm = server.complete_together(PROMPTS)
+        assert server.figure("tier_0_disk_loaded_blocks") == BLOCKS
+        assert server.figure("cpu_stored_blocks") == 0
+        assert_same(warm, first_life.alone)
+
+        for ways in (["/reset_prefix_cache?reset_external=true"], ["/pause", "/resume"]):
+            assert server.complete(PROMPTS[0]).cached_tokens == CACHED_TOKENS
+            for path in ways:
+                server.post(path)
+            loaded = server.figure("cpu_loaded_blocks")
+            again = server.complete(PROMPTS[0])
+            assert again.cached_tokens == 0
+            assert_same([again], first_life.alone[:1])
+            assert server.figure("cpu_loaded_blocks") == loaded
+            assert server.figure("tier_0_disk_loaded_blocks") == BLOCKS
+
+        regions = regions_below(server.process.pid)
+        stop = stop_under_load(server)
+    assert stop.end == first_life.stop_alone.end
+    assert stop.end.orphans == []
+    assert not any(region.exists() for region in regions)
+    assert not is_locked(first_life.slab)
+
+
+def test_two_servers_share_a_directory_and_killing_them_leaves_nothing(
+    vllm: VLLM, llama: Path, tmp_path: Path
+) -> None:
+    shared = {"type": "fs", "root_dir": str(tmp_path / "shared"), "max_bytes": "64MiB"}
+    slabs = [tmp_path / "first.slab", tmp_path / "second.slab"]
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(Server(vllm, llama, options(disk(slab), shared))) for slab in slabs
+        )
+        first.wait_until_up()
+        computed = first.complete_together(PROMPTS)
+        first.wait_until(lambda: first.figure("tier_1_fs_stored_blocks") == BLOCKS)
+        second.wait_until_up()
+        found = [second.complete(prompt) for prompt in PROMPTS]
+        assert_same(found, computed)
+        assert [answer.cached_tokens for answer in found] == [CACHED_TOKENS] * 8
+        assert second.figure("tier_1_fs_loaded_blocks") == BLOCKS
+        assert second.figure("cpu_stored_blocks") == 0
+
+        regions = [*regions_below(first.process.pid), *regions_below(second.process.pid)]
+        assert len(regions) == 2
+        first.kill_all()
+        # vLLM's engine does not notice that the process that takes requests is gone.
+        second.stop(9)
+        assert not any(region.exists() for region in regions)
+    assert not any(map(is_locked, slabs))

@@ -1,0 +1,63 @@
+"""One server with two replicas of the model: each has memory and a slab file of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
+from kvtier.integrations.vllm.tiny_model import LLAMA
+from tests.e2e.vllm.lasting_tiers import disk_in
+from tests.e2e.vllm.openai_server import Server, random_words
+from tests.e2e.vllm.process_tree import regions_below
+from tests.e2e.vllm.processes import VLLM
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS = 16
+TOKENS = BLOCKS * BLOCK_TOKENS
+SLOTS = 20
+"""Of each replica's host memory: a prompt, and a quarter of another."""
+PROMPT, OTHER = (random_words(TOKENS + 8, f"replicas {number}") for number in range(2))
+
+
+def test_each_replica_has_a_region_and_a_slab_file_of_its_own(
+    vllm: VLLM, llama: Path, tmp_path: Path
+) -> None:
+    options = {
+        "cpu_bytes_to_use": SLOTS * LLAMA.bytes_per_block(BLOCK_TOKENS),
+        "prefill_tokens_per_s": 0,
+        "secondary_tiers": [disk_in(tmp_path)],
+    }
+    with Server(
+        vllm, llama, options, "--data-parallel-size", "2", "--api-server-count", "1"
+    ) as server:
+        server.wait_until_up()
+        regions = regions_below(server.process.pid)
+        assert len(regions) == 2
+        assert not any(regions.values())
+        assert {path.name for path in tmp_path.iterdir()} == {"kv-dp0.slab", "kv-dp1.slab"}
+
+        answers = [
+            server.complete(prompt, replica=replica)
+            for replica in (0, 1)
+            for prompt in (PROMPT, OTHER)
+        ]
+        server.wait_until(lambda: server.figure("tier_0_disk_stored_blocks") == 4 * BLOCKS)
+        assert [answer.cached_tokens for answer in answers] == [0] * 4
+        server.post("/reset_prefix_cache")
+        again = [
+            server.complete(prompt, replica=replica)
+            for replica in (0, 1)
+            for prompt in (OTHER, PROMPT)
+        ]
+        assert [answer.cached_tokens for answer in again] == [TOKENS] * 4
+        # More than one replica alone could have loaded.
+        assert server.figure("tier_0_disk_loaded_blocks") >= 2 * (2 * BLOCKS - SLOTS) > BLOCKS
+        assert all(answer.is_as(answers[1]) for answer in (again[0], again[2], answers[3]))
+        assert all(answer.is_as(answers[0]) for answer in (again[1], again[3], answers[2]))
+        stop = server.stop()
+    assert stop.end.exit_code == 0
+    assert stop.end.orphans == []
+    assert not any(region.exists() for region in regions)

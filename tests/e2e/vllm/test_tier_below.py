@@ -1,0 +1,62 @@
+"""Stock vLLM with a tier below host memory, which is too small for everything."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.integrations.vllm.comparison import random_prompts
+from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.remote_engine import RemoteEngine
+from tests.e2e.vllm.subject import Subject
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = random_prompts(4, 1024, "end to end", blocks_per_chunk=4)
+TIER = {
+    "type": "example",
+    "simulate_async": True,
+    "latency_ms": 5,
+    # Nothing is to depend on how fast this machine is.
+    "load_timeout_ms": 60_000,
+    "store_timeout_ms": 60_000,
+    "max_pinned_share": 1,
+}
+
+
+PROMPT_BLOCKS = 32
+WINDOW_BLOCKS = 4
+
+
+@pytest.mark.parametrize(
+    ("subject", "windowed_groups"), [("llama", 0), ("hybrid", 2)], indirect=["subject"]
+)
+def test_what_host_memory_has_no_room_for_comes_back_from_a_tier(
+    vllm: VLLM, subject: Subject, windowed_groups: int
+) -> None:
+    # Of a group with a window, early releases offer every block; all load only the last few.
+    offers_all = vllm.version < (0, 32)
+    loaded = PROMPT_BLOCKS + windowed_groups * WINDOW_BLOCKS
+    stored = (1 + windowed_groups) * PROMPT_BLOCKS if offers_all else loaded
+    options = {
+        "cpu_bytes_to_use": 2 * stored * subject.slot_bytes(),
+        "prefill_tokens_per_s": 0,
+        "secondary_tiers": [TIER],
+    }
+    with RemoteEngine(vllm, subject.path, options, device_blocks=512, max_model_len=2048) as engine:
+        cold = engine.generate(*PROMPTS)
+        engine.reset_device_cache()
+        warm = engine.generate(*PROMPTS)
+        figures = engine.figures()
+    subject.alone.check(PROMPTS, cold)
+    subject.alone.check(PROMPTS, warm)
+    assert [answer.cached_tokens for answer in warm] == [1024] * 4
+    # Room for two prompts, which return in the order in which they came: none is there still.
+    assert figures["cpu_slots"] == 2 * stored
+    assert figures["tier_0_example_stored_blocks"] == 4 * stored
+    if stored == loaded:
+        assert figures["tier_0_example_loaded_blocks"] == 4 * loaded
+    else:  # what nobody loads again has made room in host memory for some of the rest
+        assert 0 < figures["tier_0_example_loaded_blocks"] <= 4 * loaded
+    assert figures["tier_0_example_pinned_blocks"] == 0
+    assert figures["tier_0_example_breaker_state"] == 0
+    assert figures["example_resident_blocks"] == 4 * stored

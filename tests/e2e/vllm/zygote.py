@@ -1,0 +1,241 @@
+"""A process that has imported vLLM and forks when told: importing takes longer than most tests.
+
+    PYTHON-WITH-VLLM -m tests.e2e.vllm.zygote CONTROL-FD FOLDER
+
+CONTROL-FD is one end of a socket that keeps the bounds of messages (`SOCK_SEQPACKET`). After one
+message that says what was imported, every order comes with the descriptor of one end of the new
+process's own channel, and is answered with its process id. The end of every process is reported,
+and which of its descendants outlived it; those are ended. The end of the control socket ends all.
+
+Nothing has been made here but imports: no engine, no thread, no random number. So what a fork
+does is what a new interpreter would do; `test_harness` compares the two.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvtier.integrations.vllm.in_process import contain
+from tests.e2e.vllm.served_calls import serve_calls
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_IMPORTED = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "kvtier.integrations.vllm.spec",
+)
+_MODELS = {
+    "LlamaForCausalLM": "vllm.model_executor.models.llama",
+    "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3",
+}
+_ORPHANS_PATIENCE_S = 5.0
+"""A helper of Python's `multiprocessing` ends by itself soon after those it helped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a new process is to be."""
+
+    channel: int
+    """Its end of its own channel."""
+    folder: Path
+    """For its standard output, standard error and temporary files."""
+    environment: dict[str, str]
+    command: list[str]
+    """To run instead of serving calls; its descriptor's number replaces `CHANNEL`."""
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _children() -> set[int]:
+    pid = os.getpid()
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def _command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+
+
+@dataclass(slots=True)
+class Zygote:
+    """Forks, waits for what it has forked, and reports."""
+
+    control: socket.socket
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _running: dict[int, int] = field(default_factory=dict)
+    """The pidfd of every process that has not ended, by process id."""
+
+    def serve(self) -> Order | None:
+        """Return in every new process with its order; in the zygote, None when all is over."""
+        self._selector.register(self.control, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self.control:
+                    self._bury(key.data)
+                    continue
+                message, descriptors, _, _ = socket.recv_fds(self.control, 1 << 16, 1)
+                if not message:
+                    self._end_all()
+                    return None
+                order = self._order(json.loads(message), descriptors)
+                if self._fork(order) == 0:
+                    return order
+                os.close(order.channel)
+
+    def _order(self, message: dict[str, Any], descriptors: list[int]) -> Order:
+        return Order(
+            channel=descriptors[0],
+            folder=Path(message["folder"]),
+            environment=message["environment"],
+            command=message["command"],
+        )
+
+    def _fork(self, order: Order) -> int:
+        only_thread = len(os.listdir("/proc/self/task")) == 1
+        assert only_thread, "a fork has one thread only, and locks of the others for ever"
+        pid = os.fork()
+        if pid == 0:
+            self._selector.close()
+            self.control.close()
+            for descriptor in self._running.values():
+                os.close(descriptor)
+            return 0
+        self._running[pid] = os.pidfd_open(pid)
+        self._selector.register(self._running[pid], selectors.EVENT_READ, pid)
+        self._say({"forked": pid})
+        return pid
+
+    def _bury(self, pid: int) -> None:
+        descriptor = self._running.pop(pid)
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        _, status = os.waitpid(pid, 0)
+        self._say(
+            {
+                "ended": pid,
+                "exit_code": os.waitstatus_to_exitcode(status),
+                "orphans": self._end_orphans(),
+            }
+        )
+
+    def _end_orphans(self) -> list[str]:
+        """Descendants of a process that has ended are this one's children then."""
+        deadline = time.monotonic() + _ORPHANS_PATIENCE_S
+        ended_by_force: list[str] = []
+        while orphans := _children() - set(self._running):
+            for pid in orphans:
+                if os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() > deadline:
+                    ended_by_force.append(_command_line(pid))
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+            time.sleep(0.01)
+        return ended_by_force
+
+    def _end_all(self) -> None:
+        for pid in list(self._running):
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for pid in _children() - set(self._running):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self.control.send(json.dumps(message).encode())
+
+
+def settle_in(order: Order) -> None:
+    """Make this process one of its own: its group, its output, its environment."""
+    os.setpgid(0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(order.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.environ.update(order.environment)
+    os.environ["TMPDIR"] = str(order.folder / "tmp")
+    Path(os.environ["TMPDIR"]).mkdir()
+    tempfile.tempdir = None
+    # A test that has lost its patience asks what all threads are doing.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def become(order: Order) -> None:
+    """Do what was ordered, and return when that is done."""
+    settle_in(order)
+    if not order.command:
+        serve_calls(socket.socket(fileno=order.channel))
+        return
+    os.set_inheritable(order.channel, True)
+    command = [part.replace("CHANNEL", str(order.channel)) for part in order.command]
+    os.execvp(command[0], command)
+
+
+def import_everything() -> str:
+    """What every scenario needs. Returns vLLM's version."""
+    for name in _IMPORTED:
+        import_module(name)
+    vllm = import_module("vllm")
+    for name, module in _MODELS.items():
+        # vLLM would ask another process, which takes 8 s, what it can see for itself here.
+        vllm.ModelRegistry.register_model(name, getattr(import_module(module), name))
+    version: str = vllm.__version__
+    return version
+
+
+def freeze() -> None:
+    """Keep the garbage collector from walking, and so copying, all that was imported: in every
+    fork, vLLM has it collect several times."""
+    gc.collect()
+    gc.freeze()
+    # vLLM calls it when an engine ends.
+    gc.unfreeze = lambda: None
+
+
+def end() -> NoReturn:
+    """Do what Python does at the end of a process, but do not take every module apart."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    """Import, then fork until told to end."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    contain(Path(sys.argv[2]))
+    version = import_everything()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    freeze()
+    control.send(json.dumps({"vllm": version}).encode())
+    order = Zygote(control).serve()
+    if order is not None:
+        become(order)
+        end()
+
+
+if __name__ == "__main__":
+    main()
