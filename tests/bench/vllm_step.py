@@ -62,10 +62,10 @@ def measure(process: Worker, tier: str) -> dict[str, dict[str, list[Round]]]:
                 began = time.monotonic()
                 measured = process.ask({"run": {"subject": subject, "tier": tier, "clock": clock}})
                 by_subject[subject].append(measured)
+                steps, waiting = len(measured["steps"]), len(measured["waiting_steps"])
                 print(
                     f"  {tier}, round {number + 1} of {ROUNDS}, {clock} time, {subject}: "
-                    f"{len(measured['steps'])} steps, {len(measured['waiting_steps'])} that waited, "
-                    f"{time.monotonic() - began:.0f} s",
+                    f"{steps} steps, {waiting} that waited, {time.monotonic() - began:.0f} s",
                     flush=True,
                 )
     return rounds

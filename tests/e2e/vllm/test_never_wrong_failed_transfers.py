@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import count
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from kvtier.integrations.vllm.comparison import random_prompts
 from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Door
+from tests.e2e.vllm.faulty_engine import FaultyRemoteEngine
 from tests.e2e.vllm.processes import VLLM, ScenarioFailedError
-from tests.e2e.vllm.remote_engine import RemoteEngine
-from tests.e2e.vllm.scenarios.faulty_transfers import WITH_FAULTS, FaultyEngine
 from tests.e2e.vllm.subject import Subject
 
 pytestmark = pytest.mark.vllm
@@ -31,21 +25,6 @@ TIER = {
 ALL = 1_000_000
 TRIES = 3
 """A load is tried so often before it has failed for good."""
-
-
-class FaultyRemoteEngine(RemoteEngine):
-    """An engine whose copies can be made to fail."""
-
-    def __init__(
-        self, vllm: VLLM, model: Path, kvtier: Mapping[str, Any], **engine_args: Any
-    ) -> None:
-        options = WITH_FAULTS | dict(kvtier)
-        engine_args = {"device_blocks": 64, "max_model_len": 512} | engine_args
-        self.process = vllm.start(FaultyEngine, str(model), options, **engine_args)
-        self._numbers = count()
-
-    def set_faults(self, **faults: Any) -> None:
-        self.process.ask("set_faults", **faults)
 
 
 def can_compute_instead(vllm: VLLM, subject: Subject) -> bool:

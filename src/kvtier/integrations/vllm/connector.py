@@ -95,6 +95,16 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         events: Iterable[Any] = super().take_events()
         return events
 
+    def reset_cache(self) -> bool | None:
+        # vLLM asserts that a step was taken since the last reset, in which workers were told to wait
+        # for what was under way then. An idle engine takes none: they are told with the next one.
+        scheduler = self.connector_scheduler
+        untold = scheduler._current_batch_jobs_to_flush
+        scheduler._current_batch_jobs_to_flush = set()
+        done: bool | None = super().reset_cache()
+        scheduler._current_batch_jobs_to_flush |= untold
+        return done
+
     def _end_loads(self, output: vllm_api.KVConnectorOutput) -> None:
         """Keep those whose load has failed from loading again, and forget what has ended."""
         invalid = output.invalid_block_ids

@@ -31,14 +31,6 @@ class Faults:
     held: dict[int, tuple[bool, Any, Any]] = field(default_factory=dict)
     """What has not begun, by job: whether it is a load, from where, and to where."""
 
-    @property
-    def holds_a_load(self) -> bool:
-        return any(is_load for is_load, _, _ in self.held.values())
-
-    @property
-    def holds_a_store(self) -> bool:
-        return not all(is_load for is_load, _, _ in self.held.values())
-
 
 FAULTS = Faults()
 
@@ -96,6 +88,10 @@ class FaultyWorker(OffloadingWorker):
 
 class FaultyEngine(Engine):
     """An engine with such a worker, which does as `FAULTS` say."""
+
+    def under_way(self) -> list[str]:
+        """What is held."""
+        return ["load" if is_load else "store" for is_load, _, _ in FAULTS.held.values()]
 
     def set_faults(self, **faults: Any) -> None:
         for name, value in faults.items():

@@ -40,9 +40,11 @@ class MidFlight(FaultyEngine):
             lambda: self._reset_device(story),
             lambda: self._reset_all(story),
         ]
+        # What is reset often is seldom loaded: stories are about the one or the other.
+        weights = [4, 8, 2, 3, 1, 1.5 if seed % 2 else 0.2]
         for number in range(num_events):
             story.happened["events"] += 1
-            (event,) = chance.choices(events, weights=[4, 10, 2, 3, 1, 1])
+            (event,) = chance.choices(events, weights=weights)
             if len(requests) < 6 or number % 2:
                 event()
         self._hold(False)
@@ -64,8 +66,7 @@ class MidFlight(FaultyEngine):
         under_way = sorted(requests.keys() & self._engine._unfinished)
         if not under_way:
             return
-        story.happened["aborted while loading"] += FAULTS.holds_a_load
-        story.happened["aborted while storing"] += FAULTS.holds_a_store
+        story.happened["aborts"] += 1
         name = chance.choice(under_way)
         self._engine.abort(name)
         del requests[name]
@@ -82,14 +83,12 @@ class MidFlight(FaultyEngine):
         if connector._current_batch_jobs_to_flush:
             # vLLM's own: it cannot twice without a step in between.
             return
-        was_storing = FAULTS.holds_a_store
         try:
             self._engine.reset_all(running=True)
-        except RuntimeError:
+        except RuntimeError as error:
             # Likewise: it cannot while a request waits for a load.
-            if not FAULTS.holds_a_load:
+            if "waiting for remote KV transfer" not in str(error):
                 raise
             story.happened["refused resets"] += 1
             return
         story.happened["resets"] += 1
-        story.happened["reset while storing"] += was_storing
