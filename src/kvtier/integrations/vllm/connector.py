@@ -14,7 +14,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvtier.integrations.vllm import differences, vllm_api
-from kvtier.integrations.vllm.facts import EngineFacts, engine_facts, told, with_spec
+from kvtier.integrations.vllm.facts import (
+    EngineFacts,
+    engine_facts,
+    is_full_attention,
+    told,
+    with_spec,
+)
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.prefill_clock import PrefillClock
 from kvtier.integrations.vllm.worker import WorkerAdapter
@@ -22,7 +28,8 @@ from kvtier.integrations.vllm.worker import WorkerAdapter
 __all__ = ["KVTierConnector"]
 
 _OLD_RELEASE = (
-    "this release of vLLM has no word for a failed load of a model with several KV-cache groups. "
+    "this release of vLLM has no word for a failed load of a model that has several KV-cache "
+    "groups, or one that is not full attention. "
     "Use vLLM 0.32 or later, which computes such blocks"
 )
 
@@ -36,15 +43,15 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         role: vllm_api.KVConnectorRole,
         kv_cache_config: vllm_api.KVCacheConfig,
     ) -> None:
-        self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
+        self._tells_by_block = _can_be_computed_from_any_block(kv_cache_config)
         is_scheduler = role == vllm_api.KVConnectorRole.SCHEDULER
         facts = (
             engine_facts(vllm_config, kv_cache_config)
             if is_scheduler
             else EngineFacts(
-                cannot_tell=_OLD_RELEASE
-                if self._has_groups and not differences.REPORTS_FAILED_REQUESTS
-                else None
+                cannot_tell=None
+                if self._tells_by_block or differences.REPORTS_FAILED_REQUESTS
+                else _OLD_RELEASE
             )
         )
         super().__init__(told(vllm_config, facts), role, kv_cache_config)
@@ -96,8 +103,8 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         return events
 
     def reset_cache(self) -> bool | None:
-        # vLLM asserts that a step was taken since the last reset, in which workers were told to wait
-        # for what was under way then. An idle engine takes none: they are told with the next one.
+        # vLLM asserts that a step was taken since the last reset, in which workers were told to
+        # wait for what was under way. An idle engine takes none: they are told with the next one.
         scheduler = self.connector_scheduler
         untold = scheduler._current_batch_jobs_to_flush
         scheduler._current_batch_jobs_to_flush = set()
@@ -127,17 +134,16 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         worker = self.connector_worker.worker
         assert isinstance(worker, WorkerAdapter)
         for lost in worker.take_lost_loads():
-            if self._has_groups:
-                self._failed_requests.add(requests[lost.job_id])
-            else:
+            if self._tells_by_block:
                 self._failed_blocks |= lost.device_blocks
+            else:
+                self._failed_requests.add(requests[lost.job_id])
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Asked for instead of `get_finished` by releases that can be told of failed requests.
 
-        With several groups the number of a block does not say whose it is: the request computes
-        all that it was to load.
+        Where it cannot begin at the first block that failed, the request computes its whole prompt.
         """
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving.update(self._failed_requests)
@@ -145,6 +151,13 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The device blocks whose load has failed. With one group, vLLM computes these alone."""
+        """The device blocks whose load has failed: vLLM computes from the first of them on."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+
+def _can_be_computed_from_any_block(kv_cache_config: vllm_api.KVCacheConfig) -> bool:
+    """Whether all blocks before one that is lost are there. Not in front of a window, nor of a
+    state; and with several groups the number of a block does not say whose it is."""
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and is_full_attention(groups[0].kv_cache_spec)

@@ -13,7 +13,7 @@ releases between the tested ones, and later ones, have a fair chance.
 | who reports what a request used | vLLM, by `touch` | vLLM, by `touch` | nobody (since 0.31) |
 | position of a key in the prompt | not told | not told | told (since 0.31) |
 | root of the block hashes | random without a seed | random without a seed | fixed for sha256 |
-| failed load, several groups | cannot be told | cannot be told | by request |
+| failed load, unless one group of full attention | cannot be told | cannot be told | by request |
 | where cached tokens came from | not asked | not asked | asked |
 """
 
@@ -73,8 +73,9 @@ REPORTS_USE = not hasattr(vllm_api.ReqContext("any"), "_offload_key_positions")
 it does not, it notes the position of each of the request's keys instead."""
 
 REPORTS_FAILED_REQUESTS = "failed_recving" in vllm_api.KVConnectorOutput.__dataclass_fields__
-"""Whether a connector can say that all that a request has loaded is to be computed. Block numbers,
-which every release takes, are no help where several groups share them."""
+"""Whether a connector can say that a request is to compute its whole prompt. Every release takes
+block numbers, and computes from the first of them on: that is right for full attention alone, and
+only where no other group shares the numbers."""
 
 
 def keys_in_prompt_order(req_context: vllm_api.ReqContext) -> list[OffloadKey]:

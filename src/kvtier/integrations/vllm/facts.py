@@ -16,7 +16,7 @@ from kvtier.config import OffloadingOptions
 from kvtier.integrations.vllm import differences, vllm_api
 from kvtier.integrations.vllm.identity import ModelIdentity, identity_of
 
-__all__ = ["EngineFacts", "engine_facts", "facts_in", "told", "with_spec"]
+__all__ = ["EngineFacts", "engine_facts", "facts_in", "is_full_attention", "told", "with_spec"]
 
 _SPEC = {
     "spec_name": "KVTierOffloadingSpec",
@@ -67,7 +67,7 @@ def engine_facts(
         full_attention_groups=frozenset(
             number
             for number, group in enumerate(kv_cache_config.kv_cache_groups)
-            if _is_full_attention(group.kv_cache_spec)
+            if is_full_attention(group.kv_cache_spec)
         ),
         has_random_hashes=_draws_its_root(vllm_config.cache_config.prefix_caching_hash_algo),
     )
@@ -100,9 +100,10 @@ def _with_extra_config(
     return changed
 
 
-def _is_full_attention(spec: vllm_api.KVCacheSpec) -> bool:
+def is_full_attention(spec: vllm_api.KVCacheSpec) -> bool:
+    """Whether a block is of use only with all blocks before it."""
     if isinstance(spec, vllm_api.UniformTypeKVCacheSpecs):
-        return all(_is_full_attention(layer) for layer in spec.kv_cache_specs.values())
+        return all(is_full_attention(layer) for layer in spec.kv_cache_specs.values())
     return isinstance(spec, vllm_api.FullAttentionSpec)
 
 

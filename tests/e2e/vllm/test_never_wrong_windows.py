@@ -1,0 +1,48 @@
+"""A model that has windows only: what is in front of one is nowhere, also when a load fails."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.integrations.vllm.tiny_model import GEMMA3_HYBRID
+from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.reference import Reference
+from tests.e2e.vllm.remote_engine import Answer
+from tests.e2e.vllm.test_never_wrong_failed_transfers import ALL, HOST, FaultyRemoteEngine
+
+pytestmark = pytest.mark.vllm
+
+WINDOWS_ONLY = replace(
+    GEMMA3_HYBRID,
+    config=GEMMA3_HYBRID.config | {"layer_types": ["sliding_attention"] * 6},
+    cache_tensors=6,
+)
+PROMPTS = random_prompts(3, 256, "windows only")
+
+
+def test_a_failed_load_is_computed_from_the_start(vllm: VLLM, tmp_path: Path) -> None:
+    """vLLM would compute from the first lost block on, with nothing in front of it."""
+    if vllm.version < (0, 32):
+        pytest.skip("before 0.32, vLLM cannot be told of it, and the engine stops with the reason")
+    model = WINDOWS_ONLY.write(tmp_path / "model")
+    answers: dict[str, list[Answer]] = {}
+    with closing(Reference(vllm, model)) as alone:
+        with FaultyRemoteEngine(vllm, model, HOST) as engine:
+            for name in ("cold", "warm", "failed"):
+                engine.set_faults(failing_loads=ALL if name == "failed" else 0)
+                answers[name] = engine.generate(*PROMPTS)
+                engine.reset_device_cache()
+            assert engine.figures()["failed_loads"] == len(PROMPTS)
+        for prompt, *answered in zip(PROMPTS, *answers.values(), strict=True):
+            computed, from_device = alone.answers(prompt)
+            cold, warm, failed = answered
+            assert [answer.tokens for answer in answered] == [computed.tokens] * 3
+            assert cold.logprobs == failed.logprobs == computed.logprobs
+            assert warm.logprobs == from_device.logprobs
+            assert (cold.cached_tokens, failed.cached_tokens) == (0, 0)
+            assert warm.cached_tokens == from_device.cached_tokens > 0
