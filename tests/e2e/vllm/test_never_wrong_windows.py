@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.integrations.vllm.in_process import Answer
 from kvtier.integrations.vllm.tiny_model import GEMMA3_HYBRID
+from tests.e2e.vllm.faulty_engine import FaultyRemoteEngine
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
-from tests.e2e.vllm.remote_engine import Answer
-from tests.e2e.vllm.test_never_wrong_failed_transfers import ALL, HOST, FaultyRemoteEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -32,9 +32,9 @@ def test_a_failed_load_is_computed_from_the_start(vllm: VLLM, tmp_path: Path) ->
     model = WINDOWS_ONLY.write(tmp_path / "model")
     answers: dict[str, list[Answer]] = {}
     with closing(Reference(vllm, model)) as alone:
-        with FaultyRemoteEngine(vllm, model, HOST) as engine:
+        with FaultyRemoteEngine(vllm, model, {"cpu_bytes_to_use": "32MiB"}) as engine:
             for name in ("cold", "warm", "failed"):
-                engine.set_faults(failing_loads=ALL if name == "failed" else 0)
+                engine.set_faults(failing_loads=1_000 if name == "failed" else 0)
                 answers[name] = engine.generate(*PROMPTS)
                 engine.reset_device_cache()
             assert engine.figures()["failed_loads"] == len(PROMPTS)

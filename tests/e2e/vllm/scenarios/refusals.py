@@ -1,0 +1,84 @@
+"""Engines that must not start, or not serve."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e.vllm.scenarios.engine import Engine
+
+if TYPE_CHECKING:
+    from kvtier.integrations.vllm.manager import ManagerAdapter
+
+FROM_ANOTHER_HOST = {
+    "spec_name": "SpecOfAnotherHost",
+    "spec_module_path": "tests.e2e.vllm.scenarios.refusals",
+}
+"""Keys of kvtier's options for an engine whose scheduler does not share memory with its rank."""
+
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
+
+
+def refusal(model: str, options: dict[str, Any], **engine_args: Any) -> dict[str, Any]:
+    """Start an engine and give it a request. What it is refused with, when, and what is left."""
+    before = set(os.listdir("/dev/shm"))
+    when, why = "never", ""
+    engine = None
+    try:
+        engine = Engine(model, options, **engine_args)
+        engine.add("first", list(range(3, 75)), 2)
+        engine.run()
+    except Exception as error:
+        when, why = "at start" if engine is None else "at the first request", str(error)
+    left = [] if engine is None else engine.close()
+    left += [thread.name for thread in threading.enumerate() if "kvtier" in thread.name]
+    left += sorted(name for name in set(os.listdir("/dev/shm")) - before if "kvtier" in name)
+    return {"when": when, "why": why, "left": left}
+
+
+def can_be_elsewhere() -> bool:
+    """Whether this process may have a thread with a /dev/shm of its own."""
+    return bool(_call_elsewhere(lambda: True, lambda: False))
+
+
+def _call_elsewhere(call: Any, otherwise: Any) -> Any:
+    """What `call` gives, or raises, where /dev/shm is another one: on another host, or in another
+    container. `otherwise` is called where this process may not do such things."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        # Of this thread alone.
+        libc = ctypes.CDLL(None, use_errno=True)
+        is_there = (
+            libc.unshare(_CLONE_NEWNS) == 0
+            and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+            and libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, None) == 0
+        )
+        try:
+            outcome.append((call() if is_there else otherwise(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    ((result, error),) = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+def __getattr__(name: str) -> object:
+    # Made when vLLM asks for it by name: tests, which import this module, have no vLLM.
+    if name != "SpecOfAnotherHost":
+        raise AttributeError(name)
+    from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
+
+    class SpecOfAnotherHost(KVTierOffloadingSpec):
+        def get_manager(self) -> ManagerAdapter:
+            adapter: ManagerAdapter = _call_elsewhere(super().get_manager, super().get_manager)
+            return adapter
+
+    return SpecOfAnotherHost
