@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.e2e.vllm.processes import VLLM
@@ -11,8 +13,11 @@ pytestmark = pytest.mark.vllm
 
 
 def test_the_demo(vllm: VLLM) -> None:
-    shown = vllm.run(demo_run.as_a_user_runs_it, "--requests", "2", "--prompt-tokens", "2048")
-    assert shown["exit_code"] == 0
+    options = ("--json", "--requests", "2", "--prompt-tokens", "2048")
+    with vllm.start(demo_run.exit_code_of, *options) as process:
+        assert process.answer() == 0
+        (line,) = process.stdout.splitlines()
+    shown = json.loads(line)
     assert shown["tokens_identical"]
     assert shown["logprobs_identical"]
     assert shown["host_tokens"] == 2 * 2048

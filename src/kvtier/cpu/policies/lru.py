@@ -51,7 +51,10 @@ class LRUCachePolicy(RunKeepingPolicy):
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         keys = list(keys)
         order = self._order
-        if order.refresh_if_exactly(order.run_of(req_context.req_id), keys):
+        own = order.run_of(req_context.req_id)
+        if order.refresh_if_exactly(own, keys):
+            return
+        if own is not None and order.refresh_if_tail(own, keys, self.blocks):
             return
         run, former = order.reopen_run(req_context.req_id)
         for key in keys:

@@ -11,7 +11,7 @@ costs a constant per block, and moving a whole request costs a constant.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy
@@ -92,6 +92,25 @@ class RecencyList:
         """Make `run` the most recent one, if its blocks are just these, in this order."""
         if run is None or len(run.blocks) != len(keys) or list(run.blocks) != keys:
             return False
+        self.refresh(run)
+        return True
+
+    def refresh_if_tail(
+        self, run: Run, keys: list[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus]
+    ) -> bool:
+        """Make `run` the most recent one, with all blocks of these keys, if its own are the last of
+        them, in this order. Costs nothing for each of those."""
+        num_own = len(run.blocks)
+        if num_own >= len(keys) or list(run.blocks) != keys[len(keys) - num_own :]:
+            return False
+        for key in keys[: len(keys) - num_own]:
+            block = blocks.get(key)
+            if block is not None:
+                move(key, block, run)
+        in_order = list(run.blocks.items())
+        run.blocks = dict(in_order[num_own:] + in_order[:num_own])
+        run.num_dead = 0
+        run.scattered = False
         self.refresh(run)
         return True
 
