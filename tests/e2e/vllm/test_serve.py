@@ -31,6 +31,12 @@ BLOCKS = BLOCKS_OF_PREFIX + len(PROMPTS) * (BLOCKS_OF_PROMPT - BLOCKS_OF_PREFIX)
 CACHED_TOKENS = BLOCKS_OF_PROMPT * BLOCK_TOKENS
 OTHERS = [random_words(CACHED_TOKENS + 8, f"other {number}") for number in range(6)]
 """As many blocks as host memory has room for."""
+FORGET = (
+    ["/reset_prefix_cache?reset_external=true"],
+    ["/pause", "/resume"],
+    ["/sleep?level=1", "/wake_up"],
+)
+"""What an operator tells a server after which nothing from before is valid."""
 
 
 def options(*tiers: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +161,11 @@ def test_clients_are_served_from_disk(first_life: FirstLife) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["cpu_loaded_blocks_total", "tier_0_disk_loaded_blocks_total"], id="hits"),
+        pytest.param(["cpu_loaded_blocks_total"], id="hits in host memory"),
+        pytest.param(["tier_0_disk_hit_blocks_total"], id="hits on disk"),
+        pytest.param(["block_bytes"], id="bytes of host memory"),
+        pytest.param(["tier_0_disk_loaded_bytes_total"], id="bytes of loads"),
+        pytest.param(["tier_0_disk_stored_bytes_total"], id="bytes of stores"),
         pytest.param(["cpu_slots", "cpu_resident_blocks"], id="occupancy of host memory"),
         pytest.param(["disk_capacity_blocks", "disk_resident_blocks"], id="occupancy of the disk"),
         pytest.param(["tier_0_disk_load_seconds_sum"], id="latency of loads"),
@@ -196,10 +206,10 @@ def test_a_server_that_is_started_again_is_warm_and_forgets_when_told(
         assert server.figure("cpu_stored_blocks") == 0
         assert_same(warm, first_life.alone)
 
-        for ways in (["/reset_prefix_cache?reset_external=true"], ["/pause", "/resume"]):
+        for orders in FORGET:
             assert server.complete(PROMPTS[0]).cached_tokens == CACHED_TOKENS
-            for path in ways:
-                server.post(path)
+            for order in orders:
+                server.post(order)
             loaded = server.figure("cpu_loaded_blocks")
             again = server.complete(PROMPTS[0])
             assert again.cached_tokens == 0

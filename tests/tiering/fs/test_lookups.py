@@ -296,6 +296,19 @@ def test_answers_of_another_namespace_come_too_late(
     assert space.known(keys(3)) == [HIT] * 3
 
 
+def test_what_a_thread_saw_before_a_store_ended_is_outdated(
+    space: Space, gate: Callable[[], None]
+) -> None:
+    asked = keys(3)
+    space.answer(asked)
+    space.lookups.note_present(asked[:2])
+    space.lookups.note_absent(asked[2:])
+    space.add(asked[2])
+    gate()
+    wait_until(lambda: bool(space.lookups._answers), "a thread has looked for them")
+    assert space.answer(asked) == [HIT, HIT, MISS]
+
+
 def test_another_namespace_is_not_known(space: Space, tmp_path: Path) -> None:
     space.lookups.note_present(keys(3))
     space.lookups.note_absent(keys(1, start=3))

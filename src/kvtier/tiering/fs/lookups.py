@@ -11,7 +11,7 @@ import stat
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.base import LookupResult, OffloadKey
 from kvtier.tiering.fs.names import LONGEST_KEY, block_path
@@ -129,22 +129,31 @@ class Lookups:
         present = self._present
         return [key for key in keys if key in present and present[key] > lately]
 
-    def note_present(self, keys: Iterable[OffloadKey]) -> None:
-        """These blocks are there."""
-        until = time.monotonic() + _PRESENT_FOR_S
-        self._note(keys, until, self._present, self._absent, _MAX_PRESENT)
+    def note_present(self, keys: Collection[OffloadKey]) -> None:
+        """These blocks are there. What a thread may have seen of them before is outdated."""
+        self._asked.difference_update(keys)
+        self._note_present(keys)
 
-    def note_absent(self, keys: Iterable[OffloadKey]) -> None:
-        """These blocks are not there, or are of no use."""
-        until = time.monotonic() + _ABSENT_FOR_S
-        self._note(keys, until, self._absent, self._present, _MAX_ABSENT)
+    def note_absent(self, keys: Collection[OffloadKey]) -> None:
+        """These blocks are not there, or are of no use; likewise."""
+        self._asked.difference_update(keys)
+        self._note_absent(keys)
 
-    def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """These blocks were there, and are no longer."""
+    def forget(self, keys: Collection[OffloadKey]) -> None:
+        """These blocks were there, and are no longer; likewise."""
+        self._asked.difference_update(keys)
         present = self._present
         for key in keys:
             if key in present:
                 del present[key]
+
+    def _note_present(self, keys: Iterable[OffloadKey]) -> None:
+        until = time.monotonic() + _PRESENT_FOR_S
+        self._note(keys, until, self._present, self._absent, _MAX_PRESENT)
+
+    def _note_absent(self, keys: Iterable[OffloadKey]) -> None:
+        until = time.monotonic() + _ABSENT_FOR_S
+        self._note(keys, until, self._absent, self._present, _MAX_ABSENT)
 
     def _note(
         self,
@@ -167,10 +176,10 @@ class Lookups:
             question, start, num_present, end = self._answers.popleft()
             if question.namespace is not self._namespace:
                 continue
-            keys = question.keys
-            self._asked.difference_update(keys[start : start + _AT_ONCE])
-            self.note_present(keys[start : start + num_present])
-            self.note_absent(keys[start + num_present : end])
+            keys, asked = question.keys, self._asked
+            self._note_present(filter(asked.__contains__, keys[start : start + num_present]))
+            self._note_absent(filter(asked.__contains__, keys[start + num_present : end]))
+            asked.difference_update(keys[start : start + _AT_ONCE])
 
     def stop(self) -> None:
         """Waits for the file that each thread is looking for. Without a start, changes nothing."""

@@ -275,7 +275,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         if transfer.failed and is_current:
             # A block that could not be loaded once would be a HIT in vain again and again.
             self._counters[metrics.FORGOTTEN] += len(transfer.failed)
-            self._lookups.note_absent(key for _, key in transfer.failed)
+            self._lookups.note_absent([key for _, key in transfer.failed])
 
     def _end_store(self, transfer: Transfer[OffloadKey], is_current: bool) -> None:
         self._num_queued -= len(transfer.pieces)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 
 def run(package: str, *arguments: str) -> None:
     """What a shell would have run, up to its exit code. `package`: where the metadata is."""
     sys.path.append(package)
     sys.argv = ["vllm", *arguments]
-    from vllm.entrypoints.cli.main import main
+    try:
+        from vllm.entrypoints.cli.main import main
 
-    sys.exit(main())
+        sys.exit(main())
+    except Exception:
+        # Whoever serves calls would live on.
+        traceback.print_exc()
+        sys.exit(1)

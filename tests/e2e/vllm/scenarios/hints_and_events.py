@@ -1,0 +1,63 @@
+"""An engine whose requests have hints, and whose KV events are read as a router would."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from tests.e2e.vllm.scenarios.engine import Engine
+
+
+class HintedEngine(Engine):
+    """Requests may carry `kv_transfer_params`, as those of vLLM's server do."""
+
+    def add_with_hints(
+        self, name: str, prompt: list[int], max_tokens: int, hints: dict[str, Any]
+    ) -> None:
+        engine = self._engine._engine
+        add_request = engine.add_request
+
+        def add_with_hints(request_id: str, inputs: Any, params: Any) -> None:
+            params.extra_args = {"kv_transfer_params": hints}
+            add_request(request_id, inputs, params)
+
+        engine.add_request = add_with_hints
+        try:
+            self.add(name, prompt, max_tokens)
+        finally:
+            engine.add_request = add_request
+
+
+class AnnouncingEngine(Engine):
+    """Publishes its KV events, and has a subscriber."""
+
+    def __init__(self, model: str, kvtier: dict[str, Any], **engine_args: Any) -> None:
+        zmq = import_module("zmq")
+        self._subscriber = zmq.Context.instance().socket(zmq.SUB)
+        self._subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        # An address without a wildcard is one that vLLM connects to.
+        port = self._subscriber.bind_to_random_port("tcp://127.0.0.1")
+        self._events: list[dict[str, Any]] = []
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://127.0.0.1:{port}",
+        }
+        super().__init__(model, kvtier, kv_events_config=events, **engine_args)
+
+    def events(self) -> list[dict[str, Any]]:
+        """All so far, one for each block: what has become of it where."""
+        decode = import_module("msgspec").msgpack.decode
+        batch_cls = import_module("vllm.distributed.kv_events").KVEventBatch
+        while self._subscriber.poll(100):
+            _, _, payload = self._subscriber.recv_multipart()
+            for event in decode(payload, type=batch_cls).events:
+                self._events += [
+                    {"what": type(event).__name__, "where": event.medium, "block": str(block)}
+                    for block in getattr(event, "block_hashes", ())
+                ]
+        return self._events
+
+    def close(self) -> list[str]:
+        self._subscriber.close(linger=0)
+        return super().close()

@@ -1,0 +1,135 @@
+"""What requests ask for with `kv_transfer_params` is done; what becomes of blocks is announced."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Answer
+from tests.e2e.vllm.lasting_tiers import disk_in, over, with_common_hashes
+from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.remote_engine import RemoteEngine
+from tests.e2e.vllm.scenarios.hints_and_events import AnnouncingEngine, HintedEngine
+from tests.e2e.vllm.subject import Subject
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.parametrize("subject", ["llama"], indirect=True),
+]
+
+TOKENS, BLOCKS = 256, 8
+PROMPTS = random_prompts(3, TOKENS, "hints and events")
+ENGINE: dict[str, Any] = {"device_blocks": 64, "max_model_len": 512}
+PATIENCE_S = 60.0
+
+
+class HintedRemoteEngine(RemoteEngine):
+    """An engine whose requests have hints."""
+
+    def __init__(self, vllm: VLLM, model: Path, options: Mapping[str, Any]) -> None:
+        self.process = vllm.start(HintedEngine, str(model), dict(options), **ENGINE)
+        self._numbers = count()
+        self._hinted = count()
+
+    def generate_with(self, hints: Mapping[str, Any], prompt: list[int]) -> Answer:
+        """One request, with the device cache empty."""
+        self.reset_device_cache()
+        name = f"hinted-{next(self._hinted)}"
+        self.process.ask("add_with_hints", name, prompt, 4, dict(hints))
+        self.run()
+        self.settle()
+        return self.answer(name)
+
+
+def test_a_request_that_is_to_skip_is_neither_stored_nor_loaded(
+    vllm: VLLM, subject: Subject
+) -> None:
+    prompt = PROMPTS[0]
+    with HintedRemoteEngine(vllm, subject.path, {"cpu_bytes_to_use": "16MiB"}) as engine:
+        answers = [engine.generate_with({"skip": True}, prompt)]
+        assert engine.figures().get("cpu_stored_blocks", 0) == 0
+        answers.append(engine.generate_with({}, prompt))
+        assert engine.figures()["cpu_stored_blocks"] == BLOCKS
+        answers.append(engine.generate_with({"skip": True}, prompt))
+        answers.append(engine.generate_with({"skip": False}, prompt))
+    assert [answer.cached_tokens for answer in answers] == [0, 0, 0, TOKENS]
+    subject.alone.check([prompt] * 4, answers)
+
+
+def test_a_request_is_stored_as_far_as_it_says(vllm: VLLM, subject: Subject) -> None:
+    prompt = PROMPTS[0]
+    with HintedRemoteEngine(vllm, subject.path, {"cpu_bytes_to_use": "16MiB"}) as engine:
+        cold = engine.generate_with({"max_offload_tokens": 100}, prompt)
+        assert engine.figures()["cpu_stored_blocks"] == 100 // BLOCK_TOKENS
+        warm = engine.generate_with({"max_offload_tokens": 100}, prompt)
+    assert warm.cached_tokens == 100 // BLOCK_TOKENS * BLOCK_TOKENS
+    subject.alone.check([prompt], [cold])
+    subject.alone.check([prompt], [warm], exact=False)
+
+
+def test_a_request_is_loaded_from_where_it_says(
+    vllm: VLLM, subject: Subject, tmp_path: Path
+) -> None:
+    # Room for one prompt: when the last is there, the others are on disk alone.
+    options = over(disk_in(tmp_path), subject, slots=BLOCKS + 1)
+    with HintedRemoteEngine(with_common_hashes(vllm), subject.path, options) as engine:
+        engine.generate(*PROMPTS)
+        kept_out = engine.generate_with({"kv_load_tiers": [{"medium": "CPU"}]}, PROMPTS[0])
+        assert engine.figures().get("tier_0_disk_loaded_blocks", 0) == 0
+        let_in = engine.generate_with({"kv_load_tiers": [{"medium": "STORAGE"}]}, PROMPTS[1])
+        assert engine.figures()["tier_0_disk_loaded_blocks"] == BLOCKS
+    assert [kept_out.cached_tokens, let_in.cached_tokens] == [0, TOKENS]
+    subject.alone.check(PROMPTS[:2], [kept_out, let_in])
+
+
+class AnnouncingRemoteEngine(RemoteEngine):
+    """An engine that announces what becomes of its blocks."""
+
+    def __init__(self, vllm: VLLM, model: Path, options: Mapping[str, Any]) -> None:
+        self.process = vllm.start(AnnouncingEngine, str(model), dict(options), **ENGINE)
+        self._numbers = count()
+        # Until it is heard, what it says is lost.
+        greetings = iter(random_prompts(100, BLOCK_TOKENS, "are you there?"))
+        while not self.process.ask("events"):
+            self.generate(next(greetings))
+        self._greeted = len(self.process.ask("events"))
+
+    def announced(self) -> dict[tuple[str, str], set[str]]:
+        """What was announced since it was first heard: the blocks, by what and where."""
+        blocks: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for event in self.process.ask("events")[self._greeted :]:
+            blocks[event["what"], event["where"]].add(event["block"])
+        return blocks
+
+
+def test_blocks_are_announced_where_they_come_and_go(
+    vllm: VLLM, subject: Subject, tmp_path: Path
+) -> None:
+    storage = "STORAGE" if vllm.version >= (0, 28) else "FS"
+    # The disk has room for two prompts and a little more, host memory for one.
+    tier = disk_in(tmp_path) | {"max_bytes": "2500KiB", "enable_kv_events": True}
+    options = over(tier, subject, slots=BLOCKS + 1)
+    all_blocks = BLOCKS * len(PROMPTS)
+    with AnnouncingRemoteEngine(with_common_hashes(vllm), subject.path, options) as engine:
+        engine.generate(*PROMPTS)
+        figures = engine.figures()
+        on_disk, in_host = int(figures["disk_resident_blocks"]), int(figures["cpu_resident_blocks"])
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            announced = engine.announced()
+            ours = announced["BlockStored", "GPU"]
+            left_host = announced["BlockRemoved", "CPU"] & ours
+            left_disk = announced["BlockRemoved", storage] & ours
+            if len(left_disk) >= all_blocks - on_disk or time.monotonic() > deadline:
+                break
+    assert len(ours) == all_blocks
+    assert announced["BlockStored", "CPU"] == announced["BlockStored", storage] == ours
+    assert len(left_host) == all_blocks - in_host > 0
+    assert len(left_disk) == all_blocks - on_disk > 0
