@@ -96,9 +96,19 @@ def test_a_board_does_not_keep_the_file_in_place(shm: Path) -> None:
     assert board is not None
     rank.cleanup()
     assert list(shm.iterdir()) == []
-    assert not board.has_news()
+    assert board.missing_ranks(1) == [0]
     board.close()
     board.close()
+
+
+def test_a_rank_is_there_once(shm: Path) -> None:
+    before = open_files()
+    rank = region_of(0, shm)
+    with pytest.raises(ValueError, match="rank 0 of engine 'engine' is here already: give each"):
+        region_of(0, shm)
+    rank.cleanup()
+    region_of(0, shm).cleanup()
+    assert_nothing_left(str(shm), before)
 
 
 def test_a_failure_in_another_process_is_news(shm: Path) -> None:

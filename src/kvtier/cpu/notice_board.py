@@ -40,9 +40,17 @@ class NoticeBoard:
 
     # --- a rank's side ------------------------------------------------------------------------
 
-    def sign_in(self, rank: int) -> None:
-        """This rank uses this memory."""
-        self._tallies[rank] = max(1, self._tallies[rank])
+    def sign_in(self, rank: int) -> bool:
+        """This rank uses this memory, until it signs out. False: another process does, as the same
+        rank, or did so when it was killed."""
+        if self._tallies[rank]:
+            return False
+        self._tallies[rank] = 1
+        return True
+
+    def sign_out(self, rank: int) -> None:
+        """This rank uses this memory no longer."""
+        self._tallies[rank] = 0
 
     def poison(self, rank: int, slots: Iterable[int]) -> None:
         """What this rank has in these slots is not what it was to store there."""
@@ -57,7 +65,8 @@ class NoticeBoard:
         return np.flatnonzero(self._tallies[:world_size] == 0).tolist()
 
     def has_news(self) -> bool:
-        """Whether a slot may be poisoned. Cheap, for every completion."""
+        """Whether a slot may be poisoned, or a rank has come or gone. Cheap, for every
+        completion."""
         return self._memory[: self._num_bytes_of_tallies] != self._seen
 
     def take_poisoned(self, slots: Iterable[int]) -> set[int]:

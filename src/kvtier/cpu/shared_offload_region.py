@@ -65,12 +65,16 @@ class SharedOffloadRegion:
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
             prefault(self.address, self._own_ranges())
             self.board = NoticeBoard(file.map_board(), shape)
+            undo.callback(self.board.close)
+            if rank is not None and not self.board.sign_in(rank):
+                raise ValueError(
+                    f"rank {rank} of engine {engine_id!r} is here already: give each engine an "
+                    "engine_id of its own, or none where the engine makes one up"
+                )
             undo.pop_all()
         self.path = file.path
         self._mapping: mmap.mmap | None = mapping
         self._leave = weakref.finalize(self, file.leave)
-        if rank is not None:
-            self.board.sign_in(rank)
 
     @property
     def size_bytes(self) -> int:
@@ -124,6 +128,8 @@ class SharedOffloadRegion:
         if self._mapping is None:
             return
         mapping, self._mapping = self._mapping, None
+        if self.rank is not None:
+            self.board.sign_out(self.rank)
         self.board.close()
         while self._views:
             with suppress(BufferError):  # an array was made of it; that one is named below

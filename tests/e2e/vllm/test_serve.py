@@ -163,9 +163,6 @@ def test_clients_are_served_from_disk(first_life: FirstLife) -> None:
     [
         pytest.param(["cpu_loaded_blocks_total"], id="hits in host memory"),
         pytest.param(["tier_0_disk_hit_blocks_total"], id="hits on disk"),
-        pytest.param(["block_bytes"], id="bytes of host memory"),
-        pytest.param(["tier_0_disk_loaded_bytes_total"], id="bytes of loads"),
-        pytest.param(["tier_0_disk_stored_bytes_total"], id="bytes of stores"),
         pytest.param(["cpu_slots", "cpu_resident_blocks"], id="occupancy of host memory"),
         pytest.param(["disk_capacity_blocks", "disk_resident_blocks"], id="occupancy of the disk"),
         pytest.param(["tier_0_disk_load_seconds_sum"], id="latency of loads"),
@@ -175,6 +172,17 @@ def test_clients_are_served_from_disk(first_life: FirstLife) -> None:
 def test_what_a_tier_does_can_be_scraped(first_life: FirstLife, names: list[str]) -> None:
     for name in names:
         assert first_life.metrics[f"vllm:kvtier_{name}"] > 0
+
+
+def test_the_bytes_of_a_tier_can_be_scraped(first_life: FirstLife) -> None:
+    figures = {
+        name.removeprefix("vllm:kvtier_").removesuffix("_total"): value
+        for name, value in first_life.metrics.items()
+    }
+    assert figures["block_bytes"] == LLAMA.bytes_per_block(BLOCK_TOKENS)
+    for done in ("loaded", "stored"):
+        blocks = figures[f"tier_0_disk_{done}_blocks"]
+        assert figures[f"tier_0_disk_{done}_bytes"] == blocks * figures["block_bytes"] > 0
 
 
 def test_the_state_of_a_breaker_can_be_scraped(first_life: FirstLife) -> None:

@@ -79,9 +79,10 @@ def _model_from_vllm(
             dtype=config.model.dtype,
             unknown_because="vLLM does not tell it to an offloading spec; use KVTierConnector",
         )
+    # Either says more than a name, or a path, under which others may have the same weights.
+    name = identity.revision or config.extra_config.get("cache_namespace") or config.model.name
     return OffloadingModelConfig(
-        # A revision says more than a name, or a path, under which others may have the same weights.
-        name=identity.revision or config.model.name,
+        name=name,
         dtype=config.model.dtype,
         weights_revision=identity.revision,
         unknown_because=identity.unknown_because,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kvtier.config import ConfigError, Problem
 from kvtier.integrations.vllm import differences, vllm_api
 from kvtier.integrations.vllm.facts import (
     EngineFacts,
@@ -23,6 +24,7 @@ from kvtier.integrations.vllm.facts import (
 )
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.prefill_clock import PrefillClock
+from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
 from kvtier.integrations.vllm.worker import WorkerAdapter
 
 __all__ = ["KVTierConnector"]
@@ -54,7 +56,9 @@ class KVTierConnector(vllm_api.OffloadingConnector):
                 else _OLD_RELEASE
             )
         )
-        super().__init__(told(vllm_config, facts), role, kv_cache_config)
+        changed = told(vllm_config, facts)
+        _require_kvtiers_spec(changed)
+        super().__init__(changed, role, kv_cache_config)
         if is_scheduler:
             # vLLM reads it after this, and would otherwise end a request whose load has failed.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -161,3 +165,17 @@ def _can_be_computed_from_any_block(kv_cache_config: vllm_api.KVCacheConfig) -> 
     state; and with several groups the number of a block does not say whose it is."""
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and is_full_attention(groups[0].kv_cache_spec)
+
+
+def _require_kvtiers_spec(vllm_config: vllm_api.VllmConfig) -> None:
+    """Raise `ConfigError` if the user has named a spec that is not kvtier's, nor made from it."""
+    keys = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if not issubclass(vllm_api.OffloadingSpecFactory.get_spec_cls(keys), KVTierOffloadingSpec):
+        raise ConfigError(
+            Problem(
+                "spec_name",
+                repr(keys["spec_name"]),
+                "nothing, with KVTierConnector",
+                "Remove spec_name and spec_module_path: KVTierConnector brings its own spec",
+            )
+        )

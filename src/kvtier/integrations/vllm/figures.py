@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from kvtier.base import OffloadingManager
@@ -38,18 +39,19 @@ class FigureReporter:
         self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in names}
         self._undeclared: set[str] = set()
         self._last: dict[str, float] = {}
+        self._counted: Counter[str] = Counter()
         self._now = now
         self._look_at = 0.0
         self.is_quiet = False
         """Whether nothing has happened since the last report. Others set it to False."""
 
-    def report(
-        self, also_counted: dict[str, float] | None = None
-    ) -> vllm_api.OffloadingConnectorStats | None:
-        """What has changed since the last report; None: nothing, as far as is known.
+    def count(self, name: str, n: int) -> None:
+        """Count something that the manager does not know of."""
+        self._counted[name] += n
+        self.is_quiet = False
 
-        `also_counted`: what others have counted.
-        """
+    def report(self) -> vllm_api.OffloadingConnectorStats | None:
+        """What has changed since the last report; None: nothing, as far as is known."""
         now = self._now()
         if now >= self._look_at:
             # All of them, once in a while: whoever began to listen later has them, too.
@@ -62,7 +64,8 @@ class FigureReporter:
         if figures is None:
             return None
         stats = vllm_api.OffloadingConnectorStats()
-        for name, increase in (figures.counters | (also_counted or {})).items():
+        counted, self._counted = self._counted, Counter()
+        for name, increase in (figures.counters | counted).items():
             if increase and (vllm_name := self._vllm_name(name)):
                 stats.increase_counter(vllm_name, increase)
         last = self._last

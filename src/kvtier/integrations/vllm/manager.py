@@ -107,7 +107,6 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._has_groups = has_groups
         self._adopted: dict[str, _Adopted] = {}
         """Of the requests that have not finished."""
-        self._num_failed_loads = 0
         # The hot path, without the attribute look-ups.
         self._lookup = manager.lookup
 
@@ -143,8 +142,9 @@ class ManagerAdapter(vllm_api.OffloadingManager):
 
         It would be offered the same blocks again, and might never end.
         """
-        self._num_failed_loads += 1
         adopted = self._adopted.get(req_id)
+        if adopted is None or adopted.may_load:  # once for a request, however many ranks fail
+            self._figures.count(FAILED_LOADS, 1)
         if adopted is not None:
             adopted.may_load = False
 
@@ -302,11 +302,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._manager.reset_cache()
 
     def get_stats(self) -> vllm_api.OffloadingConnectorStats | None:
-        also_counted: dict[str, float] = {}
-        if self._num_failed_loads:
-            also_counted[FAILED_LOADS] = self._num_failed_loads
-            self._num_failed_loads = 0
-        return self._figures.report(also_counted)
+        return self._figures.report()
 
     def shutdown(self) -> None:
         self._manager.shutdown()

@@ -1,7 +1,7 @@
 """Everything that kvtier uses of vLLM and that is the same in all releases, under one roof.
 
-What is not the same is in `differences`. Nothing else of kvtier imports vLLM. A release that lacks
-one of these names is refused with a message that says so.
+What is not the same is in `differences`. A release that lacks one of these names is refused with a
+message that says so.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ try:
         TransferResult,
     )
     from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 except ImportError as error:
@@ -95,6 +96,7 @@ __all__ = [
     "OffloadingManager",
     "OffloadingMetricMetadata",
     "OffloadingSpec",
+    "OffloadingSpecFactory",
     "OffloadingWorker",
     "PrefixCachingHashAlgo",
     "PrepareStoreOutput",
