@@ -22,6 +22,7 @@ from kvtier.integrations.vllm.facts import (
     told,
     with_spec,
 )
+from kvtier.integrations.vllm.logs import speak_through_vllm
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.prefill_clock import PrefillClock
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
@@ -45,6 +46,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         role: vllm_api.KVConnectorRole,
         kv_cache_config: vllm_api.KVCacheConfig,
     ) -> None:
+        speak_through_vllm()
         self._tells_by_block = _can_be_computed_from_any_block(kv_cache_config)
         is_scheduler = role == vllm_api.KVConnectorRole.SCHEDULER
         facts = (

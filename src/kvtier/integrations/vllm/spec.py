@@ -15,6 +15,7 @@ from kvtier.integrations.vllm import differences, vllm_api
 from kvtier.integrations.vllm.block_hashes import lasting_tiers, refuse_random_root, tell_about
 from kvtier.integrations.vllm.config import config_from_vllm
 from kvtier.integrations.vllm.facts import EngineFacts, facts_in
+from kvtier.integrations.vllm.logs import speak_through_vllm
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.metrics import DEFINITIONS, metric_to_vllm
 from kvtier.integrations.vllm.worker import WorkerAdapter, kv_caches_from_vllm
@@ -52,6 +53,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
 
     def __init__(self, config: vllm_api.OffloadingConfig) -> None:
         super().__init__(config)
+        speak_through_vllm()
         vllm_api.warn_if_untested()
         self._facts, users_keys = facts_in(config.extra_config)
         self.kvtier_config = config_from_vllm(config, users_keys, self._facts)

@@ -17,7 +17,6 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,8 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-_SYLLABLES = tuple(map("".join, product("bdklmnrt", "aeio")))
 _UNKNOWN, _BEGIN, _END = "<unk>", "<s>", "</s>"
-WORDS = (_UNKNOWN, _BEGIN, _END, *list(map("".join, product(_SYLLABLES, repeat=2)))[3:])
+WORDS = (_UNKNOWN, _BEGIN, _END, *(f"w{number}" for number in range(3, VOCABULARY)))
 """The text of every token, by its number. A word that is none of these is read as the first."""
 
 
