@@ -33,7 +33,7 @@ def parse_hints(params: Mapping[str, Any] | None) -> RequestHints:
     if not params:
         return _NONE
     if not isinstance(params, Mapping):
-        logger.warning("kv_transfer_params = %.200r is ignored: give an object.", params)
+        _warn("", params, "an object")
         return RequestHints()
     skip = params.get("skip", False)
     if not isinstance(skip, bool):
@@ -74,5 +74,11 @@ def _matcher_of(entry: object) -> TierMatcher:
     )
 
 
+_said: set[str] = set()
+
+
 def _warn(key: str, given: object, allowed: str) -> None:
-    logger.warning("kv_transfer_params.%s = %.200r is ignored: give %s.", key, given, allowed)
+    # Once for each key: a client could fill the log.
+    level = logging.DEBUG if key in _said else logging.WARNING
+    _said.add(key)
+    logger.log(level, "kv_transfer_params.%s = %.200r is ignored: give %s.", key, given, allowed)

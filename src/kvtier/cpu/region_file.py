@@ -216,7 +216,8 @@ def _require_same_shape(
         raise ValueError(
             f"engine {engine_id!r} already uses a region of another shape ({path}): it was made "
             f"with {existing}; this process asks for {wanted}. Give all processes of one engine "
-            "the same configuration, and each engine an engine_id of its own"
+            "the same configuration, its pipeline stages equally many layers, and each engine an "
+            "engine_id of its own"
         )
 
 

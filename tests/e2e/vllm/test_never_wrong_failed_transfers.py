@@ -138,7 +138,7 @@ def test_what_was_not_stored_is_never_served_and_reaches_no_tier(
     assert before["example_resident_blocks"] == 0
     assert [answer.cached_tokens for answer in answers] == [0, 0, 0, TOKENS, TOKENS]
     # The same blocks, in the same slots, once their stores do not fail.
-    assert stored["tier_0_example_stored_blocks"] == 2 * before["cpu_failed_stores"]
+    assert stored["tier_0_example_stored_blocks"] == stored["cpu_stored_blocks"] > 0
     assert after["cpu_failed_stores"] == before["cpu_failed_stores"]
     assert after["cpu_loaded_blocks"] == stored["cpu_stored_blocks"]
     subject.alone.check([lost, kept, lost, lost, kept], answers)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvtier.config import ConfigError, Problem
+from kvtier.config import ConfigError, OffloadingOptions, Problem
 from kvtier.integrations.vllm import differences, vllm_api
 from kvtier.integrations.vllm.facts import (
     EngineFacts,
@@ -27,6 +27,7 @@ from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.prefill_clock import PrefillClock
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
 from kvtier.integrations.vllm.worker import WorkerAdapter
+from kvtier.tiering.factory import SecondaryTierFactory
 
 __all__ = ["KVTierConnector"]
 
@@ -74,6 +75,14 @@ class KVTierConnector(vllm_api.OffloadingConnector):
     @classmethod
     def build_prom_metrics(cls, vllm_config: vllm_api.VllmConfig, *args: Any, **kwargs: Any) -> Any:
         return super().build_prom_metrics(with_spec(vllm_config), *args, **kwargs)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        # vLLM asks before it loads weights, if it is to use CUDA graphs: a typo is told at once.
+        SecondaryTierFactory.plan_secondary_tiers(
+            OffloadingOptions.from_extra_config(extra_config).secondary_tiers
+        )
+        return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     # --- scheduler side -----------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ __all__ = [
     "in_prompt_order",
     "keys_in_prompt_order",
     "load_tiers",
+    "params_for_kvtier",
     "seeds_weak_hashes",
 ]
 
@@ -110,6 +111,14 @@ def in_prompt_order(
     ]
     placed.sort(key=lambda entry: entry[0])
     return [key for _, key in placed]
+
+
+def params_for_kvtier(req_context: vllm_api.ReqContext) -> dict[str, Any] | None:
+    """The request's hints but for those that vLLM reads itself."""
+    params: dict[str, Any] | None = req_context.kv_transfer_params
+    if not params or not hasattr(req_context, "load_tier_filter"):
+        return params
+    return {key: value for key, value in params.items() if key != "kv_load_tiers"}
 
 
 def load_tiers(req_context: vllm_api.ReqContext, hints: RequestHints) -> TierFilter:

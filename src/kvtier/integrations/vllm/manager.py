@@ -117,7 +117,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
 
     def _adopt(self, req_context: vllm_api.ReqContext) -> _Adopted:
         """Make kvtier's context for a request, and leave it where later calls find it."""
-        hints = parse_hints(req_context.kv_transfer_params)
+        hints = parse_hints(differences.params_for_kvtier(req_context))
         context = ReqContext(
             req_context.req_id,
             req_context.kv_transfer_params,

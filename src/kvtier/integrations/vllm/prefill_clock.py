@@ -13,7 +13,8 @@ __all__ = ["PrefillClock"]
 
 _MIN_TOKENS = 64
 """Of a step, to be worth a look. Those with fewer are decoding."""
-_MAX_STEPS_UNDER_WAY = 8
+_MAX_STEPS_UNDER_WAY = 256
+"""More than an engine with pipeline stages ever has."""
 
 
 @dataclass(frozen=True, slots=True)

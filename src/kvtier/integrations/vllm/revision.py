@@ -83,6 +83,8 @@ def revision_of(vllm_config: Any, digest_files: bool) -> str:
             "calculate_kv_scales takes the cache's scales from the first requests, so that blocks "
             "mean nothing to another process"
         )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise UnknownWeightsError("a trainer may replace the weights (--weight-transfer-config)")
     _refuse_other_sources(model)
     _refuse_floating_code(model)
     if load.load_format == "tensorizer":

@@ -120,6 +120,11 @@ def variant_of(vllm_config: Any) -> str:
         "diffusion": getattr(vllm_config, "diffusion_config", None),
         "kernels": _fields_of(getattr(vllm_config, "kernel_config", None), _KERNELS_WITHOUT_EFFECT),
         "additional": getattr(vllm_config, "additional_config", None),
+        # Which rank has which token of a block.
+        "interleaving": {
+            name: getattr(vllm_config.parallel_config, name, None)
+            for name in ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+        },
         "draft": _draft(vllm_config),
         "environment": _environment(),
     }
