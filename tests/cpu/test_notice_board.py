@@ -145,6 +145,18 @@ def test_rows_and_notices_do_not_overlap(shm: Path) -> None:
     rank.cleanup()
 
 
+def test_what_nobody_will_ask_for_can_be_forgotten() -> None:
+    shape = RegionShape(10, 4 * PAGE, PAGE)
+    board = NoticeBoard(mmap.mmap(-1, shape.board_bytes), shape)
+    board.poison(2, [3, 4])
+    board.forget()
+    assert not board.has_news()
+    assert board.take_poisoned(range(10)) == set()
+    board.poison(2, [3])
+    assert board.has_news()
+    board.close()
+
+
 _STEPS = st.lists(
     st.tuples(st.sampled_from(["poison", "take"]), st.integers(0, 3), st.sets(st.integers(0, 9))),
     max_size=30,

@@ -83,6 +83,12 @@ class NoticeBoard:
             self._seen = tallies
         return found
 
+    def forget(self) -> None:
+        """No store is under way whose failure anybody would be told of: whatever is poisoned is of
+        no interest."""
+        self._seen = self._tallies.tobytes()
+        self._poisoned[:] = 0
+
     def close(self) -> None:
         """Let go of the memory. Idempotent."""
         del self._tallies, self._poisoned

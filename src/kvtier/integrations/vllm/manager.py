@@ -101,6 +101,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._board = board
         self._figures = FigureReporter(manager, metric_names, {BLOCK_BYTES: block_bytes})
         self._had_tier_jobs = False
+        self._num_storing = 0
+        """Blocks that are being stored, but for those from before a reset."""
         self._sources_of: vllm_api.ReqContext | None = None
         self._sources: Mapping[OffloadKey, SecondaryTierManager] = {}
         self._check_hashes = check_hashes
@@ -222,6 +224,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
             slots = dict(zip(keys_to_store, _slots_of(spec), strict=True))
             keys_to_store = [key for key in keys if key in slots]
             spec = CPULoadStoreSpec([slots[key] for key in keys_to_store])
+        self._num_storing += len(keys_to_store)
         return vllm_api.PrepareStoreOutput(keys_to_store, spec, output.evicted_keys)
 
     def complete_store(
@@ -231,6 +234,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         success: bool = True,
     ) -> None:
         self._figures.is_quiet = False
+        self._num_storing -= len(keys)
         context = self._context(req_context)
         if success and self._board.has_news():
             keys = self._without_failed(keys, context)
@@ -244,6 +248,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         """Drop those of these blocks whose store has failed on a rank; the others."""
         slots = self._slots_of(keys)
         poisoned = self._board.take_poisoned(slots.values())
+        if not self._num_storing:
+            self._board.forget()  # stores from before a reset, whose end vLLM does not tell of
         failed = {key for key, slot in slots.items() if slot in poisoned}
         if not failed:
             return keys
@@ -299,6 +305,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
 
     def reset_cache(self) -> None:
         self._figures.is_quiet = False
+        self._num_storing = 0
         self._manager.reset_cache()
 
     def get_stats(self) -> vllm_api.OffloadingConnectorStats | None:
