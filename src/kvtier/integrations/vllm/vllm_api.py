@@ -31,12 +31,9 @@ try:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheSpec,
-        MambaSpec,
-        SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
     )
     from vllm.v1.kv_offload.base import (
@@ -72,7 +69,6 @@ except ImportError as error:
 
 __all__ = [
     "CanonicalKVCaches",
-    "ChunkedLocalAttentionSpec",
     "FullAttentionSpec",
     "GPULoadStoreSpec",
     "KVCacheConfig",
@@ -82,7 +78,6 @@ __all__ = [
     "Locality",
     "LookupResult",
     "METRIC_PREFIX",
-    "MambaSpec",
     "OffloadPolicy",
     "OffloadingConfig",
     "OffloadingConnector",
@@ -105,7 +100,6 @@ __all__ = [
     "RequestOffloadingContext",
     "ScheduleEndContext",
     "SchedulerOutput",
-    "SlidingWindowSpec",
     "TransferResult",
     "UniformTypeKVCacheSpecs",
     "VllmConfig",
