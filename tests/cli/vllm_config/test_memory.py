@@ -205,3 +205,10 @@ def test_ranks_share_the_memory(tmp_path: Path) -> None:
 
 def test_ranks_on_a_machine_without_gpus(tmp_path: Path) -> None:
     assert check_ranks(4, 8 * GIB, without_rights(tmp_path)).status is Status.OK
+
+
+def test_a_size_without_its_unit_is_a_problem() -> None:
+    found = {finding.name: finding for finding in check_memory(8, Machine())}
+    assert found["cpu_bytes_to_use"].status is Status.PROBLEM
+    assert found["cpu_bytes_to_use"].remedy == "Give a size with its unit, such as 8GiB"
+    assert "cpu_bytes_to_use" not in {finding.name for finding in check_memory(64 << 10, Machine())}

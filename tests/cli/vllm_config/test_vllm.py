@@ -128,9 +128,11 @@ def test_a_command_of_another_environment(tmp_path: Path, monkeypatch: pytest.Mo
     machine = environment(tmp_path / "there", ("vllm", "0.28.0"))
     found = by_name(machine)
     assert found["vllm"].status is Status.OK
-    assert found["vllm_command"].status is Status.WARNING
-    assert str(tmp_path / "there") in found["vllm_command"].found
+    assert found["vllm_command"].status is Status.PROBLEM
+    assert f"{tmp_path / 'there'}, where kvtier is not" in found["vllm_command"].found
     assert installed_version(machine) == NEWEST
+    both = environment(tmp_path / "too", ("vllm", "0.28.0"), ("kvtier", "0.1"))
+    assert by_name(both)["vllm_command"].status is Status.WARNING
 
 
 def test_the_command_of_this_environment(tmp_path: Path) -> None:

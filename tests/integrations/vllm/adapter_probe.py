@@ -344,10 +344,13 @@ def version_warnings() -> list[str]:
 
     handler = Lines()
     vllm_api.logger.addHandler(handler)
+    # Whatever vLLM's own level is in these tests.
+    vllm_api.logger.setLevel(logging.WARNING)
     try:
         with patch("vllm.__version__", "0.1.2"):
             for _ in range(2):
                 KVTierOffloadingSpec(vllm_config())
     finally:
+        vllm_api.logger.setLevel(logging.NOTSET)
         vllm_api.logger.removeHandler(handler)
     return lines

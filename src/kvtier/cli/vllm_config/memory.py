@@ -21,10 +21,18 @@ from kvtier.cpu.region_file import RegionShape
 __all__ = ["check_memory"]
 
 _REGIONS = "kvtier-*.region"
+_LEAST_USEFUL = 64 << 10
 
 
 def check_memory(cpu_bytes: int, machine: Machine) -> Iterator[Finding]:
     """`cpu_bytes`: of the host-memory tier."""
+    if cpu_bytes < _LEAST_USEFUL:
+        yield Finding(
+            "cpu_bytes_to_use",
+            Status.PROBLEM,
+            f"{as_size(cpu_bytes)} of host memory hold no block of any model",
+            f"Give a size with its unit, such as {cpu_bytes}GiB",
+        )
     asked = RegionShape(cpu_bytes // mmap.PAGESIZE, mmap.PAGESIZE, mmap.PAGESIZE).file_bytes
     directory = machine.shared_memory
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvtier.cli.vllm_config.findings import Finding, Status
 from kvtier.cli.vllm_config.installation import (
@@ -40,11 +39,11 @@ def check_vllm(machine: Machine) -> Iterator[Finding]:
         if other is not None and other != here:
             yield Finding(
                 "vllm_command",
-                Status.WARNING,
-                f"the command vllm is run by {other.prefix}, and this is {here.prefix}"
+                Status.WARNING if other.has_kvtier else Status.PROBLEM,
+                f"this is {here.prefix}, but the command vllm in PATH is that of {other.prefix}"
                 + _lack(other),
-                f"Start vLLM with {Path(sys.executable).parent / 'vllm'}, or run kvtier from "
-                f"{other.prefix}",
+                f"Start vLLM from here ({sys.executable} -m vllm.entrypoints.openai.api_server), "
+                f"or install kvtier in {other.prefix} and run this there",
             )
     elif other is not None and other.distribution is not None:
         yield from _release(other)
