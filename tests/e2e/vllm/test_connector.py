@@ -20,7 +20,7 @@ from tests.integrations.vllm.watched_engine import WatchedEngine
 pytestmark = pytest.mark.vllm
 
 TOKENS, BLOCKS = 256, 8
-PROMPTS = random_prompts(4, TOKENS, "what the connector tells and keeps")
+PROMPTS = random_prompts(5, TOKENS, "what the connector tells and keeps")
 PROMPT_TOKENS = len(PROMPTS[0])
 HOST: dict[str, Any] = {"cpu_bytes_to_use": "32MiB"}
 ALL = 1_000_000
@@ -51,9 +51,10 @@ class WatchedRemoteEngine(FaultyRemoteEngine):
 def test_nothing_is_kept_of_requests_that_are_over(vllm: VLLM, subject: Subject) -> None:
     fails_loads = vllm.version >= (0, 32) or subject.path.name == "llama"
     with WatchedRemoteEngine(vllm, subject.path, HOST, device_blocks=128) as engine:
-        engine.generate(*PROMPTS)
+        known, fresh = PROMPTS[:-1], PROMPTS[-1]
+        engine.generate(*known)
         engine.reset_device_cache()
-        engine.generate_together(*PROMPTS)  # loaded
+        engine.generate_together(*known)  # loaded
         engine.reset_device_cache()
         if fails_loads:
             engine.set_faults(failing_loads=ALL)
@@ -70,8 +71,8 @@ def test_nothing_is_kept_of_requests_that_are_over(vllm: VLLM, subject: Subject)
         engine.abort("loading", "waiting")
         engine.set_faults(are_held=False)
         engine.settle()
-        engine.add("running", PROMPTS[3], 20)
-        engine.step()
+        engine.add("running", fresh, 8)
+        engine.step(2)
         engine.reset_all(running=True)
         engine.run()
         engine.settle()
@@ -110,8 +111,8 @@ def test_kvtier_hears_what_only_a_connector_knows(vllm: VLLM, subject: Subject) 
         assert engine.process.ask("expected_prompts") == [PROMPT_TOKENS, step // 2]
         engine.run()
         engine.settle()
-        for prompt in PROMPTS[2:]:
-            engine.generate(prompt)
+        cold = random_prompts(4, TOKENS, "to learn from")
+        engine.generate(*cold)
         prefills = engine.process.ask("prefills")
         # The attention is full: behind a miss there is nothing to look for.
         assert engine.process.ask("lookups_behind_a_miss", 5) == 1
@@ -120,4 +121,4 @@ def test_kvtier_hears_what_only_a_connector_knows(vllm: VLLM, subject: Subject) 
     # The rest of the first prompt, and all of the second, in one step.
     rest, second = PROMPT_TOKENS - TOKENS, step // 2
     mean = (rest * (TOKENS + rest / 2) + second * second / 2) / (rest + second)
-    assert prefills == [*whole, [rest + second, mean, True], *whole, *whole]
+    assert prefills == [*whole, [rest + second, mean, True], *(whole * len(cold))]

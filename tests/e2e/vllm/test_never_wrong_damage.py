@@ -32,7 +32,7 @@ def flip_a_bit(path: Path, offset: int) -> None:
 
 def damage_slots(folder: Path, subject: Subject) -> int:
     """One bit of the payload in every sixth slot of the slab; how many these are."""
-    # Slots are taken one after the other: the last block of the last prompt is in the last of these.
+    # They are taken one after the other.
     offsets = [
         Geometry(subject.slot_bytes(), BLOCKS * len(PROMPTS)).slot_offset(slot) + 3 * PAGE_BYTES
         for slot in range(3, BLOCKS * len(PROMPTS), 6)

@@ -140,5 +140,5 @@ def test_what_was_not_stored_is_never_served_and_reaches_no_tier(
     # The same blocks, in the same slots, once their stores do not fail.
     assert stored["tier_0_example_stored_blocks"] == stored["cpu_stored_blocks"] > 0
     assert after["cpu_failed_stores"] == before["cpu_failed_stores"]
-    assert after["cpu_loaded_blocks"] == stored["cpu_stored_blocks"]
+    assert 2 * TOKENS // BLOCK_TOKENS <= after["cpu_loaded_blocks"] <= stored["cpu_stored_blocks"]
     subject.alone.check([lost, kept, lost, lost, kept], answers)

@@ -19,7 +19,7 @@ from tests.e2e.vllm.subject import Subject
 
 pytestmark = pytest.mark.vllm
 
-TOKENS = 256
+TOKENS, BLOCKS = 256, 8
 PROMPTS = random_prompts(6, TOKENS, "never wrong without a tier")
 TIER = FAILING_TIER | {
     "lookup_timeout_ms": 50,
@@ -27,7 +27,7 @@ TIER = FAILING_TIER | {
     "store_timeout_ms": 200,
     "max_pinned_share": 1,
 }
-CUT_OFF = 2
+IN_USE, CUT_OFF = 0, 2
 PATIENCE_S = 60.0
 
 
@@ -88,14 +88,14 @@ def test_requests_go_on_without_a_tier_and_with_it_once_it_is_back(
             name: engine.tier_figure(name)
             for name in ("late_lookups", "late_loads", "blocking_calls")
         }
-        loaded_meanwhile = engine.tier_figure("loaded_blocks")
         engine.recover()
-        after = engine.generate_until(
-            lambda: engine.tier_figure("loaded_blocks") >= loaded_meanwhile + TOKENS // 32
-        )
-        assert engine.tier_figure("breaker_state") == 0
+        after = engine.generate_until(lambda: engine.tier_figure("breaker_state") == IN_USE)
+        loaded_meanwhile = engine.tier_figure("loaded_blocks")
+        engine.reset_device_cache()
+        after += engine.generate(*PROMPTS)
+        assert engine.tier_figure("loaded_blocks") >= loaded_meanwhile + BLOCKS
     assert [answer.cached_tokens for answer in before[len(PROMPTS) :]] == [TOKENS] * len(PROMPTS)
-    assert loaded >= TOKENS // 32
+    assert loaded >= BLOCKS
     reason = {
         "answers nothing": "late_lookups",
         "moves nothing": "late_loads",

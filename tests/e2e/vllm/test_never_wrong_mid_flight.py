@@ -95,6 +95,8 @@ def test_everything_is_reset_while_a_request_runs_and_is_stored(
         engine.add("running", running)
         engine.step(3)
         assert engine.under_way() == ["store"]
+        # Also twice without a step in between.
+        assert engine.reset_all(running=True)
         assert engine.reset_all(running=True)
         engine.set_faults(are_held=False)
         engine.run()

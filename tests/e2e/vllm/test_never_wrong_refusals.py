@@ -99,5 +99,6 @@ def test_a_rank_that_does_not_share_memory_is_refused(
     assert "ranks 0 do not share the memory of the scheduler's host" in outcome["why"]
     assert "--ipc=host" in outcome["why"]
     assert list(tmp_path.iterdir()) == []
-    # The rank itself goes with its process, and with it the last that is left.
-    assert [name for name in outcome["left"] if not name.startswith("kvtier-")] == []
+    # The memory of the rank, out of the scheduler's reach, goes with the process of the rank; that
+    # it does is seen when this test is over.
+    assert [name for name in outcome["left"] if not name.endswith(".region")] == []

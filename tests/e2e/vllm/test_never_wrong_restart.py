@@ -16,7 +16,7 @@ from tests.e2e.vllm.subject import Subject
 
 pytestmark = pytest.mark.vllm
 
-TOKENS = 256
+TOKENS, BLOCKS = 256, 8
 PROMPTS = random_prompts(3, TOKENS, "never wrong after a restart")
 ENGINE = {"device_blocks": 64, "max_model_len": 512}
 
@@ -30,13 +30,13 @@ def test_everything_comes_back_after_a_restart(
     vllm = with_common_hashes(vllm)
     with RemoteEngine(vllm, subject.path, options, **ENGINE) as engine:
         first = engine.generate(*PROMPTS)
-        stored = engine.figures()[f"tier_0_{tier}_stored_blocks"]
     with RemoteEngine(vllm, subject.path, options, **ENGINE) as engine:
         second = engine.generate(*PROMPTS)
         figures = engine.figures()
     assert [answer.cached_tokens for answer in first] == [0] * len(PROMPTS)
     assert [answer.cached_tokens for answer in second] == [TOKENS] * len(PROMPTS)
-    assert figures[f"tier_0_{tier}_loaded_blocks"] == stored > 0
+    assert figures[f"tier_0_{tier}_loaded_blocks"] >= len(PROMPTS) * BLOCKS
+    assert figures.get(f"tier_0_{tier}_stored_blocks", 0) == 0
     subject.alone.check(PROMPTS, first)
     subject.alone.check(PROMPTS, second)
 
@@ -59,7 +59,7 @@ def test_an_engine_that_was_killed_leaves_nothing_wrong_behind(
         figures = engine.figures()
         torn = engine.generate(under_way)
     assert [answer.cached_tokens for answer in answers] == [TOKENS] * len(stored)
-    assert figures[f"tier_0_{tier}_loaded_blocks"] == len(stored) * TOKENS // 32
+    assert figures[f"tier_0_{tier}_loaded_blocks"] == len(stored) * BLOCKS
     subject.alone.check(stored, answers)
     subject.alone.check([under_way], torn, exact=False)
 
@@ -89,5 +89,6 @@ def test_two_engines_with_one_directory_find_each_others_blocks(
     assert [answer.cached_tokens for answer in answers] == [0, TOKENS, 0, TOKENS]
     for engine in (one, other):
         figures = engine.figures()
-        assert figures["tier_0_fs_loaded_blocks"] == figures["tier_0_fs_stored_blocks"] > 0
+        assert figures["tier_0_fs_loaded_blocks"] >= BLOCKS
+        assert figures["tier_0_fs_stored_blocks"] >= BLOCKS
     subject.alone.check(prompts, answers)

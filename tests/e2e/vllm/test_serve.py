@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -256,6 +257,6 @@ def test_two_servers_share_a_directory_and_killing_them_leaves_nothing(
         assert len(regions) == 2
         first.kill_all()
         # vLLM's engine does not notice that the process that takes requests is gone.
-        second.stop(9)
+        second.stop(signal.SIGKILL)
         assert not any(region.exists() for region in regions)
     assert not any(map(is_locked, slabs))

@@ -1,4 +1,4 @@
-"""All that `adapter_probe` finds out, in one process. It can be named where there is no vLLM."""
+"""What the probes find out, one process for each. It can be named where there is no vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def report() -> dict[str, Any]:
-    """By what was tried."""
+    """All that `adapter_probe` finds out, by what was tried."""
     from tests.integrations.vllm import adapter_probe
 
     return {
@@ -22,3 +22,17 @@ def report() -> dict[str, Any]:
         "file_of_an_only_engine": adapter_probe.file_of_an_only_engine(),
         "version_warnings": adapter_probe.version_warnings(),
     }
+
+
+def manager_report() -> dict[str, Any]:
+    """All that `manager_probe` finds out."""
+    from tests.integrations.vllm import manager_probe
+
+    return manager_probe.report()
+
+
+def door_report() -> dict[str, Any]:
+    """All that `door_probe` finds out."""
+    from tests.integrations.vllm import door_probe
+
+    return door_probe.report()

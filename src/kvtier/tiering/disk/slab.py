@@ -231,7 +231,8 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
         pages = [file.read(offset, PAGE_BYTES) for offset in SUPERBLOCK_OFFSETS]
         if not any(is_slab_page(page) for page in pages):
             raise SlabRefused(
-                f"{file.path} is not a slab: give the path of one, or of a file that does not exist yet"
+                f"{file.path} is not a slab: give the path of one, or of a file that does not "
+                "exist yet"
             ) from None
         logger.warning("%s: %s; it is made anew", file.path, error)
         size = file.size if max_bytes is None else max_bytes

@@ -79,14 +79,10 @@ class MidFlight(FaultyEngine):
         story.happened["device resets"] += bool(self._engine._llm.reset_prefix_cache())
 
     def _reset_all(self, story: Story) -> None:
-        connector = self._engine._scheduler.connector.connector_scheduler
-        if connector._current_batch_jobs_to_flush:
-            # vLLM's own: it cannot twice without a step in between.
-            return
         try:
             self._engine.reset_all(running=True)
         except RuntimeError as error:
-            # Likewise: it cannot while a request waits for a load.
+            # vLLM's own: it cannot while a request waits for a load.
             if "waiting for remote KV transfer" not in str(error):
                 raise
             story.happened["refused resets"] += 1

@@ -1,0 +1,117 @@
+"""What does not get through kvtier's doors, and how it speaks in vLLM's house."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+
+from kvtier import ConfigError
+from kvtier.integrations.vllm import KVTierConnector, KVTierOffloadingSpec, vllm_api
+from kvtier.integrations.vllm.logs import speak_through_vllm
+from tests.integrations.vllm.adapter_probe import vllm_config
+
+_PAGE = 4096
+
+
+def _shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("kvtier-")}
+
+
+def rank_that_has_not_signed_in() -> dict[str, Any]:
+    """What a scheduler says that finds the memory, but only one of two ranks in it."""
+    config = vllm_config()
+    parallel = replace(config.parallel, world_size=2, tp_size=2)
+    config = replace(config, parallel=parallel, engine_id="door-probe")
+    cache = torch.zeros((8, _PAGE), dtype=torch.int8)
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(cache, _PAGE)], [[CanonicalKVCacheRef(0, _PAGE)]]
+    )
+    before = _shared_memory()
+    worker = KVTierOffloadingSpec(config).get_worker(caches)
+    found: dict[str, Any] = {"made": len(_shared_memory() - before), "refused": ""}
+    try:
+        KVTierOffloadingSpec(config).get_manager().shutdown()
+    except ConfigError as error:
+        found["refused"] = str(error)
+    found["left"] = sorted(_shared_memory() - before)
+    worker.shutdown()
+    return found
+
+
+def spec_of_vllms_own() -> str:
+    """What is said to a user who names both doors."""
+    transfer = KVTransferConfig(
+        kv_connector="KVTierConnector",
+        kv_connector_module_path="kvtier.integrations.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes_to_use": "1MiB", "spec_name": "CPUOffloadingSpec"},
+    )
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    nothing = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[])
+    try:
+        KVTierConnector(config, vllm_api.KVConnectorRole.WORKER, nothing)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def asked_for_cuda_graphs(**extra_config: Any) -> str:
+    """What vLLM hears when it asks, before it loads weights, how to capture CUDA graphs."""
+    try:
+        needs_pieces = KVTierConnector.requires_piecewise_for_cudagraph(extra_config)
+    except ConfigError as error:
+        return str(error)
+    assert isinstance(needs_pieces, bool)
+    return "pieces" if needs_pieces else "whole"
+
+
+def voices() -> dict[str, Any]:
+    """How kvtier's logger is set up next to vLLM's, by what the user had done to either."""
+    ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
+    vllms, users = logging.NullHandler(), logging.NullHandler()
+    names: dict[logging.Handler, str] = {vllms: "vllm's", users: "user's"}
+    found = {}
+    for case, our_handlers, our_level, their_handlers in (
+        ("untouched", [], logging.NOTSET, [vllms]),
+        ("with a handler", [users], logging.NOTSET, [vllms]),
+        ("with a level", [], logging.DEBUG, [vllms]),
+        ("vllm without handlers", [], logging.NOTSET, []),
+    ):
+        ours.handlers, theirs.handlers = list(our_handlers), list(their_handlers)
+        ours.propagate = True
+        ours.setLevel(our_level)
+        theirs.setLevel(logging.WARNING)
+        for _ in range(2):  # both halves of an engine in one process
+            speak_through_vllm()
+        found[case] = {
+            "handlers": [names[handler] for handler in ours.handlers],
+            "level": logging.getLevelName(ours.level),
+            "propagates": ours.propagate,
+        }
+    return found
+
+
+def report() -> dict[str, Any]:
+    """By what was tried."""
+    good = {"cpu_bytes_to_use": "1MiB"}
+    return {
+        "rank_that_has_not_signed_in": rank_that_has_not_signed_in(),
+        "spec_of_vllms_own": spec_of_vllms_own(),
+        "good": asked_for_cuda_graphs(**good),
+        "good_with_tier": asked_for_cuda_graphs(**good, secondary_tiers=[{"type": "example"}]),
+        "typo": asked_for_cuda_graphs(**good, eviction_polici="lru"),
+        "typo_in_tier": asked_for_cuda_graphs(**good, secondary_tiers=[{"type": "exampel"}]),
+        "voices": voices(),
+    }

@@ -1,0 +1,48 @@
+"""What is refused at kvtier's doors into vLLM, and how kvtier speaks behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.vllm.processes import VLLM
+from tests.integrations.vllm import adapter_report
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def report(vllm: VLLM) -> dict[str, Any]:
+    return vllm.once(adapter_report.door_report)
+
+
+def test_a_rank_that_has_not_signed_in_is_refused(report: dict[str, Any]) -> None:
+    found = report["rank_that_has_not_signed_in"]
+    assert found["made"] == 1
+    assert found["refused"].startswith("parallel.world_size: got 2, of which ranks 1 do not share")
+    assert "Run each engine on one host" in found["refused"]
+    assert found["left"] == []
+
+
+def test_the_connector_has_no_use_for_another_spec(report: dict[str, Any]) -> None:
+    message = report["spec_of_vllms_own"]
+    assert message.startswith("spec_name: got 'CPUOffloadingSpec'")
+    assert "Remove spec_name and spec_module_path" in message
+
+
+def test_a_typo_is_told_before_weights_are_loaded(report: dict[str, Any]) -> None:
+    assert report["good"] == report["good_with_tier"] == "whole"
+    assert report["typo"].startswith("eviction_polici: ")
+    assert report["typo_in_tier"].startswith('secondary_tiers[0].type: got "exampel"')
+
+
+def test_kvtier_speaks_with_vllms_voice_unless_it_was_given_another(
+    report: dict[str, Any],
+) -> None:
+    assert report["voices"] == {
+        "untouched": {"handlers": ["vllm's"], "level": "WARNING", "propagates": False},
+        "with a handler": {"handlers": ["user's"], "level": "NOTSET", "propagates": True},
+        "with a level": {"handlers": [], "level": "DEBUG", "propagates": True},
+        "vllm without handlers": {"handlers": [], "level": "WARNING", "propagates": True},
+    }

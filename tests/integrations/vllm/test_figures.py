@@ -1,0 +1,112 @@
+"""kvtier's figures on their way to vLLM: what is told, what is not, and that nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.e2e.vllm.processes import VLLM
+from tests.integrations.vllm import figures_probe
+from tests.integrations.vllm.figures_probe import SIZE
+
+pytestmark = pytest.mark.vllm
+
+Told = list[dict[str, float] | None]
+
+
+def told(vllm: VLLM, *story: Mapping[str, Any]) -> Told:
+    """What vLLM is told at every moment; nobody is warned."""
+    report = vllm.run(figures_probe.reports, story)
+    assert report["warnings"] == []
+    answers: Told = report["told"]
+    return answers
+
+
+def test_steps_in_which_nothing_happens_cost_nothing(vllm: VLLM) -> None:
+    figures = {"gauges": {"room": 5}}
+    story = [
+        {"at": 10.0} | figures,
+        {"at": 10.1} | figures,
+        {"at": 10.2, "happened": True} | figures,
+        {"at": 10.3} | figures,
+    ]
+    report = vllm.run(figures_probe.reports, story)
+    first, quiet, same, quiet_again = report["told"]
+    assert first == {"vllm:room": 5, "vllm:size": SIZE}
+    assert quiet is None
+    assert quiet_again is None
+    assert same == {}
+    assert report["num_asked"] == 2
+
+
+def test_what_has_changed_is_told(vllm: VLLM) -> None:
+    answers = told(
+        vllm,
+        {"at": 10.0, "gauges": {"room": 5}},
+        {
+            "at": 10.1,
+            "happened": True,
+            "counters": {"loads": 2, "failures": 0},
+            "gauges": {"room": 4},
+            "histograms": {"seconds": [0.5, 0.25]},
+        },
+        {"at": 10.2, "happened": True, "counters": {"loads": 0}, "gauges": {"room": 4}},
+    )
+    assert answers[1:] == [
+        {"vllm:loads": 2, "vllm:room": 4, "vllm:seconds_count": 2, "vllm:seconds_sum": 0.75},
+        {},
+    ]
+
+
+def test_those_who_come_late_are_told_all_gauges(vllm: VLLM) -> None:
+    figures = {"gauges": {"room": 5}}
+    answers = told(
+        vllm,
+        {"at": 10.0} | figures,
+        {"at": 10.9} | figures,
+        {"at": 11.0} | figures,
+        {"at": 11.9, "happened": True} | figures,
+        {"at": 12.0, "happened": True} | figures,
+    )
+    everything = {"vllm:room": 5, "vllm:size": SIZE}
+    assert answers == [everything, None, everything, {}, everything]
+
+
+def test_what_is_not_declared_is_left_out_and_warned_about_once(vllm: VLLM) -> None:
+    figures = {
+        "counters": {"loads": 1, "surprises": 1},
+        "gauges": {"mood": 1},
+        "histograms": {"days": [1.0]},
+    }
+    story = [{"at": float(second), "happened": True} | figures for second in range(3)]
+    report = vllm.run(figures_probe.reports, story)
+    assert report["told"] == [{"vllm:loads": 1, "vllm:size": SIZE}] * 3
+    assert len(report["warnings"]) == 3
+    for name in ("surprises", "mood", "days"):
+        assert sum(f"'{name}'" in line for line in report["warnings"]) == 1
+
+
+def test_what_others_count_is_told_once_and_never_lost(vllm: VLLM) -> None:
+    answers = told(
+        vllm,
+        {"at": 10.0},
+        # As soon as it is counted.
+        {"at": 10.1, "counts": {"failures": 1}},
+        {"at": 10.2, "happened": True},
+        # Not while the manager has no figures, but afterwards.
+        {"at": 10.3, "counts": {"failures": 2}, "knows_nothing": True},
+        {"at": 10.4, "counts": {"failures": 3}, "knows_nothing": True},
+        {"at": 11.5, "counters": {"loads": 1}},
+        {"at": 11.6, "happened": True},
+    )
+    assert answers == [
+        {"vllm:size": SIZE},
+        {"vllm:failures": 1},
+        {},
+        None,
+        None,
+        {"vllm:failures": 5, "vllm:loads": 1, "vllm:size": SIZE},
+        {},
+    ]

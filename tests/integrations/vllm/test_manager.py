@@ -1,0 +1,31 @@
+"""What the manager tells vLLM of where blocks come from, and learns of what requests use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.vllm.processes import VLLM
+from tests.integrations.vllm import adapter_report
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def report(vllm: VLLM) -> dict[str, Any]:
+    if vllm.version < (0, 32):
+        pytest.skip("this vLLM reports itself what is used, and does not ask where from")
+    return vllm.once(adapter_report.manager_report)
+
+
+def test_vllm_is_told_where_blocks_come_from(report: dict[str, Any]) -> None:
+    assert report["local_disk"] == ["DISK", "DISK", "HOST"]
+    assert report["remote_disk"] == ["EXTERNAL_UNSPECIFIED", "EXTERNAL_UNSPECIFIED", "HOST"]
+    assert report["memory"] == ["HOST", "HOST", "HOST"]
+
+
+@pytest.mark.parametrize("on_device", ["none", "half", "all"])
+def test_the_head_of_a_prompt_outlives_its_tail(report: dict[str, Any], on_device: str) -> None:
+    """However much of it vLLM has found on the device, and not asked for."""
+    assert report["left_first"][on_device] == ["unused1", "unused0", "used3", "used2", "used1"]
