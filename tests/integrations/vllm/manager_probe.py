@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
 
 from kvtier.base import OffloadKey
-from kvtier.integrations.vllm import differences, vllm_api
+from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from tests.integrations.vllm.adapter_probe import started, vllm_config
 
@@ -54,11 +54,9 @@ def _store(adapter: ManagerAdapter, name: str, prompt: Sequence[OffloadKey]) -> 
     return _names(output.evicted_keys)
 
 
-def sources(locality: str, tier_type: str) -> list[str] | None:
+def sources(locality: str, tier_type: str) -> list[str]:
     """Where vLLM is told that blocks come from: two that were brought up from a tier, and one that
-    was in host memory. None: this vLLM does not ask."""
-    if differences.CacheHitSource is None:
-        return None
+    was in host memory. Only where vLLM asks."""
     with tempfile.TemporaryDirectory() as folder:
         tier: dict[str, Any] = {
             "type": tier_type,
@@ -93,11 +91,10 @@ def sources(locality: str, tier_type: str) -> list[str] | None:
     return told
 
 
-def left_first(num_on_device: int) -> list[str] | None:
+def left_first(num_on_device: int, *, is_over: bool = True) -> list[str]:
     """A prompt of four blocks is used again, of which so many are on the device still. What leaves
-    host memory, and in which order, when others come. None: this vLLM reports what is used."""
-    if differences.REPORTS_USE:
-        return None
+    host memory, and in which order, when others come after the request, or during it. Only where
+    vLLM itself does not report what is used."""
     with started(vllm_config(cpu_bytes_to_use=6 * _SLOT)) as (adapter, _):
         prompt = _prompt("used", 4)
         _store(adapter, "1", prompt)
@@ -109,7 +106,8 @@ def left_first(num_on_device: int) -> list[str] | None:
             adapter.prepare_load(on_host, context)
             _end_step(adapter)
             adapter.complete_load(set(on_host), context)
-        adapter.on_request_finished(context)
+        if is_over:
+            adapter.on_request_finished(context)
         left = []
         for n in range(5):
             left += _store(adapter, f"other {n}", _prompt(f"other {n} ", 1))
@@ -122,5 +120,10 @@ def report() -> dict[str, Any]:
         "local_disk": sources("LOCAL", "disk"),
         "remote_disk": sources("REMOTE", "disk"),
         "memory": sources("LOCAL", "example"),
-        "left_first": {"none": left_first(0), "half": left_first(2), "all": left_first(4)},
+        "left_first": {
+            "none": left_first(0),
+            "half": left_first(2),
+            "half, of one that is decoding": left_first(2, is_over=False),
+            "all": left_first(4),
+        },
     }

@@ -25,7 +25,7 @@ def test_vllm_is_told_where_blocks_come_from(report: dict[str, Any]) -> None:
     assert report["memory"] == ["HOST", "HOST", "HOST"]
 
 
-@pytest.mark.parametrize("on_device", ["none", "half", "all"])
+@pytest.mark.parametrize("on_device", ["none", "half", "half, of one that is decoding", "all"])
 def test_the_head_of_a_prompt_outlives_its_tail(report: dict[str, Any], on_device: str) -> None:
     """However much of it vLLM has found on the device, and not asked for."""
     assert report["left_first"][on_device] == ["unused1", "unused0", "used3", "used2", "used1"]

@@ -174,9 +174,9 @@ class ManagerAdapter(vllm_api.OffloadingManager):
             self._sources_of = req_context
             self._sources = self._tiering.tiers_of(self._context(req_context))
         tier = self._sources.get(key)
-        if tier is None or tier.medium is Medium.CPU:
-            return source.HOST
-        return source.EXTERNAL_UNSPECIFIED if tier.locality is Locality.REMOTE else source.DISK
+        if tier is not None and tier.locality is Locality.REMOTE:
+            return source.EXTERNAL_UNSPECIFIED
+        return source.HOST if tier is None or tier.medium is Medium.CPU else source.DISK
 
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
