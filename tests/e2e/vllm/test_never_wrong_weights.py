@@ -66,6 +66,9 @@ class ChangingEngine(RemoteEngine):
     def update_weights(self, way: Way, path: Path) -> None:
         self.process.ask("update_weights", way, str(path))
 
+    def update_weights_under_a_request(self, path: Path) -> None:
+        self.process.ask("update_weights_under_a_request", str(path))
+
 
 def replace_by(model: Path, weights: Path) -> Path:
     """Put other weights where a model is."""
@@ -183,6 +186,22 @@ def test_weights_that_change_in_mid_run_find_nothing_from_before(
         # The namespace that follows is not the one that followed the last time.
         assert engine.reset_all()
         assert cached(engine, subject.alone) == NOTHING
+
+
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_what_a_request_computed_before_a_reset_is_not_kept_after_it(
+    vllm: VLLM, subject: Subject, other: Path, other_alone: Reference, tmp_path: Path
+) -> None:
+    options = over(LASTING["disk"](tmp_path), subject)
+    with ChangingEngine(vllm, subject.path, options) as engine:
+        engine.add("begun", PROMPTS[0], max_tokens=16)
+        engine.step(3)
+        engine.update_weights_under_a_request(other)
+        engine.run()
+        engine.settle()
+        assert engine.figures()["cpu_stale_blocks"] > 0
+        engine.reset_device_cache()
+        assert cached(engine, other_alone) == NOTHING
 
 
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)

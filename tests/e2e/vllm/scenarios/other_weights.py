@@ -29,6 +29,12 @@ class EngineWithOtherWeights(Engine):
             self._reload(path)
             core.resume_scheduler()
 
+    def update_weights_under_a_request(self, path: str) -> None:
+        """The same without preempting what runs, which vLLM does not count as done: the device
+        keeps its blocks, and those of the request are offered to be stored once more."""
+        self._reload(path)
+        assert not self._engine.reset_all(running=False)
+
     def _reload(self, path: str) -> None:
         self._engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.vllm.scenarios.engine import Engine
@@ -23,7 +23,6 @@ _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 
 def refusal(model: str, options: dict[str, Any], **engine_args: Any) -> dict[str, Any]:
     """Start an engine and give it a request. What it is refused with, when, and what is left."""
-    before = set(os.listdir("/dev/shm"))
     when, why = "never", ""
     engine = None
     try:
@@ -34,7 +33,9 @@ def refusal(model: str, options: dict[str, Any], **engine_args: Any) -> dict[str
         when, why = "at start" if engine is None else "at the first request", str(error)
     left = [] if engine is None else engine.close()
     left += [thread.name for thread in threading.enumerate() if "kvtier" in thread.name]
-    left += sorted(name for name in set(os.listdir("/dev/shm")) - before if "kvtier" in name)
+    # Other engines on this machine have theirs; this process has its own mapped.
+    mapped = {Path(part) for part in Path("/proc/self/maps").read_text().split()}
+    left += [str(path) for path in mapped if path.match("/dev/shm/kvtier-*") and path.exists()]
     return {"when": when, "why": why, "left": left}
 
 
