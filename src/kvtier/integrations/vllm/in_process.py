@@ -193,7 +193,12 @@ class InProcessEngine:
 
     def step(self) -> None:
         """One engine step: schedule, compute, harvest."""
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        if not outputs:
+            # As vLLM's server does when nothing was computed: threads that move blocks need the
+            # interpreter.
+            time.sleep(0.001)
+        for output in outputs:
             answer = self._answers[output.request_id]
             chosen = output.outputs[0]
             answer.tokens = list(chosen.token_ids)
