@@ -47,13 +47,13 @@ __all__ = [
     "begins_prompt",
     "data_parallel_size",
     "default_hash_seed",
+    "draws_hash_root",
     "group_id",
     "hash_root",
     "in_prompt_order",
     "keys_in_prompt_order",
     "load_tiers",
     "params_for_kvtier",
-    "seeds_weak_hashes",
 ]
 
 BLOCK_LEVEL_POLICY: vllm_api.OffloadPolicy = (
@@ -164,13 +164,19 @@ def default_hash_seed() -> str | None:
     return seed
 
 
-def seeds_weak_hashes(algorithm: str) -> bool:
-    """Whether this vLLM draws a random root for an algorithm, because it is no cryptographic one,
-    unless `PYTHONHASHSEED` is set."""
-    weak: frozenset[Any] = getattr(
-        vllm_api.kv_cache_utils, "_NON_CRYPTO_HASH_FUNCTIONS", frozenset()
-    )
-    return vllm_api.get_hash_fn_by_name(algorithm) in weak
+def draws_hash_root(algorithm: str | None) -> bool:
+    """Whether this process's block hashes begin with something random, so that no other arrives at
+    them, as far as it can be said before vLLM has made it.
+
+    `algorithm`: vLLM's name of the one it hashes with. Without a seed, later releases draw for
+    those that are not cryptographic. None: not known, and not taken for one of these.
+    """
+    if os.environ.get("PYTHONHASHSEED") is not None:
+        return False
+    if default_hash_seed() is None:
+        return True
+    weak: Any = getattr(vllm_api.kv_cache_utils, "_NON_CRYPTO_HASH_FUNCTIONS", ())
+    return algorithm is not None and vllm_api.get_hash_fn_by_name(algorithm) in weak
 
 
 def hash_root() -> HashRoot | None:

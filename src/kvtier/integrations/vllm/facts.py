@@ -7,7 +7,6 @@ no user can write, since its name is no text that JSON or a shell gives.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +68,9 @@ def engine_facts(
             for number, group in enumerate(kv_cache_config.kv_cache_groups)
             if is_full_attention(group.kv_cache_spec)
         ),
-        has_random_hashes=_draws_its_root(vllm_config.cache_config.prefix_caching_hash_algo),
+        has_random_hashes=differences.draws_hash_root(
+            vllm_config.cache_config.prefix_caching_hash_algo
+        ),
     )
 
 
@@ -105,9 +106,3 @@ def is_full_attention(spec: vllm_api.KVCacheSpec) -> bool:
     if isinstance(spec, vllm_api.UniformTypeKVCacheSpecs):
         return all(is_full_attention(layer) for layer in spec.kv_cache_specs.values())
     return isinstance(spec, vllm_api.FullAttentionSpec)
-
-
-def _draws_its_root(algorithm: str) -> bool:
-    if os.environ.get("PYTHONHASHSEED") is not None:
-        return False
-    return differences.default_hash_seed() is None or differences.seeds_weak_hashes(algorithm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,7 +13,7 @@ from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.integrations.vllm import differences, vllm_api
 from kvtier.integrations.vllm.block_hashes import lasting_tiers, refuse_random_root, tell_about
 from kvtier.integrations.vllm.config import config_from_vllm
-from kvtier.integrations.vllm.facts import EngineFacts, facts_in
+from kvtier.integrations.vllm.facts import facts_in
 from kvtier.integrations.vllm.logs import speak_through_vllm
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.metrics import DEFINITIONS, metric_to_vllm
@@ -83,6 +82,12 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             )
         return self._worker
 
+    @property
+    def _has_random_hashes(self) -> bool:
+        """As far as it is known before vLLM has made their root."""
+        facts = self._facts
+        return differences.draws_hash_root(None) if facts is None else facts.has_random_hashes
+
     def _start(self) -> ManagerAdapter:
         config = self.kvtier_config
         tiers = lasting_tiers(config.options.secondary_tiers)
@@ -95,7 +100,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             # Whatever comes of this, and however the ranks end, no memory is left behind: all that
             # will ever join are there, or the engine does not start.
             at_the_end.callback(file.remove_name)
-            if tiers and _is_root_random(self._facts):
+            if tiers and self._has_random_hashes:
                 raise refuse_random_root(tiers, differences.default_hash_seed())
             with ExitStack() as undo_board:
                 board = NoticeBoard(file.map_board(), shape)
@@ -112,13 +117,6 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             has_groups=len(config.groups) > 1,
             check_hashes=(lambda: _hashes_told(tiers)) if tiers else None,
         )
-
-
-def _is_root_random(facts: EngineFacts | None) -> bool:
-    """As far as it is known before vLLM has made it."""
-    if facts is not None:
-        return facts.has_random_hashes
-    return os.environ.get("PYTHONHASHSEED") is None and differences.default_hash_seed() is None
 
 
 def _hashes_told(tiers: Sequence[str]) -> bool:
