@@ -17,7 +17,7 @@ from kvtier.base import (
     GPULoadStoreSpec,
 )
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.gpu_worker import HostOffloadingWorker
+from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.bench.report import print_table, save
 

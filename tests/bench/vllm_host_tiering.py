@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.example.manager import ExampleSecondaryTierManag
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.gpu_worker import HostOffloadingWorker
+from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.integrations.vllm.worker import gpu_spec_from_vllm, kv_caches_from_vllm
 from tests.bench.vllm_meters import UNTIMED
 

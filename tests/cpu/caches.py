@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
-from kvtier.cpu.gpu_worker import HostOffloadingWorker
+from kvtier.cpu.host_worker import HostOffloadingWorker
 
 Bytes = NDArray[np.uint8]
 

@@ -17,7 +17,7 @@ from kvtier.base import (
     OffloadingWorker,
     TransferResult,
 )
-from kvtier.cpu.gpu_worker import HostOffloadingWorker
+from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.testing import ExampleBacking, FaultSchedule, FaultyTier
 from kvtier.tiering.base import JobResult, TransferJob

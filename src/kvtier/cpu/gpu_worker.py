@@ -1,15 +1,15 @@
-"""The copying half of the CPU tier: between a rank's caches and its cells in the shared region.
-
-This is the worker for caches in host memory, as CPU engines have them.
-"""
+"""The copying half of the CPU tier for caches on a CUDA device."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
+from collections import deque
 from collections.abc import Callable, Collection
-from queue import SimpleQueue
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from kvtier.base import (
     CanonicalKVCaches,
@@ -18,68 +18,82 @@ from kvtier.base import (
     OffloadingWorker,
     TransferResult,
 )
+from kvtier.cpu.cell_size import require_cell_fits
+from kvtier.cpu.cuda.copies import Copies, Ticket
+from kvtier.cpu.cuda.device_tensors import device_of, device_tensors
+from kvtier.cpu.cuda.driver import CudaDriver, CudaError, cuda_driver
+from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
+from kvtier.cpu.cuda.page_table import HostCell, PageTable
+from kvtier.cpu.cuda.pinning import pin_region
+from kvtier.cpu.cuda.streams import StreamCopies
+from kvtier.cpu.cuda.unpinned import UnpinnedCopies
 from kvtier.cpu.notice_board import NoticeBoard
-from kvtier.cpu.page_copier import PageCopier
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.transfer_plan import TransferRefused, plan_transfer
 
-__all__ = ["HostOffloadingWorker"]
+__all__ = ["GPUOffloadingWorker"]
 
 logger = logging.getLogger(__name__)
 
 
-class _Lane:
-    """One thread that does what it is given, in order."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Add to what is to be done. Raises `RuntimeError`, adding nothing, without a thread."""
-        if self._thread is None:
-            # A daemon: an engine that ends without shutting down is not kept from ending.
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            thread.start()
-            self._thread = thread
-        self._queue.put(work)
-
-    def close(self) -> None:
-        """Return when all is done and the thread has ended. Idempotent."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
-            del work  # or its caches would live until the next one
+@dataclass(slots=True)
+class _Job:
+    job_id: int
+    ticket: Ticket
+    num_bytes: int
 
 
-class HostOffloadingWorker(OffloadingWorker):
-    """Copies in two threads of its own, one for stores and one for loads.
+class GPUOffloadingWorker(OffloadingWorker):
+    """Has blocks copied between a CUDA device and the shared region, beside the model's kernels.
 
-    So neither direction waits for the other, and jobs of one direction are done in the order in
-    which they were submitted. What a job says is checked in those threads as well: a job that
-    cannot be right copies nothing and is reported as failed, with the reason in the log.
+    Submitting a job checks it as a whole, hands it to the device in one piece and returns; whether
+    it is done is seen from the device's own marks, without waiting. Jobs of one direction are done
+    in the order in which they were submitted; the directions do not wait for each other. Every job
+    begins after all that the calling thread's current stream was given before it, so a store finds
+    what was computed. A store's blocks must not be overwritten, nor a load's read, before the job
+    is reported or `wait` returns.
 
-    After a store its slots hold the pages of that store and zeros, and nothing from before.
+    A job that cannot be right, or that the driver refuses, copies nothing and is reported as
+    failed, with the reason in the log. After a store its slots hold the pages of that store and
+    zeros, and nothing from before.
 
     The worker owns `region` from the moment its constructor returns; `shutdown` cleans it up.
     """
 
     def __init__(
-        self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
+        self,
+        kv_caches: CanonicalKVCaches,
+        region: SharedOffloadRegion,
+        blocks_per_chunk: int,
+        *,
+        open_copies: Callable[[Any, SharedOffloadRegion, ExitStack], Copies] | None = None,
     ) -> None:
-        self._copier: PageCopier | None = PageCopier(kv_caches, region, blocks_per_chunk)
+        """`open_copies`: what does the copying instead of the device, given the device, the region
+        and where to leave what is to be undone at the end."""
+        tensors = device_tensors(kv_caches)
+        require_cell_fits([tensor.page_bytes for tensor in tensors], region, blocks_per_chunk)
+        if region.rank is None:
+            raise ValueError("the region was opened for the scheduler, which has no cell")
+        device = device_of(kv_caches)
+        self._tensors = [canonical.tensor for canonical in kv_caches.tensors]
+        self._zeros = torch.zeros(
+            max(tensor.page_bytes for tensor in tensors), dtype=torch.uint8, device=device
+        )
+        cell = HostCell(
+            region.address + region.rank * region.cpu_page_size,
+            region.row_bytes,
+            region.num_blocks,
+            blocks_per_chunk,
+        )
+        self._table = PageTable(tensors, kv_caches.group_data_refs, cell, self._zeros.data_ptr())
+        with ExitStack() as undo:
+            self._copies = (open_copies or _open_copies)(device, region, undo)
+            self._undo = undo.pop_all()
         self._region = region
-        self._stores = _Lane("kvtier-store")
-        self._loads = _Lane("kvtier-load")
-        self._changed = threading.Condition()
-        self._running: set[int] = set()
-        self._finished: dict[int, TransferResult] = {}
+        self._stores: deque[_Job] = deque()
+        self._loads: deque[_Job] = deque()
+        self._unreported: set[int] = set()
+        self._ended: list[TransferResult] = []
         self._closed = False
 
     @property
@@ -96,80 +110,134 @@ class HostOffloadingWorker(OffloadingWorker):
         return self._submit(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        with self._changed:
-            finished, self._finished = self._finished, {}
-        return list(finished.values())
+        self._collect(self._stores)
+        self._collect(self._loads)
+        ended, self._ended = self._ended, []
+        self._unreported.difference_update(result.job_id for result in ended)
+        return ended
 
     def wait(self, job_ids: Collection[int]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._running.isdisjoint(job_ids))
+        for jobs in (self._stores, self._loads):
+            for job in reversed(jobs):
+                if job.job_id in job_ids:
+                    # All before it are done when it is.
+                    _wait(job)
+                    break
 
     def shutdown(self) -> None:
-        """Finish all jobs, end the threads and clean up the region. Idempotent.
+        """Finish all jobs, let go of the device's memory, and clean up the region. Idempotent.
 
         What was not reported yet can still be asked for with `get_finished`.
         """
-        with self._changed:
-            self._closed = True
-        self._stores.close()
-        self._loads.close()
-        self._copier = None
+        if self._closed:
+            return
+        self._closed = True
+        for jobs in (self._stores, self._loads):
+            for job in jobs:
+                _wait(job)
+            self._collect(jobs)
+        self._undo.close()
+        self._tensors.clear()
+        del self._zeros
         self._region.cleanup()
 
     def _submit(
         self, job_id: int, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
     ) -> bool:
-        with self._changed:
-            if self._closed:
-                logger.warning("Job %d refused: the worker has been shut down", job_id)
-                return False
-            if job_id in self._running or job_id in self._finished:
-                logger.warning("Job %d refused: a job of this id is not reported yet", job_id)
-                return False
-            lane = self._stores if is_store else self._loads
-            try:
-                lane.put(lambda: self._run(job_id, device_spec, slot_spec, is_store))
-            except RuntimeError as error:
-                logger.warning("Job %d refused: %s", job_id, error)
-                return False
-            self._running.add(job_id)
-        return True
-
-    def _run(
-        self, job_id: int, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
-    ) -> None:
-        direction = "Store" if is_store else "Load"
-        started = time.perf_counter()
+        if self._closed:
+            logger.warning("Job %d refused: the worker has been shut down", job_id)
+            return False
+        if job_id in self._unreported:
+            logger.warning("Job %d refused: a job of this id is not reported yet", job_id)
+            return False
+        self._unreported.add(job_id)
         result = TransferResult(job_id, success=False, transfer_size=0)
         try:
-            result.transfer_size = self._transfer(device_spec, slot_spec, is_store)
-            result.success = True
+            job = self._start(job_id, device_spec, slot_spec, is_store)
         except TransferRefused as reason:
             # As text: a log that keeps its records would keep the frames of this job with them.
-            logger.error("%s job %d failed: %s", direction, job_id, str(reason))
+            logger.error("%s job %d failed: %s", _name(is_store), job_id, str(reason))
+            self._ended.append(result)
         except Exception:
             result.transfer_size = None
-            logger.exception("%s job %d failed", direction, job_id)
-        result.transfer_time = time.perf_counter() - started
-        with self._changed:
-            self._running.discard(job_id)
-            self._finished[job_id] = result
-            self._changed.notify_all()
+            logger.exception("%s job %d failed", _name(is_store), job_id)
+            self._ended.append(result)
+        else:
+            (self._stores if is_store else self._loads).append(job)
+        return True
 
-    def _transfer(
-        self, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
-    ) -> int:
-        """Copy, and return the number of bytes copied."""
-        copier = self._copier
-        assert copier is not None
+    def _start(
+        self, job_id: int, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
+    ) -> _Job:
+        table = self._table
         transfers = plan_transfer(
             device_spec,
             slot_spec,
             is_store=is_store,
-            blocks_per_chunk=copier.blocks_per_chunk,
-            num_slots=copier.num_slots,
-            num_blocks_of_group=copier.num_blocks_of_group,
+            blocks_per_chunk=table.blocks_per_chunk,
+            num_slots=table.num_slots,
+            num_blocks_of_group=table.num_blocks_of_group,
         )
-        if is_store:
-            return sum(map(copier.store, transfers))
-        return sum(map(copier.load, transfers))
+        pages = table.pages(transfers, is_store=is_store)
+        return _Job(job_id, self._copies.start(pages, is_store=is_store), pages.num_bytes)
+
+    def _collect(self, jobs: deque[_Job]) -> None:
+        """Note the results of what has ended, in order."""
+        while jobs:
+            job = jobs[0]
+            result = TransferResult(job.job_id, success=False)
+            try:
+                if not job.ticket.is_done():
+                    return
+                result.success = True
+                result.transfer_size = job.num_bytes
+                result.transfer_time = job.ticket.seconds()
+            except Exception:
+                logger.exception("%s job %d failed", _name(jobs is self._stores), job.job_id)
+            jobs.popleft()
+            self._ended.append(result)
+
+
+def _name(is_store: bool) -> str:
+    return "Store" if is_store else "Load"
+
+
+def _wait(job: _Job) -> None:
+    try:
+        job.ticket.wait()
+    except Exception as error:
+        # It is told when the job is asked for.
+        logger.debug("Job %d: %s", job.job_id, error)
+
+
+def _open_copies(device: Any, region: SharedOffloadRegion, undo: ExitStack) -> Copies:
+    """The quickest that this machine has. Raises `CudaUnavailable` if it has none."""
+    driver = cuda_driver()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # the device's context is this thread's now
+        if not pin_region(region, driver):
+            copies: Copies = UnpinnedCopies(device, driver)
+        else:
+            undo.callback(_unpin, region, driver)
+            copies = StreamCopies(device, driver, _open_kernel(device, driver))
+    undo.callback(copies.close)
+    return copies
+
+
+def _open_kernel(device: Any, driver: CudaDriver) -> PageKernel | None:
+    try:
+        return PageKernel(driver, torch.cuda.get_device_capability(device))
+    except (KernelUnavailable, CudaError) as error:
+        logger.warning(
+            "Pages below 128 KiB are copied by the copy engines, several times slower than the "
+            "bus: %s",
+            error,
+        )
+        return None
+
+
+def _unpin(region: SharedOffloadRegion, driver: CudaDriver) -> None:
+    try:
+        driver.unregister_host(region.address)
+    except CudaError as error:
+        logger.warning("The shared region could not be unpinned: %s", error)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches
+from kvtier.cpu.cell_size import require_cell_fits
 from kvtier.cpu.device_pages import device_pages
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.transfer_plan import GroupTransfer, Piece
@@ -35,17 +36,9 @@ class PageCopier:
     def __init__(
         self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
     ) -> None:
-        if blocks_per_chunk < 1:
-            raise ValueError(f"blocks_per_chunk={blocks_per_chunk}: a slot holds at least 1 block")
         device = device_pages(kv_caches)
-        cell_bytes = sum(pages.shape[1] for pages in device) * blocks_per_chunk
-        if cell_bytes > region.cpu_page_size:  # before there are views, which would outlive this
-            raise ValueError(
-                f"the caches need {cell_bytes} bytes per slot (blocks_per_chunk="
-                f"{blocks_per_chunk} pages of each of {len(device)} tensors), but the region was "
-                f"made with cpu_page_size={region.cpu_page_size}. Give the true "
-                "worker_kv_bytes_per_block, the sum of all tensors' page_size_bytes"
-            )
+        # Before there are views, which would outlive this.
+        require_cell_fits([pages.shape[1] for pages in device], region, blocks_per_chunk)
         self.blocks_per_chunk = blocks_per_chunk
         self.num_slots = region.num_blocks
         host = [

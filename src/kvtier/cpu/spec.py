@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvtier.base import CanonicalKVCaches, MetricDefinition, OffloadingSpec
-from kvtier.cpu.device_pages import device_pages
-from kvtier.cpu.gpu_worker import HostOffloadingWorker
+from kvtier.cpu.device_pages import device_pages, is_on_cuda
+from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.metrics import METRIC_DEFINITIONS
 from kvtier.cpu.policies.factory import CachePolicyFactory
@@ -15,6 +15,7 @@ from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
+    from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 
 __all__ = ["CPUOffloadingSpec"]
 
@@ -33,7 +34,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             config.options.eviction_policy, config.options.cache_policy_module_path
         )
         self._manager: CPUOffloadingManager | None = None
-        self._worker: HostOffloadingWorker | None = None
+        self._worker: HostOffloadingWorker | GPUOffloadingWorker | None = None
 
     @classmethod
     def build_metric_definitions(
@@ -54,15 +55,18 @@ class CPUOffloadingSpec(OffloadingSpec):
             )
         return self._manager
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> HostOffloadingWorker:
+    def get_worker(
+        self, kv_caches: CanonicalKVCaches
+    ) -> HostOffloadingWorker | GPUOffloadingWorker:
         """The worker for this rank's caches, with all its memory reserved.
 
-        Raises, and leaves nothing behind, when the caches are not in host memory (`TypeError`),
-        do not fit the configuration (`ValueError`), or when there is no room
-        (`NotEnoughMemory`).
+        Raises, and leaves nothing behind, when the caches are neither in host memory nor on a CUDA
+        device (`TypeError`), do not fit the configuration (`ValueError`), when there is no room
+        (`NotEnoughMemory`), or when the NVIDIA driver is too old (`CudaUnavailable`).
         """
         if self._worker is None:
-            device_pages(kv_caches)  # before gigabytes are reserved for caches that cannot be used
+            # First of all, before gigabytes are reserved for caches that cannot be used.
+            worker_cls = _worker_for(kv_caches)
             region = SharedOffloadRegion(
                 self.config.engine_id,
                 self.config.num_blocks,
@@ -71,10 +75,26 @@ class CPUOffloadingSpec(OffloadingSpec):
                 self.config.cpu_page_size,
             )
             try:
-                self._worker = HostOffloadingWorker(
-                    kv_caches, region, self.config.cache.blocks_per_chunk
-                )
+                self._worker = worker_cls(kv_caches, region, self.config.cache.blocks_per_chunk)
             except BaseException:
                 region.cleanup()
                 raise
         return self._worker
+
+
+def _worker_for(
+    kv_caches: CanonicalKVCaches,
+) -> type[HostOffloadingWorker] | type[GPUOffloadingWorker]:
+    """By where the caches are. Raises if no worker can use them."""
+    if is_on_cuda(kv_caches):
+        # Here, since it needs torch; whoever has such caches has it.
+        from kvtier.cpu.cuda.device_tensors import device_of, device_tensors
+        from kvtier.cpu.cuda.driver import cuda_driver
+        from kvtier.cpu.gpu_worker import GPUOffloadingWorker
+
+        device_of(kv_caches)
+        device_tensors(kv_caches)
+        cuda_driver()
+        return GPUOffloadingWorker
+    device_pages(kv_caches)
+    return HostOffloadingWorker

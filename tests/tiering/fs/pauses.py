@@ -15,5 +15,6 @@ def shorten_pauses(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(clerk, "_HEARTBEAT_S", 0.05)
     patch.setattr(clerk, "_QUIET_S", 0.2)
     patch.setattr(clerk, "_RETRY_S", 0.1)
+    patch.setattr(clerk, "_MEASURE_COST", 1)  # on a busy machine a hundred times may be very long
     patch.setattr(sweeper, "_RECLAIM_EVERY_S", 0.1)
     patch.setattr(lookups, "_ABSENT_FOR_S", 0.1)

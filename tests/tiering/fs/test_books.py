@@ -940,6 +940,25 @@ def test_who_was_taken_for_dead_learns_of_it(root: Path, engines: Callable[[], E
     assert_exact(root, other.books)
 
 
+def test_private_blocks_of_an_engine_whose_sign_of_life_was_deleted_are_counted_out(
+    root: Path, engines: Callable[[], Engine]
+) -> None:
+    """Also where it learns of that before anybody else does."""
+    engine, other = engines(), engines()
+    privately_stored(engine, 1, 2)
+    engine.reserve(1)
+    engine.write(key(3))
+    (root / "engines" / f"{engine.books.seat.engine.hex()}.alive").unlink()
+    with pytest.raises(SeatLost):
+        engine.reserve(1)
+    assert du(root) <= other.books.ledger.read().total
+    assert other.books.reclaim() == 1
+    assert other.books.ledger.read().num_blocks == 0
+    assert_exact(root, other.books)
+    other.books.close()
+    assert total_of(root) == du(root)
+
+
 def test_who_has_to_wait_too_long_keeps_its_seat(root: Path, engines: Callable[[], Engine]) -> None:
     other = engines()
     impatient = Books(root, Occupant.here("impatient", ""), 0.01)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,10 @@ from kvtier.base import OffloadKey
 from kvtier.tiering.fs import books as books_module
 from kvtier.tiering.fs import clerk as module
 from kvtier.tiering.fs import sweeper
-from kvtier.tiering.fs.books import NAME_BYTES, Books
+from kvtier.tiering.fs.books import NAME_BYTES, Books, SeatLost
 from kvtier.tiering.fs.clerk import Arrival, Change, Clerk, Limits
-from kvtier.tiering.fs.lease import NoRoom
-from kvtier.tiering.fs.ledger import Balance
+from kvtier.tiering.fs.lease import NoRoom, Room
+from kvtier.tiering.fs.ledger import Balance, LedgerBusy
 from kvtier.tiering.fs.names import SHARDS, block_path, namespace_path
 from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.tree import BlockFile, count_blocks, read_shard
@@ -36,7 +37,15 @@ def key(number: int) -> OffloadKey:
 class Desk:
     """A clerk, and what writers do: take room, write, hand in."""
 
-    def __init__(self, root: Path, max_bytes: int = MAX_BYTES, min_free_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        max_bytes: int = MAX_BYTES,
+        min_free_bytes: int = 0,
+        *,
+        is_started: bool = True,
+    ) -> None:
+        """Without a start, the test does the clerk's work on its own thread."""
         self.root = root
         self.books = Books(root, Occupant.here("clerk", ""), 0.05)
         self.namespace = namespace_path(self.books.blocks, bytes(16))
@@ -45,7 +54,10 @@ class Desk:
         limits = Limits(max_bytes, min_free_bytes)
         self.clerk: Clerk[int] = Clerk(self.books, limits, BLOCK_BYTES, CHARGE, self.errors.append)
         self.clerk.use(self.namespace, self.namespace, None)
-        self.clerk.start(self.on_done)
+        if is_started:
+            self.clerk.start(self.on_done)
+        else:
+            self.clerk._on_done = self.on_done
 
     def on_done(self, results: Sequence[tuple[Arrival[int], bool]]) -> None:
         self.answers += [(arrival.what, is_there) for arrival, is_there in results]
@@ -65,6 +77,13 @@ class Desk:
         wait_until(lambda: len(self.answers) == before + len(numbers), "all are answered")
         answers = dict(self.answers[before:])
         return [answers[number] for number in numbers]
+
+    def goes_on_with(self, number: int) -> bool:
+        """Whether a block can be stored again."""
+        try:
+            return self.store(number) == [True]
+        except (NoRoom, SeatLost, OSError):
+            return False
 
     def blocks(self) -> list[BlockFile]:
         return [block for shard in SHARDS for block in read_shard(self.namespace, shard)]
@@ -267,14 +286,78 @@ def test_a_lost_seat_is_replaced(desk: Desk) -> None:
     wait_until(lambda: not os.path.exists(arrival.room.path), "the old one is cleaned up")
     assert not desk.books.seat.contains(str(lost.blocks))
 
-    def is_stored() -> bool:
-        try:
-            return desk.store(3) == [True]
-        except (NoRoom, OSError):
-            return False
-
-    wait_until(is_stored, "it goes on")
+    wait_until(lambda: desk.goes_on_with(3), "it goes on")
     desk.wait_until_exact()
+
+
+def test_room_that_comes_back_when_the_seat_is_lost_is_not_waited_for(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a mount vanishes: one writer finds no place to write, while what another has
+    written has just got its name, and cannot be cleared up after."""
+    unused = desk.clerk.lease.take()
+    link = os.link
+
+    def link_and_vanish(source: str, target: str, **options: Any) -> None:
+        link(source, target, **options)
+        os.unlink(source)
+        desk.clerk.return_room(unused)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", link_and_vanish)
+        assert desk.store(1) == [False]
+    wait_until(lambda: desk.goes_on_with(2), "it goes on")
+    desk.wait_until_exact()
+
+
+def test_room_that_comes_back_while_the_seat_is_given_up_is_not_waited_for(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = desk.clerk.lease.take(), desk.clerk.lease.take()
+    lease, settle = desk.clerk.lease, desk.clerk.lease.settle
+
+    def settle_and_return(rooms: Iterable[Room]) -> None:
+        rooms = list(rooms)
+        settle(rooms)
+        if first in rooms:
+            desk.clerk.return_room(second)
+
+    monkeypatch.setattr(lease, "settle", settle_and_return)
+    desk.books.give_up_seat()
+    desk.clerk.return_room(first)
+    wait_until(lambda: desk.goes_on_with(1), "it goes on")
+    desk.wait_until_exact()
+
+
+def test_what_was_published_is_so_though_no_further_room_can_be_made(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine gets hold of the ledger in between, and hangs."""
+    desk = Desk(root, is_started=False)
+    clerk = desk.clerk
+    clerk.ask_for_room()
+    clerk._work()
+    arrival = desk.write(1)
+    clerk.lease.empty()
+    clerk._limits = Limits(1, 0)  # so that blocks would have to leave
+
+    def find_it_locked(missing: int) -> bool:
+        raise LedgerBusy
+
+    monkeypatch.setattr(clerk, "_make_free", find_it_locked)
+    clerk.ask_for_room()
+    clerk.publish_soon([arrival])
+    with pytest.raises(LedgerBusy):
+        clerk._work()
+    assert desk.answers == [(1, True)]
+    assert desk.news() == [({key(1)}, Change.STORED)]
+    clerk._limits = Limits(MAX_BYTES, 0)
+    clerk._retry_at = 0.0
+    for _ in range(2):
+        clerk._work()
+    assert not clerk.lease.is_shut
+    assert clerk.lease.empty() == (0, []), "its room cannot be used a second time"
+    desk.books.close()
 
 
 def test_a_new_seat_is_not_lost_for_a_namespace_in_the_old_one(desk: Desk) -> None:
@@ -311,13 +394,7 @@ def test_a_lost_ledger_is_mended(desk: Desk, content: bytes) -> None:
     desk.store(1, 2, 3)
     (desk.root / "ledger").write_bytes(content)
 
-    def is_stored() -> bool:
-        try:
-            return desk.store(4) == [True]
-        except (NoRoom, OSError):
-            return False
-
-    wait_until(is_stored, "it goes on")
+    wait_until(lambda: desk.goes_on_with(4), "it goes on")
     desk.wait_until_exact()
     assert desk.books.ledger.read().num_blocks == 4
 

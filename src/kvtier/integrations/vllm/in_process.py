@@ -1,7 +1,8 @@
-"""Stock vLLM in this very process, on the CPU: one engine step at a time, nothing left behind.
+"""Stock vLLM in this very process, on the CPU unless told otherwise: one engine step at a time,
+nothing left behind.
 
-For the demo and the tests. Importing this module does not import vLLM; `contain` has to be called,
-or `contained_environment` entered, before anything does.
+For the demo, the tests and the benchmarks. Importing this module does not import vLLM; `contain`
+has to be called, or `contained_environment` entered, before anything does.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,31 +120,33 @@ class InProcessEngine:
         kvtier: Mapping[str, Any] | None = None,
         *,
         door: Door = "connector",
-        device_blocks: int = 1024,
+        device_blocks: int | None = 1024,
         max_requests: int = 8,
         **engine_args: Any,
     ) -> None:
-        """Start an engine; with `kvtier` (its extra config), one that offloads through it."""
+        """Start an engine; with `kvtier` (its extra config), one that offloads through it.
+
+        `device_blocks`: None for as many as fit. `engine_args` come before all that is set here.
+        """
         from vllm import LLM, __version__
         from vllm.config import KVTransferConfig
 
         if kvtier is not None:
             engine_args["kv_transfer_config"] = KVTransferConfig(**_transfer_config(door, kvtier))
-        self._llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
+        own_args: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
             # vLLM would round to 16 bits; then, small differences may become visible ones.
-            dtype="float32",
-            block_size=BLOCK_TOKENS,
-            num_gpu_blocks_override=device_blocks,
-            max_num_seqs=max_requests,
-            enable_prefix_caching=True,
-            seed=0,
+            "dtype": "float32",
+            "block_size": BLOCK_TOKENS,
+            "num_gpu_blocks_override": device_blocks,
+            "max_num_seqs": max_requests,
+            "enable_prefix_caching": True,
+            "seed": 0,
             # Without this, vLLM has no metrics.
-            disable_log_stats=False,
-            **engine_args,
-        )
+            "disable_log_stats": False,
+        }
+        self._llm = LLM(model=str(model), **(own_args | engine_args))
         self._engine = self._llm.llm_engine
         if release_of(__version__) < (0, 28):
             _keep_all_figures(self._engine)
@@ -174,12 +177,23 @@ class InProcessEngine:
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
-        """Queue a request. `name` must be new to this engine."""
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        hints: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Queue a request. `name` must be new to this engine. `hints`: its kv_transfer_params."""
         from vllm import SamplingParams
 
         params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, logprobs=1, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=max_tokens,
+            logprobs=1,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": dict(hints)} if hints else None,
         )
         self._answers[name] = Answer([], [], 0, float("inf"))
         self._unfinished.add(name)
@@ -233,11 +247,21 @@ class InProcessEngine:
                 raise TimeoutError(f"vLLM still has work to do after {timeout} s")
             self.step()
 
-    def generate(self, name: str, prompt: Sequence[int], max_tokens: int = 4) -> Answer:
+    def generate(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        hints: Mapping[str, Any] | None = None,
+    ) -> Answer:
         """Run one request to its end."""
-        self.add(name, prompt, max_tokens)
+        self.add(name, prompt, max_tokens, hints)
         self.run()
         return self.answer(name)
+
+    def change_model(self, change: Callable[[Any], None]) -> None:
+        """Let `change` have the model, a torch module, as it is on the device."""
+        self._llm.apply_model(change)
 
     def metrics(self) -> list[Any]:
         """What vLLM's metrics endpoint would show."""

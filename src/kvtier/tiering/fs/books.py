@@ -136,13 +136,9 @@ class Books:
         with self._locked() as balance:
             if self._seat is None or balance.root_id != self._root_id:
                 raise SeatLost
-            if not self._seat.is_in_place:
-                if balance.accounts.pop(self._seat.engine, None) is not None:
-                    self.ledger.save(balance)
-                raise SeatLost
             account = balance.accounts.get(self._seat.engine)
-            if account is None:
-                raise SeatLost
+            if account is None or not self._seat.is_in_place:
+                raise SeatLost  # an account pays for what is in the seat until it is reclaimed
             with self._owed_lock:
                 owed, self._owed = self._owed, 0
             account.reserved = max(0, account.reserved - owed)

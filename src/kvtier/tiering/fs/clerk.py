@@ -243,12 +243,18 @@ class Clerk(Generic[T]):
         logger.debug("%s: the seat is given up: %s", self._books.path, why)
         self._books.give_up_seat()
         self.lease.empty()
-        self.lease.settle(self._returned)
-        self._returned.clear()
+        self._take_returned()
         self._shut()
 
     def _take_arrivals(self) -> list[Arrival[T]]:
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def _take_returned(self) -> list[Room]:
+        """Nobody writes there any more, whether or not what the caller does with it succeeds: else
+        it would never be quiet again."""
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        self.lease.settle(returned)
+        return returned
 
     def _fail(self, arrivals: Sequence[Arrival[T]]) -> None:
         if arrivals:
@@ -265,7 +271,7 @@ class Clerk(Generic[T]):
                 self._open_again()
                 return
             if arrivals or self._damaged or self._returned or self._is_asked:
-                arrivals = self._transact(arrivals)
+                self._transact(arrivals)
             else:
                 self._beat()
         except LedgerBusy:
@@ -288,8 +294,8 @@ class Clerk(Generic[T]):
                 pass
         self.lease.open()
 
-    def _transact(self, arrivals: list[Arrival[T]]) -> list[Arrival[T]]:
-        """Returns those that nobody has been told of: none, unless it raises."""
+    def _transact(self, arrivals: list[Arrival[T]]) -> None:
+        """Leaves those in the list that nobody has been told of: none, unless it raises."""
         self._last_active = time.monotonic()
         is_asked, self._is_asked = self._is_asked, False
         damaged = [self._damaged.popleft() for _ in range(len(self._damaged))]
@@ -302,16 +308,18 @@ class Clerk(Generic[T]):
                 self._measure(balance)
             self._note_usage(balance)
         self._recycle(arrivals, outcomes, granted, removed, victims)
-        if is_asked:
-            self._see_to_those_who_wait(has_found=bool(granted or victims))
         ended = list(zip(arrivals, outcomes, strict=True))
-        for outcome, change in _CHANGES.items():
-            self._note_come([arrival for arrival, came in ended if came is outcome], change)
-        self._note_gone(removed)
-        self._note_gone(victims)
-        self.num_evicted += len(victims)
-        self._on_done([(arrival, outcome is not Outcome.FAILED) for arrival, outcome in ended])
-        return []
+        arrivals.clear()
+        try:
+            if is_asked:
+                self._see_to_those_who_wait(has_found=bool(granted or victims))
+        finally:  # what has come and gone has done so
+            for outcome, change in _CHANGES.items():
+                self._note_come([arrival for arrival, came in ended if came is outcome], change)
+            self._note_gone(removed)
+            self._note_gone(victims)
+            self.num_evicted += len(victims)
+            self._on_done([(arrival, outcome is not Outcome.FAILED) for arrival, outcome in ended])
 
     def _see_to_those_who_wait(self, has_found: bool) -> None:
         if self._num_missing:
@@ -402,7 +410,7 @@ class Clerk(Generic[T]):
         """What is in our seat and is no block is overwritten by the next ones."""
         seat = self._books.seat
         files: list[Room] = []
-        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        returned = self._take_returned()
         for arrival, outcome in zip(arrivals, outcomes, strict=True):
             if outcome is Outcome.PUBLISHED:
                 os.unlink(arrival.room.path)
@@ -413,7 +421,6 @@ class Clerk(Generic[T]):
             else:
                 returned.append(arrival.room)
         self.lease.settle(arrival.room for arrival in arrivals)
-        self.lease.settle(returned)
         for room in returned:
             if seat.contains(room.path):
                 with suppress(FileNotFoundError):

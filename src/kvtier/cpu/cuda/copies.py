@@ -1,0 +1,47 @@
+"""What a worker asks of whatever copies its pages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from kvtier.cpu.cuda.page_table import Pages
+
+__all__ = ["Copies", "Ticket"]
+
+
+class Ticket(ABC):
+    """One job on its way. The thread that submitted it."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether nothing of it is copied any more. Does not wait. Raises if the copy failed, or
+        if it cannot be known."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when it is done. Raises as `is_done` does."""
+
+    @abstractmethod
+    def seconds(self) -> float:
+        """How long the copy itself took, without what it waited for. Only when it is done."""
+
+
+class Copies(ABC):
+    """Copies pages between the device and pinned host memory. One thread.
+
+    Jobs of one direction are done in the order in which they were started; the directions do not
+    wait for each other. A job begins when all has ended that the device was given before it on the
+    stream that is torch's current one: a store finds what was computed before it, and a load
+    overwrites nothing that is still being read.
+    """
+
+    @abstractmethod
+    def start(self, pages: Pages, *, is_store: bool) -> Ticket:
+        """Have pages copied: from the device if it is a store, to it otherwise.
+
+        Raises if it is refused; then nothing is copied now or later.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all jobs and release everything. Idempotent."""

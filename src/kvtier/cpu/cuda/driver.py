@@ -1,0 +1,174 @@
+"""The few calls of NVIDIA's driver that torch has no words for.
+
+Bound with ctypes, so that arrays of addresses are handed over as they are: the bindings that there
+are take Python lists, an object per page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["CudaDriver", "CudaError", "CudaUnavailable", "cuda_driver"]
+
+Addresses = NDArray[np.uint64]
+
+_BATCH_SINCE = 12_080
+"""The CUDA whose signature of `cuMemcpyBatchAsync` is used here. Later drivers have it, too."""
+_STREAM_ORDER = 1
+"""Sources are read when the stream gets there, not before."""
+_PORTABLE_AND_MAPPED = 0x01 | 0x02
+
+
+class CudaUnavailable(RuntimeError):
+    """There is no driver, or it is too old."""
+
+
+class CudaError(RuntimeError):
+    """A call of the driver failed."""
+
+
+class _CopyAttributes(ctypes.Structure):
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class CudaDriver:
+    """Any thread whose current context is torch's. Every call raises `CudaError` if it fails."""
+
+    def __init__(self) -> None:
+        """Raises `CudaUnavailable`."""
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise CudaUnavailable(f"no NVIDIA driver on this machine: {error}") from error
+        self._copy_batch = self._find_copy_batch()
+        self._attributes = _CopyAttributes(source_access_order=_STREAM_ORDER)
+        self._first_index = ctypes.c_size_t(0)
+
+    def copy_batch(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int
+    ) -> None:
+        """Have the copy engines move pages, in stream order. The arrays may be reused at once.
+
+        With memory that is not pinned it returns only when all is copied, or nearly so.
+        `stream` must not be the legacy default stream.
+        """
+        if len(sources) == 0:
+            return
+        failed_at = ctypes.c_size_t()
+        self._check(
+            self._copy_batch(
+                targets.ctypes.data,
+                sources.ctypes.data,
+                sizes.ctypes.data,
+                len(sources),
+                ctypes.byref(self._attributes),
+                ctypes.byref(self._first_index),
+                1,
+                ctypes.byref(failed_at),
+                stream,
+            ),
+            "cuMemcpyBatchAsync",
+        )
+
+    def register_host(self, address: int, size: int) -> None:
+        """Pin host memory, so that the device reaches it at the same address."""
+        self._check(
+            self._library.cuMemHostRegister_v2(
+                ctypes.c_void_p(address), ctypes.c_size_t(size), _PORTABLE_AND_MAPPED
+            ),
+            "cuMemHostRegister",
+        )
+        mapped = ctypes.c_uint64()
+        self._check(
+            self._library.cuMemHostGetDevicePointer_v2(
+                ctypes.byref(mapped), ctypes.c_void_p(address), 0
+            ),
+            "cuMemHostGetDevicePointer",
+        )
+        if mapped.value != address:
+            self.unregister_host(address)
+            raise CudaError("this device sees host memory at other addresses than the host does")
+
+    def unregister_host(self, address: int) -> None:
+        self._check(
+            self._library.cuMemHostUnregister(ctypes.c_void_p(address)), "cuMemHostUnregister"
+        )
+
+    def load_function(self, image: bytes, name: str) -> ctypes.c_void_p:
+        """A kernel out of machine code for this device. It stays loaded."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._library.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+        self._check(
+            self._library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
+            "cuModuleGetFunction",
+        )
+        return function
+
+    def launch(
+        self,
+        function: ctypes.c_void_p,
+        blocks: int,
+        threads: int,
+        stream: int,
+        arguments: Any,
+    ) -> None:
+        """`arguments`: a ctypes array of pointers to them."""
+        self._check(
+            self._library.cuLaunchKernel(
+                function,
+                *(blocks, 1, 1),
+                *(threads, 1, 1),
+                0,
+                ctypes.c_void_p(stream),
+                arguments,
+                None,
+            ),
+            "cuLaunchKernel",
+        )
+
+    def _find_copy_batch(self) -> Callable[..., int]:
+        address, found = ctypes.c_void_p(), ctypes.c_int()
+        name, flags = b"cuMemcpyBatchAsync", ctypes.c_uint64(0)
+        find = getattr(self._library, "cuGetProcAddress_v2", None)
+        if (
+            find is None
+            or find(name, ctypes.byref(address), _BATCH_SINCE, flags, ctypes.byref(found))
+            or not address.value
+        ):
+            raise CudaUnavailable(
+                "the NVIDIA driver has no cuMemcpyBatchAsync: it came with CUDA 12.8. Install a "
+                "driver of release 570 or later"
+            )
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        prototype = ctypes.CFUNCTYPE(
+            ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
+        )
+        return prototype(address.value)
+
+    def _check(self, code: int, call: str) -> None:
+        if code == 0:
+            return
+        name, text = ctypes.c_char_p(), ctypes.c_char_p()
+        self._library.cuGetErrorName(code, ctypes.byref(name))
+        self._library.cuGetErrorString(code, ctypes.byref(text))
+        raise CudaError(
+            f"{call}: {(name.value or b'unknown error').decode()} ({code}), "
+            f"{(text.value or b'').decode()}"
+        )
+
+
+@cache
+def cuda_driver() -> CudaDriver:
+    """The one of this process. Raises `CudaUnavailable`."""
+    return CudaDriver()

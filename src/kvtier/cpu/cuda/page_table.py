@@ -1,0 +1,190 @@
+"""Where every page is on both sides, as addresses.
+
+Pure arithmetic on numbers: no CUDA call, and no memory is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.base import CanonicalKVCacheRef
+from kvtier.cpu.transfer_plan import GroupTransfer
+
+__all__ = ["DeviceTensor", "HostCell", "PageTable", "Pages"]
+
+Addresses = NDArray[np.uint64]
+
+
+class DeviceTensor(NamedTuple):
+    """A canonical tensor in device memory."""
+
+    address: int
+    num_blocks: int
+    stride_bytes: int
+    """From one block to the next."""
+    page_bytes: int
+
+
+class HostCell(NamedTuple):
+    """A rank's part of every slot."""
+
+    address: int
+    """Of the cell in the first slot."""
+    row_bytes: int
+    """From one slot to the next."""
+    num_slots: int
+    blocks_per_chunk: int
+
+
+class Pages(NamedTuple):
+    """What a job copies: entry i is `sizes[i]` bytes from the device side to or from the host's."""
+
+    device: Addresses
+    host: Addresses
+    sizes: Addresses
+    num_bytes: int
+    """Of the caches' data; zeros do not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Of the tensors it uses, in columns."""
+
+    device_bases: Addresses
+    device_strides: Addresses
+    host_bases: Addresses
+    page_bytes: Addresses
+    data_bytes: Addresses
+    padded: NDArray[np.bool_]
+    """Which of them have pages that are not all data."""
+    unused_bases: Addresses
+    """Of all other tensors: the host side,"""
+    unused_page_bytes: Addresses
+    num_blocks: int
+    """Device blocks that every one of its tensors has."""
+    bytes_per_block: int
+
+
+class PageTable:
+    """Turns transfers into lists of pages.
+
+    A cell holds the canonical tensors one after the other; of each, the pages of the slot's device
+    blocks. After a store its slots hold the pages of that store and zeros: these are copied as
+    well, from `zeros`, an address on the device where at least the largest page's bytes are zero.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[DeviceTensor],
+        group_refs: Sequence[Sequence[CanonicalKVCacheRef]],
+        cell: HostCell,
+        zeros: int,
+    ) -> None:
+        self._cell = cell
+        self._row_bytes = np.uint64(cell.row_bytes)
+        self._zeros = np.uint64(zeros)
+        chunk = cell.blocks_per_chunk
+        starts = np.cumsum([0] + [tensor.page_bytes * chunk for tensor in tensors])
+        bases = [cell.address + int(start) for start in starts[:-1]]
+        self._groups = [_group(refs, tensors, bases) for refs in group_refs]
+        self._places = np.arange(chunk, dtype=np.uint64)
+
+    @property
+    def num_slots(self) -> int:
+        return self._cell.num_slots
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        return self._cell.blocks_per_chunk
+
+    @property
+    def num_blocks_of_group(self) -> list[int]:
+        return [group.num_blocks for group in self._groups]
+
+    def pages(self, transfers: Sequence[GroupTransfer], *, is_store: bool) -> Pages:
+        """All that is to be copied, block by block, as it lies in the slots."""
+        device, host, sizes = [], [], []
+        num_bytes = 0
+        for transfer in transfers:
+            group = self._groups[transfer.group_idx]
+            blocks = transfer.blocks.astype(np.uint64)[:, np.newaxis]
+            device.append((blocks * group.device_strides + group.device_bases).ravel())
+            host.append(
+                self._host(
+                    group.host_bases, group.page_bytes, transfer.block_slots, transfer.block_places
+                )
+            )
+            sizes.append(np.tile(group.data_bytes, len(blocks)))
+            num_bytes += len(blocks) * group.bytes_per_block
+            if is_store:
+                for zero_host, zero_sizes in self._rest(group, transfer):
+                    device.append(np.full(len(zero_host), self._zeros))
+                    host.append(zero_host)
+                    sizes.append(zero_sizes)
+        return Pages(_joined(device), _joined(host), _joined(sizes), num_bytes)
+
+    def _host(
+        self,
+        bases: Addresses,
+        page_bytes: Addresses,
+        slots: NDArray[np.int64],
+        places: NDArray[np.int64] | Addresses,
+    ) -> Addresses:
+        rows = slots.astype(np.uint64) * self._row_bytes
+        pages = places.astype(np.uint64)[:, np.newaxis] * page_bytes
+        pages += rows[:, np.newaxis]
+        pages += bases
+        return pages.ravel()
+
+    def _rest(self, group: _Group, transfer: GroupTransfer) -> list[tuple[Addresses, Addresses]]:
+        """What a store leaves of its slots: places before the first, padding, other tensors."""
+        rest = []
+        slots = np.repeat(transfer.slots, len(self._places))
+        places = np.tile(self._places, len(transfer.slots))
+        if transfer.first_place:
+            before = self._places[: transfer.first_place]
+            first = np.full(len(before), transfer.slots[0])
+            host = self._host(group.host_bases, group.page_bytes, first, before)
+            rest.append((host, np.tile(group.data_bytes, len(before))))
+        if group.padded.any():
+            pages, data = group.page_bytes[group.padded], group.data_bytes[group.padded]
+            host = self._host(group.host_bases[group.padded] + data, pages, slots, places)
+            rest.append((host, np.tile(pages - data, len(slots))))
+        if len(group.unused_bases):
+            host = self._host(group.unused_bases, group.unused_page_bytes, slots, places)
+            rest.append((host, np.tile(group.unused_page_bytes, len(slots))))
+        return rest
+
+
+def _joined(parts: list[Addresses]) -> Addresses:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+
+
+def _group(
+    refs: Sequence[CanonicalKVCacheRef], tensors: Sequence[DeviceTensor], host_bases: Sequence[int]
+) -> _Group:
+    data_bytes: dict[int, int] = {}
+    for ref in refs:  # layers that share a tensor share its pages: they are copied once
+        data_bytes[ref.tensor_idx] = max(ref.page_size_bytes, data_bytes.get(ref.tensor_idx, 0))
+    used, unused = list(data_bytes), [t for t in range(len(tensors)) if t not in data_bytes]
+    pages = np.array([tensors[t].page_bytes for t in used], np.uint64)
+    data = np.array(list(data_bytes.values()), np.uint64)
+    return _Group(
+        device_bases=np.array([tensors[t].address for t in used], np.uint64),
+        device_strides=np.array([tensors[t].stride_bytes for t in used], np.uint64),
+        host_bases=np.array([host_bases[t] for t in used], np.uint64),
+        page_bytes=pages,
+        data_bytes=data,
+        padded=data < pages,
+        unused_bases=np.array([host_bases[t] for t in unused], np.uint64),
+        unused_page_bytes=np.array([tensors[t].page_bytes for t in unused], np.uint64),
+        num_blocks=min((tensors[t].num_blocks for t in used), default=0),
+        bytes_per_block=sum(data_bytes.values()),
+    )

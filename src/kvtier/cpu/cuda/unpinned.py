@@ -1,0 +1,76 @@
+"""Copies between the device and host memory that could not be pinned: slow, but right."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from kvtier.cpu.cuda.copies import Copies, Ticket
+from kvtier.cpu.cuda.driver import CudaDriver
+from kvtier.cpu.cuda.page_table import Pages
+from kvtier.cpu.lane import Lane
+
+__all__ = ["UnpinnedCopies"]
+
+
+class UnpinnedCopies(Copies):
+    """A thread and a stream for each direction: with such memory the driver makes its caller wait
+    until all is copied, and that must not be the engine's thread."""
+
+    def __init__(self, device: Any, driver: CudaDriver) -> None:
+        self._device = device
+        self._driver = driver
+        with torch.cuda.device(device):
+            self._streams = {is_store: torch.cuda.Stream() for is_store in (True, False)}
+        self._lanes = {True: Lane("kvtier-store"), False: Lane("kvtier-load")}
+
+    def start(self, pages: Pages, *, is_store: bool) -> Ticket:
+        with torch.cuda.device(self._device):
+            computed = torch.cuda.current_stream().record_event()
+        ticket = _ThreadTicket()
+        self._lanes[is_store].put(lambda: self._run(ticket, pages, computed, is_store))
+        return ticket
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _run(self, ticket: _ThreadTicket, pages: Pages, computed: Any, is_store: bool) -> None:
+        stream = self._streams[is_store]
+        device_to_host = (pages.device, pages.host)
+        sources, targets = device_to_host if is_store else device_to_host[::-1]
+        began = time.perf_counter()
+        try:
+            torch.cuda.set_device(self._device)
+            computed.synchronize()
+            began = time.perf_counter()
+            self._driver.copy_batch(sources, targets, pages.sizes, stream.cuda_stream)
+            stream.synchronize()
+        except Exception as error:  # for the thread that asks
+            ticket.error = error
+        ticket.elapsed_s = time.perf_counter() - began
+        ticket.ended.set()
+
+
+class _ThreadTicket(Ticket):
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self.elapsed_s = 0.0
+
+    def is_done(self) -> bool:
+        if not self.ended.is_set():
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def wait(self) -> None:
+        self.ended.wait()
+        self.is_done()
+
+    def seconds(self) -> float:
+        return self.elapsed_s

@@ -1,0 +1,39 @@
+"""A thread that does what it is given, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+__all__ = ["Lane"]
+
+
+class Lane:
+    """One thread that does what it is given, in order."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Add to what is to be done. Raises `RuntimeError`, adding nothing, without a thread."""
+        if self._thread is None:
+            # A daemon: an engine that ends without shutting down is not kept from ending.
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Return when all is done and the thread has ended. Idempotent."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+            del work  # or its caches would live until the next one

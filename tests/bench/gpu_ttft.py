@@ -1,0 +1,254 @@
+"""Time to first token in stock vLLM on a GPU, by where a prompt's blocks were before.
+
+    python -m tests.bench gpu_ttft            on the H200, eight minutes
+    python -m tests.bench.gpu_ttft rehearse   the same with a tiny model on the CPU, two minutes
+
+Five engines are alive at the same time, and one of them works: `plain` vLLM; vLLM's own offloading,
+with its fs tier; kvtier with a disk tier, once with its guard off and once with it on; and kvtier
+in a setting in which disk pays, an fp8 cache. Each of a round's figures is taken once, before the
+next round begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kvtier.cpu.region_file import reclaim_dead_regions
+from tests.bench.gpu_ttft_rounds import Rounds
+from tests.bench.gpu_ttft_samples import PhaseSamples
+from tests.bench.gpu_ttft_settings import H200, REHEARSAL, Settings
+from tests.bench.gpu_ttft_tables import ratios, show, show_references
+from tests.bench.report import missed
+from tests.bench.scratch import scratch_directory
+
+RESULTS = Path("tests/bench/results")
+_SHARED_MEMORY = Path("/dev/shm")
+
+WHAT_IS_COMPARED = """
+Stock vLLM, one prompt at a time, {answer_tokens} tokens of answer, no CUDA graphs, made-up weights
+of the size of trained ones. Prompts have one token fewer than said, so that what is computed in the
+end is the same wherever the rest comes from. A host hit begins with an empty device cache, a disk
+hit also with empty host memory and an empty page cache. `tokens` were not computed (median);
+`elsewhere` counts the runs that were not served from where they should have been, and are in no
+figure. With the guard on, kvtier loads or lets compute, as it sees fit. The bus is one copy from
+pinned memory, the raw disk preadv past the page cache, both of as many bytes as the prompt's
+blocks have."""
+
+
+class Terminated(SystemExit):
+    """Somebody has asked this process to end."""
+
+
+def run(
+    settings: Settings = H200,
+    output: Path = RESULTS,
+    deadline_s: float | None = None,
+) -> None:
+    """Start all engines, measure until all is measured or the time is up, and print what there is.
+
+    Results go to `output` after every round, and to the folder that $OUT names, if it does.
+    """
+    began = time.monotonic()
+    deadline = began + (settings.deadline_s if deadline_s is None else deadline_s)
+    print(WHAT_IS_COMPARED.format(answer_tokens=settings.answer_tokens), flush=True)
+
+    def say(text: str) -> None:
+        print(f"  [{time.monotonic() - began:5.0f} s] {text}", flush=True)
+
+    engine_id = f"gpu-ttft-{os.getpid()}"
+    with _ends_in_order(), scratch_directory() as scratch:
+        settings = _fitting(settings, scratch, say)
+        rounds = Rounds(settings, scratch, engine_id, say)
+        report = Report(settings, rounds, output, began)
+        try:
+            rounds.launch()
+            rounds.prepare_raw()
+            rounds.await_engines(began + settings.start_limit_s)
+            report.about["raw_disk"] = rounds.choose_raw_threads()
+            say(f"raw disk: {report.about['raw_disk']}")
+            rounds.fill()
+            report.save()
+            _take_rounds(settings, rounds, report, deadline, say)
+        except Exception as error:
+            rounds.problems.append(f"it ended early: {error!r}")
+            raise
+        finally:
+            report.save()
+            rounds.end()
+            _clean_shared_memory(engine_id)
+            report.show()
+
+
+def _take_rounds(
+    settings: Settings, rounds: Rounds, report: Report, deadline: float, say: Any
+) -> None:
+    """All rounds of one phase after the other. If there is not enough time, each phase leaves some
+    to those behind it, and what is left in the end is for those that are not done."""
+    for leaves_time in (True, False):
+        for number, samples in enumerate(rounds.phases):
+            behind = rounds.phases[number + 1 :] if leaves_time else []
+            until = deadline - sum(
+                later.phase.seconds for later in behind if rounds.has_engines_for(later)
+            )
+            while samples.num_rounds < settings.rounds and rounds.has_engines_for(samples):
+                if time.monotonic() > until:
+                    say(f"no time is left for rounds of {samples.phase.length:,} tokens")
+                    break
+                round_began = time.monotonic()
+                rounds.take(samples)
+                report.save()
+                say(_summary(samples, time.monotonic() - round_began))
+
+
+def _summary(samples: PhaseSamples, seconds: float) -> str:
+    last = {
+        f"{engine}: {figure}": runs[-1]
+        for (engine, figure), runs in samples.by_figure.items()
+        if runs[-1].round == samples.num_rounds - 1
+    }
+    figures = "; ".join(
+        f"{name} {run.seconds * 1e3:.0f}{'' if run.is_in_place else ' (elsewhere)'}"
+        for name, run in last.items()
+    )
+    return (
+        f"{samples.phase.length:,} tokens, round {samples.num_rounds}, {seconds:.1f} s; "
+        f"in ms: {figures}"
+    )
+
+
+class Report:
+    """The results, as they are kept and shown."""
+
+    def __init__(self, settings: Settings, rounds: Rounds, output: Path, began: float) -> None:
+        self.about: dict[str, Any] = {}
+        """What else is worth keeping."""
+        self._settings = settings
+        self._rounds = rounds
+        self._began = began
+        self._folders = [output]
+        if os.environ.get("OUT"):
+            self._folders.append(Path(os.environ["OUT"]))
+        self._name = "gpu_ttft" if settings.name == H200.name else f"gpu_ttft_{settings.name}"
+
+    def save(self) -> None:
+        """Never leaves half a file."""
+        text = json.dumps(self._document(), indent=1) + "\n"
+        for folder in self._folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                new = folder / f".{self._name}.new"
+                new.write_text(text)
+                new.replace(folder / f"{self._name}.json")
+            except OSError as error:
+                print(f"  the results cannot be saved in {folder}: {error}", flush=True)
+
+    def _document(self) -> dict[str, Any]:
+        rounds = self._rounds
+        return {
+            "benchmark": self._name,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "result": {
+                **self.about,
+                "took_s": time.monotonic() - self._began,
+                "started_in_s": rounds.started_in_s,
+                "problems": rounds.problems,
+                "page_cache_not_dropped": rounds.page_cache.trouble,
+                "learning": rounds.learning,
+                "ratios": [
+                    ratio.document() for samples in rounds.phases for ratio in ratios(samples)
+                ],
+                "phases": [samples.document() for samples in rounds.phases],
+                "settings": self._settings.document(),
+            },
+        }
+
+    def show(self) -> None:
+        show(self._rounds.phases, self._settings)
+        show_references(self._rounds.references)
+        if self._rounds.page_cache.trouble is not None:
+            print(f"  the page cache was not dropped: {self._rounds.page_cache.trouble}")
+        for problem in self._rounds.problems:
+            print(f"  problem: {problem}")
+            missed.append(f"gpu_ttft: {problem}")
+        places = ", ".join(str(folder / f"{self._name}.json") for folder in self._folders)
+        print(f"  saved in {places}", flush=True)
+
+
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Let SIGTERM end this process as an exception does."""
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        raise Terminated(128 + signum)
+
+    former = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _fitting(settings: Settings, scratch: Path, say: Any) -> Settings:
+    """With one prompt of each length, where there is no room for more."""
+    host_bytes = sum(engine.host_bytes for engine in settings.engines)
+    fits = True
+    for place, needed in ((scratch, settings.disk_bytes()), (_SHARED_MEMORY, host_bytes)):
+        room = os.statvfs(place)
+        free = room.f_bavail * room.f_frsize
+        say(f"{place} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB are needed")
+        fits = fits and free > needed
+    if fits:
+        return settings
+    say("that is not enough: there will be one prompt of each length")
+    return replace(settings, prompts=1, engines=tuple(map(_halved, settings.engines)))
+
+
+def _halved(engine: Any) -> Any:
+    return replace(engine, host_bytes=engine.host_bytes // 2, disk_bytes=engine.disk_bytes // 2)
+
+
+def _clean_shared_memory(engine_id: str) -> None:
+    """Remove what engines left that were killed."""
+    reclaim_dead_regions(str(_SHARED_MEMORY))
+    for left in _SHARED_MEMORY.glob(f"*{engine_id}*"):
+        left.unlink(missing_ok=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu_ttft", description=__doc__)
+    parser.add_argument("mode", choices=("measure", "rehearse"))
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where the JSON file goes")
+    parser.add_argument("--deadline", type=float, metavar="S", help="begin no round after that")
+    parser.add_argument("--fail", metavar="ENGINE", help="rehearse that this one does not start")
+    arguments = parser.parse_args()
+    settings = H200 if arguments.mode == "measure" else REHEARSAL
+    output = RESULTS if arguments.mode == "measure" else Path("build/bench")
+    if arguments.fail is not None:
+        broken = {"max_model_len": 10**9}
+        settings = replace(
+            settings,
+            engines=tuple(
+                replace(engine, engine_args=broken) if engine.name == arguments.fail else engine
+                for engine in settings.engines
+            ),
+        )
+    run(settings, arguments.output or output, arguments.deadline)
+    if missed:
+        raise SystemExit(f"missed: {'; '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""One vLLM engine in a process of its own, which answers what `tests.bench.gpu_ttft` asks.
+
+    python -m tests.bench.gpu_ttft_engine ORDER.json
+
+The file says which engine. The first line on standard output says that it is there; then come
+answers, one JSON document in a line for each in standard input, whose end ends the process.
+Everything that others print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvtier.integrations.vllm.in_process import InProcessEngine, contain
+from tests.bench.gpu_ttft_weights import let_weights_matter
+
+FORGET_NOTHING = "nothing"
+FORGET_DEVICE = "device"
+FORGET_HOST = "host"
+"""And the device. What is on disk stays."""
+
+COUNTERS = (
+    "cpu_stored_blocks",
+    "cpu_loaded_blocks",
+    "cpu_promoted_blocks",
+    "failed_loads",
+    "tier_0_disk_declined_blocks",
+    "tier_0_disk_late_loads",
+    "tiering_given_up_requests",
+)
+"""Of kvtier's figures, those that say what a request was served from."""
+
+_WARM_UP = "warm-up"
+_KEPT_NOWHERE = {"skip": True, "max_offload_tokens": 0}
+"""The hints for that of kvtier, and of vLLM."""
+_SETTLED_WITHIN_S = 60.0
+_PAUSE_S = 0.05
+
+
+class Session:
+    """Answers the questions of `tests.bench.gpu_ttft_process`."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._order = order
+        self._num_requests = 0
+        self._prompts: dict[tuple[int, object], list[int]] = {}
+        folder = Path(order["folder"])
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(order["model_config"]))
+        (folder / "tier").mkdir()
+        self._tier = folder / "tier"
+        _contain(folder / "vllm")
+        self._engine = InProcessEngine(
+            folder / "model",
+            order["kvtier"],
+            device_blocks=None,
+            max_requests=4,
+            **order["engine_args"],
+        )
+        self._engine.change_model(let_weights_matter)
+        for _ in ("computed", "from the device"):
+            self._run(order["warm_up_tokens"], _WARM_UP, _KEPT_NOWHERE)
+        self._engine.settle(_SETTLED_WITHIN_S)
+
+    def generate(self, what: dict[str, Any]) -> dict[str, Any]:
+        """Run a prompt, after what was known of it is forgotten as far as `forget` says."""
+        self._forget(what["forget"])
+        before = self._engine.figures()
+        answer = self._run(what["tokens"], what["number"], what.get("hints"))
+        self._engine.settle(_SETTLED_WITHIN_S)
+        after = self._engine.figures()
+        return {
+            "seconds": answer.time_to_first_token,
+            "cached_tokens": answer.cached_tokens,
+            "answer": answer.tokens,
+            "logprobs": answer.logprobs,
+            "counted": {
+                name: after.get(name, 0) - before.get(name, 0) for name in COUNTERS if name in after
+            },
+        }
+
+    def stored_blocks(self, what: dict[str, Any]) -> int:
+        """How many blocks are on disk, once there are as many as said, or time is up."""
+        deadline = time.monotonic() + what["seconds"]
+        while True:
+            self._engine.settle(_SETTLED_WITHIN_S)
+            stored = self._num_stored()
+            if stored >= what["blocks"] or time.monotonic() > deadline:
+                return stored
+            # vLLM hands on what was computed, and takes in what was stored, with further steps.
+            self._run(8, _WARM_UP, None)
+            time.sleep(_PAUSE_S)
+
+    def figures(self, _: object) -> dict[str, float]:
+        """Of kvtier; empty for another engine."""
+        return self._engine.figures()
+
+    def end(self) -> None:
+        self._engine.close()
+
+    def _run(self, tokens: int, number: object, hints: dict[str, Any] | None) -> Any:
+        self._num_requests += 1
+        prompt = self._prompts.get((tokens, number))
+        if prompt is None:
+            source = random.Random(f"{tokens} tokens, {number}")
+            vocabulary = self._order["vocabulary"]
+            prompt = [source.randrange(10, vocabulary) for _ in range(tokens)]
+            self._prompts[tokens, number] = prompt
+        name = f"request-{self._num_requests}"
+        return self._engine.generate(name, prompt, self._order["answer_tokens"], hints)
+
+    def _forget(self, what: str) -> None:
+        if what == FORGET_DEVICE:
+            self._engine.reset_device_cache()
+        elif what == FORGET_HOST and not self._engine.reset_all():
+            raise RuntimeError("vLLM could not reset its prefix cache: some blocks are in use")
+
+    def _num_stored(self) -> int:
+        if self._order["counts_files"]:
+            return sum(
+                name.endswith(".bin") for _, _, names in os.walk(self._tier) for name in names
+            )
+        figures = self._engine.figures()
+        return int(figures.get("disk_resident_blocks", 0) - figures.get("disk_queued_blocks", 0))
+
+
+def _contain(folder: Path) -> None:
+    folder.mkdir()
+    # It knows what models are like, which takes a process that imports vLLM to find out.
+    cache = os.environ.get("VLLM_CACHE_ROOT")
+    contain(folder)
+    if cache is not None:
+        os.environ["VLLM_CACHE_ROOT"] = cache
+
+
+def main() -> int:
+    """Start the engine, answer until nobody asks any more, and return the exit code."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(document: dict[str, Any]) -> None:
+        print(json.dumps(document), file=answers, flush=True)
+
+    began = time.monotonic()
+    try:
+        session = Session(json.loads(Path(sys.argv[1]).read_text()))
+    except BaseException as error:
+        traceback.print_exc()
+        tell({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    tell({"answer": {"started_in_s": time.monotonic() - began}})
+    try:
+        for line in sys.stdin:
+            ((command, argument),) = json.loads(line).items()
+            tell(_answered(getattr(session, command), argument))
+    finally:
+        session.end()
+    return 0
+
+
+def _answered(command: Callable[[Any], Any], argument: object) -> dict[str, Any]:
+    try:
+        return {"answer": command(argument)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

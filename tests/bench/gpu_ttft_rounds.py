@@ -1,0 +1,302 @@
+"""Several engines, alive at the same time, of which one works: filled first, then measured."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.bench.gpu_ttft_engine import FORGET_DEVICE, FORGET_HOST, FORGET_NOTHING
+from tests.bench.gpu_ttft_process import EngineFailed, EngineProcess
+from tests.bench.gpu_ttft_raw import Bus, PageCache, RawDisk
+from tests.bench.gpu_ttft_samples import (
+    DEVICE,
+    DISK,
+    EMPTIED,
+    HOST,
+    RECOMPUTED,
+    PhaseSamples,
+    Reference,
+    is_in_place,
+    sample_of,
+)
+from tests.bench.gpu_ttft_settings import (
+    FP8,
+    GUARD_OFF,
+    GUARD_ON,
+    LARGER,
+    PLAIN,
+    VLLM,
+    Engine,
+    Settings,
+)
+
+_NO_LOAD_OR_STORE = {"skip": True}
+_FROM_EVERYWHERE = ((DISK, FORGET_HOST), (HOST, FORGET_DEVICE), (DEVICE, FORGET_NOTHING))
+_WHERE_DISK_PAYS = ((DISK, FORGET_HOST), (RECOMPUTED, FORGET_DEVICE), (DEVICE, FORGET_NOTHING))
+FIGURES = {
+    PLAIN: ((RECOMPUTED, FORGET_DEVICE), (DEVICE, FORGET_NOTHING)),
+    VLLM: _FROM_EVERYWHERE,
+    GUARD_OFF: _FROM_EVERYWHERE,
+    GUARD_ON: ((EMPTIED, FORGET_HOST), (DEVICE, FORGET_NOTHING)),
+    FP8: _WHERE_DISK_PAYS,
+    LARGER: _WHERE_DISK_PAYS,
+}
+"""What a round takes from each engine, and what is forgotten before each run. The first one brings
+the prompt up to host memory and device, where the others find it."""
+
+_STORED_WITHIN_S = 20.0
+_SHORT_LOADS = 3
+"""So often each short prompt is loaded for the guard, which judges after eight loads."""
+_DEEP_PREFILLS = 2
+
+Say = Callable[[str], None]
+
+
+class Rounds:
+    """Engines and what was measured of them. `problems` has what went wrong, in words."""
+
+    def __init__(self, settings: Settings, scratch: Path, engine_id: str, say: Say) -> None:
+        self.problems: list[str] = []
+        self.phases = [PhaseSamples(phase) for phase in settings.phases]
+        self.learning: dict[str, Any] = {}
+        self.started_in_s: dict[str, float] = {}
+        self.page_cache = PageCache()
+        self.bus: Bus | None = None
+        self.raw_disk: RawDisk | None = None
+        self._settings = settings
+        self._scratch = scratch
+        self._engine_id = engine_id
+        self._say = say
+        self._processes: dict[str, EngineProcess] = {}
+        """Those that can be asked."""
+        self._starting: list[EngineProcess] = []
+        self.references: dict[tuple[str, int, int], Reference] = {}
+        """By engine, length and number of the prompt."""
+
+    # --- starting and ending --------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Let all engines start, at the same time."""
+        for engine in self._settings.engines:
+            self._launch(engine)
+
+    def _launch(self, engine: Engine) -> None:
+        number = len(list(self._scratch.glob("engine-*")))
+        folder = self._scratch / f"engine-{number}"
+        engine_id = f"{self._engine_id}-{number}"
+        self._starting.append(EngineProcess(engine, self._settings, folder, engine_id))
+
+    def await_engines(self, deadline: float) -> None:
+        """Until all are there, or have failed, or it is late."""
+        while self._starting:
+            for process in list(self._starting):
+                try:
+                    if process.has_started(0.2):
+                        self._starting.remove(process)
+                        self._processes[process.name] = process
+                        self.started_in_s[process.name] = process.started_in_s or 0.0
+                        self._say(f"{process.name} has started")
+                    elif time.monotonic() > deadline:
+                        raise EngineFailed("it did not start in time")
+                except EngineFailed as failure:
+                    self._starting.remove(process)
+                    self._give_up(process, "did not start", failure)
+                    self._start_instead(process)
+
+    def _start_instead(self, failed: EngineProcess) -> None:
+        other = self._settings.instead.get(failed.name)
+        if other is not None:
+            self._say(f"{other.name} is started instead of {failed.name}")
+            self._launch(other)
+
+    def _give_up(self, process: EngineProcess, what: str, failure: EngineFailed) -> None:
+        self.problems.append(f"{process.name} {what}: {failure}")
+        self._say(f"{process.name} {what}: {failure}\n--- the end of its log:")
+        self._say(process.last_words() + "\n---")
+        process.end(within_s=1.0)
+        # Others need the room.
+        shutil.rmtree(process.folder / "tier", ignore_errors=True)
+
+    def end(self) -> None:
+        """End all processes."""
+        everyone = [*self._starting, *self._processes.values()]
+        for process in everyone:
+            process.hang_up()
+        for process in self._starting:
+            process.end(within_s=0)
+        for process in self._processes.values():
+            process.end()
+        self._starting, self._processes = [], {}
+
+    def prepare_raw(self) -> None:
+        """Make ready what bus and disk are measured with: while engines start."""
+        try:
+            self.bus = Bus(self._settings)
+        except Exception as error:
+            self.problems.append(f"the bus cannot be measured: {error!r}")
+        try:
+            self.raw_disk = RawDisk(self._settings, self._scratch / "raw")
+        except Exception as error:
+            self.problems.append(f"the raw disk cannot be measured: {error!r}")
+
+    def choose_raw_threads(self) -> dict[str, Any]:
+        """How the raw disk is read, and how quick that is; while no engine works."""
+        if self.raw_disk is None:
+            return {}
+        rates = self.raw_disk.choose_threads(self._settings)
+        return {
+            "threads": self.raw_disk.num_threads,
+            "chunk_bytes": self._settings.raw_chunk,
+            "past_the_page_cache": self.raw_disk.is_direct,
+            "bytes_per_s": {str(threads): rate for threads, rate in rates.items()},
+        }
+
+    # --- before anything is measured ------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Let every engine compute all prompts, and have them on disk. Each then answers from its
+        device: what every later answer is held against."""
+        for process in list(self._processes.values()):
+            self._attempt(process, self._fill)
+        for process in list(self._processes.values()):
+            if process.engine.has_guard:
+                self._attempt(process, self._teach)
+
+    def _attempt(self, process: EngineProcess, work: Callable[[EngineProcess], None]) -> bool:
+        try:
+            work(process)
+        except EngineFailed as failure:
+            del self._processes[process.name]
+            self._give_up(process, "failed", failure)
+            return False
+        return True
+
+    def _fill(self, process: EngineProcess) -> None:
+        began = time.monotonic()
+        engine, settings = process.engine, self._settings
+        lengths = engine.lengths or settings.lengths
+        prompts = [(length, number) for length in lengths for number in range(settings.prompts)]
+        for length, number in prompts:
+            self._generate(process, length, number, FORGET_DEVICE)
+            answer = self._generate(process, length, number, FORGET_NOTHING)
+            self.references[engine.name, length, number] = Reference(
+                answer["answer"], answer["logprobs"]
+            )
+        wanted = settings.stored_blocks(engine)
+        stored = self._stored(process, wanted)
+        if stored < wanted:
+            self._say(f"{engine.name}: {stored} of {wanted} blocks are on disk; once more")
+            for length, number in prompts:
+                self._generate(process, length, number, FORGET_HOST)
+            stored = self._stored(process, wanted)
+        if stored < wanted:
+            self.problems.append(f"{engine.name}: {stored} of {wanted} blocks are on disk")
+        self._say(
+            f"{engine.name}: {len(prompts)} prompts computed, {stored} blocks on disk, "
+            f"{time.monotonic() - began:.1f} s"
+        )
+
+    def _stored(self, process: EngineProcess, wanted: int) -> int:
+        if not wanted:
+            return 0
+        question = {"blocks": wanted, "seconds": _STORED_WITHIN_S}
+        return int(process.ask("stored_blocks", question))
+
+    def _teach(self, process: EngineProcess) -> None:
+        """Let the guard see loads of every length, and prefills."""
+        engine, settings = process.engine, self._settings
+        lengths = sorted(engine.lengths)
+        runs = []
+        rounds = [lengths[:1]] * _SHORT_LOADS + [lengths[1:]]
+        for of_round in rounds:
+            forget = FORGET_HOST
+            for length in of_round:
+                for number in range(settings.prompts):
+                    answer = self._generate(process, length, number, forget)
+                    runs.append(_brief(length, "after a reset", answer))
+                    forget = FORGET_DEVICE
+        for number in range(_DEEP_PREFILLS):
+            prompt = number % settings.prompts
+            answer = self._generate(process, lengths[-1], prompt, FORGET_DEVICE, _NO_LOAD_OR_STORE)
+            runs.append(_brief(lengths[-1], "told to compute", answer))
+        figures = process.ask("figures", None)
+        rate = figures.get("tiering_prefill_tokens_per_s", 0.0)
+        self.learning[engine.name] = {"runs": runs, "prefill_tokens_per_s": rate}
+        loads = sum(run["cached_tokens"] > 0 for run in runs)
+        self._say(
+            f"{engine.name}: its guard has seen {loads} loads and {len(runs) - loads} prefills "
+            f"more; it takes prompts to be computed at {rate:,.0f} tokens/s"
+        )
+
+    # --- rounds ---------------------------------------------------------------------------------
+
+    def has_engines_for(self, samples: PhaseSamples) -> bool:
+        return any(name in self._processes for name in samples.phase.engines)
+
+    def take(self, samples: PhaseSamples) -> None:
+        """One round of a phase: every figure once, the order of the engines turned each time."""
+        length, round_ = samples.phase.length, samples.num_rounds
+        processes = [
+            self._processes[name] for name in samples.phase.engines if name in self._processes
+        ]
+        num_bytes = max(
+            self._settings.served_bytes(process.engine, length) for process in processes
+        )
+        for process in processes if round_ % 2 == 0 else reversed(processes):
+            self._attempt(process, lambda process: self._measure(process, samples))
+        samples.num_bytes = num_bytes
+        if self.bus is not None:
+            samples.bus.values.append(self.bus.seconds_for(num_bytes))
+        if self.raw_disk is not None:
+            if not self.raw_disk.is_direct:
+                self.page_cache.drop()
+            samples.raw_disk.values.append(self.raw_disk.seconds_for(num_bytes))
+        samples.num_rounds += 1
+
+    def _measure(self, process: EngineProcess, samples: PhaseSamples) -> None:
+        engine, length, round_ = process.engine, samples.phase.length, samples.num_rounds
+        prompt = round_ % self._settings.prompts
+        for figure, forget in FIGURES[engine.name]:
+            if forget == FORGET_HOST:
+                self.page_cache.drop()
+            is_to_compute = figure == RECOMPUTED and bool(engine.lengths)
+            hints = _NO_LOAD_OR_STORE if is_to_compute else None
+            answer = self._generate(process, length, prompt, forget, hints)
+            sample = sample_of(
+                answer,
+                round_=round_,
+                prompt=prompt,
+                is_in_place=is_in_place(answer, figure, engine, self._settings, length),
+                reference=self.references.get((engine.name, length, prompt)),
+            )
+            samples.add(engine.name, figure, sample)
+
+    def _generate(
+        self,
+        process: EngineProcess,
+        length: int,
+        number: int,
+        forget: str,
+        hints: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        question = {
+            "tokens": self._settings.prompt_tokens(length),
+            "number": number,
+            "forget": forget,
+            "hints": hints,
+        }
+        answer: dict[str, Any] = process.ask("generate", question)
+        return answer
+
+
+def _brief(length: int, what: str, answer: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "prompt_tokens": length,
+        "what": what,
+        "seconds": answer["seconds"],
+        "cached_tokens": answer["cached_tokens"],
+        "counted": answer["counted"],
+    }
