@@ -66,9 +66,10 @@ DRAWERS = frozenset({"utils", "helpers", "misc"})
 LIGHT_ROOMS = ("base", "config", "factory", "misuse", "seal", "cpu", "tiering", "admission")
 LIGHT_DISTRIBUTIONS = frozenset({"numpy", "xxhash"})
 NEED_TORCH = {
+    "kvtier.cpu.cuda.bandwidth",
+    "kvtier.cpu.cuda.rig",
     "kvtier.cpu.cuda.streams",
     "kvtier.cpu.cuda.unpinned",
-    "kvtier.cpu.gpu_selftest",
     "kvtier.cpu.gpu_worker",
 }
 """Modules of light rooms that are imported only where an engine has brought CUDA tensors."""

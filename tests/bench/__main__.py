@@ -12,6 +12,7 @@ from tests.bench import (
     fs_jitter,
     fs_lookups,
     fs_speed,
+    gpu_copy,
     hit_ratios,
     host_copy,
     scale,
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "fs_lookups": (fs_lookups.run, "how long the fs tier takes to say what is there"),
     "vllm_step": (vllm_step.run, "time in the manager per step of vLLM (three minutes)"),
     "vllm_ttft": (vllm_ttft.run, "time to first token in vLLM, by where the prompt was"),
+    "gpu_copy": (gpu_copy.run, "the CUDA worker beside a plain copy, and a model beside it"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
 }
 

@@ -59,6 +59,9 @@ def run(
 
     Results go to `output` after every round, and to the folder that $OUT names, if it does.
     """
+    if settings.device == "cuda" and not _has_cuda():
+        print("  left out: torch finds no CUDA device. `rehearse` needs none.")
+        return
     began = time.monotonic()
     deadline = began + (settings.deadline_s if deadline_s is None else deadline_s)
     print(WHAT_IS_COMPARED.format(answer_tokens=settings.answer_tokens), flush=True)
@@ -75,6 +78,7 @@ def run(
             rounds.launch()
             rounds.prepare_raw()
             rounds.await_engines(began + settings.start_limit_s)
+            report.about["device"] = None if rounds.bus is None else rounds.bus.device_name
             report.about["raw_disk"] = rounds.choose_raw_threads()
             say(f"raw disk: {report.about['raw_disk']}")
             rounds.fill()
@@ -165,6 +169,7 @@ class Report:
                 "took_s": time.monotonic() - self._began,
                 "started_in_s": rounds.started_in_s,
                 "problems": rounds.problems,
+                "notes": rounds.notes,
                 "page_cache_not_dropped": rounds.page_cache.trouble,
                 "learning": rounds.learning,
                 "ratios": [
@@ -180,11 +185,21 @@ class Report:
         show_references(self._rounds.references)
         if self._rounds.page_cache.trouble is not None:
             print(f"  the page cache was not dropped: {self._rounds.page_cache.trouble}")
+        for note in self._rounds.notes:
+            print(f"  {note}")
         for problem in self._rounds.problems:
             print(f"  problem: {problem}")
             missed.append(f"gpu_ttft: {problem}")
         places = ", ".join(str(folder / f"{self._name}.json") for folder in self._folders)
         print(f"  saved in {places}", flush=True)
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
 
 
 @contextmanager

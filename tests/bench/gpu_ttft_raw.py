@@ -27,6 +27,9 @@ class Bus:
 
         self._torch: Any = torch
         self._is_cuda = settings.device == "cuda"
+        self.device_name = (
+            f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if self._is_cuda else "CPU"
+        )
         size = settings.bus_buffer
         self._source = torch.ones(size, dtype=torch.uint8, pin_memory=self._is_cuda)
         self._target = torch.empty(size, dtype=torch.uint8, device=settings.device)

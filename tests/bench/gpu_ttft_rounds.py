@@ -56,10 +56,12 @@ Say = Callable[[str], None]
 
 
 class Rounds:
-    """Engines and what was measured of them. `problems` has what went wrong, in words."""
+    """Engines and what was measured of them. `problems` has what went wrong, in words, `notes` what
+    went otherwise."""
 
     def __init__(self, settings: Settings, scratch: Path, engine_id: str, say: Say) -> None:
         self.problems: list[str] = []
+        self.notes: list[str] = []
         self.phases = [PhaseSamples(phase) for phase in settings.phases]
         self.learning: dict[str, Any] = {}
         self.started_in_s: dict[str, float] = {}
@@ -103,17 +105,20 @@ class Rounds:
                         raise EngineFailed("it did not start in time")
                 except EngineFailed as failure:
                     self._starting.remove(process)
-                    self._give_up(process, "did not start", failure)
-                    self._start_instead(process)
+                    self._bury(process, "did not start", failure)
+                    self._start_instead(process, failure)
 
-    def _start_instead(self, failed: EngineProcess) -> None:
+    def _start_instead(self, failed: EngineProcess, failure: EngineFailed) -> None:
         other = self._settings.instead.get(failed.name)
-        if other is not None:
+        what = f"{failed.name} did not start: {failure}"
+        if other is None:
+            self.problems.append(what)
+        else:
+            self.notes.append(f"{what}; {other.name} took its place")
             self._say(f"{other.name} is started instead of {failed.name}")
             self._launch(other)
 
-    def _give_up(self, process: EngineProcess, what: str, failure: EngineFailed) -> None:
-        self.problems.append(f"{process.name} {what}: {failure}")
+    def _bury(self, process: EngineProcess, what: str, failure: EngineFailed) -> None:
         self._say(f"{process.name} {what}: {failure}\n--- the end of its log:")
         self._say(process.last_words() + "\n---")
         process.end(within_s=1.0)
@@ -170,7 +175,8 @@ class Rounds:
             work(process)
         except EngineFailed as failure:
             del self._processes[process.name]
-            self._give_up(process, "failed", failure)
+            self.problems.append(f"{process.name} failed: {failure}")
+            self._bury(process, "failed", failure)
             return False
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import median, quantiles
 from typing import Any
 
@@ -37,7 +38,7 @@ class Sample:
     """Whether the prompt came from where it was to come from."""
     has_same_tokens: bool
     logprob_difference: float
-    """The largest, to the reference; infinite if tokens differ."""
+    """The largest, to the reference; infinite if tokens differ, or a logprob is no number."""
 
 
 @dataclass(slots=True)
@@ -147,7 +148,7 @@ def sample_of(
     """A run, held against the reference."""
     same, difference = False, float("inf")
     if reference is not None:
-        same = answer["answer"] == reference.tokens
+        same = answer["answer"] == reference.tokens and all(map(isfinite, answer["logprobs"]))
         if same:
             pairs = zip(answer["logprobs"], reference.logprobs, strict=True)
             difference = max(abs(ours - theirs) for ours, theirs in pairs)

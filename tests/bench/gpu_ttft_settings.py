@@ -295,6 +295,9 @@ H200 = Settings(
         # With the KV cache's size given, vLLM only asks whether so much is free at the start.
         "gpu_memory_utilization": 0.1,
         "distributed_executor_backend": "uni",
+        # Ahead of time, vLLM would launch the step of the second token before it looks at the
+        # first: as long as a whole device hit takes.
+        "async_scheduling": False,
     },
     block_tokens=16,
     vllm_spec={"spec_name": "TieringOffloadingSpec"},

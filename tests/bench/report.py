@@ -45,9 +45,9 @@ def verdict_at_least(what: str, value: float, limit: float) -> str:
     return f"{what}: MISSED ({value:.2f}, at least {limit:.4g})"
 
 
-def save(name: str, result: dict[str, Any]) -> None:
+def save(name: str, result: dict[str, Any], folder: Path = RESULTS) -> None:
     """Keep a result as JSON, with when and where it was measured."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     document = {
         "benchmark": name,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -55,6 +55,6 @@ def save(name: str, result: dict[str, Any]) -> None:
         "machine": platform.machine(),
         "result": result,
     }
-    path = RESULTS / f"{name}.json"
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(document, indent=2) + "\n")
     print(f"  saved in {path}")

@@ -20,6 +20,7 @@ from kvtier.base import (
 )
 from kvtier.cpu.cell_size import require_cell_fits
 from kvtier.cpu.cuda.copies import Copies, Ticket
+from kvtier.cpu.cuda.copy_paths import Path, choose_path
 from kvtier.cpu.cuda.device_tensors import device_of, device_tensors
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError, cuda_driver
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
@@ -31,7 +32,7 @@ from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.transfer_plan import TransferRefused, plan_transfer
 
-__all__ = ["GPUOffloadingWorker"]
+__all__ = ["GPUOffloadingWorker", "open_pinned", "open_unpinned"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class GPUOffloadingWorker(OffloadingWorker):
         )
         self._table = PageTable(tensors, kv_caches.group_data_refs, cell, self._zeros.data_ptr())
         with ExitStack() as undo:
-            self._copies = (open_copies or _open_copies)(device, region, undo)
+            self._copies = (open_copies or open_pinned)(device, region, undo)
             self._undo = undo.pop_all()
         self._region = region
         self._stores: deque[_Job] = deque()
@@ -210,16 +211,30 @@ def _wait(job: _Job) -> None:
         logger.debug("Job %d: %s", job.job_id, error)
 
 
-def _open_copies(device: Any, region: SharedOffloadRegion, undo: ExitStack) -> Copies:
-    """The quickest that this machine has. Raises `CudaUnavailable` if it has none."""
+def open_pinned(
+    device: Any,
+    region: SharedOffloadRegion,
+    undo: ExitStack,
+    choose: Callable[[float, int], Path] = choose_path,
+) -> Copies:
+    """The quickest that this machine has; slower ones, and a warning, if memory cannot be pinned.
+
+    `choose`: as for `StreamCopies`. Raises `CudaUnavailable` if there is no driver.
+    """
     driver = cuda_driver()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the device's context is this thread's now
         if not pin_region(region, driver):
-            copies: Copies = UnpinnedCopies(device, driver)
-        else:
-            undo.callback(_unpin, region, driver)
-            copies = StreamCopies(device, driver, _open_kernel(device, driver))
+            return open_unpinned(device, region, undo)
+        undo.callback(_unpin, region, driver)
+        copies = StreamCopies(device, driver, _open_kernel(device, driver), choose)
+    undo.callback(copies.close)
+    return copies
+
+
+def open_unpinned(device: Any, _region: SharedOffloadRegion, undo: ExitStack) -> Copies:
+    """What there is for a region that cannot be pinned."""
+    copies = UnpinnedCopies(device, cuda_driver())
     undo.callback(copies.close)
     return copies
 

@@ -140,15 +140,15 @@ def plan_transfer(
         slot_start += slot_counts[group_idx]
         num_blocks = num_blocks_of_group[group_idx]
         _require_within(f"device block of group {group_idx}", group_blocks, num_blocks)
-        order, places = np.divmod(np.arange(size) + first_places[group_idx], blocks_per_chunk)
+        if blocks_per_chunk == 1:
+            block_slots, places = group_slots, np.zeros(size, np.int64)
+        else:
+            indices = np.arange(first_places[group_idx], first_places[group_idx] + size)
+            order, places = np.divmod(indices, blocks_per_chunk)
+            block_slots = group_slots[order]
         transfers.append(
             GroupTransfer(
-                group_idx,
-                blocks_per_chunk,
-                group_blocks,
-                group_slots[order],
-                places,
-                group_slots,
+                group_idx, blocks_per_chunk, group_blocks, block_slots, places, group_slots
             )
         )
     return transfers
@@ -168,8 +168,8 @@ def _block_ids(
 
 
 def _require_within(what: str, ids: NDArray[np.int64], count: int) -> None:
-    outside = ids[(ids < 0) | (ids >= count)]
-    if len(outside):
+    if len(ids) and (ids.min() < 0 or ids.max() >= count):
+        outside = ids[(ids < 0) | (ids >= count)]
         raise TransferRefused(f"{what} {outside[0]} is not one of 0 to {count - 1}")
 
 
@@ -191,5 +191,5 @@ def _require_storable(
                 f"group {group_idx} stores {size} device blocks from place {place} of a slot on, "
                 f"which does not fill its last slot of {blocks_per_chunk}"
             )
-    if len(np.unique(slots)) != len(slots):
+    if len(set(slots.tolist())) != len(slots):
         raise TransferRefused(f"slots {slots.tolist()} name one slot twice")

@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 
 from kvtier.cpu.cuda.driver import CudaDriver
 
-__all__ = ["ALIGNMENT", "NUM_BLOCKS", "KernelUnavailable", "PageKernel"]
+__all__ = ["NUM_BLOCKS", "KernelUnavailable", "PageKernel"]
 
-ALIGNMENT = 16
-"""Addresses and sizes must be multiples of this."""
 NUM_BLOCKS = 4
 """As many SMs as it takes. On an H200, 4 blocks of 512 threads have 64 x 2 KiB under way: enough
 for 92 % of the bus in both directions, and 8 or 16 blocks are not faster."""
@@ -35,10 +33,10 @@ class PageKernel:
         self._function = driver.load_function(_machine_code(capability), "copy_pages")
 
     def launch(self, pages: NDArray[np.uint64], largest: int, stream: int) -> None:
-        """Copy pages in stream order.
+        """Copy pages in stream order. Addresses and sizes are multiples of `ALIGNMENT`.
 
         `pages`: rows (sources, targets, sizes) in pinned memory, which must stay as it is until
-        the copy is done. `largest`: of the sizes.
+        the copy is done. `largest`: a bound on the sizes.
         """
         sources, targets, sizes = (ctypes.c_uint64(row.ctypes.data) for row in pages)
         scalars = (

@@ -15,9 +15,14 @@ from numpy.typing import NDArray
 from kvtier.base import CanonicalKVCacheRef
 from kvtier.cpu.transfer_plan import GroupTransfer
 
-__all__ = ["DeviceTensor", "HostCell", "PageTable", "Pages"]
+__all__ = ["ALIGNMENT", "DeviceTensor", "HostCell", "PageTable", "Pages"]
 
 Addresses = NDArray[np.uint64]
+
+ALIGNMENT = 16
+"""Of what a thread of the device reads or writes at once."""
+_SIZES_KEPT = 1 << 12
+"""For jobs of so many blocks, the sizes of their pages are kept ready."""
 
 
 class DeviceTensor(NamedTuple):
@@ -49,11 +54,19 @@ class Pages(NamedTuple):
     sizes: Addresses
     num_bytes: int
     """Of the caches' data; zeros do not count."""
+    page_bytes: float
+    """Mean size of what is not zeros."""
+    largest: int
+    """Bound on the sizes."""
+    is_aligned: bool
+    """Whether all addresses and sizes are multiples of `ALIGNMENT`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Of the tensors it uses, in columns."""
+
+    is_aligned: bool
 
     device_bases: Addresses
     device_strides: Addresses
@@ -65,9 +78,18 @@ class _Group:
     unused_bases: Addresses
     """Of all other tensors: the host side,"""
     unused_page_bytes: Addresses
+    has_rest: bool
+    """Whether there is padding or another tensor."""
     num_blocks: int
     """Device blocks that every one of its tensors has."""
     bytes_per_block: int
+    sizes: Addresses
+    """`data_bytes` over and over."""
+
+    def sizes_of(self, num_blocks: int) -> Addresses:
+        if num_blocks <= _SIZES_KEPT:
+            return self.sizes[: num_blocks * len(self.data_bytes)]
+        return np.tile(self.data_bytes, num_blocks)
 
 
 class PageTable:
@@ -91,8 +113,14 @@ class PageTable:
         chunk = cell.blocks_per_chunk
         starts = np.cumsum([0] + [tensor.page_bytes * chunk for tensor in tensors])
         bases = [cell.address + int(start) for start in starts[:-1]]
-        self._groups = [_group(refs, tensors, bases) for refs in group_refs]
-        self._places = np.arange(chunk, dtype=np.uint64)
+        pages = [tensor.page_bytes for tensor in tensors]
+        self._largest = max(pages, default=0)
+        is_aligned = not any(
+            number % ALIGNMENT for number in (cell.address, cell.row_bytes, zeros, *pages)
+        )
+        self._groups = [_group(refs, tensors, bases, is_aligned) for refs in group_refs]
+        self.num_blocks_of_group = [group.num_blocks for group in self._groups]
+        self._places = np.arange(chunk)
 
     @property
     def num_slots(self) -> int:
@@ -102,55 +130,67 @@ class PageTable:
     def blocks_per_chunk(self) -> int:
         return self._cell.blocks_per_chunk
 
-    @property
-    def num_blocks_of_group(self) -> list[int]:
-        return [group.num_blocks for group in self._groups]
-
     def pages(self, transfers: Sequence[GroupTransfer], *, is_store: bool) -> Pages:
         """All that is to be copied, block by block, as it lies in the slots."""
         device, host, sizes = [], [], []
-        num_bytes = 0
+        num_bytes = num_pages = 0
+        is_aligned = True
         for transfer in transfers:
             group = self._groups[transfer.group_idx]
+            is_aligned &= group.is_aligned
             blocks = transfer.blocks.astype(np.uint64)[:, np.newaxis]
-            device.append((blocks * group.device_strides + group.device_bases).ravel())
+            pages = blocks * group.device_strides
+            pages += group.device_bases
+            device.append(pages.ravel())
             host.append(
                 self._host(
                     group.host_bases, group.page_bytes, transfer.block_slots, transfer.block_places
                 )
             )
-            sizes.append(np.tile(group.data_bytes, len(blocks)))
+            sizes.append(group.sizes_of(len(blocks)))
             num_bytes += len(blocks) * group.bytes_per_block
+            num_pages += pages.size
             if is_store:
                 for zero_host, zero_sizes in self._rest(group, transfer):
                     device.append(np.full(len(zero_host), self._zeros))
                     host.append(zero_host)
                     sizes.append(zero_sizes)
-        return Pages(_joined(device), _joined(host), _joined(sizes), num_bytes)
+        return Pages(
+            _joined(device),
+            _joined(host),
+            _joined(sizes),
+            num_bytes,
+            num_bytes / num_pages if num_pages else 0.0,
+            self._largest,
+            is_aligned,
+        )
 
     def _host(
         self,
         bases: Addresses,
         page_bytes: Addresses,
         slots: NDArray[np.int64],
-        places: NDArray[np.int64] | Addresses,
+        places: NDArray[np.int64],
     ) -> Addresses:
-        rows = slots.astype(np.uint64) * self._row_bytes
-        pages = places.astype(np.uint64)[:, np.newaxis] * page_bytes
-        pages += rows[:, np.newaxis]
-        pages += bases
+        rows = slots.astype(np.uint64)
+        rows *= self._row_bytes
+        pages = rows[:, np.newaxis] + bases
+        if self._cell.blocks_per_chunk > 1:
+            pages += places.astype(np.uint64)[:, np.newaxis] * page_bytes
         return pages.ravel()
 
     def _rest(self, group: _Group, transfer: GroupTransfer) -> list[tuple[Addresses, Addresses]]:
         """What a store leaves of its slots: places before the first, padding, other tensors."""
         rest = []
-        slots = np.repeat(transfer.slots, len(self._places))
-        places = np.tile(self._places, len(transfer.slots))
         if transfer.first_place:
             before = self._places[: transfer.first_place]
             first = np.full(len(before), transfer.slots[0])
             host = self._host(group.host_bases, group.page_bytes, first, before)
             rest.append((host, np.tile(group.data_bytes, len(before))))
+        if not group.has_rest:
+            return rest
+        slots = np.repeat(transfer.slots, len(self._places))
+        places = np.tile(self._places, len(transfer.slots))
         if group.padded.any():
             pages, data = group.page_bytes[group.padded], group.data_bytes[group.padded]
             host = self._host(group.host_bases[group.padded] + data, pages, slots, places)
@@ -168,15 +208,21 @@ def _joined(parts: list[Addresses]) -> Addresses:
 
 
 def _group(
-    refs: Sequence[CanonicalKVCacheRef], tensors: Sequence[DeviceTensor], host_bases: Sequence[int]
+    refs: Sequence[CanonicalKVCacheRef],
+    tensors: Sequence[DeviceTensor],
+    host_bases: Sequence[int],
+    is_aligned: bool,
 ) -> _Group:
+    """`is_aligned`: whether the host side is."""
     data_bytes: dict[int, int] = {}
     for ref in refs:  # layers that share a tensor share its pages: they are copied once
         data_bytes[ref.tensor_idx] = max(ref.page_size_bytes, data_bytes.get(ref.tensor_idx, 0))
     used, unused = list(data_bytes), [t for t in range(len(tensors)) if t not in data_bytes]
     pages = np.array([tensors[t].page_bytes for t in used], np.uint64)
     data = np.array(list(data_bytes.values()), np.uint64)
+    numbers = [n for t in used for n in (tensors[t].address, tensors[t].stride_bytes)]
     return _Group(
+        is_aligned=is_aligned and not any(n % ALIGNMENT for n in (*numbers, *data_bytes.values())),
         device_bases=np.array([tensors[t].address for t in used], np.uint64),
         device_strides=np.array([tensors[t].stride_bytes for t in used], np.uint64),
         host_bases=np.array([host_bases[t] for t in used], np.uint64),
@@ -185,6 +231,8 @@ def _group(
         padded=data < pages,
         unused_bases=np.array([host_bases[t] for t in unused], np.uint64),
         unused_page_bytes=np.array([tensors[t].page_bytes for t in unused], np.uint64),
+        has_rest=bool(unused) or bool((data < pages).any()),
         num_blocks=min((tensors[t].num_blocks for t in used), default=0),
         bytes_per_block=sum(data_bytes.values()),
+        sizes=np.tile(data, _SIZES_KEPT),
     )

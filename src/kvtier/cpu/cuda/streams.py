@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvtier.cpu.cuda.copies import Copies, Ticket
 from kvtier.cpu.cuda.copy_paths import Path, choose_path
 from kvtier.cpu.cuda.descriptor_ring import DescriptorRing
 from kvtier.cpu.cuda.driver import CudaDriver
-from kvtier.cpu.cuda.page_kernel import ALIGNMENT, PageKernel
+from kvtier.cpu.cuda.page_kernel import PageKernel
 from kvtier.cpu.cuda.page_table import Addresses, Pages
 
 __all__ = ["StreamCopies"]
@@ -28,18 +29,25 @@ _LOAD_PRIORITY, _STORE_PRIORITY = -1, 0
 class StreamCopies(Copies):
     """One stream for each direction. Nothing here waits for the device, but `wait` and `close`."""
 
-    def __init__(self, device: Any, driver: CudaDriver, kernel: PageKernel | None) -> None:
-        """`kernel`: None if it is not to be had; the copy engines do it all then."""
+    def __init__(
+        self,
+        device: Any,
+        driver: CudaDriver,
+        kernel: PageKernel | None,
+        choose: Callable[[float, int], Path] = choose_path,
+    ) -> None:
+        """`kernel`: None if it is not to be had; the copy engines do it all then. `choose`: the
+        path for pages of a size, and so many of them."""
         self._device = device
         with torch.cuda.device(device):
-            self._stores = _Direction(driver, kernel, _STORE_PRIORITY)
-            self._loads = _Direction(driver, kernel, _LOAD_PRIORITY)
+            self._stores = _Direction(driver, kernel, _STORE_PRIORITY, choose)
+            self._loads = _Direction(driver, kernel, _LOAD_PRIORITY, choose)
 
     def start(self, pages: Pages, *, is_store: bool) -> Ticket:
         with torch.cuda.device(self._device):
             if is_store:
-                return self._stores.start(pages.device, pages.host, pages.sizes)
-            return self._loads.start(pages.host, pages.device, pages.sizes)
+                return self._stores.start(pages.device, pages.host, pages)
+            return self._loads.start(pages.host, pages.device, pages)
 
     def close(self) -> None:
         self._stores.synchronize()
@@ -73,7 +81,14 @@ class _StreamTicket(Ticket):
 class _Direction:
     """A stream, and what is under way in it."""
 
-    def __init__(self, driver: CudaDriver, kernel: PageKernel | None, priority: int) -> None:
+    def __init__(
+        self,
+        driver: CudaDriver,
+        kernel: PageKernel | None,
+        priority: int,
+        choose: Callable[[float, int], Path],
+    ) -> None:
+        self._choose = choose
         self._driver = driver
         self._kernel = kernel
         self._stream = torch.cuda.Stream(priority=priority)
@@ -85,13 +100,13 @@ class _Direction:
         # Recorded anew by every job: a stream that waits for one waits for the record before that.
         self._computed, self._forked, self._joined = (torch.cuda.Event() for _ in range(3))
 
-    def start(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> Ticket:
+    def start(self, sources: Addresses, targets: Addresses, pages: Pages) -> Ticket:
         started, ended = self._new_event(), self._new_event()
         self._computed.record(torch.cuda.current_stream())
         self._stream.wait_event(self._computed)
         started.record(self._stream)
         try:
-            has_list = self._enqueue(sources, targets, sizes)
+            has_list = self._enqueue(sources, targets, pages)
             ended.record(self._stream)
         except BaseException:
             # Some of it may be on its way; whoever hears of the failure may reuse the memory.
@@ -115,13 +130,13 @@ class _Direction:
         self._stream.synchronize()
         self._second_stream.synchronize()
 
-    def _enqueue(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> bool:
+    def _enqueue(self, sources: Addresses, targets: Addresses, pages: Pages) -> bool:
         """Whether a list in the ring is in use until the job is done."""
-        count = len(sources)
+        count, sizes = len(sources), pages.sizes
         if count == 0:
             return False
-        path = choose_path(float(sizes.mean()), count)
-        if path is Path.KERNEL and self._launch(sources, targets, sizes):
+        path = self._choose(pages.page_bytes, count)
+        if path is Path.KERNEL and self._launch(sources, targets, pages):
             return True
         first = count // 2 if path is Path.ENGINES_TWICE else count
         if first < count:
@@ -137,16 +152,16 @@ class _Direction:
     def _copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: Any) -> None:
         self._driver.copy_batch(sources, targets, sizes, stream.cuda_stream)
 
-    def _launch(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> bool:
+    def _launch(self, sources: Addresses, targets: Addresses, pages: Pages) -> bool:
         """False: the kernel cannot do it, or not now."""
-        if self._kernel is None or not _is_aligned(sources, targets, sizes):
+        if self._kernel is None or not pages.is_aligned:
             return False
-        pages = self._ring.take(len(sources))
-        if pages is None:
+        rows = self._ring.take(len(sources))
+        if rows is None:
             return False
-        pages[0], pages[1], pages[2] = sources, targets, sizes
+        rows[0], rows[1], rows[2] = sources, targets, pages.sizes
         try:
-            self._kernel.launch(pages, int(sizes.max()), self._stream.cuda_stream)
+            self._kernel.launch(rows, pages.largest, self._stream.cuda_stream)
         except BaseException:
             self._ring.undo_take()
             raise
@@ -154,7 +169,3 @@ class _Direction:
 
     def _new_event(self) -> Any:
         return self._spare_events.pop() if self._spare_events else torch.cuda.Event(True)
-
-
-def _is_aligned(*numbers: Addresses) -> bool:
-    return not any(int(np.bitwise_or.reduce(each)) % ALIGNMENT for each in numbers)

@@ -242,7 +242,9 @@ class InProcessEngine:
         without requests is taken only while the connector says that it has work.
         """
         deadline = time.monotonic() + timeout
-        while self._scheduler.has_requests():
+        # Where vLLM schedules ahead, what was scheduled last waits in a queue to be looked at.
+        queue = self._engine.engine_core.engine_core.batch_queue
+        while self._scheduler.has_requests() or queue:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"vLLM still has work to do after {timeout} s")
             self.step()

@@ -1,0 +1,161 @@
+"""Tries the copies between the GPU and host memory on this machine.
+
+Every way to copy is checked bit for bit, with pages of many sizes; then the bandwidth of each size
+is measured, beside that of one plain copy of pinned memory. Exits with 1 if a byte was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from kvtier.cpu.cuda.copies import Copies
+from kvtier.cpu.cuda.copy_paths import Path, choose_path
+from kvtier.cpu.cuda.driver import CudaUnavailable, cuda_driver
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+
+__all__ = ["main"]
+
+MIB = 1 << 20
+PAGE_SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20)
+_ODD_SIZES = (16, 48, 4096 - 16, 4096 + 16, 20_000, 100_000 + 16)
+_UNALIGNED_SIZES = (1, 17, 4099)
+_NUM_TENSORS = 3
+_CHECKED_BLOCKS = 24
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs it for these command-line arguments; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kvtier.cpu.gpu_selftest", description=__doc__)
+    parser.add_argument("--device", type=int, default=0, help="number of the GPU (default 0)")
+    parser.add_argument(
+        "--mib",
+        type=int,
+        default=1024,
+        help="host memory, and as much on the GPU, to measure with (default 1024 MiB)",
+    )
+    parser.add_argument("--no-bandwidth", action="store_true", help="only check the bytes")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if options.mib < 64:
+        parser.error(f"--mib {options.mib}: give at least 64")
+    if (reason := _why_not(options.device)) is not None:
+        print(f"No self-test: {reason}", file=sys.stderr)
+        return 2
+    import torch
+
+    device = torch.device("cuda", options.device)
+    torch.cuda.set_device(device)
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+    wrong = _check_all(device)
+    if wrong == 0 and not options.no_bandwidth:
+        _measure_all(device, options.mib * MIB)
+    return 1 if wrong else 0
+
+
+def _why_not(device: int) -> str | None:
+    """What is missing, and the remedy."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed. Install the build of it that fits your CUDA driver"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device on this machine"
+    if not 0 <= device < torch.cuda.device_count():
+        return f"--device {device}: there are {torch.cuda.device_count()}, counted from 0"
+    try:
+        cuda_driver()
+    except CudaUnavailable as error:
+        return str(error)
+    return None
+
+
+def _check_all(device: Any) -> int:
+    """How many ways to copy are wrong."""
+    wrong = 0
+    for name, sizes, open_copies in _ways():
+        began = time.perf_counter()
+        bad = [size for size in sizes if not _is_exact(device, size, open_copies)]
+        took = time.perf_counter() - began
+        if bad:
+            wrong += 1
+            print(f"  {name}: WRONG BYTES with pages of {', '.join(map(str, bad))} bytes")
+        else:
+            print(f"  {name}: every byte right, {len(sizes)} page sizes ({took:.1f} s)", flush=True)
+    return wrong
+
+
+def _ways() -> Iterator[tuple[str, tuple[int, ...], Callable[..., Copies] | None]]:
+    from kvtier.cpu.gpu_worker import open_unpinned
+
+    yield "as chosen by size", (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), None
+    for path in Path:
+        unaligned = () if path is Path.KERNEL else _UNALIGNED_SIZES
+        name = path.name.lower().replace("_", " ")
+        yield name, (*PAGE_SIZES, *_ODD_SIZES, *unaligned), _always(path)
+    yield "unpinned memory", (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), open_unpinned
+
+
+def _always(path: Path) -> Callable[[Any, SharedOffloadRegion, ExitStack], Copies]:
+    from kvtier.cpu.gpu_worker import open_pinned
+
+    return lambda device, region, undo: open_pinned(device, region, undo, lambda *_: path)
+
+
+def _is_exact(device: Any, page_bytes: int, open_copies: Callable[..., Copies] | None) -> bool:
+    """Whether scattered blocks arrive in their slots, and come back, and nothing else changes."""
+    from kvtier.cpu.cuda.rig import open_rig
+
+    order = np.random.default_rng(page_bytes)
+    with open_rig(device, page_bytes, _NUM_TENSORS, _CHECKED_BLOCKS, open_copies) as rig:
+        half = _CHECKED_BLOCKS // 2
+        rig.rows[:] = 0xEE
+        expected = np.array(rig.rows)
+        before = [tensor.cpu().numpy() for tensor in rig.tensors]
+        blocks = order.permutation(_CHECKED_BLOCKS)[:half]
+        slots = order.permutation(_CHECKED_BLOCKS)[:half]
+        rig.finish([rig.submit(True, blocks, slots)])
+        for index, array in enumerate(before):
+            start = index * page_bytes
+            expected[slots, start : start + page_bytes] = array[blocks]
+        if not np.array_equal(rig.rows, expected):
+            return False
+        targets = order.permutation(_CHECKED_BLOCKS)[:half]
+        rig.finish([rig.submit(False, targets, slots)])
+        for tensor, array in zip(rig.tensors, before, strict=True):
+            array[targets] = array[blocks]
+            if not np.array_equal(tensor.cpu().numpy(), array):
+                return False
+    return True
+
+
+def _measure_all(device: Any, num_bytes: int) -> None:
+    from kvtier.cpu.cuda.bandwidth import measure, measure_plain_copy
+
+    plain = measure_plain_copy(device, num_bytes)
+    print(f"\nGB/s with {num_bytes // MIB} MiB of scattered pages, and the share of a plain copy")
+    print("       page      to the GPU    from the GPU    both at once  copied by")
+    print(
+        f"  {'plain':>9}  {plain.load:8.1f}  100%  {plain.store:8.1f}  100%  "
+        f"{plain.both:8.1f}  100%"
+    )
+    for page_bytes in PAGE_SIZES:
+        got = measure(device, page_bytes, 1, num_bytes)
+        path = choose_path(page_bytes, num_bytes // page_bytes)
+        print(
+            f"  {page_bytes >> 10:5} KiB  {got.load:8.1f} {got.load / plain.load:5.0%}  "
+            f"{got.store:8.1f} {got.store / plain.store:5.0%}  "
+            f"{got.both:8.1f} {got.both / plain.both:5.0%}  {path.name.lower().replace('_', ' ')}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

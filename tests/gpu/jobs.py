@@ -1,0 +1,69 @@
+"""Jobs, and what they mean, spelled out page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.base import GPULoadStoreSpec, OffloadingWorker
+from kvtier.cpu.common import CPULoadStoreSpec
+from tests.gpu.cache_layout import Bytes, CacheLayout
+
+
+@dataclass(frozen=True)
+class Part:
+    """One group's share in a job: consecutive blocks of a request, and where they are."""
+
+    group_idx: int
+    first_index: int
+    blocks: list[int]
+    slots: list[int]
+
+
+@dataclass(frozen=True)
+class Job:
+    is_store: bool
+    parts: list[Part]
+
+    def submit(self, worker: OffloadingWorker, job_id: int) -> bool:
+        device = GPULoadStoreSpec(
+            [block for part in self.parts for block in part.blocks],
+            [len(part.blocks) for part in self.parts],
+            [part.first_index for part in self.parts],
+        )
+        slots = CPULoadStoreSpec([slot for part in self.parts for slot in part.slots])
+        if self.is_store:
+            return worker.submit_store(job_id, device, slots)
+        return worker.submit_load(job_id, slots, device)
+
+    def size(self, layout: CacheLayout) -> int:
+        return sum(
+            len(part.blocks) * sum(layout.groups[part.group_idx].values()) for part in self.parts
+        )
+
+    def apply(self, layout: CacheLayout, rank: int, rows: Bytes, memory: Sequence[Bytes]) -> None:
+        """Do to these rows and allocations what a worker has to do."""
+        cell = rank * layout.cell_bytes
+        for part in self.parts:
+            if self.is_store:
+                rows[part.slots, cell : cell + layout.cell_bytes] = 0
+            head = part.first_index % layout.blocks_per_chunk
+            for offset, block in enumerate(part.blocks, head):
+                chunk, place = divmod(offset, layout.blocks_per_chunk)
+                for tensor_idx, data_bytes in layout.groups[part.group_idx].items():
+                    start = cell + layout.cell_offset(tensor_idx, place)
+                    host = rows[part.slots[chunk], start : start + data_bytes]
+                    device = layout.page(memory, tensor_idx, block)[:data_bytes]
+                    if self.is_store:
+                        host[:] = device
+                    else:
+                        device[:] = host
+
+
+def store(blocks: Sequence[int], slots: Sequence[int]) -> Job:
+    """Of the first group of a layout that has no other."""
+    return Job(True, [Part(0, 0, list(blocks), list(slots))])
+
+
+def load(slots: Sequence[int], blocks: Sequence[int]) -> Job:
+    return Job(False, [Part(0, 0, list(blocks), list(slots))])

@@ -1,0 +1,233 @@
+"""Where the worker's tests run: in host memory, on a simulated device, on a real one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.base import CanonicalKVCaches, OffloadingWorker
+from kvtier.cpu import gpu_worker
+from kvtier.cpu.cuda import page_kernel, streams, unpinned
+from kvtier.cpu.cuda.copies import Copies
+from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copy_paths import choose_path
+from kvtier.cpu.cuda.driver import CudaDriver
+from kvtier.cpu.gpu_worker import GPUOffloadingWorker
+from kvtier.cpu.host_worker import HostOffloadingWorker
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from tests.gpu.cache_layout import Bytes
+from tests.gpu.memmove_copies import MemmoveCopies
+from tests.gpu.simulated_cuda import (
+    SimulatedDevice,
+    SimulatedDriver,
+    SimulatedKernel,
+    SimulatedTorch,
+)
+
+NO_DEVICE = "no CUDA device: run `make test-gpu` on a machine with one"
+
+_DELAY_CYCLES = 50_000_000
+"""Some 25 ms of an H200: long against any copy here that would not wait for it."""
+
+
+class Place:
+    """A device, and a worker for it: host memory, and the worker for caches there.
+
+    What is computed there is done at once.
+    """
+
+    device = "cpu"
+    choose: Callable[[float, int], CopyPath] = staticmethod(choose_path)
+    """How a worker's streams copy, where it has any."""
+
+    def open_worker(
+        self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
+    ) -> OffloadingWorker:
+        return HostOffloadingWorker(caches, region, blocks_per_chunk)
+
+    def use(self, *paths: CopyPath) -> None:
+        """Have the jobs of workers from now on copied in these ways, in turn."""
+        turns = itertools.cycle(paths)
+        self.choose = lambda *_: next(turns)
+
+    def _open_copies(self, device: Any, region: SharedOffloadRegion, undo: ExitStack) -> Copies:
+        return gpu_worker.open_pinned(device, region, undo, self.choose)
+
+    def upload(self, memory: Bytes) -> Any:
+        """A copy on the device, as a flat tensor of bytes."""
+        return torch.from_numpy(memory.copy()).to(self.device)
+
+    def download(self, tensor: Any) -> Bytes:
+        """What is in it when all that was given to the compute streams is done."""
+        self.finish_compute()
+        array: Bytes = tensor.cpu().numpy()
+        return array.copy()
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Give work to the current stream."""
+        work()
+
+    def delay(self) -> None:
+        """Make all that the current stream is given from now on begin late."""
+
+    def finish_compute(self) -> None:
+        """Return when all compute is done."""
+
+    def other_stream(self) -> AbstractContextManager[Any]:
+        """Another compute stream is the current one."""
+        return nullcontext()
+
+
+class CPUPlace(Place):
+    """The CUDA worker with copies within host memory."""
+
+    def __init__(self) -> None:
+        self.copies = MemmoveCopies()
+
+    def open_worker(
+        self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
+    ) -> OffloadingWorker:
+        self.copies = MemmoveCopies(is_held=self.copies.is_held)
+        return GPUOffloadingWorker(caches, region, blocks_per_chunk, open_copies=self.copies.open)
+
+
+class SimulatedPlace(Place):
+    """The CUDA worker with its streams, events and rings, on a simulated device."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._seeds = itertools.count()
+        self._patch = patch
+        self._new_device()
+
+    def open_worker(
+        self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
+    ) -> OffloadingWorker:
+        self._new_device()
+        return GPUOffloadingWorker(caches, region, blocks_per_chunk, open_copies=self._open_copies)
+
+    def compute(self, work: Callable[[], object]) -> None:
+        self.simulated.current_stream.add(work)
+
+    def delay(self) -> None:
+        self.simulated.current_stream.add(None)
+
+    def finish_compute(self) -> None:
+        # Others are current for a while only, and those that are not the worker's are few.
+        for stream in [self.simulated.default_stream, *self._others]:
+            stream.synchronize()
+
+    @contextmanager
+    def other_stream(self) -> Iterator[Any]:
+        self._others.append(self.simulated.new_stream())
+        with self._torch.cuda.stream(self._others[-1]):
+            yield
+
+    def _new_device(self) -> None:
+        """A worker each: what one left undone is none of the next one's business."""
+        self.simulated = SimulatedDevice(next(self._seeds))
+        self._others: list[Any] = []
+        self._torch = SimulatedTorch(self.simulated)
+        driver = SimulatedDriver(self.simulated)
+        for module in (gpu_worker, streams, unpinned):
+            self._patch.setattr(module, "torch", self._torch)
+        self._patch.setattr(gpu_worker, "cuda_driver", lambda: driver)
+        self._patch.setattr(gpu_worker, "PageKernel", SimulatedKernel)
+
+
+class CudaPlace(Place):
+    """The real thing."""
+
+    device = "cuda:0"
+
+    def __init__(self) -> None:
+        self._others: list[Any] = []
+
+    def open_worker(
+        self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
+    ) -> OffloadingWorker:
+        return GPUOffloadingWorker(caches, region, blocks_per_chunk, open_copies=self._open_copies)
+
+    def upload(self, memory: Bytes) -> Any:
+        tensor = super().upload(memory)
+        torch.cuda.synchronize()
+        return tensor
+
+    def delay(self) -> None:
+        torch.cuda._sleep(_DELAY_CYCLES)
+
+    def finish_compute(self) -> None:
+        # Not the whole device: the worker's streams are to be waited for by the worker alone.
+        for stream in (torch.cuda.current_stream(), *self._others):
+            stream.synchronize()
+
+    @contextmanager
+    def other_stream(self) -> Iterator[Any]:
+        self._others.append(torch.cuda.Stream())
+        with torch.cuda.stream(self._others[-1]):
+            yield
+
+
+def has_cuda() -> bool:
+    return bool(torch.cuda.is_available())
+
+
+def compile_kernel_once(patch: pytest.MonkeyPatch) -> None:
+    """Workers come and go in tests by the hundred: the compiler is asked once."""
+    compiled: dict[tuple[int, int], bytes] = {}
+    compile_kernel = page_kernel._machine_code
+
+    def machine_code(capability: tuple[int, int]) -> bytes:
+        if capability not in compiled:
+            compiled[capability] = compile_kernel(capability)
+        return compiled[capability]
+
+    patch.setattr(page_kernel, "_machine_code", machine_code)
+
+
+def wrap_device_call(
+    patch: pytest.MonkeyPatch, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace a call of the driver or of the kernel, of the real ones and of those simulated."""
+    for owner in (CudaDriver, page_kernel.PageKernel, SimulatedDriver, SimulatedKernel):
+        if name in vars(owner):
+            patch.setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def refuse_device_call(
+    patch: pytest.MonkeyPatch, name: str, error: Exception, *, after: int = 0
+) -> None:
+    """Have it raise, from the next call on or after so many more."""
+    calls = itertools.count()
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            if next(calls) >= after:
+                raise error
+            return call(*arguments, **options)
+
+        return refuse
+
+    wrap_device_call(patch, name, wrap)
+
+
+class LaunchCount:
+    """How often the kernel was launched since this was made."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for kernel in (page_kernel.PageKernel, SimulatedKernel):
+            self._watch(patch, kernel)
+
+    def _watch(self, patch: pytest.MonkeyPatch, kernel: Any) -> None:
+        launch = kernel.launch
+
+        def counted(*arguments: Any, **options: Any) -> None:
+            self.count += 1
+            launch(*arguments, **options)
+
+        patch.setattr(kernel, "launch", counted)

@@ -1,0 +1,137 @@
+"""A worker with caches of known bytes, and an oracle beside it."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtier.base import OffloadingWorker, TransferResult
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from tests.gpu.cache_layout import Bytes, CacheLayout
+from tests.gpu.jobs import Job
+from tests.gpu.places import Place
+
+RANK, WORLD_SIZE = 1, 3  # there is a cell before this one and one behind it
+POISON = 0xEE
+
+_PATIENCE_S = 60.0
+
+
+def row_bytes(layout: CacheLayout, world_size: int = WORLD_SIZE) -> int:
+    return -(-world_size * layout.cell_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Rig:
+    """One rank's worker, and all bytes it could touch: as they are, and as they have to be."""
+
+    def __init__(
+        self, place: Place, layout: CacheLayout, worker: OffloadingWorker, rows: Bytes, memory: Any
+    ) -> None:
+        self.place, self.layout, self.worker = place, layout, worker
+        self.rows = rows
+        """All rows of the region, without a copy, as another process sees them."""
+        self.memory: list[Any] = memory
+        """The allocations on the device."""
+        self.expected_rows = rows.copy()
+        self.expected_memory = [place.download(allocation) for allocation in self.memory]
+
+    def apply(self, *jobs: Job) -> None:
+        """Tell the oracle that these jobs were done, in this order."""
+        for job in jobs:
+            job.apply(self.layout, RANK, self.expected_rows, self.expected_memory)
+
+    def check(self) -> None:
+        """Every byte of the region, other ranks' cells included, and of all allocations."""
+        require_equal(self.rows, self.expected_rows, "the region")
+        for index, (allocation, expected) in enumerate(
+            zip(self.memory, self.expected_memory, strict=True)
+        ):
+            require_equal(self.place.download(allocation), expected, f"allocation {index}")
+
+    def do(self, *jobs: Job, first_id: int = 0, by_polling: bool = False) -> list[TransferResult]:
+        """Submit jobs, see them end well, and return what was reported, by job id."""
+        ids = range(first_id, first_id + len(jobs))
+        for job_id, job in zip(ids, jobs, strict=True):
+            assert job.submit(self.worker, job_id)
+        results = finish(self.worker, ids, by_polling=by_polling)
+        assert [result.job_id for result in results] == list(ids)
+        for result, job in zip(results, jobs, strict=True):
+            assert result.success
+            assert result.transfer_size == job.size(self.layout)
+            assert result.transfer_time is not None
+            assert result.transfer_time > 0 or not result.transfer_size
+        self.apply(*jobs)
+        return results
+
+    def let_go(self) -> None:
+        """Hold nothing of the region any more."""
+        self.rows = np.empty(0, np.uint8)
+
+    def page(self, tensor_idx: int, block: int) -> Any:
+        """A page's bytes on the device, without a copy."""
+        return self.layout.page(self.memory, tensor_idx, block)
+
+
+@contextmanager
+def open_rig(
+    place: Place, layout: CacheLayout, directory: Path, *, num_slots: int = 4, seed: int = 1
+) -> Iterator[Rig]:
+    """All rows are poisoned, all allocations random."""
+    row, cell = row_bytes(layout), layout.cell_bytes
+    with ExitStack() as undo:
+        others, region = (
+            SharedOffloadRegion("engine", num_slots, rank, row, cell, directory=str(directory))
+            for rank in (None, RANK)
+        )
+        undo.callback(others.cleanup)
+        undo.callback(region.cleanup)
+        memory = [place.upload(allocation) for allocation in layout.new_memory(seed)]
+        worker = place.open_worker(layout.canonical(memory), region, layout.blocks_per_chunk)
+        undo.callback(worker.shutdown)
+        rows = np.asarray(others.create_kv_memoryview())
+        rows[:] = POISON
+        rig = Rig(place, layout, worker, rows, memory)
+        del rows
+        undo.callback(rig.let_go)
+        yield rig
+
+
+def poll(worker: OffloadingWorker, count: int) -> list[TransferResult]:
+    """Ask without a pause until so many results have come."""
+    results: list[TransferResult] = []
+    deadline = time.monotonic() + _PATIENCE_S
+    while len(results) < count:
+        results += worker.get_finished()
+        assert time.monotonic() < deadline, f"{len(results)} of {count} jobs ended in time"
+    return results
+
+
+def finish(
+    worker: OffloadingWorker, job_ids: Collection[int], *, by_polling: bool = False
+) -> list[TransferResult]:
+    """All results, by job id; each of these jobs, and no other, must be reported once."""
+    if by_polling:
+        results = poll(worker, len(job_ids))
+    else:
+        worker.wait(job_ids)
+        results = worker.get_finished()
+    assert worker.get_finished() == []
+    assert sorted(result.job_id for result in results) == sorted(job_ids)
+    return sorted(results, key=lambda result: result.job_id)
+
+
+def require_equal(actual: Bytes, expected: Bytes, what: str) -> None:
+    """As numpy's assertion, with less to say."""
+    if not np.array_equal(actual, expected):
+        actual, expected = actual.reshape(-1), expected.reshape(-1)
+        differ = np.flatnonzero(actual != expected)
+        raise AssertionError(
+            f"{what}: {len(differ)} bytes differ, from {differ[0]} to {differ[-1]}: "
+            f"{actual[differ[0]]} in place of {expected[differ[0]]}, and so on"
+        )

@@ -1,0 +1,252 @@
+"""A device that does what its streams say in any order that they allow.
+
+It stands in for torch's streams and events, the driver and the kernel, so that all of the worker
+but these three runs without a device, too. Memory is host memory; work is done when somebody asks
+or waits, by chance, and so that what is not ordered is found out: what is waited for goes first,
+and what was delayed goes last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtier.cpu.cuda.driver import CudaError
+from kvtier.cpu.cuda.page_table import ALIGNMENT
+
+Addresses = NDArray[np.uint64]
+Work = Callable[[], object]
+
+
+class Mark:
+    """One record of an event in a stream."""
+
+    def __init__(self, stream: SimulatedStream) -> None:
+        self.stream = stream
+        self.time_ms: float | None = None
+
+    @property
+    def is_reached(self) -> bool:
+        return self.time_ms is not None
+
+
+class SimulatedDevice:
+    """Streams of work. Any thread."""
+
+    def __init__(self, seed: int) -> None:
+        self.lock = threading.RLock()
+        self.streams: list[SimulatedStream] = []
+        self.default_stream = SimulatedStream(self, handle=0)
+        self.current_stream = self.default_stream
+        self.failure: Exception | None = None
+        """Raised by every question once it is set."""
+        self.pinned: dict[int, int] = {}
+        """Address to size."""
+        self.num_steps = 0
+        self._random = random.Random(seed)
+
+    def new_stream(self) -> SimulatedStream:
+        return SimulatedStream(self, handle=len(self.streams))
+
+    def step(self, preferred: SimulatedStream | None = None) -> None:
+        """Do one piece of work of any stream that can go on."""
+        with self.lock:
+            ready = [stream for stream in self.streams if stream.is_ready]
+            prompt = [stream for stream in ready if not stream.is_delayed]
+            if preferred in ready and (preferred in prompt or not prompt):
+                preferred.do_next()
+            elif ready:
+                self._random.choice(prompt or ready).do_next()
+            else:
+                assert all(not stream.work for stream in self.streams), "a wait without an end"
+
+    def wander(self) -> None:
+        """Go on a little, as time does."""
+        with self.lock:
+            for _ in range(self._random.randrange(4)):
+                self.step()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def is_pinned(self, address: int) -> bool:
+        return any(start <= address < start + size for start, size in self.pinned.items())
+
+
+class SimulatedStream:
+    def __init__(self, device: SimulatedDevice, handle: int) -> None:
+        self.cuda_stream = handle
+        self.work: deque[Work | Mark | tuple[Mark] | None] = deque()
+        """Something to do, a mark to be reached, one to wait for, or a delay."""
+        self._device = device
+        device.streams.append(self)
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.work) and not (
+            isinstance(self.work[0], tuple) and not self.work[0][0].is_reached
+        )
+
+    @property
+    def is_delayed(self) -> bool:
+        return bool(self.work) and self.work[0] is None
+
+    def do_next(self) -> None:
+        work = self.work.popleft()
+        self._device.num_steps += 1
+        if isinstance(work, Mark):
+            work.time_ms = self._device.num_steps * 1e-3
+        elif work is not None and not isinstance(work, tuple):
+            work()
+
+    def add(self, *work: Work | Mark | tuple[Mark] | None) -> None:
+        with self._device.lock:
+            self.work.extend(work)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        if event.mark is not None:
+            self.add((event.mark,))
+
+    def record_event(self) -> SimulatedEvent:
+        event = SimulatedEvent(self._device)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._device.check()
+        with self._device.lock:
+            while self.work:
+                self._device.step(preferred=self)
+
+
+class SimulatedEvent:
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.mark: Mark | None = None
+        self._device = device
+
+    def record(self, stream: SimulatedStream) -> None:
+        self.mark = Mark(stream)
+        stream.add(self.mark)
+
+    def query(self) -> bool:
+        self._device.check()
+        self._device.wander()
+        return self.mark is None or self.mark.is_reached
+
+    def synchronize(self) -> None:
+        self._device.check()
+        with self._device.lock:
+            while self.mark is not None and not self.mark.is_reached:
+                self._device.step(preferred=self.mark.stream)
+
+    def elapsed_time(self, other: SimulatedEvent) -> float:
+        assert self.mark is not None
+        assert other.mark is not None
+        assert self.mark.time_ms is not None
+        assert other.mark.time_ms is not None
+        return other.mark.time_ms - self.mark.time_ms
+
+
+class SimulatedTorchCuda:
+    """What the worker uses of `torch.cuda`."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+
+    def device(self, device: Any) -> Any:
+        return nullcontext()
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def get_device_capability(self, device: Any) -> tuple[int, int]:
+        return 9, 0
+
+    def current_stream(self, device: Any = None) -> SimulatedStream:
+        return self._device.current_stream
+
+    def Stream(self, priority: int = 0) -> SimulatedStream:  # noqa: N802  (torch's name)
+        return self._device.new_stream()
+
+    def Event(self, enable_timing: bool = False) -> SimulatedEvent:  # noqa: N802
+        return SimulatedEvent(self._device)
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self._device.current_stream = self._device.current_stream, stream
+        try:
+            yield
+        finally:
+            self._device.current_stream = before
+
+
+class SimulatedTorch:
+    """torch with another `cuda`, and memory that need not be pinned."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.cuda = SimulatedTorchCuda(device)
+
+    def empty(self, *size: int, pin_memory: bool = False, **options: Any) -> Any:
+        return torch.empty(*size, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class SimulatedDriver:
+    """Holds its callers to what the real one asks for."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+
+    def copy_batch(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int
+    ) -> None:
+        if stream == 0:
+            raise CudaError("cuMemcpyBatchAsync: the legacy default stream")
+        lists = [np.array(column).tolist() for column in (sources, targets, sizes)]
+        assert all(size > 0 for size in lists[2])
+        queue = self._device.streams[stream]
+        for source, target, size in zip(*lists, strict=True):
+            queue.add(partial(ctypes.memmove, target, source, size))
+        if not any(map(self._device.is_pinned, (*lists[0], *lists[1]))):
+            queue.synchronize()
+
+    def register_host(self, address: int, size: int) -> None:
+        if address in self._device.pinned:
+            raise CudaError("cuMemHostRegister: already registered")
+        self._device.pinned[address] = size
+
+    def unregister_host(self, address: int) -> None:
+        if self._device.pinned.pop(address, None) is None:
+            raise CudaError("cuMemHostUnregister: not registered")
+
+
+class SimulatedKernel:
+    """Reads its list when its turn comes, as a kernel does."""
+
+    device: SimulatedDevice
+
+    def __init__(self, driver: SimulatedDriver, capability: tuple[int, int]) -> None:
+        self.device = driver._device
+
+    def launch(self, pages: Addresses, largest: int, stream: int) -> None:
+        assert largest >= int(pages[2].max())
+
+        def copy() -> None:
+            for source, target, size in pages.T.tolist():
+                assert not (source | target | size) % ALIGNMENT, "the kernel would fault"
+                ctypes.memmove(target, source, size)
+
+        self.device.streams[stream].add(copy)

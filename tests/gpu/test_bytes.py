@@ -1,0 +1,175 @@
+"""Every byte on both sides is as it should be, whatever is copied and however."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.cpu.cuda import streams
+from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
+from kvtier.cpu.cuda.page_table import ALIGNMENT
+from tests.gpu.cache_layout import CacheLayout, PagedTensor, plain_layout
+from tests.gpu.histories import NUM_SLOTS, histories
+from tests.gpu.jobs import Job, Part, load, store
+from tests.gpu.places import LaunchCount, Place
+from tests.gpu.rig import open_rig
+from tests.gpu.simulated_cuda import SimulatedKernel
+
+History = tuple[CacheLayout, list[Job]]
+
+WITH_FIXTURES = [HealthCheck.function_scoped_fixture]
+
+KIB, MIB = 1 << 10, 1 << 20
+PAGE_SIZES = (16, 48, 100, 2 * KIB, 16 * KIB, 64 * KIB, 200 * KIB, 512 * KIB, 2 * MIB, 2 * MIB - 8)
+
+
+def check_history(
+    place: Place, directory: Path, history: History, seed: int, by_polling: bool
+) -> None:
+    layout, jobs = history
+    with open_rig(place, layout, directory, num_slots=NUM_SLOTS, seed=seed) as rig:
+        for job in jobs:
+            rig.do(job, by_polling=by_polling)
+            rig.check()
+
+
+@settings(max_examples=60, suppress_health_check=WITH_FIXTURES)
+@given(history=histories(), seed=st.integers(0, 2**16), by_polling=st.booleans())
+def test_every_byte_is_as_it_should_be(
+    any_place: Place, shm: Path, history: History, seed: int, by_polling: bool
+) -> None:
+    check_history(any_place, shm, history, seed, by_polling)
+
+
+@pytest.mark.soak
+@settings(suppress_health_check=WITH_FIXTURES)
+@given(history=histories(), seed=st.integers(0, 2**16), by_polling=st.booleans())
+def test_every_byte_is_as_it_should_be_for_long(
+    any_place: Place, shm: Path, history: History, seed: int, by_polling: bool
+) -> None:
+    check_history(any_place, shm, history, seed, by_polling)
+
+
+@pytest.mark.parametrize("path", CopyPath)
+@settings(max_examples=25, suppress_health_check=WITH_FIXTURES)
+@given(history=histories(), seed=st.integers(0, 2**16), by_polling=st.booleans())
+def test_every_path_copies_every_byte(
+    device_place: Place,
+    path: CopyPath,
+    shm: Path,
+    history: History,
+    seed: int,
+    by_polling: bool,
+) -> None:
+    device_place.use(path)
+    check_history(device_place, shm, history, seed, by_polling)
+
+
+@pytest.mark.parametrize("page", PAGE_SIZES)
+@pytest.mark.parametrize("path", CopyPath)
+def test_pages_of_every_size(
+    device_place: Place, path: CopyPath, page: int, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that the kernel is used where it can be, and nowhere else."""
+    device_place.use(path)
+    launches = LaunchCount(monkeypatch)
+    num_slots = 3 if page > 256 * KIB else 20
+    layout = plain_layout(page, page, num_blocks=2 * num_slots)
+    blocks = [(7 * i + 3) % num_slots for i in range(num_slots)]
+    with open_rig(device_place, layout, shm, num_slots=num_slots) as rig:
+        rig.do(store(blocks, range(num_slots)))
+        rig.check()
+        rig.do(load(range(num_slots), [2 * num_slots - 1 - block for block in blocks]))
+        rig.check()
+    by_kernel = path is CopyPath.KERNEL and page % ALIGNMENT == 0
+    assert launches.count == (2 if by_kernel else 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "uint8"])
+@pytest.mark.parametrize("is_one_allocation", [True, False])
+def test_keys_and_values_of_a_model(
+    any_place: Place, dtype: str, is_one_allocation: bool, shm: Path
+) -> None:
+    """As engines lay them out: chunks of several blocks, begun in the middle, a tensor unused."""
+    page, num_blocks = 4 * KIB, 12
+    allocations: tuple[int, ...]
+    if is_one_allocation:
+        allocations = (2 * page * num_blocks, page * num_blocks)
+        tensors = tuple(PagedTensor(0, offset, 2 * page, page, dtype) for offset in (0, page))
+    else:
+        allocations = (page * num_blocks,) * 3
+        tensors = tuple(PagedTensor(i, 0, page, page, dtype) for i in range(2))
+    unused = PagedTensor(len(allocations) - 1, 0, page, page, dtype)
+    layout = CacheLayout(
+        num_blocks, allocations, (*tensors, unused), ({0: page, 1: page}, {2: page // 2}), 4
+    )
+    with open_rig(any_place, layout, shm) as rig:
+        # From the third place of the first slot on, in one group; a whole slot in the other.
+        stored = Job(True, [Part(0, 6, [5, 1, 8, 0, 11, 3], [2, 0]), Part(1, 0, [7, 6, 5, 4], [3])])
+        rig.do(stored)
+        rig.check()
+        # To the end of the second slot's third place.
+        rig.do(Job(False, [Part(0, 3, [9, 10, 2, 4], [2, 0]), Part(1, 1, [9], [3])]))
+        rig.check()
+
+
+def test_slots_hold_nothing_from_before(any_place: Place, shm: Path) -> None:
+    """Also if a tier below wrote whole rows in between, behind the worker's back."""
+    pages = (64, 32, 48)
+    layout = CacheLayout(
+        8,
+        tuple(page * 8 for page in pages),
+        tuple(PagedTensor(i, 0, page, page) for i, page in enumerate(pages)),
+        ({0: 64}, {1: 20, 2: 48}),
+        blocks_per_chunk=2,
+    )
+    with open_rig(any_place, layout, shm) as rig:
+        for filler in (0x11, 0x22):
+            rig.rows[:] = rig.expected_rows[:] = filler
+            rig.do(Job(True, [Part(0, 1, [5], [3]), Part(1, 0, [1, 2, 6, 7], [2, 0])]))
+            rig.check()
+
+
+def unavailable(*_: object) -> None:
+    raise KernelUnavailable("injected")
+
+
+def test_without_the_kernel_the_engines_do_it(
+    device_place: Place,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device_place.use(CopyPath.KERNEL)
+    for kernel in (PageKernel, SimulatedKernel):
+        monkeypatch.setattr(kernel, "__init__", unavailable)
+    with open_rig(device_place, plain_layout(64, 4096, num_blocks=8), shm) as rig:
+        rig.do(store([1, 2, 3], [0, 3, 1]), by_polling=True)
+        rig.do(load([3, 0], [7, 6]))
+        rig.check()
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "slower than the bus: injected" in warning.getMessage()
+
+
+def test_what_finds_no_room_in_the_ring_is_copied_by_the_engines(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_RING_PAGES", 8)
+    device_place.use(CopyPath.KERNEL)
+    launches = LaunchCount(monkeypatch)
+    layout = plain_layout(4096, num_blocks=16)
+    with open_rig(device_place, layout, shm, num_slots=12) as rig:
+        rig.do(store(range(12), range(12)))  # more than the ring ever has room for
+        assert launches.count == 0
+        device_place.delay()  # so that none ends before the next is begun
+        jobs = [store(range(i, i + 3), range(3 * i, 3 * i + 3)) for i in range(4)]
+        rig.do(*jobs, by_polling=True)
+        rig.check()
+        assert launches.count == 2
+        rig.do(*jobs[:2])  # the room is there again
+        rig.check()
+        assert launches.count == 4

@@ -1,0 +1,193 @@
+"""Copies come after the compute before them, and before the compute that waits for them.
+
+Compute is made late on purpose, so that a copy that does not wait for it is surely too early. The
+last test takes the waiting away, and sees every other one fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.base import OffloadingWorker
+from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from tests.gpu.cache_layout import plain_layout
+from tests.gpu.jobs import load, store
+from tests.gpu.places import Place
+from tests.gpu.rig import Rig, finish, open_rig
+from tests.gpu.simulated_cuda import SimulatedStream
+
+LAYOUT = plain_layout(64 << 10, num_blocks=40)
+BLOCKS, OTHER_BLOCKS, SLOTS = range(20), range(20, 40), range(20)
+
+
+def write(rig: Rig, blocks: range, value: int) -> None:
+    """Compute that writes all bytes of these blocks."""
+    for block in blocks:
+        page = rig.page(0, block)
+        rig.place.compute(lambda page=page: page.fill_(value))  # type: ignore[misc]
+
+
+def expect_written(rig: Rig, blocks: range, value: int) -> None:
+    for block in blocks:
+        rig.layout.page(rig.expected_memory, 0, block)[:] = value
+
+
+def store_after_compute(rig: Rig) -> None:
+    """A store finds what the current stream was to compute before it."""
+    rig.place.delay()
+    write(rig, BLOCKS, 7)
+    expect_written(rig, BLOCKS, 7)
+    rig.do(store(BLOCKS, SLOTS))
+
+
+def store_before_overwriting(rig: Rig, *, by_polling: bool = False) -> None:
+    """What was stored is not what is computed as soon as the store has ended."""
+    rig.place.delay()
+    rig.do(store(BLOCKS, SLOTS), by_polling=by_polling)
+    with rig.place.other_stream():  # behind no delay
+        write(rig, BLOCKS, 9)
+        rig.place.finish_compute()
+    expect_written(rig, BLOCKS, 9)
+
+
+def store_before_overwriting_polled(rig: Rig) -> None:
+    store_before_overwriting(rig, by_polling=True)
+
+
+def load_after_compute(rig: Rig) -> None:
+    """A load does not overwrite what the current stream still has to read."""
+    before = rig.place.download(rig.memory[0])
+    read = rig.place.upload(before * 0)
+    rig.place.delay()
+    rig.place.compute(lambda: read.copy_(rig.memory[0]))
+    rig.do(load(SLOTS, OTHER_BLOCKS))
+    assert (rig.place.download(read) == before).all(), "what was read had been overwritten"
+
+
+def load_before_reading(rig: Rig, *, by_polling: bool = False) -> None:
+    """As soon as a load has ended, any stream reads what it brought."""
+    read = rig.place.upload(rig.expected_memory[0] * 0)
+    rig.place.delay()
+    rig.do(load(SLOTS, OTHER_BLOCKS), by_polling=by_polling)
+    with rig.place.other_stream():  # behind no delay
+        rig.place.compute(lambda: read.copy_(rig.memory[0]))
+        rig.place.finish_compute()
+    assert (rig.place.download(read) == rig.expected_memory[0]).all(), "it was not there yet"
+
+
+def load_before_reading_polled(rig: Rig) -> None:
+    load_before_reading(rig, by_polling=True)
+
+
+Scenario = Callable[[Rig], None]
+SCENARIOS: list[Scenario] = [
+    store_after_compute,
+    store_before_overwriting,
+    store_before_overwriting_polled,
+    load_after_compute,
+    load_before_reading,
+    load_before_reading_polled,
+]
+
+
+def play(scenario: Scenario, place: Place, directory: Path) -> None:
+    with open_rig(place, LAYOUT, directory, num_slots=len(SLOTS)) as rig:
+        scenario(rig)
+        rig.check()
+
+
+@pytest.mark.parametrize("is_other_stream", [False, True])
+@pytest.mark.parametrize("path", CopyPath)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_order(
+    scenario: Scenario, path: CopyPath, is_other_stream: bool, device_place: Place, shm: Path
+) -> None:
+    device_place.use(path)
+    with open_rig(device_place, LAYOUT, shm, num_slots=len(SLOTS)) as rig:
+        with device_place.other_stream() if is_other_stream else nullcontext():
+            scenario(rig)
+        rig.check()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_order_of_copies_within_host_memory(scenario: Scenario, place: Place, shm: Path) -> None:
+    play(scenario, place, shm)
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_jobs_of_a_direction_are_done_in_order_whatever_their_paths(
+    is_store: bool, device_place: Place, shm: Path
+) -> None:
+    """The large ones begin in two streams, and the small one must not overtake either half."""
+    device_place.use(*CopyPath)
+    with open_rig(device_place, LAYOUT, shm, num_slots=len(SLOTS)) as rig:
+        if is_store:
+            large = [store(BLOCKS, SLOTS), store(OTHER_BLOCKS, SLOTS)]
+            small = [store([block], [slot]) for block, slot in ((3, 19), (4, 0), (5, 10))]
+        else:
+            large = [load(SLOTS, BLOCKS), load(SLOTS[::-1], BLOCKS)]
+            small = [load([slot], [block]) for slot, block in ((3, 19), (4, 0), (5, 10))]
+            rig.do(store(OTHER_BLOCKS, SLOTS))
+        for _ in range(3):
+            rig.do(*(job for one in small for job in (*large, one)))
+            rig.check()
+
+
+# ---------------------------------------------------------------------------------------------
+# These tests can fail
+# ---------------------------------------------------------------------------------------------
+
+
+def nothing_waits(patch: pytest.MonkeyPatch) -> None:
+    """The worker's streams wait for no compute."""
+    for stream in (torch.cuda.Stream, SimulatedStream):
+        patch.setattr(stream, "wait_event", lambda *_: None)
+
+
+def nobody_waits(patch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for a job believes at once that it has ended."""
+
+    def believe(worker: OffloadingWorker, job_ids: object, **_: object) -> list[object]:
+        return []
+
+    patch.setattr("tests.gpu.rig.finish", believe)
+    patch.setattr(Rig, "do", submit_only)
+
+
+def submit_only(rig: Rig, *jobs: object, **_: object) -> None:
+    for job_id, job in enumerate(jobs):
+        assert job.submit(rig.worker, job_id)  # type: ignore[attr-defined]
+    rig.apply(*jobs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "sabotage"),
+    [
+        (store_after_compute, nothing_waits),
+        (load_after_compute, nothing_waits),
+        (store_before_overwriting, nobody_waits),
+        (load_before_reading, nobody_waits),
+    ],
+)
+@pytest.mark.parametrize("path", CopyPath)
+def test_what_does_not_wait_is_found_out(
+    scenario: Scenario,
+    sabotage: Callable[[pytest.MonkeyPatch], None],
+    path: CopyPath,
+    device_place: Place,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device_place.use(path)
+    with open_rig(device_place, LAYOUT, shm, num_slots=len(SLOTS)) as rig:
+        with monkeypatch.context() as patch:
+            sabotage(patch)
+            with pytest.raises(AssertionError):  # noqa: PT012  (either may notice)
+                scenario(rig)
+                rig.check()
+        finish(rig.worker, [0]) if sabotage is nobody_waits else None
