@@ -16,14 +16,23 @@ from kvtier.cpu.gpu_worker import open_pinned
 
 SHAPES = ((8192, 8192, 8192), (2048, 14336, 4096), (256, 4096, 4096))
 """Large ones, which the limit is for; the MLP of an 8B model with 2,048 tokens, and with 256."""
-PATHS = {"copy engines": (1 << 20, Path.ENGINES), "kernel": (64 << 10, Path.KERNEL)}
+PATHS = {
+    "copy engines": (1 << 20, 1, Path.ENGINES),
+    "kernel and engines": (64 << 10, 32, Path.STAGED),
+    "kernel alone": (64 << 10, 1, Path.KERNEL),
+}
+"""Page size, tensors, and how they are copied."""
 _JOB_BYTES = 256 << 20
 _LOOP_S = 0.08
 _NUM_ROUNDS = 5
 
 
 def beside(
-    device: Any, shape: tuple[int, int, int], page_bytes: int, path: Path, is_store: bool
+    device: Any,
+    shape: tuple[int, int, int],
+    layout: tuple[int, int],
+    path: Path,
+    is_store: bool,
 ) -> dict[str, float]:
     """Rounds alone and beside copies in turns, since the device's clock changes with its heat."""
     rows, columns, depth = shape
@@ -43,35 +52,42 @@ def beside(
         ended.synchronize()
         return float(began.elapsed_time(ended)) / count
 
+    page_bytes, num_tensors = layout
     with open_rig(
         device,
         page_bytes,
-        1,
-        _JOB_BYTES // page_bytes,
-        partial(open_pinned, choose=lambda *_: path),
+        num_tensors,
+        _JOB_BYTES // (page_bytes * num_tensors),
+        partial(open_pinned, choose=lambda _: path),
     ) as rig:
         products(3)
         count = max(3, int(_LOOP_S * 1e3 / products(10)))
         alone_rate = _JOB_BYTES / median(rig.finish([_job(rig, is_store)]) for _ in range(5)) / 1e9
         per_loop = int(_LOOP_S * 1.6 * alone_rate * 1e9 / _JOB_BYTES) + 2
-        alone, together, rates = [], [], []
-        for _ in range(_NUM_ROUNDS):
+        alone: list[float] = []
+        together: list[float] = []
+        rates: list[float] = []
+        while len(together) < _NUM_ROUNDS:
             alone.append(products(count))
             jobs = [_job(rig, is_store) for _ in range(per_loop)]
             time.sleep(0.002)  # the copies are under way
-            together.append(products(count))
-            copied = len(rig.worker.get_finished())
-            if copied == len(jobs):
-                raise RuntimeError("the copies ended before the matrix products")
-            rates.append(copied * _JOB_BYTES / (together[-1] * count / 1e3 + 0.002) / 1e9)
+            took = products(count)
+            copied = rig.worker.get_finished()
             rig.worker.wait(jobs)
             rig.worker.get_finished()
             torch.cuda.synchronize(device)
+            if len(copied) == len(jobs):
+                per_loop *= 2  # they ended before the matrix products: again, with more of them
+                continue
+            together.append(took)
+            if copied:
+                seconds = sum(result.transfer_time or 0.0 for result in copied)
+                rates.append(len(copied) * _JOB_BYTES / seconds / 1e9)
     return {
         "alone_ms": median(alone),
         "beside_ms": median(together),
         "slowdown": median(together) / median(alone),
-        "copy_gb_s": median(rates),
+        "copy_gb_s": median(rates) if rates else 0.0,
         "copy_alone_gb_s": alone_rate,
     }
 

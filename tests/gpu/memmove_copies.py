@@ -50,6 +50,9 @@ class MemmoveCopies(Copies):
                 tickets.popleft().copy()
         self.is_closed = True
 
+    def num_under_way(self, *, is_store: bool) -> int:
+        return len(self._under_way[is_store])
+
     def copy_next(self, *, is_store: bool) -> None:
         """Do the oldest job of a direction."""
         self._under_way[is_store].popleft().copy()

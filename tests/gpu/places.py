@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -146,6 +147,7 @@ class CudaPlace(Place):
 
     def __init__(self) -> None:
         self._others: list[Any] = []
+        _warm_up()
 
     def open_worker(
         self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
@@ -170,6 +172,16 @@ class CudaPlace(Place):
         self._others.append(torch.cuda.Stream())
         with torch.cuda.stream(self._others[-1]):
             yield
+
+
+@cache
+def _warm_up() -> None:
+    """Have all kernels of the tests loaded: the first launch of one can wait for the device."""
+    memory = torch.zeros(2, 1 << 16, dtype=torch.uint8, device=CudaPlace.device)
+    memory[0].fill_(1)
+    memory[1].copy_(memory[0])
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
 
 
 def has_cuda() -> bool:

@@ -135,7 +135,8 @@ class SimulatedEvent:
         self.mark: Mark | None = None
         self._device = device
 
-    def record(self, stream: SimulatedStream) -> None:
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        stream = stream or self._device.current_stream
         self.mark = Mark(stream)
         stream.add(self.mark)
 
@@ -241,7 +242,7 @@ class SimulatedKernel:
     def __init__(self, driver: SimulatedDriver, capability: tuple[int, int]) -> None:
         self.device = driver._device
 
-    def launch(self, pages: Addresses, largest: int, stream: int) -> None:
+    def launch(self, pages: Addresses, largest: int, stream: int, *_: int) -> None:
         assert largest >= int(pages[2].max())
 
         def copy() -> None:

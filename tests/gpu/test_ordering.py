@@ -6,19 +6,18 @@ last test takes the waiting away, and sees every other one fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvtier.base import OffloadingWorker
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from tests.gpu.cache_layout import plain_layout
-from tests.gpu.jobs import load, store
+from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import Place
-from tests.gpu.rig import Rig, finish, open_rig
+from tests.gpu.rig import POISON, Rig, open_rig
 from tests.gpu.simulated_cuda import SimulatedStream
 
 LAYOUT = plain_layout(64 << 10, num_blocks=40)
@@ -95,10 +94,17 @@ SCENARIOS: list[Scenario] = [
 ]
 
 
-def play(scenario: Scenario, place: Place, directory: Path) -> None:
+@contextmanager
+def open_warm_rig(place: Place, directory: Path) -> Iterator[Rig]:
+    """What is only done at first, and can wait for the device, is done."""
     with open_rig(place, LAYOUT, directory, num_slots=len(SLOTS)) as rig:
-        scenario(rig)
+        rig.do(store(BLOCKS, SLOTS))
+        rig.do(load(SLOTS, OTHER_BLOCKS))
+        write(rig, range(40), 5)
+        expect_written(rig, range(40), 5)
+        rig.rows[:] = rig.expected_rows[:] = POISON
         rig.check()
+        yield rig
 
 
 @pytest.mark.parametrize("is_other_stream", [False, True])
@@ -108,15 +114,17 @@ def test_order(
     scenario: Scenario, path: CopyPath, is_other_stream: bool, device_place: Place, shm: Path
 ) -> None:
     device_place.use(path)
-    with open_rig(device_place, LAYOUT, shm, num_slots=len(SLOTS)) as rig:
+    with open_warm_rig(device_place, shm) as rig:
         with device_place.other_stream() if is_other_stream else nullcontext():
             scenario(rig)
         rig.check()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_order_of_copies_within_host_memory(scenario: Scenario, place: Place, shm: Path) -> None:
-    play(scenario, place, shm)
+def test_order_without_a_choice_of_paths(scenario: Scenario, place: Place, shm: Path) -> None:
+    with open_warm_rig(place, shm) as rig:
+        scenario(rig)
+        rig.check()
 
 
 @pytest.mark.parametrize("is_store", [True, False])
@@ -150,19 +158,13 @@ def nothing_waits(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for a job believes at once that it has ended."""
+    """Whoever needs a job goes on without asking for it."""
 
-    def believe(worker: OffloadingWorker, job_ids: object, **_: object) -> list[object]:
-        return []
+    def submit(rig: Rig, job: Job, **_: bool) -> None:
+        assert job.submit(rig.worker, 0)
+        rig.apply(job)
 
-    patch.setattr("tests.gpu.rig.finish", believe)
-    patch.setattr(Rig, "do", submit_only)
-
-
-def submit_only(rig: Rig, *jobs: object, **_: object) -> None:
-    for job_id, job in enumerate(jobs):
-        assert job.submit(rig.worker, job_id)  # type: ignore[attr-defined]
-    rig.apply(*jobs)  # type: ignore[arg-type]
+    patch.setattr(Rig, "do", submit)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +186,8 @@ def test_what_does_not_wait_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device_place.use(path)
-    with open_rig(device_place, LAYOUT, shm, num_slots=len(SLOTS)) as rig:
-        with monkeypatch.context() as patch:
-            sabotage(patch)
-            with pytest.raises(AssertionError):  # noqa: PT012  (either may notice)
-                scenario(rig)
-                rig.check()
-        finish(rig.worker, [0]) if sabotage is nobody_waits else None
+    with open_warm_rig(device_place, shm) as rig, monkeypatch.context() as patch:
+        sabotage(patch)
+        with pytest.raises(AssertionError):  # noqa: PT012  (either may notice)
+            scenario(rig)
+            rig.check()

@@ -25,6 +25,8 @@ __all__ = ["main"]
 
 MIB = 1 << 20
 PAGE_SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20)
+_LAYOUTS = (*((size, 1) for size in PAGE_SIZES), (16 << 10, 32), (64 << 10, 32))
+"""Pages, and of how many tensors a block has one."""
 _ODD_SIZES = (16, 48, 4096 - 16, 4096 + 16, 20_000, 100_000 + 16)
 _UNALIGNED_SIZES = (1, 17, 4099)
 _NUM_TENSORS = 3
@@ -97,8 +99,8 @@ def _ways() -> Iterator[tuple[str, tuple[int, ...], Callable[..., Copies] | None
 
     yield "as chosen by size", (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), None
     for path in Path:
-        unaligned = () if path is Path.KERNEL else _UNALIGNED_SIZES
         name = path.name.lower().replace("_", " ")
+        unaligned = _UNALIGNED_SIZES if path in {Path.ENGINES, Path.ENGINES_TWICE} else ()
         yield name, (*PAGE_SIZES, *_ODD_SIZES, *unaligned), _always(path)
     yield "unpinned memory", (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), open_unpinned
 
@@ -106,7 +108,7 @@ def _ways() -> Iterator[tuple[str, tuple[int, ...], Callable[..., Copies] | None
 def _always(path: Path) -> Callable[[Any, SharedOffloadRegion, ExitStack], Copies]:
     from kvtier.cpu.gpu_worker import open_pinned
 
-    return lambda device, region, undo: open_pinned(device, region, undo, lambda *_: path)
+    return lambda device, region, undo: open_pinned(device, region, undo, lambda _: path)
 
 
 def _is_exact(device: Any, page_bytes: int, open_copies: Callable[..., Copies] | None) -> bool:
@@ -141,16 +143,18 @@ def _measure_all(device: Any, num_bytes: int) -> None:
 
     plain = measure_plain_copy(device, num_bytes)
     print(f"\nGB/s with {num_bytes // MIB} MiB of scattered pages, and the share of a plain copy")
-    print("       page      to the GPU    from the GPU    both at once  copied by")
+    print("          page      to the GPU    from the GPU    both at once  copied by")
     print(
-        f"  {'plain':>9}  {plain.load:8.1f}  100%  {plain.store:8.1f}  100%  "
+        f"  {'plain':>12}  {plain.load:8.1f}  100%  {plain.store:8.1f}  100%  "
         f"{plain.both:8.1f}  100%"
     )
-    for page_bytes in PAGE_SIZES:
-        got = measure(device, page_bytes, 1, num_bytes)
-        path = choose_path(page_bytes, num_bytes // page_bytes)
+    for page_bytes, num_tensors in _LAYOUTS:
+        got = measure(device, page_bytes, num_tensors, num_bytes)
+        run_bytes = page_bytes * num_tensors
+        path = choose_path(page_bytes, num_bytes // page_bytes, run_bytes)
+        name = f"{page_bytes >> 10} KiB" + (f" x {num_tensors}" if num_tensors > 1 else "")
         print(
-            f"  {page_bytes >> 10:5} KiB  {got.load:8.1f} {got.load / plain.load:5.0%}  "
+            f"  {name:>12}  {got.load:8.1f} {got.load / plain.load:5.0%}  "
             f"{got.store:8.1f} {got.store / plain.store:5.0%}  "
             f"{got.both:8.1f} {got.both / plain.both:5.0%}  {path.name.lower().replace('_', ' ')}",
             flush=True,

@@ -20,11 +20,11 @@ from kvtier.base import (
 )
 from kvtier.cpu.cell_size import require_cell_fits
 from kvtier.cpu.cuda.copies import Copies, Ticket
-from kvtier.cpu.cuda.copy_paths import Path, choose_path
+from kvtier.cpu.cuda.copy_paths import Path
 from kvtier.cpu.cuda.device_tensors import device_of, device_tensors
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError, cuda_driver
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
-from kvtier.cpu.cuda.page_table import HostCell, PageTable
+from kvtier.cpu.cuda.page_table import HostCell, Pages, PageTable
 from kvtier.cpu.cuda.pinning import pin_region
 from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.cuda.unpinned import UnpinnedCopies
@@ -215,7 +215,7 @@ def open_pinned(
     device: Any,
     region: SharedOffloadRegion,
     undo: ExitStack,
-    choose: Callable[[float, int], Path] = choose_path,
+    choose: Callable[[Pages], Path] | None = None,
 ) -> Copies:
     """The quickest that this machine has; slower ones, and a warning, if memory cannot be pinned.
 
@@ -227,7 +227,8 @@ def open_pinned(
         if not pin_region(region, driver):
             return open_unpinned(device, region, undo)
         undo.callback(_unpin, region, driver)
-        copies = StreamCopies(device, driver, _open_kernel(device, driver), choose)
+        kernel = _open_kernel(device, driver)
+        copies = StreamCopies(device, driver, kernel, choose)
     undo.callback(copies.close)
     return copies
 

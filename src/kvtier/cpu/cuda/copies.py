@@ -39,7 +39,7 @@ class Copies(ABC):
     def start(self, pages: Pages, *, is_store: bool) -> Ticket:
         """Have pages copied: from the device if it is a store, to it otherwise.
 
-        Raises if it is refused; then nothing is copied now or later.
+        Raises if it cannot even be tried. What the driver refuses, the ticket tells.
         """
 
     @abstractmethod

@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from kvtier.cpu.cuda.driver import CudaDriver
 
-__all__ = ["NUM_BLOCKS", "KernelUnavailable", "PageKernel"]
+__all__ = ["DIRECT_BLOCKS", "STAGING_BLOCKS", "KernelUnavailable", "PageKernel"]
 
-NUM_BLOCKS = 4
-"""As many SMs as it takes. On an H200, 4 blocks of 512 threads have 64 x 2 KiB under way: enough
-for 92 % of the bus in both directions, and 8 or 16 blocks are not faster."""
-NUM_THREADS = 512
+DIRECT_BLOCKS = 4
+"""For pages in host memory, as many SMs as it takes. On an H200, 4 blocks of 512 threads have
+64 x 2 KiB under way: enough for 92 % of the bus in both directions, and more are not faster."""
+STAGING_BLOCKS = 16
+"""For pages that stay on the device: over soon, and not on every SM."""
+_NUM_THREADS = 512
 _PIECE_BYTES = 4096
 """What a warp copies at a time: twice what it has under way."""
 
@@ -25,16 +27,17 @@ class KernelUnavailable(RuntimeError):
 
 
 class PageKernel:
-    """Copies pages by the device's own threads. The thread that submits jobs."""
+    """Copies pages by the device's own threads."""
 
     def __init__(self, driver: CudaDriver, capability: tuple[int, int]) -> None:
         """`capability`: of the device that is current. Raises `KernelUnavailable`, `CudaError`."""
         self._driver = driver
         self._function = driver.load_function(_machine_code(capability), "copy_pages")
 
-    def launch(self, pages: NDArray[np.uint64], largest: int, stream: int) -> None:
-        """Copy pages in stream order. Addresses and sizes are multiples of `ALIGNMENT`.
+    def launch(self, pages: NDArray[np.uint64], largest: int, stream: int, blocks: int) -> None:
+        """Copy pages in stream order, by so many blocks of threads. Any thread.
 
+        Addresses and sizes are multiples of `ALIGNMENT`.
         `pages`: rows (sources, targets, sizes) in pinned memory, which must stay as it is until
         the copy is done. `largest`: a bound on the sizes.
         """
@@ -47,7 +50,7 @@ class PageKernel:
         arguments = (ctypes.c_void_p * 6)(
             *map(ctypes.addressof, (sources, targets, sizes, *scalars))
         )
-        self._driver.launch(self._function, NUM_BLOCKS, NUM_THREADS, stream, arguments)
+        self._driver.launch(self._function, blocks, _NUM_THREADS, stream, arguments)
 
 
 def _machine_code(capability: tuple[int, int]) -> bytes:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvtier.base import CanonicalKVCacheRef
 from kvtier.cpu.transfer_plan import GroupTransfer
 
-__all__ = ["ALIGNMENT", "DeviceTensor", "HostCell", "PageTable", "Pages"]
+__all__ = ["ALIGNMENT", "DeviceTensor", "HostCell", "PageTable", "Pages", "Run"]
 
 Addresses = NDArray[np.uint64]
 
@@ -46,6 +46,13 @@ class HostCell(NamedTuple):
     blocks_per_chunk: int
 
 
+class Run(NamedTuple):
+    """Pages that lie together in a slot, one after the other, all of one size."""
+
+    num_pages: int
+    num_bytes: int
+
+
 class Pages(NamedTuple):
     """What a job copies: entry i is `sizes[i]` bytes from the device side to or from the host's."""
 
@@ -60,6 +67,8 @@ class Pages(NamedTuple):
     """Bound on the sizes."""
     is_aligned: bool
     """Whether all addresses and sizes are multiples of `ALIGNMENT`."""
+    run: Run | None
+    """If all entries are in such runs: each run's follow each other. None otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ class _Group:
     """Of the tensors it uses, in columns."""
 
     is_aligned: bool
+    run: Run | None
+    """If a block's pages lie together in a slot of one block."""
 
     device_bases: Addresses
     device_strides: Addresses
@@ -135,9 +146,11 @@ class PageTable:
         device, host, sizes = [], [], []
         num_bytes = num_pages = 0
         is_aligned = True
+        runs = set()
         for transfer in transfers:
             group = self._groups[transfer.group_idx]
             is_aligned &= group.is_aligned
+            runs.add(group.run if self.blocks_per_chunk == 1 else None)
             blocks = transfer.blocks.astype(np.uint64)[:, np.newaxis]
             pages = blocks * group.device_strides
             pages += group.device_bases
@@ -163,6 +176,7 @@ class PageTable:
             num_bytes / num_pages if num_pages else 0.0,
             self._largest,
             is_aligned,
+            runs.pop() if len(runs) == 1 else None,
         )
 
     def _host(
@@ -220,9 +234,11 @@ def _group(
     used, unused = list(data_bytes), [t for t in range(len(tensors)) if t not in data_bytes]
     pages = np.array([tensors[t].page_bytes for t in used], np.uint64)
     data = np.array(list(data_bytes.values()), np.uint64)
+    is_run = used == list(range(len(tensors))) and len({*pages, *data}) == 1
     numbers = [n for t in used for n in (tensors[t].address, tensors[t].stride_bytes)]
     return _Group(
         is_aligned=is_aligned and not any(n % ALIGNMENT for n in (*numbers, *data_bytes.values())),
+        run=Run(len(used), sum(data_bytes.values())) if is_run else None,
         device_bases=np.array([tensors[t].address for t in used], np.uint64),
         device_strides=np.array([tensors[t].stride_bytes for t in used], np.uint64),
         host_bases=np.array([host_bases[t] for t in used], np.uint64),

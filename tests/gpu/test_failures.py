@@ -1,0 +1,312 @@
+"""Whatever goes wrong, a job is reported once, as failed, and nothing of it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.base import GPULoadStoreSpec
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.cuda import streams
+from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.driver import CudaError
+from tests.gpu.cache_layout import plain_layout
+from tests.gpu.jobs import Job, load, store
+from tests.gpu.places import (
+    CPUPlace,
+    CudaPlace,
+    LaunchCount,
+    Place,
+    SimulatedPlace,
+    refuse_device_call,
+)
+from tests.gpu.rig import Rig, finish, open_rig
+
+LAYOUT = plain_layout(64, 32, num_blocks=12)
+NUM_SLOTS = 6
+BAD_SPECS = {
+    "a slot that does not exist": ([1, 2], [2], [0], [0, -1]),
+    "a slot behind the last": ([1, 2], [2], [0], [0, NUM_SLOTS]),
+    "a block that does not exist": ([1, -1], [2], [0], [0, 1]),
+    "a block behind the last": ([1, 12], [2], [0], [0, 1]),
+    "too few slots": ([1, 2], [2], [0], [0]),
+    "too many slots": ([1], [1], [0], [0, 1]),
+    "a group too many": ([1, 2], [1, 1], [0, 0], [0, 1]),
+    "no groups": ([], [], [], []),
+}
+DIRECTIONS = pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
+
+
+def a_job(is_store: bool, block: int = 1, slot: int = 1) -> Job:
+    return store([block], [slot]) if is_store else load([slot], [block])
+
+
+def require_failed(rig: Rig, *job_ids: int) -> None:
+    for result in finish(rig.worker, job_ids):
+        assert not result.success
+        assert not result.transfer_size
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("case", BAD_SPECS)
+def test_a_job_that_cannot_be_right_fails_and_copies_nothing(
+    case: str,
+    is_store: bool,
+    any_place: Place,
+    shm: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    blocks, sizes, indices, slots = BAD_SPECS[case]
+    device, host = GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(slots)
+    with open_rig(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        if is_store:
+            assert rig.worker.submit_store(7, device, host)
+        else:
+            assert rig.worker.submit_load(7, host, device)
+        require_failed(rig, 7)
+        rig.check()
+        rig.do(store([3], [2]), load([4], [5]), first_id=7)
+        rig.check()
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert message.startswith(f"{'Store' if is_store else 'Load'} job 7 failed: ")
+
+
+@DIRECTIONS
+def test_an_id_is_taken_until_it_is_reported(any_place: Place, is_store: bool, shm: Path) -> None:
+    with open_rig(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        assert a_job(is_store).submit(rig.worker, 5)
+        assert not a_job(True, 2, 2).submit(rig.worker, 5)
+        assert not a_job(False, 2, 2).submit(rig.worker, 5)
+        rig.worker.wait([5])
+        assert not a_job(True, 2, 2).submit(rig.worker, 5)  # ended, but nobody knows
+        finish(rig.worker, [5])
+        rig.apply(a_job(is_store))
+        rig.do(a_job(not is_store, 3, 3), first_id=5)
+        rig.check()
+        assert rig.worker.submit_store(6, GPULoadStoreSpec([99], [1], [0]), CPULoadStoreSpec([0]))
+        assert not a_job(is_store).submit(rig.worker, 6)  # failed, but nobody knows
+        require_failed(rig, 6)
+        rig.do(a_job(is_store), first_id=6)
+
+
+def test_a_job_after_the_end_is_refused(any_place: Place, shm: Path) -> None:
+    with open_rig(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        assert store([1], [1]).submit(rig.worker, 1)
+        assert load([2], [2]).submit(rig.worker, 2)
+        rig.worker.shutdown()
+        assert not store([1], [1]).submit(rig.worker, 3)
+        assert not load([1], [1]).submit(rig.worker, 4)
+        rig.worker.wait([1, 2, 3, 4])
+        assert [result.success for result in finish(rig.worker, [1, 2])] == [True, True]
+        rig.apply(store([1], [1]), load([2], [2]))
+        rig.check()
+        rig.worker.shutdown()
+
+
+@DIRECTIONS
+def test_a_job_that_is_refused_by_the_copies_fails(
+    is_store: bool, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = CPUPlace()
+    with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        place.copies.refusal = CudaError("injected")
+        assert a_job(is_store).submit(rig.worker, 1)
+        require_failed(rig, 1)
+        place.copies.refusal = None
+        rig.do(a_job(is_store), first_id=1)
+        rig.check()
+    assert "injected" in caplog.text
+
+
+@DIRECTIONS
+@pytest.mark.parametrize(
+    ("path", "call", "after"),
+    [
+        (CopyPath.ENGINES, "copy_batch", 0),
+        (CopyPath.ENGINES_TWICE, "copy_batch", 0),
+        (CopyPath.ENGINES_TWICE, "copy_batch", 1),
+        (CopyPath.KERNEL, "launch", 0),
+    ],
+)
+def test_a_job_that_the_driver_refuses_fails_and_nothing_of_it_goes_on(
+    path: CopyPath,
+    call: str,
+    after: int,
+    is_store: bool,
+    device_place: Place,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device_place.use(path)
+    layout = plain_layout(64, num_blocks=8)
+    job = store(range(8), range(8)) if is_store else load(range(8), range(8))
+    with open_rig(device_place, layout, shm, num_slots=8) as rig:
+        rig.do(job)  # what is only done at first is done
+        device_place.delay()  # what is on its way begins late
+        with monkeypatch.context() as patch:
+            refuse_device_call(patch, call, CudaError("injected"), after=after)
+            assert job.submit(rig.worker, 1)
+        require_failed(rig, 1)
+        # Half of it may have been copied. Whoever hears of the failure writes the memory anew.
+        rig.rows[:] = rig.expected_rows[:] = 0x33
+        for allocation, expected in zip(rig.memory, rig.expected_memory, strict=True):
+            allocation.fill_(0x44)
+            expected[:] = 0x44
+        settle(device_place)
+        rig.check()
+        rig.do(job, first_id=1)
+        rig.check()
+    assert "injected" in caplog.text
+
+
+def settle(place: Place) -> None:
+    """Have all done that the device has been given by anyone."""
+    if isinstance(place, CudaPlace):
+        torch.cuda.synchronize()
+    elif isinstance(place, SimulatedPlace):
+        for stream in place.simulated.streams:
+            stream.synchronize()
+
+
+def test_refused_launches_leave_the_ring_as_it_was(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_RING_PAGES", 8)
+    device_place.use(CopyPath.KERNEL)
+    with open_rig(device_place, plain_layout(64, num_blocks=8), shm) as rig:
+        device_place.delay()
+        assert store([0, 1, 2], [0, 1, 2]).submit(rig.worker, 0)
+        with monkeypatch.context() as patch:
+            refuse_device_call(patch, "launch", CudaError("injected"))
+            for job_id in range(1, 6):
+                assert store([3, 4, 5], [0, 1, 2]).submit(rig.worker, job_id)
+        results = finish(rig.worker, range(6))
+        assert [result.success for result in results] == [True, *[False] * 5]
+        rig.apply(store([0, 1, 2], [0, 1, 2]))
+        launches = LaunchCount(monkeypatch)
+        rig.do(store([3, 4, 5, 6], [0, 3, 1, 2]), store([7, 2, 1, 0], [1, 2, 3, 0]))
+        rig.check()
+        assert launches.count == 2
+
+
+class DeviceHasFailed(RuntimeError):
+    pass
+
+
+def test_a_device_that_fails_fails_every_job_once(
+    place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if isinstance(place, CPUPlace):
+        place.copies.is_held = True
+    with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        place.delay()
+        for job_id in range(6):
+            assert a_job(job_id % 2 == 0, job_id, job_id).submit(rig.worker, job_id)
+        with monkeypatch.context() as patch:
+            fail(place, patch)
+            rig.worker.wait(range(6))  # does not raise: it is told when it is asked for
+            require_failed(rig, *range(6))
+            assert a_job(True).submit(rig.worker, 0)
+            assert a_job(False).submit(rig.worker, 1)
+            require_failed(rig, 0, 1)
+            rig.worker.wait([0, 1])
+    assert "injected" in caplog.text
+
+
+def test_the_region_is_let_go_of_though_the_device_has_failed(
+    place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        rig.do(store([1], [1]))
+        with monkeypatch.context() as patch:
+            fail(place, patch)
+            rig.worker.shutdown()
+        assert not store([1], [1]).submit(rig.worker, 3)
+        rig.let_go()
+        settle(place)
+    assert list(shm.iterdir()) == []
+
+
+def fail(place: Place, patch: pytest.MonkeyPatch) -> None:
+    """From now on whatever is asked of the device is answered by an error."""
+    error = DeviceHasFailed("injected")
+
+    def raise_it(*_: object) -> None:
+        raise error
+
+    if isinstance(place, CPUPlace):
+        patch.setattr(place.copies, "failure", error)
+        patch.setattr(place.copies, "close", raise_it)
+    elif isinstance(place, SimulatedPlace):
+        patch.setattr(place.simulated, "failure", error)
+    else:
+        for owner in (torch.cuda.Event, torch.cuda.Stream):
+            for name in ("query", "synchronize"):
+                patch.setattr(owner, name, raise_it)
+
+
+def test_asking_never_waits(held_place: CPUPlace, shm: Path) -> None:
+    with open_rig(held_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        for job_id in range(4):
+            assert a_job(job_id < 2, job_id, job_id).submit(rig.worker, job_id)
+        rig.check()
+        assert rig.worker.get_finished() == []
+        held_place.copies.copy_next(is_store=True)
+        assert [result.job_id for result in rig.worker.get_finished()] == [0]
+        rig.apply(a_job(True, 0, 0))
+        rig.check()
+        held_place.copies.copy_next(is_store=False)
+        held_place.copies.copy_next(is_store=False)
+        assert [result.job_id for result in rig.worker.get_finished()] == [2, 3]
+        assert rig.worker.get_finished() == []
+        rig.apply(a_job(False, 2, 2), a_job(False, 3, 3))
+        rig.check()
+        rig.worker.wait([2, 3, 99])  # not for the store, which nobody named
+        assert rig.worker.get_finished() == []
+        rig.worker.wait({1})
+        assert [result.job_id for result in rig.worker.get_finished()] == [1]
+        rig.apply(a_job(True, 1, 1))
+        rig.check()
+
+
+def test_asking_never_waits_for_the_device(device_place: Place, shm: Path) -> None:
+    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        rig.do(store([5], [5]), load([5], [4]))
+        for _ in range(8):
+            device_place.delay()
+        for job_id in range(4):
+            assert a_job(job_id < 2, job_id, job_id).submit(rig.worker, job_id)
+        if isinstance(device_place, CudaPlace):  # the other one goes on when it is asked
+            assert rig.worker.get_finished() == []
+        assert len(finish(rig.worker, range(4))) == 4
+        rig.apply(*(a_job(job_id < 2, job_id, job_id) for job_id in range(4)))
+        rig.check()
+
+
+def test_waiting_is_for_what_was_named_alone(held_place: CPUPlace, shm: Path) -> None:
+    with open_rig(held_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        for slot in range(4):
+            assert store([slot], [slot]).submit(rig.worker, slot)
+        rig.worker.wait([])
+        rig.worker.wait([17])
+        rig.check()
+        rig.worker.wait([1])
+        rig.apply(store([0], [0]), store([1], [1]))
+        rig.check()
+        assert [result.job_id for result in rig.worker.get_finished()] == [0, 1]
+        rig.worker.shutdown()
+        assert [result.job_id for result in finish(rig.worker, [2, 3])] == [2, 3]
+        rig.apply(store([2], [2]), store([3], [3]))
+        rig.check()
+
+
+def test_results_are_of_plain_types(any_place: Place, shm: Path) -> None:
+    """They are pickled and sent to the scheduler."""
+    with open_rig(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        (result,) = rig.do(store(np.arange(3).tolist(), [3, 1, 2]))
+        assert type(result.transfer_size) is int
+        assert type(result.transfer_time) is float
