@@ -42,6 +42,12 @@ test: $(VENV)/.ready vllm-env $(call vllm_venv,$(OLDER_VLLM))/.ready ## all test
 test-vllm: $(VENV)/.ready vllm-env ## only the tests with stock vLLM; of another release: VLLM=0.28.0
 	@$(VENV)/bin/python -m pytest tests/e2e/vllm tests/integrations/vllm
 
+# With the machine's own Python: its torch fits its driver. Installs nothing.
+.PHONY: test-gpu
+test-gpu: ## on a machine with an NVIDIA GPU, its torch, pytest and hypothesis: tests of the CUDA worker
+	@$(PYTHON) -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)'
+	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -o minversion=9.0 tests/gpu tests/cpu/cuda
+
 .PHONY: soak
 soak: $(VENV)/.ready vllm-env ## the long proofs, with random examples
 	@$(VENV)/bin/python -m pytest -m soak --hypothesis-profile=soak -o faulthandler_timeout=7200

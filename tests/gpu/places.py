@@ -16,8 +16,8 @@ from kvtier.cpu import gpu_worker
 from kvtier.cpu.cuda import page_kernel, streams, unpinned
 from kvtier.cpu.cuda.copies import Copies
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
-from kvtier.cpu.cuda.copy_paths import choose_path
-from kvtier.cpu.cuda.driver import CudaDriver
+from kvtier.cpu.cuda.driver import CudaDriver, cuda_driver
+from kvtier.cpu.cuda.page_table import Pages
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
@@ -43,8 +43,8 @@ class Place:
     """
 
     device = "cpu"
-    choose: Callable[[float, int], CopyPath] = staticmethod(choose_path)
-    """How a worker's streams copy, where it has any."""
+    choose: Callable[[Pages], CopyPath] | None = None
+    """How a worker's streams copy, where it has any and is not to choose itself."""
 
     def open_worker(
         self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
@@ -83,6 +83,10 @@ class Place:
         """Another compute stream is the current one."""
         return nullcontext()
 
+    def driver(self) -> Any:
+        """What a worker asks for pinned memory."""
+        return cuda_driver()
+
 
 class CPUPlace(Place):
     """The CUDA worker with copies within host memory."""
@@ -111,6 +115,9 @@ class SimulatedPlace(Place):
         self._new_device()
         return GPUOffloadingWorker(caches, region, blocks_per_chunk, open_copies=self._open_copies)
 
+    def driver(self) -> Any:
+        return self._driver
+
     def compute(self, work: Callable[[], object]) -> None:
         self.simulated.current_stream.add(work)
 
@@ -133,7 +140,7 @@ class SimulatedPlace(Place):
         self.simulated = SimulatedDevice(next(self._seeds))
         self._others: list[Any] = []
         self._torch = SimulatedTorch(self.simulated)
-        driver = SimulatedDriver(self.simulated)
+        self._driver = driver = SimulatedDriver(self.simulated)
         for module in (gpu_worker, streams, unpinned):
             self._patch.setattr(module, "torch", self._torch)
         self._patch.setattr(gpu_worker, "cuda_driver", lambda: driver)

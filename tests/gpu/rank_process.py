@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,11 @@ from typing import Any
 
 import numpy as np
 
-REPO = Path(__file__).resolve().parents[2]
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(REPO / "src"), str(REPO)]
-
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import load, store
 
+REPO = Path(__file__).resolve().parents[2]
 NUM_SLOTS, NUM_BLOCKS, BLOCKS_PER_CHUNK, WORLD_SIZE = 6, 24, 2, 2
 LAYOUT = plain_layout(4096, 80, num_blocks=NUM_BLOCKS, blocks_per_chunk=BLOCKS_PER_CHUNK)
 
@@ -29,7 +26,9 @@ class RankProcess:
     def __init__(self, place: str, directory: Path, rank: int) -> None:
         arguments = [place, str(directory), str(rank)]
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *arguments],
+            [sys.executable, "-m", "tests.gpu.rank_process", *arguments],
+            cwd=REPO,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), *sys.path])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -205,6 +205,11 @@ class SimulatedTorch:
         return getattr(torch, name)
 
 
+def _numbers_at(address: int, count: int) -> list[int]:
+    """As whoever is given nothing but an address finds them."""
+    return list((ctypes.c_uint64 * count).from_address(address))
+
+
 class SimulatedDriver:
     """Holds its callers to what the real one asks for."""
 
@@ -216,7 +221,7 @@ class SimulatedDriver:
     ) -> None:
         if stream == 0:
             raise CudaError("cuMemcpyBatchAsync: the legacy default stream")
-        lists = [np.array(column).tolist() for column in (sources, targets, sizes)]
+        lists = [_numbers_at(column.ctypes.data, len(column)) for column in (sources, targets, sizes)]
         assert all(size > 0 for size in lists[2])
         queue = self._device.streams[stream]
         for source, target, size in zip(*lists, strict=True):
@@ -239,15 +244,18 @@ class SimulatedKernel:
 
     device: SimulatedDevice
 
-    def __init__(self, driver: SimulatedDriver, capability: tuple[int, int]) -> None:
+    def __init__(self, driver: SimulatedDriver, *_: object) -> None:
         self.device = driver._device
 
     def launch(self, pages: Addresses, largest: int, stream: int, *_: int) -> None:
-        assert largest >= int(pages[2].max())
+        count, columns = pages.shape[1], [row.ctypes.data for row in pages]
 
         def copy() -> None:
-            for source, target, size in pages.T.tolist():
+            for source, target, size in zip(
+                *(_numbers_at(column, count) for column in columns), strict=True
+            ):
                 assert not (source | target | size) % ALIGNMENT, "the kernel would fault"
+                assert size <= largest, "the kernel would leave out the end"
                 ctypes.memmove(target, source, size)
 
         self.device.streams[stream].add(copy)

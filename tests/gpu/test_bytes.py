@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from tests.gpu.cache_layout import CacheLayout, PagedTensor, plain_layout
 from tests.gpu.histories import NUM_SLOTS, histories
 from tests.gpu.jobs import Job, Part, load, store
 from tests.gpu.places import LaunchCount, Place
-from tests.gpu.rig import open_rig
+from tests.gpu.rig import finish, open_rig
 from tests.gpu.simulated_cuda import SimulatedKernel
 
 History = tuple[CacheLayout, list[Job]]
@@ -85,7 +86,7 @@ def test_pages_of_every_size(
         rig.check()
         rig.do(load(range(num_slots), [2 * num_slots - 1 - block for block in blocks]))
         rig.check()
-    by_kernel = path is CopyPath.KERNEL and page % ALIGNMENT == 0
+    by_kernel = path in {CopyPath.KERNEL, CopyPath.STAGED} and page % ALIGNMENT == 0
     assert launches.count == (2 if by_kernel else 0)
 
 
@@ -173,3 +174,48 @@ def test_what_finds_no_room_in_the_ring_is_copied_by_the_engines(
         rig.do(*jobs[:2])  # the room is there again
         rig.check()
         assert launches.count == 4
+
+
+@pytest.mark.parametrize("num_tensors", [1, 3])
+def test_staged_pages_pass_through_both_buffers_again_and_again(
+    device_place: Place, num_tensors: int, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, num_slots = 1024, 40
+    monkeypatch.setattr(streams, "_STAGING_BYTES", 2 * num_tensors * page + 512)  # 2 slots each
+    device_place.use(CopyPath.STAGED)
+    launches = LaunchCount(monkeypatch)
+    layout = plain_layout(*[page] * num_tensors, num_blocks=2 * num_slots)
+    blocks = [(7 * i + 3) % num_slots for i in range(num_slots)]
+    with open_rig(device_place, layout, shm, num_slots=num_slots) as rig:
+        for count in (num_slots, 5, 1, 2, 4):  # of slots: parts that are full, and that are not
+            before = launches.count
+            rig.do(store(blocks[:count], range(count)), store(blocks[-count:], range(count)))
+            rig.check()
+            rig.do(load(range(count), range(num_slots, num_slots + count)), by_polling=True)
+            rig.check()
+            assert launches.count - before == 3 * -(-count // 2)
+
+
+def test_without_room_for_staging_the_kernel_does_it_directly(
+    device_place: Place,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    device_place.use(CopyPath.STAGED)
+    launches = LaunchCount(monkeypatch)
+    with open_rig(device_place, plain_layout(64, 64, num_blocks=8), shm) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr("kvtier.cpu.cuda.streams.torch.empty", no_memory)
+            for _ in range(2):
+                assert store([1, 2], [3, 1]).submit(rig.worker, 0)
+                finish(rig.worker, [0])
+        rig.apply(store([1, 2], [3, 1]))
+        rig.do(store([4, 5], [0, 2]))
+        rig.check()
+    assert launches.count == 3
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "device memory" in warning.getMessage()

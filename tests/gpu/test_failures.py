@@ -150,7 +150,7 @@ def test_a_job_that_the_driver_refuses_fails_and_nothing_of_it_goes_on(
         with monkeypatch.context() as patch:
             refuse_device_call(patch, call, CudaError("injected"), after=after)
             assert job.submit(rig.worker, 1)
-        require_failed(rig, 1)
+            require_failed(rig, 1)
         # Half of it may have been copied. Whoever hears of the failure writes the memory anew.
         rig.rows[:] = rig.expected_rows[:] = 0x33
         for allocation, expected in zip(rig.memory, rig.expected_memory, strict=True):
@@ -179,12 +179,14 @@ def test_refused_launches_leave_the_ring_as_it_was(
     device_place.use(CopyPath.KERNEL)
     with open_rig(device_place, plain_layout(64, num_blocks=8), shm) as rig:
         device_place.delay()
-        assert store([0, 1, 2], [0, 1, 2]).submit(rig.worker, 0)
         with monkeypatch.context() as patch:
-            refuse_device_call(patch, "launch", CudaError("injected"))
-            for job_id in range(1, 6):
+            refuse_device_call(patch, "launch", CudaError("injected"), after=1)
+            for job_id, blocks in enumerate([(0, 1, 2), (3, 4, 5)]):
+                assert store(blocks, [0, 1, 2]).submit(rig.worker, job_id)
+            results = finish(rig.worker, range(2))
+            for job_id in range(2, 6):
                 assert store([3, 4, 5], [0, 1, 2]).submit(rig.worker, job_id)
-        results = finish(rig.worker, range(6))
+                results += finish(rig.worker, [job_id])
         assert [result.success for result in results] == [True, *[False] * 5]
         rig.apply(store([0, 1, 2], [0, 1, 2]))
         launches = LaunchCount(monkeypatch)

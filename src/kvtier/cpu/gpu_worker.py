@@ -137,10 +137,14 @@ class GPUOffloadingWorker(OffloadingWorker):
             for job in jobs:
                 _wait(job)
             self._collect(jobs)
-        self._undo.close()
-        self._tensors.clear()
-        del self._zeros
-        self._region.cleanup()
+        try:
+            self._undo.close()
+        except Exception:
+            logger.exception("The device could not be let go of in order")
+        finally:
+            self._tensors.clear()
+            del self._zeros
+            self._region.cleanup()
 
     def _submit(
         self, job_id: int, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
@@ -190,9 +194,9 @@ class GPUOffloadingWorker(OffloadingWorker):
             try:
                 if not job.ticket.is_done():
                     return
-                result.success = True
-                result.transfer_size = job.num_bytes
                 result.transfer_time = job.ticket.seconds()
+                result.transfer_size = job.num_bytes
+                result.success = True
             except Exception:
                 logger.exception("%s job %d failed", _name(jobs is self._stores), job.job_id)
             jobs.popleft()
@@ -242,7 +246,8 @@ def open_unpinned(device: Any, _region: SharedOffloadRegion, undo: ExitStack) ->
 
 def _open_kernel(device: Any, driver: CudaDriver) -> PageKernel | None:
     try:
-        return PageKernel(driver, torch.cuda.get_device_capability(device))
+        stream = torch.cuda.current_stream().cuda_stream
+        return PageKernel(driver, torch.cuda.get_device_capability(device), stream)
     except (KernelUnavailable, CudaError) as error:
         logger.warning(
             "Pages below 128 KiB are copied by the copy engines, several times slower than the "

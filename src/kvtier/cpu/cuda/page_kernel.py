@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from importlib import resources
 
 import numpy as np
@@ -29,10 +30,15 @@ class KernelUnavailable(RuntimeError):
 class PageKernel:
     """Copies pages by the device's own threads."""
 
-    def __init__(self, driver: CudaDriver, capability: tuple[int, int]) -> None:
-        """`capability`: of the device that is current. Raises `KernelUnavailable`, `CudaError`."""
+    def __init__(self, driver: CudaDriver, capability: tuple[int, int], stream: int) -> None:
+        """`capability`: of the device that is current; `stream`: any of it.
+
+        Raises `KernelUnavailable` or `CudaError`.
+        """
         self._driver = driver
         self._function = driver.load_function(_machine_code(capability), "copy_pages")
+        # Code reaches the device with the first launch, which waits for all kernels: now, then.
+        self.launch(np.empty((3, 0), np.uint64), 0, stream, 1)
 
     def launch(self, pages: NDArray[np.uint64], largest: int, stream: int, blocks: int) -> None:
         """Copy pages in stream order, by so many blocks of threads. Any thread.
@@ -53,6 +59,7 @@ class PageKernel:
         self._driver.launch(self._function, blocks, _NUM_THREADS, stream, arguments)
 
 
+@cache
 def _machine_code(capability: tuple[int, int]) -> bytes:
     try:
         from cuda.bindings import nvrtc

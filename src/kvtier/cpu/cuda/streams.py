@@ -252,8 +252,9 @@ class _Direction:
         the other empties the other."""
         assert pages.run is not None
         per_part = _STAGING_BYTES // pages.run.num_bytes * pages.run.num_pages
-        slots = pages.host[:: pages.run.num_pages]
-        in_staging = rows[1 if self._is_store else 0][:: pages.run.num_pages]
+        # The driver is given addresses of arrays, and knows nothing of steps between their items.
+        slots = pages.host[:: pages.run.num_pages].copy()
+        in_staging = rows[1 if self._is_store else 0][:: pages.run.num_pages].copy()
         sizes = np.full(len(slots), pages.run.num_bytes, np.uint64)
         sources, targets = self._from_to(in_staging, slots)
         self._fork()

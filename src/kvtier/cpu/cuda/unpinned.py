@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ class UnpinnedCopies(Copies):
             stream.synchronize()
         except Exception as error:  # for the thread that asks
             ticket.error = error
+            # Some of it may be on its way, and whoever hears of the failure may reuse the memory.
+            with suppress(RuntimeError):
+                stream.synchronize()
         ticket.elapsed_s = time.perf_counter() - began
         ticket.ended.set()
 
