@@ -46,7 +46,7 @@ test-vllm: $(VENV)/.ready vllm-env ## only the tests with stock vLLM; of another
 .PHONY: test-gpu
 test-gpu: ## on a machine with an NVIDIA GPU, its torch, pytest and hypothesis: tests of the CUDA worker
 	@$(PYTHON) -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)'
-	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -o minversion=9.0 tests/gpu tests/cpu/cuda
+	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -o minversion=9.0 -W default tests/gpu tests/cpu/cuda
 
 .PHONY: soak
 soak: $(VENV)/.ready vllm-env ## the long proofs, with random examples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -15,17 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["_no_directories_of_killed_runs", "shm"]
 
+# Streams that share a queue to the device wait for each other, which hides that they ought to.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 # torch is nobody's dependency: it is here where the engine, or `make test`, has brought it.
 collect_ignore_glob = [] if find_spec("torch") else ["test_*.py"]
-
-
-@pytest.fixture(scope="session")
-def _kernel_compiled_once() -> Iterator[None]:
-    from tests.gpu.places import compile_kernel_once
-
-    with pytest.MonkeyPatch.context() as patch:
-        compile_kernel_once(patch)
-        yield
 
 
 def _open(name: str, monkeypatch: pytest.MonkeyPatch) -> Place:
@@ -41,25 +35,19 @@ def _open(name: str, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 @pytest.fixture(params=["host", "cpu", "simulated", "cuda"])
-def any_place(
-    _kernel_compiled_once: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Place:
+def any_place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
     """Wherever a worker can be, that of caches in host memory among them."""
     return _open(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["cpu", "simulated", "cuda"])
-def place(
-    _kernel_compiled_once: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Place:
+def place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
     """Wherever the CUDA worker can be."""
     return _open(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["simulated", "cuda"])
-def device_place(
-    _kernel_compiled_once: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Place:
+def device_place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
     """Wherever there are streams."""
     return _open(request.param, monkeypatch)
 

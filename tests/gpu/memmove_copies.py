@@ -25,7 +25,7 @@ class MemmoveCopies(Copies):
         self.refusal: Exception | None = None
         """Raised by `start` in place of starting anything."""
         self.failure: Exception | None = None
-        """Raised by all that asks how a job is getting on: the device has failed."""
+        """Raised by whatever asks or waits: the device has failed."""
         self.is_closed = False
         self._under_way: dict[bool, deque[MemmoveTicket]] = {True: deque(), False: deque()}
 
@@ -45,6 +45,8 @@ class MemmoveCopies(Copies):
         return ticket
 
     def close(self) -> None:
+        if self.failure is not None:
+            raise self.failure
         for tickets in self._under_way.values():
             while tickets:
                 tickets.popleft().copy()

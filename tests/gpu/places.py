@@ -195,43 +195,30 @@ def has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def compile_kernel_once(patch: pytest.MonkeyPatch) -> None:
-    """Workers come and go in tests by the hundred: the compiler is asked once."""
-    compiled: dict[tuple[int, int], bytes] = {}
-    compile_kernel = page_kernel._machine_code
-
-    def machine_code(capability: tuple[int, int]) -> bytes:
-        if capability not in compiled:
-            compiled[capability] = compile_kernel(capability)
-        return compiled[capability]
-
-    patch.setattr(page_kernel, "_machine_code", machine_code)
-
-
-def wrap_device_call(
-    patch: pytest.MonkeyPatch, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    """Replace a call of the driver or of the kernel, of the real ones and of those simulated."""
-    for owner in (CudaDriver, page_kernel.PageKernel, SimulatedDriver, SimulatedKernel):
-        if name in vars(owner):
-            patch.setattr(owner, name, wrap(getattr(owner, name)))
+_DEVICE_CALLS = {
+    "copy_batch": (CudaDriver, SimulatedDriver),
+    "register_host": (CudaDriver, SimulatedDriver),
+    "launch": (page_kernel.PageKernel, SimulatedKernel),
+}
 
 
 def refuse_device_call(
     patch: pytest.MonkeyPatch, name: str, error: Exception, *, after: int = 0
 ) -> None:
-    """Have it raise, from the next call on or after so many more."""
+    """Have a call of the driver or the kernel raise, at once or after so many more.
+
+    Of the real ones, and of those simulated.
+    """
     calls = itertools.count()
 
-    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse(*arguments: Any, **options: Any) -> Any:
-            if next(calls) >= after:
-                raise error
-            return call(*arguments, **options)
+    def refuse(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if next(calls) >= after:
+            raise error
+        return call(*arguments, **options)
 
-        return refuse
-
-    wrap_device_call(patch, name, wrap)
+    for owner in _DEVICE_CALLS[name]:
+        call = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, call=call, **kw: refuse(call, *args, **kw))
 
 
 class LaunchCount:
@@ -245,8 +232,8 @@ class LaunchCount:
     def _watch(self, patch: pytest.MonkeyPatch, kernel: Any) -> None:
         launch = kernel.launch
 
-        def counted(*arguments: Any, **options: Any) -> None:
-            self.count += 1
-            launch(*arguments, **options)
+        def counted(kernel: Any, pages: Any, *arguments: Any) -> None:
+            self.count += pages.shape[1] > 0  # one of none is how it is loaded
+            launch(kernel, pages, *arguments)
 
         patch.setattr(kernel, "launch", counted)

@@ -221,7 +221,9 @@ class SimulatedDriver:
     ) -> None:
         if stream == 0:
             raise CudaError("cuMemcpyBatchAsync: the legacy default stream")
-        lists = [_numbers_at(column.ctypes.data, len(column)) for column in (sources, targets, sizes)]
+        lists = [
+            _numbers_at(column.ctypes.data, len(column)) for column in (sources, targets, sizes)
+        ]
         assert all(size > 0 for size in lists[2])
         queue = self._device.streams[stream]
         for source, target, size in zip(*lists, strict=True):

@@ -129,6 +129,8 @@ def test_a_job_that_is_refused_by_the_copies_fails(
         (CopyPath.ENGINES_TWICE, "copy_batch", 0),
         (CopyPath.ENGINES_TWICE, "copy_batch", 1),
         (CopyPath.KERNEL, "launch", 0),
+        (CopyPath.STAGED, "launch", 0),
+        (CopyPath.STAGED, "copy_batch", 0),
     ],
 )
 def test_a_job_that_the_driver_refuses_fails_and_nothing_of_it_goes_on(
@@ -242,7 +244,6 @@ def fail(place: Place, patch: pytest.MonkeyPatch) -> None:
 
     if isinstance(place, CPUPlace):
         patch.setattr(place.copies, "failure", error)
-        patch.setattr(place.copies, "close", raise_it)
     elif isinstance(place, SimulatedPlace):
         patch.setattr(place.simulated, "failure", error)
     else:

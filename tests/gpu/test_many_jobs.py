@@ -16,7 +16,7 @@ from tests.gpu.places import CPUPlace, Place
 from tests.gpu.rig import open_rig, poll
 
 NUM_JOBS = 1000
-LAYOUT = plain_layout(4096, 192, num_blocks=32)
+LAYOUT = plain_layout(4096, 4096, num_blocks=32)
 STORED_BLOCKS, LOADED_BLOCKS = range(16), range(16, 32)
 STORED_SLOTS, LOADED_SLOTS = range(12), range(12, 24)
 """No store needs what a load brings or the other way round: the directions have no order. Within

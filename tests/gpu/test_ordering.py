@@ -151,6 +151,9 @@ def test_jobs_of_a_direction_are_done_in_order_whatever_their_paths(
 # ---------------------------------------------------------------------------------------------
 
 
+Sabotage = Callable[[pytest.MonkeyPatch], None]
+
+
 def nothing_waits(patch: pytest.MonkeyPatch) -> None:
     """The worker's streams wait for no compute."""
     for stream in (torch.cuda.Stream, SimulatedStream):
@@ -179,15 +182,25 @@ def nobody_waits(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", CopyPath)
 def test_what_does_not_wait_is_found_out(
     scenario: Scenario,
-    sabotage: Callable[[pytest.MonkeyPatch], None],
+    sabotage: Sabotage,
     path: CopyPath,
     device_place: Place,
     shm: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device_place.use(path)
-    with open_warm_rig(device_place, shm) as rig, monkeypatch.context() as patch:
-        sabotage(patch)
-        with pytest.raises(AssertionError):  # noqa: PT012  (either may notice)
+    # Streams can share a queue to the device, and one is late then without having waited.
+    assert any(is_found_out(scenario, sabotage, device_place, shm, monkeypatch) for _ in range(5))
+
+
+def is_found_out(
+    scenario: Scenario, sabotage: Sabotage, place: Place, directory: Path, patch: pytest.MonkeyPatch
+) -> bool:
+    with open_warm_rig(place, directory) as rig, patch.context() as sabotaged:
+        sabotage(sabotaged)
+        try:
             scenario(rig)
             rig.check()
+        except AssertionError:
+            return True
+    return False

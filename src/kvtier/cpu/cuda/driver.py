@@ -65,6 +65,8 @@ class CudaDriver:
         """
         if len(sources) == 0:
             return
+        for array in (sources, targets, sizes):
+            assert array.flags.c_contiguous, "the driver knows no strides"
         failed_at = ctypes.c_size_t()
         self._check(
             self._copy_batch(

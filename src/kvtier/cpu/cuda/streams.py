@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,9 @@ class StreamCopies(Copies):
             return direction.start(pages, self._choose(pages))
 
     def close(self) -> None:
-        self._stores.close()
-        self._loads.close()
+        with ExitStack() as both:
+            both.callback(self._loads.close)
+            both.callback(self._stores.close)
 
 
 class _StreamTicket(Ticket):

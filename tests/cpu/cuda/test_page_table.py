@@ -1,0 +1,232 @@
+"""Lists of pages are what a plain loop over blocks, tensors and places says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.base import CanonicalKVCacheRef, GPULoadStoreSpec
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.cuda.page_table import ALIGNMENT, DeviceTensor, HostCell, Pages, PageTable
+from kvtier.cpu.transfer_plan import GroupTransfer, plan_transfer
+
+ZEROS = 1 << 50
+HOST = 1 << 46
+NUM_SLOTS = 5
+
+Entry = tuple[int, int, int]
+"""An address on the device, one on the host, and bytes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    tensors: list[DeviceTensor]
+    groups: list[dict[int, int]]
+    cell: HostCell
+    transfers: list[GroupTransfer]
+    is_store: bool
+
+    def pages(self) -> Pages:
+        refs = [[CanonicalKVCacheRef(*ref) for ref in group.items()] for group in self.groups]
+        table = PageTable(self.tensors, refs, self.cell, ZEROS)
+        return table.pages(self.transfers, is_store=self.is_store)
+
+    def host(self, slot: int, tensor_idx: int, place: int) -> int:
+        """Where a page is in a slot: tensors one after the other, of each the slot's places."""
+        address = self.cell.address + slot * self.cell.row_bytes
+        for tensor in self.tensors[:tensor_idx]:
+            address += tensor.page_bytes * self.cell.blocks_per_chunk
+        return address + place * self.tensors[tensor_idx].page_bytes
+
+    def data(self) -> list[Entry]:
+        entries = []
+        for transfer in self.transfers:
+            for i, block in enumerate(transfer.blocks.tolist()):
+                slot, place = int(transfer.block_slots[i]), int(transfer.block_places[i])
+                for tensor_idx, data_bytes in self.groups[transfer.group_idx].items():
+                    tensor = self.tensors[tensor_idx]
+                    entries.append(
+                        (
+                            tensor.address + block * tensor.stride_bytes,
+                            self.host(slot, tensor_idx, place),
+                            data_bytes,
+                        )
+                    )
+        return entries
+
+    def cells(self) -> list[tuple[int, int]]:
+        """From where to where all slots of the transfers are this rank's."""
+        size = sum(tensor.page_bytes for tensor in self.tensors) * self.cell.blocks_per_chunk
+        starts = [
+            self.host(slot, 0, 0) for transfer in self.transfers for slot in transfer.slots.tolist()
+        ]
+        return sorted((start, start + size) for start in starts)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    unit = draw(st.sampled_from([1, ALIGNMENT]))
+    sizes = st.integers(1, 40).map(lambda count: count * unit)
+    num_blocks, chunk = draw(st.integers(4, 12)), draw(st.integers(1, 4))
+    page = draw(sizes)  # often the same for all, as in most models
+    tensors = []
+    for i in range(draw(st.integers(1, 6))):
+        page_bytes = draw(st.sampled_from([page, draw(sizes)]))
+        gap = draw(st.sampled_from([0, unit]))
+        tensors.append(DeviceTensor((i + 1) << 40, num_blocks, page_bytes + gap, page_bytes))
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        indices = st.integers(0, len(tensors) - 1)
+        used = draw(st.one_of(st.just(set(range(len(tensors)))), st.sets(indices)))
+        groups.append(
+            {
+                t: draw(st.sampled_from([tensors[t].page_bytes, unit]))
+                for t in draw(st.permutations(sorted(used)))
+            }
+        )
+    cell_bytes = sum(tensor.page_bytes for tensor in tensors) * chunk
+    rank, row_bytes = draw(st.integers(0, 2)), 3 * cell_bytes + draw(st.sampled_from([0, 32, 8]))
+    cell = HostCell(HOST + rank * cell_bytes, row_bytes, NUM_SLOTS, chunk)
+    is_store = draw(st.booleans())
+    transfers = draw(_transfers(groups, num_blocks, chunk, is_store))
+    return Case(tensors, groups, cell, transfers, is_store)
+
+
+@st.composite
+def _transfers(
+    draw: st.DrawFn, groups: list[dict[int, int]], num_blocks: int, chunk: int, is_store: bool
+) -> list[GroupTransfer]:
+    slots, blocks, sizes, first_places = draw(st.permutations(range(NUM_SLOTS))), [], [], []
+    num_slots = 0
+    for group in groups:
+        most = min(NUM_SLOTS - num_slots, num_blocks // chunk) if group else 0
+        count = draw(st.integers(0, most))
+        head = draw(st.integers(0, chunk - 1)) if count else 0
+        tail = 0 if is_store or count < 2 else draw(st.integers(0, chunk - 1))
+        sizes.append(count * chunk - head - tail)
+        first_places.append(head)
+        blocks += draw(st.permutations(range(num_blocks)))[: sizes[-1]]
+        num_slots += count
+    return plan_transfer(
+        GPULoadStoreSpec(blocks, sizes, first_places),
+        CPULoadStoreSpec(slots[:num_slots]),
+        is_store=is_store,
+        blocks_per_chunk=chunk,
+        num_slots=NUM_SLOTS,
+        num_blocks_of_group=[num_blocks] * len(groups),
+    )
+
+
+def entries_of(pages: Pages) -> list[Entry]:
+    return list(zip(pages.device.tolist(), pages.host.tolist(), pages.sizes.tolist(), strict=True))
+
+
+@given(cases())
+def test_pages_are_those_of_a_plain_loop(case: Case) -> None:
+    pages = case.pages()
+    data = [entry for entry in entries_of(pages) if entry[0] != ZEROS]
+    assert data == case.data()
+    assert pages.num_bytes == sum(size for _, _, size in data)
+    assert (
+        pages.page_bytes * len(data) == float(pages.num_bytes)
+        or abs(pages.page_bytes * len(data) - pages.num_bytes) < 1e-6 * pages.num_bytes
+    )
+
+
+@given(cases())
+def test_a_store_covers_its_cells_once_and_a_load_adds_nothing(case: Case) -> None:
+    entries = entries_of(case.pages())
+    if not case.is_store:
+        assert len(entries) == len(case.data())
+        return
+    parts = sorted((host, host + size) for _, host, size in entries)
+    covered: list[tuple[int, int]] = []
+    for start, end in parts:
+        assert start < end
+        if covered and start == covered[-1][1]:
+            covered[-1] = (covered[-1][0], end)
+        else:
+            assert not covered or start > covered[-1][1], "a byte is written twice"
+            covered.append((start, end))
+    cells: list[tuple[int, int]] = []
+    for start, end in case.cells():  # neighbours become one here as well
+        if cells and start == cells[-1][1]:
+            cells[-1] = (cells[-1][0], end)
+        else:
+            cells.append((start, end))
+    assert covered == cells
+
+
+@given(cases())
+def test_what_is_said_about_pages_is_so(case: Case) -> None:
+    pages = case.pages()
+    entries = entries_of(pages)
+    assert all(size <= pages.largest for _, _, size in entries)
+    assert all(size <= max(tensor.page_bytes for tensor in case.tensors) for _, _, size in entries)
+    if pages.is_aligned:
+        assert all(number % ALIGNMENT == 0 for entry in entries for number in entry)
+    if pages.run is not None:
+        assert len(entries) % pages.run.num_pages == 0
+        for start in range(0, len(entries), pages.run.num_pages):
+            run = entries[start : start + pages.run.num_pages]
+            assert len({size for _, _, size in run}) == 1
+            assert sum(size for _, _, size in run) == pages.run.num_bytes
+            for (_, host, size), (_, next_host, _) in zip(run, run[1:], strict=False):
+                assert next_host == host + size
+    for column in pages[:3]:  # the driver is told where they are, and nothing of steps
+        assert column.flags.c_contiguous
+
+
+def simple_case(page: int, num_tensors: int, chunk: int = 1, offset: int = 0) -> Case:
+    tensors = [DeviceTensor((i + 1) << 40, 8, page, page) for i in range(num_tensors)]
+    cell_bytes = num_tensors * page * chunk
+    transfers = plan_transfer(
+        GPULoadStoreSpec(range(4), [4], [0]),
+        CPULoadStoreSpec(range(4 // chunk)),
+        is_store=True,
+        blocks_per_chunk=chunk,
+        num_slots=NUM_SLOTS,
+        num_blocks_of_group=[8],
+    )
+    cell = HostCell(HOST + offset, 2 * cell_bytes, NUM_SLOTS, chunk)
+    return Case(tensors, [dict.fromkeys(range(num_tensors), page)], cell, transfers, True)
+
+
+def test_the_usual_caches_are_for_the_kernel_and_for_staging() -> None:
+    pages = simple_case(page=4096, num_tensors=32).pages()
+    assert pages.is_aligned
+    assert pages.run == (32, 32 * 4096)
+    assert pages.page_bytes == 4096
+
+
+def test_pages_that_a_thread_cannot_read_at_once_are_not_aligned() -> None:
+    assert not simple_case(page=4088, num_tensors=2).pages().is_aligned
+    assert not simple_case(page=4096, num_tensors=2, offset=8).pages().is_aligned
+
+
+def test_pages_of_several_blocks_in_a_slot_do_not_lie_together() -> None:
+    assert simple_case(page=4096, num_tensors=2, chunk=2).pages().run is None
+
+
+def test_sizes_beyond_those_that_are_kept_ready() -> None:
+    num_blocks = 5000
+    table = PageTable(
+        [DeviceTensor(1 << 40, num_blocks, 64, 64), DeviceTensor(2 << 40, num_blocks, 32, 32)],
+        [[CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 32)]],
+        HostCell(HOST, 4096, num_blocks, 1),
+        ZEROS,
+    )
+    transfers = plan_transfer(
+        GPULoadStoreSpec(range(num_blocks), [num_blocks], [0]),
+        CPULoadStoreSpec(range(num_blocks)),
+        is_store=True,
+        blocks_per_chunk=1,
+        num_slots=num_blocks,
+        num_blocks_of_group=[num_blocks],
+    )
+    pages = table.pages(transfers, is_store=True)
+    assert pages.sizes.tolist() == [64, 32] * num_blocks
+    assert pages.num_bytes == 96 * num_blocks
+    assert pages.host[-1] == HOST + (num_blocks - 1) * 4096 + 64
