@@ -22,7 +22,7 @@ _PAGES = st.one_of(
 @st.composite
 def layouts(draw: st.DrawFn) -> CacheLayout:
     """Up to 6 tensors: alone, or two by two in one allocation as K and V of a layer are."""
-    num_blocks, chunk = draw(st.integers(4, 12)), draw(st.integers(1, 4))
+    num_blocks, chunk = draw(st.integers(4, 12)), draw(st.sampled_from([1, 1, 2, 3, 4]))
     unit = draw(st.sampled_from([1, ALIGNMENT]))  # half of them can be the kernel's
     allocations: list[int] = []
     tensors: list[PagedTensor] = []
@@ -58,11 +58,12 @@ def _groups(draw: st.DrawFn, tensors: list[PagedTensor], unit: int) -> tuple[dic
     """Tensors that no group uses, and that several use, are among them; so is padding."""
     groups = []
     for _ in range(draw(st.integers(1, 3))):
-        used = draw(st.sets(st.integers(0, len(tensors) - 1), min_size=1))
+        indices = range(len(tensors))
+        used = draw(st.one_of(st.just({*indices}), st.sets(st.sampled_from(indices), min_size=1)))
         groups.append(
             {
                 t: draw(st.sampled_from([tensors[t].page, -(-tensors[t].page // 2 // unit) * unit]))
-                for t in draw(st.permutations(sorted(used)))
+                for t in draw(st.one_of(st.just(sorted(used)), st.permutations(sorted(used))))
             }
         )
     return tuple(groups)

@@ -16,7 +16,7 @@ from kvtier.cpu.cuda.page_table import ALIGNMENT
 from tests.gpu.cache_layout import CacheLayout, PagedTensor, plain_layout
 from tests.gpu.histories import NUM_SLOTS, histories
 from tests.gpu.jobs import Job, Part, load, store
-from tests.gpu.places import LaunchCount, Place
+from tests.gpu.places import CudaPlace, LaunchCount, Place
 from tests.gpu.rig import finish, open_rig
 from tests.gpu.simulated_cuda import SimulatedKernel
 
@@ -219,3 +219,22 @@ def test_without_room_for_staging_the_kernel_does_it_directly(
     assert launches.count == 3
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "device memory" in warning.getMessage()
+
+
+def test_a_large_job_of_small_pages_is_staged_without_being_told(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model with a tensor for each layer has them. A real device goes through its buffers
+    several times."""
+    num_slots = 160 if isinstance(device_place, CudaPlace) else 20
+    launches = LaunchCount(monkeypatch)
+    layout = plain_layout(*[16 * KIB] * 32, num_blocks=num_slots, dtype="bfloat16")
+    blocks = [(7 * i + 3) % num_slots for i in range(num_slots)]
+    with open_rig(device_place, layout, shm, num_slots=num_slots) as rig:
+        for turn in range(2):
+            rig.do(store(blocks, range(num_slots)), by_polling=turn == 0)
+            rig.check()
+            rig.do(load(range(num_slots), range(num_slots)), by_polling=turn == 0)
+            rig.check()
+    staged_at_once = streams._STAGING_BYTES // (32 * 16 * KIB)
+    assert launches.count == 4 * -(-num_slots // staged_at_once)

@@ -156,3 +156,19 @@ def test_a_worker_that_cannot_be_opened_leaves_nothing_pinned(
         driver.unregister_host(region.address)
     finally:
         region.let_go()
+
+
+def test_the_worker_cleans_up_its_region(
+    any_place: Place, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    region = SharedOffloadRegion(
+        "engine", 4, 0, row_bytes(LAYOUT, 1), LAYOUT.cell_bytes, directory=str(shm)
+    )
+    memory = [any_place.upload(allocation) for allocation in LAYOUT.new_memory(1)]
+    worker = any_place.open_worker(LAYOUT.canonical(memory), region, 1)
+    assert store([1, 2], [3, 0]).submit(worker, 1)
+    assert load([3], [5]).submit(worker, 2)
+    worker.shutdown()
+    assert list(shm.iterdir()) == []
+    assert [result.success for result in finish(worker, [1, 2])] == [True, True]
+    assert warnings(caplog) == []

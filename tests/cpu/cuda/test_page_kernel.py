@@ -30,7 +30,7 @@ def test_the_kernel_compiles(capability: tuple[int, int]) -> None:
 
 def test_a_device_that_the_compiler_does_not_know_is_named() -> None:
     require_compiler()
-    with pytest.raises(KernelUnavailable, match="NVRTC.*"):
+    with pytest.raises(KernelUnavailable, match="NVRTC"):
         _machine_code((1, 0))
 
 
