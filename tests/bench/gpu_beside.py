@@ -24,7 +24,7 @@ PATHS = {
 """Page size, tensors, and how they are copied."""
 _JOB_BYTES = 256 << 20
 _LOOP_S = 0.08
-_NUM_ROUNDS = 5
+_NUM_ROUNDS = 9
 
 
 def beside(
@@ -68,7 +68,7 @@ def beside(
         together: list[float] = []
         rates: list[float] = []
         while len(together) < _NUM_ROUNDS:
-            alone.append(products(count))
+            by_itself = products(count)
             jobs = [_job(rig, is_store) for _ in range(per_loop)]
             time.sleep(0.002)  # the copies are under way
             took = products(count)
@@ -79,6 +79,7 @@ def beside(
             if len(copied) == len(jobs):
                 per_loop *= 2  # they ended before the matrix products: again, with more of them
                 continue
+            alone.append(by_itself)
             together.append(took)
             if copied:
                 seconds = sum(result.transfer_time or 0.0 for result in copied)
@@ -86,7 +87,7 @@ def beside(
     return {
         "alone_ms": median(alone),
         "beside_ms": median(together),
-        "slowdown": median(together) / median(alone),
+        "slowdown": median(t / a for t, a in zip(together, alone, strict=True)),
         "copy_gb_s": median(rates) if rates else 0.0,
         "copy_alone_gb_s": alone_rate,
     }

@@ -83,9 +83,9 @@ def enqueue(device: Any) -> dict[str, Any]:
         rows.append([name, f"{loads:.1f}", f"{stores:.1f}", f"{worst * 1e3 / pages:.0f}"])
         if pages == 64:
             lines.append(verdict(f"gpu_copy, us to submit {name}", worst, MAX_ENQUEUE_US))
-        if pages >= 64:
-            limit = MAX_ENQUEUE_US_PER_PAGE if pages > 64 else MAX_ENQUEUE_US / 64
-            lines.append(verdict(f"gpu_copy, us per page of {name}", worst / pages, limit))
+        else:
+            what = f"gpu_copy, us per page of {name}"
+            lines.append(verdict(what, worst / pages, MAX_ENQUEUE_US_PER_PAGE))
     print_table(
         "microseconds of the host to submit a job, medians",
         ["job", "load", "store", "ns per page"],

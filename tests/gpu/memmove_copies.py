@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,11 +35,11 @@ class MemmoveCopies(Copies):
         undo.callback(self.close)
         return self
 
-    def start(self, pages: Pages, *, is_store: bool) -> Ticket:
+    def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
         assert not self.is_closed
         if self.refusal is not None:
             raise self.refusal
-        ticket = MemmoveTicket(self, pages, is_store)
+        ticket = MemmoveTicket(self, pages(), is_store)
         self._under_way[is_store].append(ticket)
         if not self.is_held:
             self.copy_until(ticket)

@@ -13,7 +13,7 @@ import torch
 
 from kvtier.base import CanonicalKVCaches, OffloadingWorker
 from kvtier.cpu import gpu_worker
-from kvtier.cpu.cuda import page_kernel, streams, unpinned
+from kvtier.cpu.cuda import page_kernel, page_lists, streams, unpinned
 from kvtier.cpu.cuda.copies import Copies
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, cuda_driver
@@ -102,7 +102,7 @@ class CPUPlace(Place):
 
 
 class SimulatedPlace(Place):
-    """The CUDA worker with its streams, events and rings, on a simulated device."""
+    """The CUDA worker with its streams, events and lists, on a simulated device."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._seeds = itertools.count()
@@ -141,7 +141,7 @@ class SimulatedPlace(Place):
         self._others: list[Any] = []
         self._torch = SimulatedTorch(self.simulated)
         self._driver = driver = SimulatedDriver(self.simulated)
-        for module in (gpu_worker, streams, unpinned):
+        for module in (gpu_worker, page_lists, streams, unpinned):
             self._patch.setattr(module, "torch", self._torch)
         self._patch.setattr(gpu_worker, "cuda_driver", lambda: driver)
         self._patch.setattr(gpu_worker, "PageKernel", SimulatedKernel)

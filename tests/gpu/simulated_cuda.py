@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,9 @@ class SimulatedStream:
         if event.mark is not None:
             self.add((event.mark,))
 
+    def wait_stream(self, stream: SimulatedStream) -> None:
+        self.wait_event(stream.record_event())
+
     def record_event(self) -> SimulatedEvent:
         event = SimulatedEvent(self._device)
         event.record(self)
@@ -171,8 +175,8 @@ class SimulatedTorchCuda:
     def set_device(self, device: Any) -> None:
         pass
 
-    def get_device_capability(self, device: Any) -> tuple[int, int]:
-        return 9, 0
+    def get_device_properties(self, device: Any) -> Any:
+        return SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
         return self._device.current_stream
@@ -245,6 +249,7 @@ class SimulatedKernel:
     """Reads its list when its turn comes, as a kernel does."""
 
     device: SimulatedDevice
+    num_multiprocessors = 132
 
     def __init__(self, driver: SimulatedDriver, *_: object) -> None:
         self.device = driver._device

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from kvtier.cpu.cuda import streams
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
 from kvtier.cpu.cuda.page_table import ALIGNMENT
 from tests.gpu.cache_layout import CacheLayout, PagedTensor, plain_layout
 from tests.gpu.histories import NUM_SLOTS, histories
 from tests.gpu.jobs import Job, Part, load, store
-from tests.gpu.places import CudaPlace, LaunchCount, Place
+from tests.gpu.places import CudaPlace, LaunchCount, Place, refuse_device_call
 from tests.gpu.rig import finish, open_rig
 from tests.gpu.simulated_cuda import SimulatedKernel
 
@@ -156,24 +157,19 @@ def test_without_the_kernel_the_engines_do_it(
     assert "slower than the bus: injected" in warning.getMessage()
 
 
-def test_what_finds_no_room_in_the_ring_is_copied_by_the_engines(
+def test_a_job_longer_than_a_list_is_copied_by_the_kernel_in_parts(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_RING_PAGES", 8)
+    """Also when there are more parts under way than lists: each is read before it is reused."""
+    monkeypatch.setattr(streams, "_LIST_PAGES", 2)
+    refuse_device_call(monkeypatch, "copy_batch", CudaError("not by the engines"))
     device_place.use(CopyPath.KERNEL)
     launches = LaunchCount(monkeypatch)
-    layout = plain_layout(4096, num_blocks=16)
-    with open_rig(device_place, layout, shm, num_slots=12) as rig:
-        rig.do(store(range(12), range(12)))  # more than the ring ever has room for
-        assert launches.count == 0
+    with open_rig(device_place, plain_layout(4096, num_blocks=48), shm, num_slots=48) as rig:
         device_place.delay()  # so that none ends before the next is begun
-        jobs = [store(range(i, i + 3), range(3 * i, 3 * i + 3)) for i in range(4)]
-        rig.do(*jobs, by_polling=True)
+        rig.do(store(range(47), range(1, 48)), load([5, 7, 9], [1, 2, 3]), by_polling=True)
         rig.check()
-        assert launches.count == 2
-        rig.do(*jobs[:2])  # the room is there again
-        rig.check()
-        assert launches.count == 4
+        assert launches.count == 24 + 2
 
 
 @pytest.mark.parametrize("num_tensors", [1, 3])

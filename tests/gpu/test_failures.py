@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.cuda import streams
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
+from kvtier.cpu.cuda.page_table import PageTable
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import (
@@ -174,10 +176,10 @@ def settle(place: Place) -> None:
             stream.synchronize()
 
 
-def test_refused_launches_leave_the_ring_as_it_was(
+def test_refused_launches_leave_the_lists_as_they_were(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_RING_PAGES", 8)
+    monkeypatch.setattr(streams, "_LIST_PAGES", 8)
     device_place.use(CopyPath.KERNEL)
     with open_rig(device_place, plain_layout(64, num_blocks=8), shm) as rig:
         device_place.delay()
@@ -313,3 +315,30 @@ def test_results_are_of_plain_types(any_place: Place, shm: Path) -> None:
         (result,) = rig.do(store(np.arange(3).tolist(), [3, 1, 2]))
         assert type(result.transfer_size) is int
         assert type(result.transfer_time) is float
+
+
+def test_what_a_caller_does_later_with_its_numbers_does_not_matter(
+    place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are used in another thread, long after they were checked."""
+    blocks, slots = np.array([1, 2]), np.array([3, 0])
+    pages = PageTable.pages
+
+    def overwrite_first(*arguments: Any, **options: Any) -> Any:
+        blocks[:] = slots[:] = 1 << 40
+        return pages(*arguments, **options)
+
+    with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        monkeypatch.setattr(PageTable, "pages", overwrite_first)
+        device, host = GPULoadStoreSpec(blocks, [2], [0]), CPULoadStoreSpec(slots)
+        assert rig.worker.submit_store(1, device, host)
+        (result,) = finish(rig.worker, [1])
+        assert result.success
+        rig.apply(store([1, 2], [3, 0]))
+        rig.check()
+        blocks[:], slots[:] = [4, 5], [0, 3]
+        assert rig.worker.submit_load(2, host, device)
+        (result,) = finish(rig.worker, [2])
+        assert result.success
+        rig.apply(load([0, 3], [4, 5]))
+        rig.check()

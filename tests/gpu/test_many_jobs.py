@@ -33,11 +33,11 @@ def some_job(rng: random.Random) -> Job | None:
     return load(rng.choices(LOADED_SLOTS, k=count), rng.sample(LOADED_BLOCKS, count))
 
 
-@pytest.mark.parametrize("ring_pages", [1 << 18, 100])
+@pytest.mark.parametrize("list_pages", [1 << 14, 4])
 def test_a_thousand_jobs_are_done_in_order_and_reported_once(
-    place: Place, ring_pages: int, shm: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, list_pages: int, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_RING_PAGES", ring_pages)
+    monkeypatch.setattr(streams, "_LIST_PAGES", list_pages)
     place.use(*CopyPath)
     if isinstance(place, CPUPlace):
         place.copies.is_held = True

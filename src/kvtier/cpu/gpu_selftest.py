@@ -1,7 +1,8 @@
 """Tries the copies between the GPU and host memory on this machine.
 
 Every way to copy is checked bit for bit, with pages of many sizes; then the bandwidth of each size
-is measured, beside that of one plain copy of pinned memory. Exits with 1 if a byte was wrong.
+is measured, beside that of one plain copy of pinned memory. Exits with 1 if a byte was wrong or a
+way is not to be had on this machine.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -29,6 +31,7 @@ _LAYOUTS = (*((size, 1) for size in PAGE_SIZES), (16 << 10, 32), (64 << 10, 32))
 """Pages, and of how many tensors a block has one."""
 _ODD_SIZES = (16, 48, 4096 - 16, 4096 + 16, 20_000, 100_000 + 16)
 _UNALIGNED_SIZES = (1, 17, 4099)
+_UNPINNED = "unpinned memory"
 _NUM_TENSORS = 3
 _CHECKED_BLOCKS = 24
 
@@ -80,15 +83,19 @@ def _why_not(device: int) -> str | None:
 
 
 def _check_all(device: Any) -> int:
-    """How many ways to copy are wrong."""
+    """How many ways to copy are wrong, or are not to be had."""
     wrong = 0
     for name, sizes, open_copies in _ways():
         began = time.perf_counter()
-        bad = [size for size in sizes if not _is_exact(device, size, open_copies)]
+        taken: Counter[str] = Counter()
+        bad = [size for size in sizes if not _is_exact(device, size, open_copies, taken)]
         took = time.perf_counter() - began
         if bad:
             wrong += 1
             print(f"  {name}: WRONG BYTES with pages of {', '.join(map(str, bad))} bytes")
+        elif open_copies is not None and set(taken) != {name}:
+            wrong += 1
+            print(f"  {name}: NOT TO BE HAD here, it became {', '.join(taken)}: see the warnings")
         else:
             print(f"  {name}: every byte right, {len(sizes)} page sizes ({took:.1f} s)", flush=True)
     return wrong
@@ -99,10 +106,14 @@ def _ways() -> Iterator[tuple[str, tuple[int, ...], Callable[..., Copies] | None
 
     yield "as chosen by size", (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), None
     for path in Path:
-        name = path.name.lower().replace("_", " ")
+        name = _name(path)
         unaligned = _UNALIGNED_SIZES if path in {Path.ENGINES, Path.ENGINES_TWICE} else ()
         yield name, (*PAGE_SIZES, *_ODD_SIZES, *unaligned), _always(path)
-    yield "unpinned memory", (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), open_unpinned
+    yield _UNPINNED, (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), open_unpinned
+
+
+def _name(path: Path) -> str:
+    return path.name.lower().replace("_", " ")
 
 
 def _always(path: Path) -> Callable[[Any, SharedOffloadRegion, ExitStack], Copies]:
@@ -111,8 +122,17 @@ def _always(path: Path) -> Callable[[Any, SharedOffloadRegion, ExitStack], Copie
     return lambda device, region, undo: open_pinned(device, region, undo, lambda _: path)
 
 
-def _is_exact(device: Any, page_bytes: int, open_copies: Callable[..., Copies] | None) -> bool:
-    """Whether scattered blocks arrive in their slots, and come back, and nothing else changes."""
+def _is_exact(
+    device: Any,
+    page_bytes: int,
+    open_copies: Callable[..., Copies] | None,
+    taken: Counter[str],
+) -> bool:
+    """Whether scattered blocks arrive in their slots, and come back, and nothing else changes.
+
+    `taken` counts the ways that jobs really went.
+    """
+    from kvtier.cpu.cuda.streams import StreamCopies
     from kvtier.cpu.cuda.rig import open_rig
 
     order = np.random.default_rng(page_bytes)
@@ -131,6 +151,11 @@ def _is_exact(device: Any, page_bytes: int, open_copies: Callable[..., Copies] |
             return False
         targets = order.permutation(_CHECKED_BLOCKS)[:half]
         rig.finish([rig.submit(False, targets, slots)])
+        copies = rig.worker.copies
+        if isinstance(copies, StreamCopies):
+            taken.update({_name(path): count for path, count in copies.taken.items()})
+        else:
+            taken[_UNPINNED] += 1
         for tensor, array in zip(rig.tensors, before, strict=True):
             array[targets] = array[blocks]
             if not np.array_equal(tensor.cpu().numpy(), array):
@@ -156,7 +181,7 @@ def _measure_all(device: Any, num_bytes: int) -> None:
         print(
             f"  {name:>12}  {got.load:8.1f} {got.load / plain.load:5.0%}  "
             f"{got.store:8.1f} {got.store / plain.store:5.0%}  "
-            f"{got.both:8.1f} {got.both / plain.both:5.0%}  {path.name.lower().replace('_', ' ')}",
+            f"{got.both:8.1f} {got.both / plain.both:5.0%}  {_name(path)}",
             flush=True,
         )
 

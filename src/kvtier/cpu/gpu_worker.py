@@ -54,8 +54,8 @@ class GPUOffloadingWorker(OffloadingWorker):
     what was computed. A store's blocks must not be overwritten, nor a load's read, before the job
     is reported or `wait` returns.
 
-    A job that cannot be right, or that the driver refuses, copies nothing and is reported as
-    failed, with the reason in the log. After a store its slots hold the pages of that store and
+    A job that cannot be right copies nothing and is reported as failed, with the reason in the log.
+    So is one that the driver refuses, when nothing of it is copied any more. After a store its slots hold the pages of that store and
     zeros, and nothing from before.
 
     The worker owns `region` from the moment its constructor returns; `shutdown` cleans it up.
@@ -88,7 +88,8 @@ class GPUOffloadingWorker(OffloadingWorker):
         )
         self._table = PageTable(tensors, kv_caches.group_data_refs, cell, self._zeros.data_ptr())
         with ExitStack() as undo:
-            self._copies = (open_copies or open_pinned)(device, region, undo)
+            self.copies = (open_copies or open_pinned)(device, region, undo)
+            """What does the copying."""
             self._undo = undo.pop_all()
         self._region = region
         self._stores: deque[_Job] = deque()
@@ -183,8 +184,10 @@ class GPUOffloadingWorker(OffloadingWorker):
             num_slots=table.num_slots,
             num_blocks_of_group=table.num_blocks_of_group,
         )
-        pages = table.pages(transfers, is_store=is_store)
-        return _Job(job_id, self._copies.start(pages, is_store=is_store), pages.num_bytes)
+        ticket = self.copies.start(
+            lambda: table.pages(transfers, is_store=is_store), is_store=is_store
+        )
+        return _Job(job_id, ticket, table.num_bytes(transfers))
 
     def _collect(self, jobs: deque[_Job]) -> None:
         """Note the results of what has ended, in order."""
@@ -247,7 +250,7 @@ def open_unpinned(device: Any, _region: SharedOffloadRegion, undo: ExitStack) ->
 def _open_kernel(device: Any, driver: CudaDriver) -> PageKernel | None:
     try:
         stream = torch.cuda.current_stream().cuda_stream
-        return PageKernel(driver, torch.cuda.get_device_capability(device), stream)
+        return PageKernel(driver, torch.cuda.get_device_properties(device), stream)
     except (KernelUnavailable, CudaError) as error:
         logger.warning(
             "Pages below 128 KiB are copied by the copy engines, several times slower than the "

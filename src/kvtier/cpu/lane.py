@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
 __all__ = ["Lane"]
+
+logger = logging.getLogger(__name__)
 
 
 class Lane:
@@ -35,5 +38,9 @@ class Lane:
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception:
+                # Others wait for what comes after it.
+                logger.exception("%s: a job ended in an error that it did not report", self._name)
             del work  # or its caches would live until the next one

@@ -161,7 +161,8 @@ def _block_ids(
         raise TransferRefused(f"the device side is {device_spec!r}, not a GPULoadStoreSpec")
     if not isinstance(slot_spec, BlockIDsLoadStoreSpec) or slot_spec.medium() != Medium.CPU:
         raise TransferRefused(f"the host side is {slot_spec!r}, not a CPULoadStoreSpec")
-    blocks, slots = device_spec.block_ids, slot_spec.block_ids
+    # Copies: what was checked here is used later by another thread, whatever the caller does.
+    blocks, slots = device_spec.block_ids.copy(), slot_spec.block_ids.copy()
     if blocks.ndim != 1 or slots.ndim != 1:
         raise TransferRefused(f"block_ids of shapes {blocks.shape} and {slots.shape} are not flat")
     return blocks, slots

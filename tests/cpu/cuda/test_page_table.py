@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -129,7 +129,7 @@ def entries_of(pages: Pages) -> list[Entry]:
 def test_pages_are_those_of_a_plain_loop(case: Case) -> None:
     pages = case.pages()
     data = [entry for entry in entries_of(pages) if entry[0] != ZEROS]
-    assert data == case.data()
+    assert sorted(data) == sorted(case.data())
     assert pages.num_bytes == sum(size for _, _, size in data)
     if data:
         assert pages.page_bytes == pytest.approx(pages.num_bytes / len(data))
@@ -163,7 +163,6 @@ def test_a_store_covers_its_cells_once_and_a_load_adds_nothing(case: Case) -> No
 def test_what_is_said_about_pages_is_so(case: Case) -> None:
     pages = case.pages()
     entries = entries_of(pages)
-    assert all(size <= pages.largest for _, _, size in entries)
     assert all(size <= max(tensor.page_bytes for tensor in case.tensors) for _, _, size in entries)
     if pages.is_aligned:
         assert all(number % ALIGNMENT == 0 for entry in entries for number in entry)
@@ -206,8 +205,17 @@ def test_pages_that_a_thread_cannot_read_at_once_are_not_aligned() -> None:
     assert not simple_case(page=4096, num_tensors=2, offset=8).pages().is_aligned
 
 
-def test_pages_of_several_blocks_in_a_slot_do_not_lie_together() -> None:
-    assert simple_case(page=4096, num_tensors=2, chunk=2).pages().run is None
+def test_pages_of_several_blocks_lie_together_in_slots_that_are_filled() -> None:
+    case = simple_case(page=4096, num_tensors=2, chunk=2)
+    assert case.pages().run == (4, 4 * 4096)
+    (transfer,) = case.transfers
+    head = replace(
+        transfer,
+        blocks=transfer.blocks[1:],
+        block_slots=transfer.block_slots[1:],
+        block_places=transfer.block_places[1:],
+    )
+    assert replace(case, transfers=[head]).pages().run is None
 
 
 def test_sizes_beyond_those_that_are_kept_ready() -> None:
@@ -261,3 +269,16 @@ def test_layers_that_share_a_tensor_are_copied_once_with_the_larger_page() -> No
     assert pages.sizes.tolist() == [64, 32] * 4
     assert pages.num_bytes == 4 * (64 + 32)
     assert len(set(pages.host.tolist())) == 8
+
+
+def test_a_group_has_the_blocks_that_all_of_its_tensors_have() -> None:
+    tensors = [
+        DeviceTensor((i + 1) << 40, num_blocks, 64, 64) for i, num_blocks in enumerate((8, 6))
+    ]
+    groups = [
+        [CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 64)],
+        [CanonicalKVCacheRef(0, 64)],
+    ]
+    table = PageTable(tensors, [*groups, []], HostCell(HOST, 4096, NUM_SLOTS, 1), ZEROS)
+    assert table.num_blocks_of_group == [6, 8, 0]
+    assert (table.num_slots, table.blocks_per_chunk) == (NUM_SLOTS, 1)

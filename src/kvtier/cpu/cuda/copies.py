@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from kvtier.cpu.cuda.page_table import Pages
 
@@ -36,10 +37,11 @@ class Copies(ABC):
     """
 
     @abstractmethod
-    def start(self, pages: Pages, *, is_store: bool) -> Ticket:
+    def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
         """Have pages copied: from the device if it is a store, to it otherwise.
 
-        Raises if it cannot even be tried. What the driver refuses, the ticket tells.
+        `pages` says which; it may be called by another thread, once. Raises if it cannot even be
+        tried. What the driver refuses, the ticket tells.
         """
 
     @abstractmethod

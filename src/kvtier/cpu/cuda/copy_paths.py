@@ -34,10 +34,10 @@ _ONE_STREAM_FROM_BYTES = 512 << 10
 _SMALL_PAGE_BYTES = 32 << 10
 """Below this size the engines are no match, however few pages there are."""
 _FEW_PAGES = 16
-_STAGED_RUN_BYTES = range(512 << 10, (16 << 20) + 1)
+_STAGED_RUN_BYTES = range(256 << 10, (16 << 20) + 1)
 """How much must lie together in a slot to be worth a stage in between, and how much may."""
-_STAGED_FROM_BYTES = 8 << 20
-"""A smaller job is over before the second stage begins."""
+_STAGED_FROM_BYTES = 2 << 20
+"""A smaller job is over soon, whoever does it."""
 
 
 class Path(Enum):

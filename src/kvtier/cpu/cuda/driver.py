@@ -91,6 +91,13 @@ class CudaDriver:
             ),
             "cuMemHostRegister",
         )
+        try:
+            self._require_same_address(address)
+        except CudaError:
+            self.unregister_host(address)
+            raise
+
+    def _require_same_address(self, address: int) -> None:
         mapped = ctypes.c_uint64()
         self._check(
             self._library.cuMemHostGetDevicePointer_v2(
@@ -99,7 +106,6 @@ class CudaDriver:
             "cuMemHostGetDevicePointer",
         )
         if mapped.value != address:
-            self.unregister_host(address)
             raise CudaError("this device sees host memory at other addresses than the host does")
 
     def unregister_host(self, address: int) -> None:

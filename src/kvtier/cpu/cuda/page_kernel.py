@@ -5,19 +5,18 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.cpu.cuda.driver import CudaDriver
 
-__all__ = ["DIRECT_BLOCKS", "STAGING_BLOCKS", "KernelUnavailable", "PageKernel"]
+__all__ = ["DIRECT_BLOCKS", "KernelUnavailable", "PageKernel"]
 
 DIRECT_BLOCKS = 4
 """For pages in host memory, as many SMs as it takes. On an H200, 4 blocks of 512 threads have
 64 x 2 KiB under way: enough for 92 % of the bus in both directions, and more are not faster."""
-STAGING_BLOCKS = 16
-"""For pages that stay on the device: over soon, and not on every SM."""
 _NUM_THREADS = 512
 _PIECE_BYTES = 4096
 """What a warp copies at a time: twice what it has under way."""
@@ -30,12 +29,14 @@ class KernelUnavailable(RuntimeError):
 class PageKernel:
     """Copies pages by the device's own threads."""
 
-    def __init__(self, driver: CudaDriver, capability: tuple[int, int], stream: int) -> None:
-        """`capability`: of the device that is current; `stream`: any of it.
+    def __init__(self, driver: CudaDriver, properties: Any, stream: int) -> None:
+        """`properties`: what torch says of the device that is current; `stream`: any of it.
 
         Raises `KernelUnavailable` or `CudaError`.
         """
         self._driver = driver
+        self.num_multiprocessors: int = properties.multi_processor_count
+        capability = (properties.major, properties.minor)
         self._function = driver.load_function(_machine_code(capability), "copy_pages")
         # Code reaches the device with the first launch, which waits for all kernels: now, then.
         self.launch(np.empty((3, 0), np.uint64), 0, stream, 1)

@@ -63,8 +63,6 @@ class Pages(NamedTuple):
     """Of the caches' data; zeros do not count."""
     page_bytes: float
     """Mean size of what is not zeros."""
-    largest: int
-    """Bound on the sizes."""
     is_aligned: bool
     """Whether all addresses and sizes are multiples of `ALIGNMENT`."""
     run: Run | None
@@ -77,7 +75,7 @@ class _Group:
 
     is_aligned: bool
     run: Run | None
-    """If a block's pages lie together in a slot of one block."""
+    """If all pages of a slot lie together."""
 
     device_bases: Addresses
     device_strides: Addresses
@@ -97,7 +95,10 @@ class _Group:
     sizes: Addresses
     """`data_bytes` over and over."""
 
-    def sizes_of(self, num_blocks: int) -> Addresses:
+    def sizes_of(self, num_blocks: int, together: int) -> Addresses:
+        """Of the pages of so many blocks, in the order of `_cross`."""
+        if together > 1:
+            return np.tile(np.repeat(self.data_bytes, together), num_blocks // together)
         if num_blocks <= _SIZES_KEPT:
             return self.sizes[: num_blocks * len(self.data_bytes)]
         return np.tile(self.data_bytes, num_blocks)
@@ -125,11 +126,10 @@ class PageTable:
         starts = np.cumsum([0] + [tensor.page_bytes * chunk for tensor in tensors])
         bases = [cell.address + int(start) for start in starts[:-1]]
         pages = [tensor.page_bytes for tensor in tensors]
-        self._largest = max(pages, default=0)
         is_aligned = not any(
             number % ALIGNMENT for number in (cell.address, cell.row_bytes, zeros, *pages)
         )
-        self._groups = [_group(refs, tensors, bases, is_aligned) for refs in group_refs]
+        self._groups = [_group(refs, tensors, bases, is_aligned, chunk) for refs in group_refs]
         self.num_blocks_of_group = [group.num_blocks for group in self._groups]
         self._places = np.arange(chunk)
 
@@ -141,57 +141,64 @@ class PageTable:
     def blocks_per_chunk(self) -> int:
         return self._cell.blocks_per_chunk
 
+    def num_bytes(self, transfers: Sequence[GroupTransfer]) -> int:
+        """Of the caches' data in these transfers."""
+        return sum(
+            len(transfer.blocks) * self._groups[transfer.group_idx].bytes_per_block
+            for transfer in transfers
+        )
+
     def pages(self, transfers: Sequence[GroupTransfer], *, is_store: bool) -> Pages:
-        """All that is to be copied, block by block, as it lies in the slots."""
+        """All that is to be copied, slot by slot, in the order in which it lies there."""
         device, host, sizes = [], [], []
-        num_bytes = num_pages = 0
+        num_pages = 0
         is_aligned = True
         runs = set()
         for transfer in transfers:
             group = self._groups[transfer.group_idx]
             is_aligned &= group.is_aligned
-            runs.add(group.run if self.blocks_per_chunk == 1 else None)
-            blocks = transfer.blocks.astype(np.uint64)[:, np.newaxis]
-            pages = blocks * group.device_strides
-            pages += group.device_bases
-            device.append(pages.ravel())
-            host.append(
-                self._host(
-                    group.host_bases, group.page_bytes, transfer.block_slots, transfer.block_places
-                )
+            has_whole_slots = len(transfer.blocks) == len(transfer.slots) * self.blocks_per_chunk
+            runs.add(group.run if has_whole_slots else None)
+            # Blocks that share a slot, if it is filled: of each tensor, their pages are neighbours.
+            together = self.blocks_per_chunk if has_whole_slots else 1
+            device.append(
+                _cross(transfer.blocks, group.device_strides, group.device_bases, together)
             )
-            sizes.append(group.sizes_of(len(blocks)))
-            num_bytes += len(blocks) * group.bytes_per_block
-            num_pages += pages.size
+            host.append(self._host(group, transfer, together))
+            sizes.append(group.sizes_of(len(transfer.blocks), together))
+            num_pages += len(device[-1])
             if is_store:
                 for zero_host, zero_sizes in self._rest(group, transfer):
                     device.append(np.full(len(zero_host), self._zeros))
                     host.append(zero_host)
                     sizes.append(zero_sizes)
+        num_bytes = self.num_bytes(transfers)
         return Pages(
             _joined(device),
             _joined(host),
             _joined(sizes),
             num_bytes,
             num_bytes / num_pages if num_pages else 0.0,
-            self._largest,
             is_aligned,
             runs.pop() if len(runs) == 1 else None,
         )
 
-    def _host(
+    def _host(self, group: _Group, transfer: GroupTransfer, together: int) -> Addresses:
+        pages = _cross(transfer.block_slots, self._row_bytes, group.host_bases, together)
+        if self.blocks_per_chunk > 1:
+            pages += _cross(transfer.block_places, group.page_bytes, _NOTHING, together)
+        return pages
+
+    def _places_at(
         self,
         bases: Addresses,
         page_bytes: Addresses,
         slots: NDArray[np.int64],
         places: NDArray[np.int64],
     ) -> Addresses:
-        rows = slots.astype(np.uint64)
-        rows *= self._row_bytes
-        pages = rows[:, np.newaxis] + bases
-        if self._cell.blocks_per_chunk > 1:
-            pages += places.astype(np.uint64)[:, np.newaxis] * page_bytes
-        return pages.ravel()
+        pages = _cross(slots, self._row_bytes, bases, 1)
+        pages += _cross(places, page_bytes, _NOTHING, 1)
+        return pages
 
     def _rest(self, group: _Group, transfer: GroupTransfer) -> list[tuple[Addresses, Addresses]]:
         """What a store leaves of its slots: places before the first, padding, other tensors."""
@@ -199,7 +206,7 @@ class PageTable:
         if transfer.first_place:
             before = self._places[: transfer.first_place]
             first = np.full(len(before), transfer.slots[0])
-            host = self._host(group.host_bases, group.page_bytes, first, before)
+            host = self._places_at(group.host_bases, group.page_bytes, first, before)
             rest.append((host, np.tile(group.data_bytes, len(before))))
         if not group.has_rest:
             return rest
@@ -207,12 +214,26 @@ class PageTable:
         places = np.tile(self._places, len(transfer.slots))
         if group.padded.any():
             pages, data = group.page_bytes[group.padded], group.data_bytes[group.padded]
-            host = self._host(group.host_bases[group.padded] + data, pages, slots, places)
+            host = self._places_at(group.host_bases[group.padded] + data, pages, slots, places)
             rest.append((host, np.tile(pages - data, len(slots))))
         if len(group.unused_bases):
-            host = self._host(group.unused_bases, group.unused_page_bytes, slots, places)
+            host = self._places_at(group.unused_bases, group.unused_page_bytes, slots, places)
             rest.append((host, np.tile(group.unused_page_bytes, len(slots))))
         return rest
+
+
+_NOTHING = np.zeros(1, np.uint64)
+
+
+def _cross(
+    numbers: NDArray[np.int64], steps: Addresses | np.uint64, bases: Addresses, together: int
+) -> Addresses:
+    """numbers * steps + bases for every number and every column of steps and bases.
+
+    A number's columns follow each other; with `together`, so many numbers share each column's turn.
+    """
+    crossed = numbers.astype(np.uint64).reshape(-1, 1, together) * np.reshape(steps, (1, -1, 1))
+    return (crossed + bases.reshape(1, -1, 1)).ravel()
 
 
 def _joined(parts: list[Addresses]) -> Addresses:
@@ -226,6 +247,7 @@ def _group(
     tensors: Sequence[DeviceTensor],
     host_bases: Sequence[int],
     is_aligned: bool,
+    blocks_per_chunk: int,
 ) -> _Group:
     """`is_aligned`: whether the host side is."""
     data_bytes: dict[int, int] = {}
@@ -238,7 +260,11 @@ def _group(
     numbers = [n for t in used for n in (tensors[t].address, tensors[t].stride_bytes)]
     return _Group(
         is_aligned=is_aligned and not any(n % ALIGNMENT for n in (*numbers, *data_bytes.values())),
-        run=Run(len(used), sum(data_bytes.values())) if is_run else None,
+        run=(
+            Run(len(used) * blocks_per_chunk, sum(data_bytes.values()) * blocks_per_chunk)
+            if is_run
+            else None
+        ),
         device_bases=np.array([tensors[t].address for t in used], np.uint64),
         device_strides=np.array([tensors[t].stride_bytes for t in used], np.uint64),
         host_bases=np.array([host_bases[t] for t in used], np.uint64),

@@ -38,7 +38,6 @@ class Rig:
     """Bytes on the device, of shape (num_blocks, page bytes)."""
     rows: NDArray[np.uint8]
     """The slots, of shape (num_blocks, bytes); a slot holds its pages one after the other."""
-    row_data_bytes: int
     num_blocks: int
     _next_job: int = 0
 
@@ -93,7 +92,7 @@ def open_rig(
         )
         worker = GPUOffloadingWorker(caches, region, 1, open_copies=open_copies)
         undo.pop_all()
-    rig = Rig(worker, tensors, np.asarray(region.create_kv_memoryview()), data_bytes, num_blocks)
+    rig = Rig(worker, tensors, np.asarray(region.create_kv_memoryview()), num_blocks)
     try:
         yield rig
     finally:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 
 from kvtier.cpu.cuda.copies import Copies, Ticket
 from kvtier.cpu.cuda.copy_paths import Path, choose_path
-from kvtier.cpu.cuda.descriptor_ring import DescriptorRing
 from kvtier.cpu.cuda.driver import CudaDriver
-from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, STAGING_BLOCKS, PageKernel
+from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, PageKernel
+from kvtier.cpu.cuda.page_lists import PageLists
 from kvtier.cpu.cuda.page_table import Addresses, Pages
 from kvtier.cpu.lane import Lane
 
@@ -24,9 +24,9 @@ __all__ = ["StreamCopies"]
 
 logger = logging.getLogger(__name__)
 
-_RING_PAGES = 1 << 18
-"""Room for so many pages of jobs under way in each direction: 6 MiB. What finds no room is copied
-by the engines, which need none."""
+_LIST_PAGES = 1 << 14
+"""Pages of one launch at most. A long list is given out in parts: the first one is on its way while
+the second is written."""
 _STAGING_BYTES = 32 << 20
 """Of each of the two buffers that a direction has on the device."""
 _LOAD_PRIORITY, _STORE_PRIORITY = -1, 0
@@ -57,15 +57,19 @@ class StreamCopies(Copies):
         """`kernel`: None if it is not to be had; the copy engines do it all then. `choose`: the
         path for a job, if it is not to be the quickest."""
         self._device = device
+        choose = choose or _by_size
+        self.taken: Counter[Path] = Counter()
+        """How many jobs went which way."""
         with torch.cuda.device(device):
-            self._stores = _Direction(device, driver, kernel, is_store=True)
-            self._loads = _Direction(device, driver, kernel, is_store=False)
-        self._choose = choose or _by_size
+            self._stores, self._loads = (
+                _Direction(device, driver, kernel, choose, self.taken, is_store=is_store)
+                for is_store in (True, False)
+            )
 
-    def start(self, pages: Pages, *, is_store: bool) -> Ticket:
+    def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
         direction = self._stores if is_store else self._loads
         with torch.cuda.device(self._device):
-            return direction.start(pages, self._choose(pages))
+            return direction.start(pages)
 
     def close(self) -> None:
         with ExitStack() as both:
@@ -77,8 +81,6 @@ class _StreamTicket(Ticket):
     def __init__(self, direction: _Direction, computed: Any, started: Any, ended: Any) -> None:
         self._direction = direction
         self.events = (computed, started, ended)
-        self.rows: Addresses | None = None
-        """Its list of pages in the ring."""
         self.is_handed_over = threading.Event()
         """Set by the thread when the device has the job, or has refused it."""
         self.error: Exception | None = None
@@ -112,16 +114,24 @@ class _Direction:
     """
 
     def __init__(
-        self, device: Any, driver: CudaDriver, kernel: PageKernel | None, *, is_store: bool
+        self,
+        device: Any,
+        driver: CudaDriver,
+        kernel: PageKernel | None,
+        choose: Choice,
+        taken: Counter[Path],
+        *,
+        is_store: bool,
     ) -> None:
         self._device = device
         self._driver = driver
         self._kernel = kernel
+        self._choose = choose
+        self._taken = taken
         self._is_store = is_store
         priority = _STORE_PRIORITY if is_store else _LOAD_PRIORITY
         self._stream, self._second_stream = (torch.cuda.Stream(priority=priority) for _ in range(2))
-        lists = torch.empty(3 * _RING_PAGES, dtype=torch.int64, pin_memory=True)
-        self._ring = DescriptorRing(lists.numpy().view(np.uint64))
+        self._lists = PageLists(_LIST_PAGES)
         self._staging: Any = None
         self._has_memory = True
         self._under_way: deque[_StreamTicket] = deque()
@@ -130,25 +140,16 @@ class _Direction:
         self._filled, self._emptied = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
         self._lane = Lane("kvtier-store" if is_store else "kvtier-load")
 
-    def start(self, pages: Pages, path: Path) -> Ticket:
+    def start(self, pages: Callable[[], Pages]) -> Ticket:
         events = self._spare_events.pop() if self._spare_events else _new_events()
         ticket = _StreamTicket(self, *events)
         events[0].record()  # in the stream that is current
-        if path is Path.STAGED and (pages.run is None or not self._has_staging()):
-            path = Path.KERNEL
-        if path in {Path.KERNEL, Path.STAGED} and not self._write_list(ticket, pages, path):
-            path = Path.ENGINES
-        try:
-            self._lane.put(lambda: self._hand_over(ticket, pages, path))
-        except BaseException:
-            if ticket.rows is not None:
-                self._ring.undo_take()
-            raise
+        self._lane.put(lambda: self._hand_over(ticket, pages))
         self._under_way.append(ticket)
         return ticket
 
     def collect(self) -> None:
-        """Mark what is done, and take back what it used. Raises when the device has failed."""
+        """Mark what is done. Raises when the device has failed."""
         while self._under_way and self._under_way[0].is_handed_over.is_set():
             ticket = self._under_way[0]
             _, started, ended = ticket.events
@@ -160,13 +161,68 @@ class _Direction:
             else:
                 ticket.elapsed_s = 0.0
             self._under_way.popleft()
-            if ticket.rows is not None:
-                self._ring.give_back()
 
     def close(self) -> None:
         self._lane.close()
-        self._stream.synchronize()
-        self._second_stream.synchronize()
+        try:
+            self._stream.synchronize()
+            self._second_stream.synchronize()
+        finally:
+            # Whoever keeps the worker does not keep what it had on the device.
+            self._lists.close()
+            self._staging = None
+            self._spare_events.clear()
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _hand_over(self, ticket: _StreamTicket, pages: Callable[[], Pages]) -> None:
+        computed, started, ended = ticket.events
+        try:
+            torch.cuda.set_device(self._device)
+            self._stream.wait_event(computed)
+            started.record(self._stream)
+            self._enqueue(pages())
+            ended.record(self._stream)
+        except BaseException as error:  # for the thread that asks
+            ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            self._settle()
+        finally:
+            ticket.is_handed_over.set()
+
+    def _settle(self) -> None:
+        """Some of a failed job may be on its way, and whoever hears of it may reuse the memory."""
+        try:
+            self._stream.synchronize()
+            self._second_stream.synchronize()
+        except BaseException as error:
+            # The device itself has failed: nothing is on its way any more.
+            logger.warning("The device does not answer: %s", error)
+
+    def _enqueue(self, pages: Pages) -> None:
+        if not len(pages.sizes):
+            return
+        path = self._possible(self._choose(pages), pages)
+        self._taken[path] += 1
+        if path is Path.STAGED:
+            self._enqueue_staged(pages)
+        elif path is Path.KERNEL:
+            sources, targets = self._from_to(pages.device, pages.host)
+            for part in _parts(len(sources), _LIST_PAGES):
+                self._launch(
+                    (sources[part], targets[part], pages.sizes[part]), self._stream, DIRECT_BLOCKS
+                )
+        else:
+            self._enqueue_engines(pages, path)
+
+    def _possible(self, path: Path, pages: Pages) -> Path:
+        """That one, or the next best."""
+        if path not in {Path.KERNEL, Path.STAGED}:
+            return path
+        if self._kernel is None or not pages.is_aligned:
+            return Path.ENGINES
+        if path is Path.STAGED and (pages.run is None or not self._has_staging()):
+            return Path.KERNEL
+        return path
 
     def _has_staging(self) -> bool:
         """Whether there are buffers on the device. They are made when first needed: most engines
@@ -185,57 +241,6 @@ class _Direction:
                 )
         return self._staging is not None
 
-    def _write_list(self, ticket: _StreamTicket, pages: Pages, path: Path) -> bool:
-        """False: the kernel cannot do it, or not now."""
-        if self._kernel is None or not pages.is_aligned:
-            return False
-        rows = self._ring.take(len(pages.sizes))
-        if rows is None:
-            return False
-        rows[0], rows[1] = self._from_to(pages.device, pages.host)
-        rows[2] = pages.sizes
-        if path is Path.STAGED:
-            # In the place of the host's addresses, where a page is in the two buffers in turn.
-            offsets = _staging_offsets(pages)
-            offsets += np.uint64(self._staging.data_ptr())
-            rows[1 if self._is_store else 0] = offsets
-        ticket.rows = rows
-        return True
-
-    def _from_to(self, device: Any, host: Any) -> tuple[Any, Any]:
-        return (device, host) if self._is_store else (host, device)
-
-    # --- the thread ---------------------------------------------------------------------------
-
-    def _hand_over(self, ticket: _StreamTicket, pages: Pages, path: Path) -> None:
-        computed, started, ended = ticket.events
-        try:
-            torch.cuda.set_device(self._device)
-            self._stream.wait_event(computed)
-            started.record(self._stream)
-            self._enqueue(ticket.rows, pages, path)
-            ended.record(self._stream)
-        except Exception as error:  # for the thread that asks
-            ticket.error = error
-            self._settle()
-        ticket.is_handed_over.set()
-
-    def _settle(self) -> None:
-        """Some of a failed job may be on its way, and whoever hears of it may reuse the memory."""
-        try:
-            self._stream.synchronize()
-            self._second_stream.synchronize()
-        except RuntimeError:
-            return  # the device has failed: nothing is on its way
-
-    def _enqueue(self, rows: Addresses | None, pages: Pages, path: Path) -> None:
-        if path is Path.STAGED and rows is not None:
-            self._enqueue_staged(rows, pages)
-        elif rows is not None:
-            self._launch(rows, pages.largest, self._stream, DIRECT_BLOCKS)
-        else:
-            self._enqueue_engines(pages, path)
-
     def _enqueue_engines(self, pages: Pages, path: Path) -> None:
         sources, targets = self._from_to(pages.device, pages.host)
         sizes = pages.sizes
@@ -248,35 +253,45 @@ class _Direction:
         self._copy(sources[:half], targets[:half], sizes[:half], self._stream)
         self._join()
 
-    def _enqueue_staged(self, rows: Addresses, pages: Pages) -> None:
+    def _enqueue_staged(self, pages: Pages) -> None:
         """A kernel moves pages between their places and a buffer on the device, where those of a
         slot lie as they do in the slot; the copy engines move whole slots. One fills a buffer while
         the other empties the other."""
-        assert pages.run is not None
-        per_part = _STAGING_BYTES // pages.run.num_bytes * pages.run.num_pages
+        run = pages.run
+        assert run is not None
+        runs_per_part = max(1, min(_STAGING_BYTES // run.num_bytes, _LIST_PAGES // run.num_pages))
+        # Where pages and slots are in a buffer; the same in both, and in every part.
+        slots_at = np.arange(runs_per_part, dtype=np.uint64) * np.uint64(run.num_bytes)
+        pages_at = np.arange(runs_per_part * run.num_pages, dtype=np.uint64)
+        pages_at *= np.uint64(run.num_bytes // run.num_pages)
+        slot_sizes = np.full(runs_per_part, run.num_bytes, np.uint64)
         # The driver is given addresses of arrays, and knows nothing of steps between their items.
-        slots = pages.host[:: pages.run.num_pages].copy()
-        in_staging = rows[1 if self._is_store else 0][:: pages.run.num_pages].copy()
-        sizes = np.full(len(slots), pages.run.num_bytes, np.uint64)
-        sources, targets = self._from_to(in_staging, slots)
+        slots = pages.host[:: run.num_pages].copy()
         self._fork()
-        for turn, start in enumerate(range(0, rows.shape[1], per_part)):
-            part = rows[:, start : start + per_part]
-            runs = slice(start // pages.run.num_pages, (start + per_part) // pages.run.num_pages)
+        for turn, part in enumerate(_parts(len(slots), runs_per_part)):
+            buffer = np.uint64(self._staging.data_ptr() + turn % 2 * _STAGING_BYTES)
+            in_part = slots[part]
+            of_pages = slice(part.start * run.num_pages, part.stop * run.num_pages)
+            device = pages.device[of_pages]
+            sizes = pages.sizes[of_pages]
+            collected = buffer + pages_at[: len(device)]
+            in_buffer = buffer + slots_at[: len(in_part)]
+            listed = (*self._from_to(device, collected), sizes)
+            copied = (*self._from_to(in_buffer, in_part), slot_sizes[: len(in_part)])
             filled, emptied = self._filled[turn % 2], self._emptied[turn % 2]
             filling, emptying = self._from_to(self._second_stream, self._stream)
             if turn >= 2:
                 filling.wait_event(emptied)
             if self._is_store:
-                self._launch(part, pages.largest, filling, STAGING_BLOCKS)
+                self._collect_pages(listed, filling)
             else:
-                self._copy(sources[runs], targets[runs], sizes[runs], filling)
+                self._copy(*copied, filling)
             filled.record(filling)
             emptying.wait_event(filled)
             if self._is_store:
-                self._copy(sources[runs], targets[runs], sizes[runs], emptying)
+                self._copy(*copied, emptying)
             else:
-                self._launch(part, pages.largest, emptying, STAGING_BLOCKS)
+                self._collect_pages(listed, emptying)
             emptied.record(emptying)
         self._join()
 
@@ -288,12 +303,25 @@ class _Direction:
         self._joined.record(self._second_stream)
         self._stream.wait_event(self._joined)
 
+    def _from_to(self, device: Any, host: Any) -> tuple[Any, Any]:
+        return (device, host) if self._is_store else (host, device)
+
     def _copy(self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: Any) -> None:
         self._driver.copy_batch(sources, targets, sizes, stream.cuda_stream)
 
-    def _launch(self, rows: Addresses, largest: int, stream: Any, blocks: int) -> None:
+    def _collect_pages(self, listed: tuple[Addresses, Addresses, Addresses], stream: Any) -> None:
         assert self._kernel is not None
-        self._kernel.launch(rows, largest, stream.cuda_stream, blocks)
+        self._launch(listed, stream, self._kernel.num_multiprocessors)
+
+    def _launch(
+        self, listed: tuple[Addresses, Addresses, Addresses], stream: Any, blocks: int
+    ) -> None:
+        """`listed`: sources, targets, sizes."""
+        assert self._kernel is not None
+        rows = self._lists.take(len(listed[0]))
+        rows[:] = listed
+        self._kernel.launch(rows, int(rows[2].max()), stream.cuda_stream, blocks)
+        self._lists.used_in(stream)
 
 
 def _new_events() -> tuple[Any, Any, Any]:
@@ -301,12 +329,6 @@ def _new_events() -> tuple[Any, Any, Any]:
     return torch.cuda.Event(), torch.cuda.Event(True), torch.cuda.Event(True)
 
 
-def _staging_offsets(pages: Pages) -> Addresses:
-    """Where each page is in the buffers: runs one after the other, then from the start again."""
-    assert pages.run is not None
-    runs, places = np.divmod(np.arange(len(pages.sizes)), pages.run.num_pages)
-    parts, runs = np.divmod(runs, _STAGING_BYTES // pages.run.num_bytes)
-    offsets = parts % 2 * _STAGING_BYTES
-    offsets += runs * pages.run.num_bytes
-    offsets += places * (pages.run.num_bytes // pages.run.num_pages)
-    return offsets.astype(np.uint64)
+def _parts(count: int, most: int) -> Iterator[slice]:
+    for start in range(0, count, most):
+        yield slice(start, min(start + most, count))

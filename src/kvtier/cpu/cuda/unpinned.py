@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +29,7 @@ class UnpinnedCopies(Copies):
             self._streams = {is_store: torch.cuda.Stream() for is_store in (True, False)}
         self._lanes = {True: Lane("kvtier-store"), False: Lane("kvtier-load")}
 
-    def start(self, pages: Pages, *, is_store: bool) -> Ticket:
+    def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
         with torch.cuda.device(self._device):
             computed = torch.cuda.current_stream().record_event()
         ticket = _ThreadTicket()
@@ -39,24 +40,28 @@ class UnpinnedCopies(Copies):
         for lane in self._lanes.values():
             lane.close()
 
-    def _run(self, ticket: _ThreadTicket, pages: Pages, computed: Any, is_store: bool) -> None:
+    def _run(
+        self, ticket: _ThreadTicket, get_pages: Callable[[], Pages], computed: Any, is_store: bool
+    ) -> None:
         stream = self._streams[is_store]
-        device_to_host = (pages.device, pages.host)
-        sources, targets = device_to_host if is_store else device_to_host[::-1]
         began = time.perf_counter()
         try:
             torch.cuda.set_device(self._device)
+            pages = get_pages()
+            device_to_host = (pages.device, pages.host)
+            sources, targets = device_to_host if is_store else device_to_host[::-1]
             computed.synchronize()
             began = time.perf_counter()
             self._driver.copy_batch(sources, targets, pages.sizes, stream.cuda_stream)
             stream.synchronize()
-        except Exception as error:  # for the thread that asks
-            ticket.error = error
+        except BaseException as error:  # for the thread that asks
+            ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
             # Some of it may be on its way, and whoever hears of the failure may reuse the memory.
-            with suppress(RuntimeError):
+            with suppress(Exception):
                 stream.synchronize()
-        ticket.elapsed_s = time.perf_counter() - began
-        ticket.ended.set()
+        finally:
+            ticket.elapsed_s = time.perf_counter() - began
+            ticket.ended.set()
 
 
 class _ThreadTicket(Ticket):
