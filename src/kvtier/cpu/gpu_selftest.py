@@ -132,8 +132,8 @@ def _is_exact(
 
     `taken` counts the ways that jobs really went.
     """
-    from kvtier.cpu.cuda.streams import StreamCopies
     from kvtier.cpu.cuda.rig import open_rig
+    from kvtier.cpu.cuda.streams import StreamCopies
 
     order = np.random.default_rng(page_bytes)
     with open_rig(device, page_bytes, _NUM_TENSORS, _CHECKED_BLOCKS, open_copies) as rig:

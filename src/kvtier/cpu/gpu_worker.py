@@ -55,8 +55,8 @@ class GPUOffloadingWorker(OffloadingWorker):
     is reported or `wait` returns.
 
     A job that cannot be right copies nothing and is reported as failed, with the reason in the log.
-    So is one that the driver refuses, when nothing of it is copied any more. After a store its slots hold the pages of that store and
-    zeros, and nothing from before.
+    So is one that the driver refuses, when nothing of it is copied any more. After a store its
+    slots hold the pages of that store and zeros, and nothing from before.
 
     The worker owns `region` from the moment its constructor returns; `shutdown` cleans it up.
     """

@@ -36,8 +36,8 @@ def test_all_of_the_region_is_pinned(make: RegionMaker, caplog: pytest.LogCaptur
     ("limit", "remedies"),
     [
         (4096, ["4096 bytes", "ulimit -l unlimited", "LimitMEMLOCK", "--ulimit memlock=-1"]),
-        (resource.RLIM_INFINITY, ["not the reason", "cpu_bytes_to_use", "dmesg"]),
-        (1 << 60, ["not the reason", "cpu_bytes_to_use", "dmesg"]),
+        (resource.RLIM_INFINITY, ["does not seem to be the reason", "cpu_bytes_to_use", "dmesg"]),
+        (1 << 60, ["does not seem to be the reason", "cpu_bytes_to_use", "dmesg"]),
     ],
 )
 def test_a_region_that_cannot_be_pinned_comes_with_the_remedy(

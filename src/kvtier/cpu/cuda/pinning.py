@@ -48,6 +48,6 @@ def _remedy(size_bytes: int) -> str:
             " LimitMEMLOCK=infinity (systemd) or --ulimit memlock=-1 (Docker)"
         )
     return (
-        "Its limit on locked memory does not seem to be the reason. Give a smaller cpu_bytes_to_use, or look "
-        "for the driver's own words in the kernel log (dmesg)"
+        "Its limit on locked memory does not seem to be the reason. Give a smaller "
+        "cpu_bytes_to_use, or look for the driver's own words in the kernel log (dmesg)"
     )
