@@ -202,15 +202,10 @@ def test_without_room_for_staging_the_kernel_does_it_directly(
         raise torch.OutOfMemoryError("injected")
 
     device_place.use(CopyPath.STAGED)
+    monkeypatch.setattr(streams._Direction, "make_staging", no_memory)
     launches = LaunchCount(monkeypatch)
     with open_rig(device_place, plain_layout(64, 64, num_blocks=8), shm) as rig:
-        with monkeypatch.context() as patch:
-            patch.setattr("kvtier.cpu.cuda.streams.torch.empty", no_memory)
-            for _ in range(2):
-                assert store([1, 2], [3, 1]).submit(rig.worker, 0)
-                finish(rig.worker, [0])
-        rig.apply(store([1, 2], [3, 1]))
-        rig.do(store([4, 5], [0, 2]))
+        rig.do(store([1, 2], [3, 1]), store([4, 5], [0, 2]), load([3], [7]))
         rig.check()
     assert launches.count == 3
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]

@@ -90,6 +90,8 @@ class GPUOffloadingWorker(OffloadingWorker):
         with ExitStack() as undo:
             self.copies = (open_copies or open_pinned)(device, region, undo)
             """What does the copying."""
+            for run in self._table.runs:
+                self.copies.expect_runs(run)
             self._undo = undo.pop_all()
         self._region = region
         self._stores: deque[_Job] = deque()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from kvtier.cpu.cuda.page_table import Pages
+from kvtier.cpu.cuda.page_table import Pages, Run
 
 __all__ = ["Copies", "Ticket"]
 
@@ -35,6 +35,10 @@ class Copies(ABC):
     stream that is torch's current one: a store finds what was computed before it, and a load
     overwrites nothing that is still being read.
     """
+
+    def expect_runs(self, run: Run) -> None:
+        """Be ready for jobs whose pages lie together in slots like this. Before the first job."""
+        return
 
     @abstractmethod
     def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:

@@ -132,6 +132,8 @@ class PageTable:
         self._groups = [_group(refs, tensors, bases, is_aligned, chunk) for refs in group_refs]
         self.num_blocks_of_group = [group.num_blocks for group in self._groups]
         self._places = np.arange(chunk)
+        self.runs = {group.run for group in self._groups if group.run is not None}
+        """Of the groups whose pages lie together in a slot."""
 
     @property
     def num_slots(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from kvtier.cpu.cuda.copy_paths import Path, choose_path
 from kvtier.cpu.cuda.driver import CudaDriver
 from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, PageKernel
 from kvtier.cpu.cuda.page_lists import PageLists
-from kvtier.cpu.cuda.page_table import Addresses, Pages
+from kvtier.cpu.cuda.page_table import Addresses, Pages, Run
 from kvtier.cpu.lane import Lane
 
 __all__ = ["StreamCopies"]
@@ -40,6 +41,11 @@ def _by_size(pages: Pages) -> Path:
     return choose_path(pages.page_bytes, len(pages.sizes), run_bytes)
 
 
+def _may_be_staged(run: Run) -> bool:
+    """Whether a large job of such runs is."""
+    return choose_path(run.num_bytes / run.num_pages, sys.maxsize, run.num_bytes) is Path.STAGED
+
+
 class StreamCopies(Copies):
     """Two streams for each direction, and a thread that hands jobs to the device.
 
@@ -57,6 +63,7 @@ class StreamCopies(Copies):
         """`kernel`: None if it is not to be had; the copy engines do it all then. `choose`: the
         path for a job, if it is not to be the quickest."""
         self._device = device
+        self._is_by_size = choose is None
         choose = choose or _by_size
         self.taken: Counter[Path] = Counter()
         """How many jobs went which way."""
@@ -65,6 +72,23 @@ class StreamCopies(Copies):
                 _Direction(device, driver, kernel, choose, self.taken, is_store=is_store)
                 for is_store in (True, False)
             )
+
+    def expect_runs(self, run: Run) -> None:
+        if self._is_by_size and not _may_be_staged(run):
+            return
+        with torch.cuda.device(self._device):
+            try:
+                self._stores.make_staging()
+                self._loads.make_staging()
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "No %d MiB of device memory are left to collect pages in: they are copied by a "
+                    "kernel that disturbs the model's more. Lower the engine's share of the memory",
+                    4 * _STAGING_BYTES >> 20,
+                )
+            # Whoever had that memory before may still be using it, in a stream of its
+            # own.
+            torch.cuda.current_stream().synchronize()
 
     def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
         direction = self._stores if is_store else self._loads
@@ -133,12 +157,16 @@ class _Direction:
         self._stream, self._second_stream = (torch.cuda.Stream(priority=priority) for _ in range(2))
         self._lists = PageLists(_LIST_PAGES)
         self._staging: Any = None
-        self._has_memory = True
         self._under_way: deque[_StreamTicket] = deque()
         self._spare_events: list[tuple[Any, Any, Any]] = []
         self._forked, self._joined = (torch.cuda.Event() for _ in range(2))
         self._filled, self._emptied = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
         self._lane = Lane("kvtier-store" if is_store else "kvtier-load")
+
+    def make_staging(self) -> None:
+        """Raises `torch.OutOfMemoryError`."""
+        if self._kernel is not None:
+            self._staging = torch.empty(2 * _STAGING_BYTES, dtype=torch.uint8, device=self._device)
 
     def start(self, pages: Callable[[], Pages]) -> Ticket:
         events = self._spare_events.pop() if self._spare_events else _new_events()
@@ -220,26 +248,12 @@ class _Direction:
             return path
         if self._kernel is None or not pages.is_aligned:
             return Path.ENGINES
-        if path is Path.STAGED and (pages.run is None or not self._has_staging()):
+        has_room = self._staging is not None
+        if path is Path.STAGED and (
+            pages.run is None or pages.run.num_bytes > _STAGING_BYTES or not has_room
+        ):
             return Path.KERNEL
         return path
-
-    def _has_staging(self) -> bool:
-        """Whether there are buffers on the device. They are made when first needed: most engines
-        have pages that are large enough without."""
-        if self._staging is None and self._has_memory:
-            try:
-                self._staging = torch.empty(
-                    2 * _STAGING_BYTES, dtype=torch.uint8, device=self._device
-                )
-            except torch.OutOfMemoryError:
-                self._has_memory = False
-                logger.warning(
-                    "No %d MiB of device memory are left to collect pages in: they are copied by a "
-                    "kernel that disturbs the model's more. Lower the engine's share of the memory",
-                    2 * _STAGING_BYTES >> 20,
-                )
-        return self._staging is not None
 
     def _enqueue_engines(self, pages: Pages, path: Path) -> None:
         sources, targets = self._from_to(pages.device, pages.host)
