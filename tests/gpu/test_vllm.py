@@ -61,7 +61,8 @@ def require_same(answers: dict[str, Any], what: str) -> None:
 
 
 def test_answers_are_the_same_wherever_blocks_come_from(tmp_path: Path) -> None:
-    """Both doors, a model with two kinds of attention, chunks of four blocks: at the same time."""
+    """Both doors, a model with two kinds of attention, chunks of four blocks: at the same time,
+    beside vLLM without kvtier."""
     llama = str(LLAMA.write(tmp_path / "llama"))
     hybrid = str(GEMMA3_HYBRID.write(tmp_path / "hybrid"))
     host = {"cpu_bytes_to_use": "1GiB"}
@@ -71,8 +72,17 @@ def test_answers_are_the_same_wherever_blocks_come_from(tmp_path: Path) -> None:
         "hybrid": Probe(tmp_path / "3", model=hybrid, kvtier=host),
         "chunks": Probe(tmp_path / "4", model=llama, kvtier=host | {"block_size": 128}),
     }
+    without = {
+        model: Probe(tmp_path / model, model=path, kvtier=None)
+        for model, path in (("llama", llama), ("hybrid", hybrid))
+    }
+    stock = {model: probe.answers() for model, probe in without.items()}
     for name, probe in probes.items():
         answers = probe.answers()
+        for what in ("computed", "from the device"):
+            expected = stock["hybrid" if name == "hybrid" else "llama"][what]
+            assert [each["tokens"] for each in answers[what]] == [e["tokens"] for e in expected]
+            assert [e["logprobs"] for e in answers[what]] == [e["logprobs"] for e in expected]
         require_same(answers, "from the host")
         assert answers["figures"]["cpu_loaded_blocks"] > 0, name
         assert not answers["figures"].get("failed_loads"), name
