@@ -45,6 +45,9 @@ class MemmoveCopies(Copies):
             self.copy_until(ticket)
         return ticket
 
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
         if self.failure is not None:
             raise self.failure

@@ -76,6 +76,10 @@ class Place:
     def delay(self) -> None:
         """Make all that the current stream is given from now on begin late."""
 
+    def mark(self) -> Any:
+        """An event in the current stream that knows its time, where there are streams."""
+        raise NotImplementedError
+
     def finish_compute(self) -> None:
         """Return when all compute is done."""
 
@@ -124,6 +128,9 @@ class SimulatedPlace(Place):
     def delay(self) -> None:
         self.simulated.current_stream.add(None)
 
+    def mark(self) -> Any:
+        return self.simulated.current_stream.record_event()
+
     def finish_compute(self) -> None:
         # Others are current for a while only, and those that are not the worker's are few.
         for stream in [self.simulated.default_stream, *self._others]:
@@ -169,6 +176,11 @@ class CudaPlace(Place):
     def delay(self) -> None:
         torch.cuda._sleep(_DELAY_CYCLES)
 
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def finish_compute(self) -> None:
         # Not the whole device: the worker's streams are to be waited for by the worker alone.
         for stream in (torch.cuda.current_stream(), *self._others):
@@ -195,6 +207,15 @@ def has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def finish_everything(place: Place) -> None:
+    """Have all done that the device has been given by anyone, the worker included."""
+    if isinstance(place, CudaPlace):
+        torch.cuda.synchronize()
+    elif isinstance(place, SimulatedPlace):
+        for stream in place.simulated.streams:
+            stream.synchronize()
+
+
 _DEVICE_CALLS = {
     "copy_batch": (CudaDriver, SimulatedDriver),
     "register_host": (CudaDriver, SimulatedDriver),
@@ -203,7 +224,7 @@ _DEVICE_CALLS = {
 
 
 def refuse_device_call(
-    patch: pytest.MonkeyPatch, name: str, error: Exception, *, after: int = 0
+    patch: pytest.MonkeyPatch, name: str, error: BaseException, *, after: int = 0
 ) -> None:
     """Have a call of the driver or the kernel raise, at once or after so many more.
 
@@ -222,18 +243,42 @@ def refuse_device_call(
 
 
 class LaunchCount:
-    """How often the kernel was launched since this was made."""
+    """How often the kernel was launched since this was made, and how."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = 0
+        self.blocks: set[int] = set()
+        """Of threads: how many SMs a launch took."""
+        self.streams: set[int] = set()
         for kernel in (page_kernel.PageKernel, SimulatedKernel):
             self._watch(patch, kernel)
 
     def _watch(self, patch: pytest.MonkeyPatch, kernel: Any) -> None:
         launch = kernel.launch
 
-        def counted(kernel: Any, pages: Any, *arguments: Any) -> None:
-            self.count += pages.shape[1] > 0  # one of none is how it is loaded
-            launch(kernel, pages, *arguments)
+        def counted(kernel: Any, pages: Any, largest: int, stream: int, blocks: int) -> None:
+            if pages.shape[1] > 0:  # one of none is how it is loaded
+                self.count += 1
+                self.blocks.add(blocks)
+                self.streams.add(stream)
+            launch(kernel, pages, largest, stream, blocks)
 
         patch.setattr(kernel, "launch", counted)
+
+
+class BatchStreams(set[int]):
+    """The streams that the copy engines were given pages in since this was made."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        for driver in (CudaDriver, SimulatedDriver):
+            self._watch(patch, driver)
+
+    def _watch(self, patch: pytest.MonkeyPatch, driver: Any) -> None:
+        copy_batch = driver.copy_batch
+
+        def noted(driver: Any, sources: Any, targets: Any, sizes: Any, stream: int) -> None:
+            self.add(stream)
+            copy_batch(driver, sources, targets, sizes, stream)
+
+        patch.setattr(driver, "copy_batch", noted)

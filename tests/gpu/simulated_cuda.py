@@ -13,7 +13,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -49,15 +49,27 @@ class SimulatedDevice:
         self.streams: list[SimulatedStream] = []
         self.default_stream = SimulatedStream(self, handle=0)
         self.current_stream = self.default_stream
+        self.elsewhere = SimulatedStream(self, handle=1)
+        """What a thread finds that has another device for its current one."""
         self.failure: Exception | None = None
-        """Raised by every question once it is set."""
+        """Raised by every question once it is set: by a test, or by work that faults."""
         self.pinned: dict[int, int] = {}
         """Address to size."""
         self.num_steps = 0
         self._random = random.Random(seed)
+        self._of_thread = threading.local()
 
-    def new_stream(self) -> SimulatedStream:
-        return SimulatedStream(self, handle=len(self.streams))
+    @property
+    def is_current(self) -> bool:
+        """Whether it is the device of the calling thread. A new thread has another one."""
+        return getattr(self._of_thread, "is_current", False)
+
+    @is_current.setter
+    def is_current(self, value: bool) -> None:
+        self._of_thread.is_current = value
+
+    def new_stream(self, priority: int = 0) -> SimulatedStream:
+        return SimulatedStream(self, handle=len(self.streams), priority=priority)
 
     def step(self, preferred: SimulatedStream | None = None) -> None:
         """Do one piece of work of any stream that can go on."""
@@ -86,8 +98,9 @@ class SimulatedDevice:
 
 
 class SimulatedStream:
-    def __init__(self, device: SimulatedDevice, handle: int) -> None:
+    def __init__(self, device: SimulatedDevice, handle: int, priority: int = 0) -> None:
         self.cuda_stream = handle
+        self.priority = priority
         self.work: deque[Work | Mark | tuple[Mark] | None] = deque()
         """Something to do, a mark to be reached, one to wait for, or a delay."""
         self._device = device
@@ -109,7 +122,10 @@ class SimulatedStream:
         if isinstance(work, Mark):
             work.time_ms = self._device.num_steps * 1e-3
         elif work is not None and not isinstance(work, tuple):
-            work()
+            try:
+                work()
+            except Exception as fault:
+                self._device.failure = fault
 
     def add(self, *work: Work | Mark | tuple[Mark] | None) -> None:
         with self._device.lock:
@@ -128,10 +144,11 @@ class SimulatedStream:
         return event
 
     def synchronize(self) -> None:
-        self._device.check()
         with self._device.lock:
             while self.work:
+                self._device.check()
                 self._device.step(preferred=self)
+            self._device.check()
 
 
 class SimulatedEvent:
@@ -140,20 +157,22 @@ class SimulatedEvent:
         self._device = device
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        stream = stream or self._device.current_stream
+        stream = stream or self._current_stream()
         self.mark = Mark(stream)
         stream.add(self.mark)
 
     def query(self) -> bool:
         self._device.check()
         self._device.wander()
+        self._device.check()
         return self.mark is None or self.mark.is_reached
 
     def synchronize(self) -> None:
-        self._device.check()
         with self._device.lock:
             while self.mark is not None and not self.mark.is_reached:
+                self._device.check()
                 self._device.step(preferred=self.mark.stream)
+            self._device.check()
 
     def elapsed_time(self, other: SimulatedEvent) -> float:
         assert self.mark is not None
@@ -162,6 +181,10 @@ class SimulatedEvent:
         assert other.mark.time_ms is not None
         return other.mark.time_ms - self.mark.time_ms
 
+    def _current_stream(self) -> SimulatedStream:
+        device = self._device
+        return device.current_stream if device.is_current else device.elsewhere
+
 
 class SimulatedTorchCuda:
     """What the worker uses of `torch.cuda`."""
@@ -169,20 +192,27 @@ class SimulatedTorchCuda:
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
 
-    def device(self, device: Any) -> Any:
-        return nullcontext()
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self._device.is_current = self._device.is_current, True
+        try:
+            yield
+        finally:
+            self._device.is_current = before
 
     def set_device(self, device: Any) -> None:
-        pass
+        self._device.is_current = True
 
     def get_device_properties(self, device: Any) -> Any:
         return SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
-        return self._device.current_stream
+        is_ours = self._device.is_current or device is not None
+        return self._device.current_stream if is_ours else self._device.elsewhere
 
     def Stream(self, priority: int = 0) -> SimulatedStream:  # noqa: N802  (torch's name)
-        return self._device.new_stream()
+        assert self._device.is_current, "a stream of another device"
+        return self._device.new_stream(priority)
 
     def Event(self, enable_timing: bool = False) -> SimulatedEvent:  # noqa: N802
         return SimulatedEvent(self._device)
@@ -225,6 +255,8 @@ class SimulatedDriver:
     ) -> None:
         if stream == 0:
             raise CudaError("cuMemcpyBatchAsync: the legacy default stream")
+        if not self._device.is_current:
+            raise CudaError("cuMemcpyBatchAsync: a stream of another device")
         lists = [
             _numbers_at(column.ctypes.data, len(column)) for column in (sources, targets, sizes)
         ]
@@ -233,7 +265,10 @@ class SimulatedDriver:
         for source, target, size in zip(*lists, strict=True):
             queue.add(partial(ctypes.memmove, target, source, size))
         if not any(map(self._device.is_pinned, (*lists[0], *lists[1]))):
-            queue.synchronize()
+            # Or nearly so, as the driver's manual has it: the last bytes may still be on their way.
+            with self._device.lock:
+                while len(queue.work) > 1:
+                    self._device.step(preferred=queue)
 
     def register_host(self, address: int, size: int) -> None:
         if address in self._device.pinned:
@@ -255,6 +290,8 @@ class SimulatedKernel:
         self.device = driver._device
 
     def launch(self, pages: Addresses, largest: int, stream: int, *_: int) -> None:
+        if not self.device.is_current:
+            raise CudaError("cuLaunchKernel: a stream of another device")
         count, columns = pages.shape[1], [row.ctypes.data for row in pages]
 
         def copy() -> None:

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.streams import StreamCopies
+from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from tests.gpu.cache_layout import CacheLayout, PagedTensor
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import CudaPlace, Place
@@ -75,6 +78,7 @@ class Attention:
 
 def test_attention_and_copies_do_not_disturb_each_other(place: Place, shm: Path) -> None:
     duration_s, least_steps = (5.0, 100) if isinstance(place, CudaPlace) else (0.0, 6)
+    place.use(*CopyPath)
     rng = random.Random(11)
     with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         attention = Attention(place, rig.memory[0])
@@ -115,6 +119,9 @@ def test_attention_and_copies_do_not_disturb_each_other(place: Place, shm: Path)
         assert attention.num_wrong == 0
         rig.check()
         assert done >= MOST_UNDER_WAY
+        assert isinstance(rig.worker, GPUOffloadingWorker)
+        if isinstance(copies := rig.worker.copies, StreamCopies):
+            assert set(copies.taken) == set(CopyPath)
 
 
 def some_job(rng: random.Random, busy_blocks: set[int]) -> Job:

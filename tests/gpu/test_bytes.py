@@ -18,7 +18,7 @@ from tests.gpu.cache_layout import CacheLayout, PagedTensor, plain_layout
 from tests.gpu.histories import NUM_SLOTS, histories
 from tests.gpu.jobs import Job, Part, load, store
 from tests.gpu.places import CudaPlace, LaunchCount, Place, refuse_device_call
-from tests.gpu.rig import finish, open_rig
+from tests.gpu.rig import open_rig
 from tests.gpu.simulated_cuda import SimulatedKernel
 
 History = tuple[CacheLayout, list[Job]]
@@ -136,6 +136,43 @@ def test_slots_hold_nothing_from_before(any_place: Place, shm: Path) -> None:
             rig.check()
 
 
+@pytest.mark.parametrize("path", CopyPath)
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_groups_whose_pages_do_not_lie_together(
+    device_place: Place, blocks_per_chunk: int, path: CopyPath, shm: Path
+) -> None:
+    """All pages are of one size, but in another order than in the slot, with others or padding
+    between them, or in one job with those of a group whose pages do lie together."""
+    page, num_blocks, count = 64, 24, blocks_per_chunk
+    layout = CacheLayout(
+        num_blocks,
+        (page * num_blocks,) * 3,
+        tuple(PagedTensor(i, 0, page, page) for i in range(3)),
+        (
+            {0: page, 1: page, 2: page},
+            {2: page, 1: page, 0: page},
+            {0: page, 2: page},
+            {0: page, 1: page // 2, 2: page},
+        ),
+        blocks_per_chunk,
+    )
+    blocks = [[*range(start, start + 2 * count)] for start in range(0, 8 * count, 2 * count)]
+    device_place.use(path)
+    with open_rig(device_place, layout, shm, num_slots=8) as rig:
+        for groups in ([0], [1], [2], [3], [0, 3], [2, 0, 1], [0, 1, 2, 3]):
+            for is_store in (True, False):
+                turned = blocks if is_store else [part[::-1] for part in blocks[::-1]]
+                # A job names all groups, those that it does not copy as well.
+                parts = [
+                    Part(group, 0, turned[group], [2 * group + 1, 2 * group])
+                    if group in groups
+                    else Part(group, 0, [], [])
+                    for group in range(4)
+                ]
+                rig.do(Job(is_store, parts))
+                rig.check()
+
+
 def unavailable(*_: object) -> None:
     raise KernelUnavailable("injected")
 
@@ -167,7 +204,9 @@ def test_a_job_longer_than_a_list_is_copied_by_the_kernel_in_parts(
     launches = LaunchCount(monkeypatch)
     with open_rig(device_place, plain_layout(4096, num_blocks=48), shm, num_slots=48) as rig:
         device_place.delay()  # so that none ends before the next is begun
-        rig.do(store(range(47), range(1, 48)), load([5, 7, 9], [1, 2, 3]), by_polling=True)
+        rig.do(store(range(47), range(1, 48)), by_polling=True)
+        rig.check()
+        rig.do(load([5, 7, 9], [1, 2, 3]))
         rig.check()
         assert launches.count == 24 + 2
 

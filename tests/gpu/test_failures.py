@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from tests.gpu.places import (
     LaunchCount,
     Place,
     SimulatedPlace,
+    finish_everything,
     refuse_device_call,
 )
 from tests.gpu.rig import Rig, finish, open_rig
+from tests.gpu.simulated_cuda import SimulatedStream
 
 LAYOUT = plain_layout(64, 32, num_blocks=12)
 NUM_SLOTS = 6
@@ -160,20 +163,49 @@ def test_a_job_that_the_driver_refuses_fails_and_nothing_of_it_goes_on(
         for allocation, expected in zip(rig.memory, rig.expected_memory, strict=True):
             allocation.fill_(0x44)
             expected[:] = 0x44
-        settle(device_place)
+        finish_everything(device_place)
         rig.check()
         rig.do(job, first_id=1)
         rig.check()
     assert "injected" in caplog.text
 
 
-def settle(place: Place) -> None:
-    """Have all done that the device has been given by anyone."""
-    if isinstance(place, CudaPlace):
-        torch.cuda.synchronize()
-    elif isinstance(place, SimulatedPlace):
-        for stream in place.simulated.streams:
-            stream.synchronize()
+@DIRECTIONS
+@pytest.mark.parametrize("error", [MemoryError("injected"), SystemExit("injected")], ids=repr)
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_no_error_ends_the_thread_that_hands_over(
+    is_pinned: bool,
+    error: BaseException,
+    is_store: bool,
+    device_place: Place,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or nobody would ever hear of its jobs: neither the failed one nor those behind it."""
+    if not is_pinned:
+        refuse_device_call(monkeypatch, "register_host", CudaError("no pinning"))
+    engine = threading.current_thread()
+
+    def fail_in_the_thread(*_: Any) -> None:
+        assert threading.current_thread() is not engine
+        raise error
+
+    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+        before = set(threading.enumerate())
+        rig.do(a_job(is_store))
+        (thread,) = set(threading.enumerate()) - before
+        with monkeypatch.context() as patch:
+            refuse_device_call(patch, "copy_batch", error)
+            refuse_device_call(patch, "launch", error)
+            for stream in (torch.cuda.Stream, SimulatedStream):
+                patch.setattr(stream, "synchronize", fail_in_the_thread)
+            assert a_job(is_store).submit(rig.worker, 1)
+            (result,) = finish(rig.worker, [1], by_polling=True)
+            assert not result.success
+            thread.join(0.1)  # or the end of the worker would wait for it forever
+            assert thread.is_alive()
+        rig.do(a_job(is_store, 3, 3), first_id=1)
+        rig.check()
 
 
 def test_refused_launches_leave_the_lists_as_they_were(
@@ -233,7 +265,7 @@ def test_the_region_is_let_go_of_though_the_device_has_failed(
             rig.worker.shutdown()
         assert not store([1], [1]).submit(rig.worker, 3)
         rig.let_go()
-        settle(place)
+        finish_everything(place)
     assert list(shm.iterdir()) == []
 
 

@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.cpu import gpu_worker
-from kvtier.cpu.cuda.driver import CudaError
+from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.gpu.cache_layout import CacheLayout, plain_layout
 from tests.gpu.histories import NUM_SLOTS, histories
 from tests.gpu.jobs import Job, load, store
-from tests.gpu.places import Place, refuse_device_call
+from tests.gpu.places import Place, finish_everything, refuse_device_call
 from tests.gpu.rig import finish, open_rig, row_bytes
+from tests.gpu.simulated_cuda import SimulatedDriver
 
 LAYOUT = plain_layout(4096, 64, num_blocks=16)
 
@@ -102,6 +103,39 @@ def test_a_copy_that_fails_without_pinning_fails_its_job_alone(
         rig.check()
         rig.do(store([1], [1]), load([2], [2]), first_id=1)
         rig.check()
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_nothing_of_a_copy_that_failed_without_pinning_goes_on(
+    is_store: bool, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever hears of the failure writes the memory anew."""
+    refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
+    job = store(range(8), range(8)) if is_store else load(range(8), range(8))
+    with open_rig(device_place, LAYOUT, shm, num_slots=8) as rig:
+        with monkeypatch.context() as patch:
+            fail_after_copy_batch(patch)
+            assert job.submit(rig.worker, 1)
+            (result,) = finish(rig.worker, [1])
+            assert not result.success
+        rig.rows[:] = rig.expected_rows[:] = 0x33
+        for allocation, expected in zip(rig.memory, rig.expected_memory, strict=True):
+            device_place.compute(lambda a=allocation: a.fill_(0x44))  # type: ignore[misc]
+            expected[:] = 0x44
+        device_place.finish_compute()
+        finish_everything(device_place)
+        rig.check()
+
+
+def fail_after_copy_batch(patch: pytest.MonkeyPatch) -> None:
+    """The driver takes what it is given, and fails then."""
+    for driver in (CudaDriver, SimulatedDriver):
+
+        def fail(*arguments: Any, copy_batch: Any = driver.copy_batch) -> None:
+            copy_batch(*arguments)
+            raise CudaError("injected")
+
+        patch.setattr(driver, "copy_batch", fail)
 
 
 class KeptRegion(SharedOffloadRegion):

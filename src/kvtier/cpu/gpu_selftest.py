@@ -140,7 +140,7 @@ def _is_exact(
         half = _CHECKED_BLOCKS // 2
         rig.rows[:] = 0xEE
         expected = np.array(rig.rows)
-        before = [tensor.cpu().numpy() for tensor in rig.tensors]
+        before = [tensor.cpu().numpy().copy() for tensor in rig.tensors]
         blocks = order.permutation(_CHECKED_BLOCKS)[:half]
         slots = order.permutation(_CHECKED_BLOCKS)[:half]
         rig.finish([rig.submit(True, blocks, slots)])
@@ -160,6 +160,8 @@ def _is_exact(
             array[targets] = array[blocks]
             if not np.array_equal(tensor.cpu().numpy(), array):
                 return False
+        if not np.array_equal(rig.rows, expected):  # which were only to be read
+            return False
     return True
 
 

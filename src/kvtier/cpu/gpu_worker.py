@@ -128,6 +128,13 @@ class GPUOffloadingWorker(OffloadingWorker):
                     _wait(job)
                     break
 
+    def flush(self) -> None:
+        """Return when the device has been given all jobs that were submitted.
+
+        For engines that may unmap their caches: synchronising the device then covers all jobs.
+        """
+        self.copies.flush()
+
     def shutdown(self) -> None:
         """Finish all jobs, let go of the device's memory, and clean up the region. Idempotent.
 

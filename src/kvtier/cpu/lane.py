@@ -29,6 +29,13 @@ class Lane:
             self._thread = thread
         self._queue.put(work)
 
+    def flush(self) -> None:
+        """Return when all is done that was put here before."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._queue.put(done.set)
+            done.wait()
+
     def close(self) -> None:
         """Return when all is done and the thread has ended. Idempotent."""
         if self._thread is not None:
@@ -40,7 +47,7 @@ class Lane:
         while (work := self._queue.get()) is not None:
             try:
                 work()
-            except Exception:
+            except BaseException:
                 # Others wait for what comes after it.
                 logger.exception("%s: a job ended in an error that it did not report", self._name)
             del work  # or its caches would live until the next one

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from kvtier.base import CanonicalKVCacheRef, GPULoadStoreSpec
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.cuda.page_table import ALIGNMENT, DeviceTensor, HostCell, Pages, PageTable
+from kvtier.cpu.cuda.page_table import (
+    _SIZES_KEPT,
+    ALIGNMENT,
+    DeviceTensor,
+    HostCell,
+    Pages,
+    PageTable,
+)
 from kvtier.cpu.transfer_plan import GroupTransfer, plan_transfer
 
 ZEROS = 1 << 50
@@ -205,6 +212,30 @@ def test_pages_that_a_thread_cannot_read_at_once_are_not_aligned() -> None:
     assert not simple_case(page=4096, num_tensors=2, offset=8).pages().is_aligned
 
 
+def test_nor_are_those_that_lie_between_others_at_odd_steps() -> None:
+    """A stride, a part of a page, or a tensor that is not used at all: each shifts the rest."""
+    case = simple_case(page=64, num_tensors=2)
+    case.tensors[1] = case.tensors[1]._replace(stride_bytes=64 + 8)
+    assert not case.pages().is_aligned
+    case = simple_case(page=64, num_tensors=2)
+    case.tensors[1] = case.tensors[1]._replace(address=(2 << 40) + 8)
+    assert not case.pages().is_aligned
+    case = simple_case(page=48, num_tensors=2)
+    case.groups[0][1] = 40
+    assert not case.pages().is_aligned
+    case = simple_case(page=64, num_tensors=2)
+    case.tensors[0] = case.tensors[0]._replace(page_bytes=24)
+    case.groups[0] = {1: 64}
+    for is_store in (True, False):
+        assert not replace(case, is_store=is_store).pages().is_aligned
+    case = simple_case(page=64, num_tensors=2)
+    for cell in (
+        case.cell._replace(row_bytes=case.cell.row_bytes + 8),
+        case.cell._replace(address=HOST + 8),
+    ):
+        assert not replace(case, cell=cell).pages().is_aligned
+
+
 def test_pages_of_several_blocks_lie_together_in_slots_that_are_filled() -> None:
     case = simple_case(page=4096, num_tensors=2, chunk=2)
     assert case.pages().run == (4, 4 * 4096)
@@ -218,8 +249,8 @@ def test_pages_of_several_blocks_lie_together_in_slots_that_are_filled() -> None
     assert replace(case, transfers=[head]).pages().run is None
 
 
-def test_sizes_beyond_those_that_are_kept_ready() -> None:
-    num_blocks = 5000
+@pytest.mark.parametrize("num_blocks", [_SIZES_KEPT, _SIZES_KEPT + 1, _SIZES_KEPT + 1000])
+def test_sizes_beyond_those_that_are_kept_ready(num_blocks: int) -> None:
     table = PageTable(
         [DeviceTensor(1 << 40, num_blocks, 64, 64), DeviceTensor(2 << 40, num_blocks, 32, 32)],
         [[CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 32)]],
@@ -242,9 +273,26 @@ def test_sizes_beyond_those_that_are_kept_ready() -> None:
 
 def test_pages_that_are_not_taken_in_the_order_of_the_slot_do_not_lie_together() -> None:
     case = simple_case(page=4096, num_tensors=3)
-    case.groups[0] = dict(reversed(case.groups[0].items()))
-    assert entries_of(case.pages()) == case.data()
-    assert case.pages().run is None
+    for order in ((2, 1, 0), (1, 0, 2), (0, 2), (1, 2)):
+        case.groups[0] = dict.fromkeys(order, 4096)
+        for is_store in (True, False):
+            pages = replace(case, is_store=is_store).pages()
+            assert [entry for entry in entries_of(pages) if entry[0] != ZEROS] == case.data()
+            assert pages.run is None
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_job_of_a_group_that_lies_together_and_one_that_does_not_does_not(
+    order: tuple[int, int],
+) -> None:
+    case = simple_case(page=64, num_tensors=2)
+    whole, padded = {0: 64, 1: 64}, {0: 64, 1: 32}
+    (transfer,) = case.transfers
+    transfers = [replace(transfer, group_idx=group_idx) for group_idx in order]
+    both = replace(case, groups=[whole, padded], transfers=transfers, is_store=False)
+    assert both.pages().run is None
+    assert replace(both, transfers=transfers[:1]).pages().run == ((2, 128), None)[order[0]]
+    assert replace(both, groups=[whole, whole]).pages().run == (2, 128)
 
 
 def test_pages_of_several_sizes_or_with_zeros_between_them_do_not_lie_together() -> None:
@@ -262,7 +310,8 @@ def test_pages_of_several_sizes_or_with_zeros_between_them_do_not_lie_together()
 
 
 def test_layers_that_share_a_tensor_are_copied_once_with_the_larger_page() -> None:
-    refs = [CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 32), CanonicalKVCacheRef(0, 48)]
+    shared = [CanonicalKVCacheRef(0, page) for page in (32, 64, 16)]
+    refs = [*shared[:2], CanonicalKVCacheRef(1, 32), shared[2]]
     case = simple_case(page=64, num_tensors=2)
     table = PageTable(case.tensors, [refs], case.cell, ZEROS)
     pages = table.pages(case.transfers, is_store=False)

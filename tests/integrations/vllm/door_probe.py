@@ -58,7 +58,9 @@ def spec_of_vllms_own() -> str:
         kv_role="kv_both",
         kv_connector_extra_config={"cpu_bytes_to_use": "1MiB", "spec_name": "CPUOffloadingSpec"},
     )
-    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=False), kv_transfer_config=transfer
+    )
     nothing = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[])
     try:
         KVTierConnector(config, vllm_api.KVConnectorRole.WORKER, nothing)

@@ -49,5 +49,10 @@ class Copies(ABC):
         """
 
     @abstractmethod
+    def flush(self) -> None:
+        """Return when the device has been given all jobs: who synchronises it then, waits for them
+        as well."""
+
+    @abstractmethod
     def close(self) -> None:
         """End all jobs and release everything. Idempotent."""

@@ -95,6 +95,10 @@ class StreamCopies(Copies):
         with torch.cuda.device(self._device):
             return direction.start(pages)
 
+    def flush(self) -> None:
+        self._stores.flush()
+        self._loads.flush()
+
     def close(self) -> None:
         with ExitStack() as both:
             both.callback(self._loads.close)
@@ -189,6 +193,9 @@ class _Direction:
             else:
                 ticket.elapsed_s = 0.0
             self._under_way.popleft()
+
+    def flush(self) -> None:
+        self._lane.flush()
 
     def close(self) -> None:
         self._lane.close()

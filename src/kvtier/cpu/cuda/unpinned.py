@@ -36,6 +36,10 @@ class UnpinnedCopies(Copies):
         self._lanes[is_store].put(lambda: self._run(ticket, pages, computed, is_store))
         return ticket
 
+    def flush(self) -> None:
+        for lane in self._lanes.values():
+            lane.flush()
+
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
@@ -57,7 +61,7 @@ class UnpinnedCopies(Copies):
         except BaseException as error:  # for the thread that asks
             ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
             # Some of it may be on its way, and whoever hears of the failure may reuse the memory.
-            with suppress(Exception):
+            with suppress(BaseException):
                 stream.synchronize()
         finally:
             ticket.elapsed_s = time.perf_counter() - began

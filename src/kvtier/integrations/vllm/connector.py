@@ -54,9 +54,10 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             engine_facts(vllm_config, kv_cache_config)
             if is_scheduler
             else EngineFacts(
+                may_sleep=getattr(vllm_config.model_config, "enable_sleep_mode", True),
                 cannot_tell=None
                 if self._tells_by_block or differences.REPORTS_FAILED_REQUESTS
-                else _OLD_RELEASE
+                else _OLD_RELEASE,
             )
         )
         changed = told(vllm_config, facts)

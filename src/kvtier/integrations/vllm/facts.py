@@ -43,6 +43,8 @@ class EngineFacts:
     """Groups in which a block is of use only with all blocks before it."""
     has_random_hashes: bool = False
     """Whether no other process will arrive at the same block hashes."""
+    may_sleep: bool = True
+    """Whether vLLM may unmap its caches."""
     cannot_tell: str | None = None
     """Why vLLM cannot be told of loads that failed, so that it would compute those blocks."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvtier.base import OffloadingWorker
 from kvtier.config import ConfigError, OffloadingConfig, Problem
 from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.cpu.region_file import RegionFile, RegionShape
@@ -79,8 +80,15 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
                 worker.board,
                 self.kvtier_config.parallel.rank,
                 cannot_tell=_PLAIN_DOOR if self._facts is None else self._facts.cannot_tell,
+                flush=self._flush_of(worker),
             )
         return self._worker
+
+    def _flush_of(self, worker: OffloadingWorker) -> Callable[[], None] | None:
+        """What makes sure that the device has all jobs, where that matters."""
+        if self._facts is not None and not self._facts.may_sleep:
+            return None
+        return getattr(worker, "flush", None)
 
     @property
     def _has_random_hashes(self) -> bool:

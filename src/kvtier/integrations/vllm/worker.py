@@ -12,7 +12,7 @@ vLLM's connector asserts that every transfer succeeds. One that does not:
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvtier.base import (
@@ -78,11 +78,22 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
     """A kvtier worker, as vLLM's connector wants to see it. Worker process, main thread."""
 
     def __init__(
-        self, worker: OffloadingWorker, board: NoticeBoard, rank: int, *, cannot_tell: str | None
+        self,
+        worker: OffloadingWorker,
+        board: NoticeBoard,
+        rank: int,
+        *,
+        cannot_tell: str | None,
+        flush: Callable[[], None] | None,
     ) -> None:
         """`cannot_tell`: why vLLM cannot be told of a load that has failed for good, and the
         remedy; `get_finished` raises then. None: it can, and someone asks `take_lost_loads` for
-        them after every `get_finished`."""
+        them after every `get_finished`.
+
+        `flush`: has the device given all jobs. Called at the end of every step: when vLLM goes to
+        sleep it waits for the device, and then unmaps the caches.
+        """
+        self._flush = flush
         self._worker = worker
         self._board = board
         self._rank = rank
@@ -114,6 +125,8 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
         return True
 
     def get_finished(self) -> list[vllm_api.TransferResult]:
+        if self._flush is not None and (self._loads or self._stores):
+            self._flush()
         refused, self._refused = self._refused, []
         ended = self._worker.get_finished()
         ended += [TransferResult(job_id, success=False) for job_id in refused]

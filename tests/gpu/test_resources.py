@@ -1,0 +1,129 @@
+"""What a worker takes of the device, and that it gives it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kvtier.cpu.cuda import streams
+from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.driver import CudaError
+from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS
+from kvtier.cpu.cuda.streams import StreamCopies
+from kvtier.cpu.gpu_worker import GPUOffloadingWorker
+from tests.gpu.cache_layout import plain_layout
+from tests.gpu.jobs import load, store
+from tests.gpu.places import (
+    BatchStreams,
+    CudaPlace,
+    LaunchCount,
+    Place,
+    refuse_device_call,
+)
+from tests.gpu.rig import Rig, finish, open_rig
+from tests.gpu.simulated_cuda import SimulatedKernel
+
+LAYOUT = plain_layout(4096, 4096, num_blocks=8)
+
+
+def stream_copies(rig: Rig) -> StreamCopies:
+    assert isinstance(rig.worker, GPUOffloadingWorker)
+    assert isinstance(rig.worker.copies, StreamCopies)
+    return rig.worker.copies
+
+
+def test_loads_go_before_stores(device_place: Place, shm: Path) -> None:
+    """A request waits for a load, nobody for a store. Lower numbers go first."""
+    with open_rig(device_place, LAYOUT, shm) as rig:
+        copies = stream_copies(rig)
+        of_loads, of_stores = (
+            {direction._stream.priority, direction._second_stream.priority}
+            for direction in (copies._loads, copies._stores)
+        )
+    assert len(of_loads) == len(of_stores) == 1
+    assert max(of_loads) < min(of_stores)
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_directions_share_no_stream(
+    is_pinned: bool, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the one would wait for the other."""
+    if not is_pinned:
+        refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
+    device_place.use(*CopyPath)
+    used = {}
+    with open_rig(device_place, LAYOUT, shm) as rig:
+        for job in (store([1, 2], [3, 1]), load([3, 1], [4, 5])):
+            with monkeypatch.context() as patch:
+                launches, batches = LaunchCount(patch), BatchStreams(patch)
+                rig.do(*[job] * len(CopyPath))
+            used[job.is_store] = launches.streams | batches
+        assert used[True]
+        assert used[False]
+        assert used[True].isdisjoint(used[False])
+
+
+def test_the_kernel_takes_few_sms_for_the_bus_and_all_for_a_moment(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it speaks to the bus, the model cannot have its SMs."""
+    num_sms = SimulatedKernel.num_multiprocessors
+    if isinstance(device_place, CudaPlace):
+        num_sms = torch.cuda.get_device_properties(device_place.device).multi_processor_count
+    for path, blocks in ((CopyPath.KERNEL, DIRECT_BLOCKS), (CopyPath.STAGED, num_sms)):
+        device_place.use(path)
+        with open_rig(device_place, LAYOUT, shm) as rig, monkeypatch.context() as patch:
+            launches = LaunchCount(patch)
+            rig.do(store([1, 2], [3, 1]), load([3, 1], [4, 5]))
+        assert launches.blocks == {blocks}
+
+
+def test_jobs_one_after_the_other_need_no_new_events(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_events, made = streams._new_events, []
+
+    def noted() -> Any:
+        made.append(new_events())
+        return made[-1]
+
+    monkeypatch.setattr(streams, "_new_events", noted)
+    with open_rig(device_place, LAYOUT, shm) as rig:
+        for _ in range(20):
+            rig.do(store([1], [3]))
+            rig.do(load([3], [2]), by_polling=True)
+    assert len(made) == 2  # one set for each direction
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_whoever_keeps_a_worker_keeps_no_memory_after_its_end(
+    is_pinned: bool, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on the device nor pinned: an engine keeps it until its process ends."""
+    if not is_pinned:
+        refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
+    taken: list[Any] = []  # of memory: views of it keep it as well
+    for name in ("empty", "zeros"):
+        make = getattr(torch, name)
+
+        def noted(*arguments: Any, make: Any = make, **options: Any) -> Any:
+            tensor = make(*arguments, **options)
+            taken.append(StorageWeakRef(tensor.untyped_storage()))
+            return tensor
+
+        monkeypatch.setattr(torch, name, noted)
+    device_place.use(*CopyPath)
+    with open_rig(device_place, LAYOUT, shm) as rig:
+        assert sum(not memory.expired() for memory in taken) >= (5 if is_pinned else 1)
+        jobs = [job for i in range(len(CopyPath)) for job in (store([i], [i]), load([i], [i]))]
+        rig.do(*jobs)
+        for job_id, job in enumerate(jobs):
+            assert job.submit(rig.worker, job_id)
+        rig.worker.shutdown()
+        assert all(result.success for result in finish(rig.worker, range(len(jobs))))
+        assert all(memory.expired() for memory in taken)
