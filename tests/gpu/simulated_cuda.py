@@ -52,7 +52,7 @@ class SimulatedDevice:
         self.elsewhere = SimulatedStream(self, handle=1)
         """What a thread finds that has another device for its current one."""
         self.failure: Exception | None = None
-        """Raised by every question once it is set: by a test, or by work that faults."""
+        """Told by every question once it is set: by a test, or by work that faults."""
         self.pinned: dict[int, int] = {}
         """Address to size."""
         self.num_steps = 0
@@ -91,7 +91,9 @@ class SimulatedDevice:
 
     def check(self) -> None:
         if self.failure is not None:
-            raise self.failure
+            # Another one each time, as torch does: one that is raised again while it is handled
+            # has itself for its context, and `ExitStack` never gets to the end of that.
+            raise RuntimeError(f"the device has failed: {self.failure!r}")
 
     def is_pinned(self, address: int) -> bool:
         return any(start <= address < start + size for start, size in self.pinned.items())

@@ -14,6 +14,7 @@ from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
 from kvtier.cpu.cuda.page_table import ALIGNMENT
+from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from tests.gpu.cache_layout import CacheLayout, PagedTensor, plain_layout
 from tests.gpu.histories import NUM_SLOTS, histories
 from tests.gpu.jobs import Job, Part, load, store
@@ -152,7 +153,7 @@ def test_groups_whose_pages_do_not_lie_together(
             {0: page, 1: page, 2: page},
             {2: page, 1: page, 0: page},
             {0: page, 2: page},
-            {0: page, 1: page // 2, 2: page},
+            {0: page // 2, 1: page // 2, 2: page // 2},
         ),
         blocks_per_chunk,
     )
@@ -249,6 +250,21 @@ def test_without_room_for_staging_the_kernel_does_it_directly(
     assert launches.count == 3
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "device memory" in warning.getMessage()
+
+
+def test_what_a_buffer_cannot_hold_is_not_staged(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the buffer is somebody else's memory."""
+    monkeypatch.setattr(streams, "_STAGING_BYTES", 3 * 64)
+    device_place.use(CopyPath.STAGED)
+    for num_tensors, path in ((3, CopyPath.STAGED), (4, CopyPath.KERNEL)):
+        with open_rig(device_place, plain_layout(*[64] * num_tensors, num_blocks=8), shm) as rig:
+            rig.do(store([1, 2], [3, 1]), load([3, 1], [4, 5]))
+            rig.check()
+            assert isinstance(rig.worker, GPUOffloadingWorker)
+            assert isinstance(rig.worker.copies, streams.StreamCopies)
+            assert rig.worker.copies.taken == {path: 2}
 
 
 def test_a_large_job_of_small_pages_is_staged_without_being_told(

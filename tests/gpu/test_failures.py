@@ -274,7 +274,7 @@ def fail(place: Place, patch: pytest.MonkeyPatch) -> None:
     error = DeviceHasFailed("injected")
 
     def raise_it(*_: object) -> None:
-        raise error
+        raise DeviceHasFailed("injected")
 
     if isinstance(place, CPUPlace):
         patch.setattr(place.copies, "failure", error)

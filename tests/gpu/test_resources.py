@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_jobs_one_after_the_other_need_no_new_events(
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_whoever_keeps_a_worker_keeps_no_memory_after_its_end(
+def test_whoever_keeps_a_worker_keeps_no_memory_and_no_thread_after_its_end(
     is_pinned: bool, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither on the device nor pinned: an engine keeps it until its process ends."""
@@ -118,6 +119,7 @@ def test_whoever_keeps_a_worker_keeps_no_memory_after_its_end(
 
         monkeypatch.setattr(torch, name, noted)
     device_place.use(*CopyPath)
+    threads_before = set(threading.enumerate())
     with open_rig(device_place, LAYOUT, shm) as rig:
         assert sum(not memory.expired() for memory in taken) >= (5 if is_pinned else 1)
         jobs = [job for i in range(len(CopyPath)) for job in (store([i], [i]), load([i], [i]))]
@@ -127,3 +129,4 @@ def test_whoever_keeps_a_worker_keeps_no_memory_after_its_end(
         rig.worker.shutdown()
         assert all(result.success for result in finish(rig.worker, range(len(jobs))))
         assert all(memory.expired() for memory in taken)
+        assert set(threading.enumerate()) == threads_before

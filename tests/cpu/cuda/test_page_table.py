@@ -296,7 +296,7 @@ def test_a_job_of_a_group_that_lies_together_and_one_that_does_not_does_not(
 
 
 def test_pages_of_several_sizes_or_with_zeros_between_them_do_not_lie_together() -> None:
-    for refs in ([(0, 64), (1, 48)], [(0, 64)]):
+    for refs in ([(0, 64), (1, 48)], [(0, 64)], [(0, 32), (1, 32)]):
         case = simple_case(page=64, num_tensors=2)
         table = PageTable(
             case.tensors, [[CanonicalKVCacheRef(*ref) for ref in refs]], case.cell, ZEROS
