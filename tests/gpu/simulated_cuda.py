@@ -56,6 +56,7 @@ class SimulatedDevice:
         self.pinned: dict[int, int] = {}
         """Address to size."""
         self.num_steps = 0
+        self.destroyed: list[SimulatedStream] = []
         self._random = random.Random(seed)
         self._of_thread = threading.local()
 
@@ -212,9 +213,9 @@ class SimulatedTorchCuda:
         is_ours = self._device.is_current or device is not None
         return self._device.current_stream if is_ours else self._device.elsewhere
 
-    def Stream(self, priority: int = 0) -> SimulatedStream:  # noqa: N802  (torch's name)
+    def ExternalStream(self, handle: int) -> SimulatedStream:  # noqa: N802  (torch's name)
         assert self._device.is_current, "a stream of another device"
-        return self._device.new_stream(priority)
+        return self._device.streams[handle]
 
     def Event(self, enable_timing: bool = False) -> SimulatedEvent:  # noqa: N802
         return SimulatedEvent(self._device)
@@ -251,6 +252,14 @@ class SimulatedDriver:
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
+
+    def create_stream(self, priority: int) -> int:
+        return self._device.new_stream(priority).cuda_stream
+
+    def destroy_stream(self, stream: int) -> None:
+        queue = self._device.streams[stream]
+        assert not queue.work or self._device.failure, "still in use"
+        self._device.destroyed.append(queue)
 
     def copy_batch(
         self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int

@@ -23,6 +23,7 @@ from tests.gpu.places import (
     CudaPlace,
     LaunchCount,
     Place,
+    SimulatedPlace,
     refuse_device_call,
 )
 from tests.gpu.rig import Rig, finish, open_rig
@@ -128,5 +129,7 @@ def test_whoever_keeps_a_worker_keeps_no_memory_and_no_thread_after_its_end(
             assert job.submit(rig.worker, job_id)
         rig.worker.shutdown()
         assert all(result.success for result in finish(rig.worker, range(len(jobs))))
+        if isinstance(device_place, SimulatedPlace):
+            assert len(set(device_place.simulated.destroyed)) == (4 if is_pinned else 2)
         assert all(memory.expired() for memory in taken)
         assert set(threading.enumerate()) == threads_before

@@ -7,7 +7,11 @@ from collections.abc import Callable
 
 from kvtier.cpu.cuda.page_table import Pages, Run
 
-__all__ = ["Copies", "Ticket"]
+__all__ = ["LOAD_PRIORITY", "STORE_PRIORITY", "Copies", "Ticket"]
+
+LOAD_PRIORITY, STORE_PRIORITY = -1, 0
+"""Of streams. A request waits for a load, nobody for a store: the first is high, the second the
+lowest that there is."""
 
 
 class Ticket(ABC):

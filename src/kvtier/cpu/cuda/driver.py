@@ -23,6 +23,8 @@ _BATCH_SINCE = 12_080
 _STREAM_ORDER = 1
 """Sources are read when the stream gets there, not before."""
 _PORTABLE_AND_MAPPED = 0x01 | 0x02
+_NON_BLOCKING = 0x01
+"""Does not wait for the legacy default stream, nor that one for it."""
 
 
 class CudaUnavailable(RuntimeError):
@@ -112,6 +114,23 @@ class CudaDriver:
         self._check(
             self._library.cuMemHostUnregister(ctypes.c_void_p(address)), "cuMemHostUnregister"
         )
+
+    def create_stream(self, priority: int) -> int:
+        """A stream of the current device that is nobody else's; -1 comes before 0. Torch's own come
+        from a pool, and may have two users."""
+        stream = ctypes.c_void_p()
+        self._check(
+            self._library.cuStreamCreateWithPriority(
+                ctypes.byref(stream), _NON_BLOCKING, ctypes.c_int(priority)
+            ),
+            "cuStreamCreateWithPriority",
+        )
+        assert stream.value is not None
+        return stream.value
+
+    def destroy_stream(self, stream: int) -> None:
+        """What is in it is still done."""
+        self._check(self._library.cuStreamDestroy_v2(ctypes.c_void_p(stream)), "cuStreamDestroy")
 
     def load_function(self, image: bytes, name: str) -> ctypes.c_void_p:
         """A kernel out of machine code for this device. It stays loaded."""

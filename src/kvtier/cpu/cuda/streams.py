@@ -7,15 +7,15 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvtier.cpu.cuda.copies import Copies, Ticket
+from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY, Copies, Ticket
 from kvtier.cpu.cuda.copy_paths import Path, choose_path
-from kvtier.cpu.cuda.driver import CudaDriver
+from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, PageKernel
 from kvtier.cpu.cuda.page_lists import PageLists
 from kvtier.cpu.cuda.page_table import Addresses, Pages, Run
@@ -30,9 +30,6 @@ _LIST_PAGES = 1 << 14
 the second is written."""
 _STAGING_BYTES = 32 << 20
 """Of each of the two buffers that a direction has on the device."""
-_LOAD_PRIORITY, _STORE_PRIORITY = -1, 0
-"""A request waits for a load, nobody for a store: the first is high, the second the lowest."""
-
 Choice = Callable[[Pages], Path]
 
 
@@ -157,8 +154,10 @@ class _Direction:
         self._choose = choose
         self._taken = taken
         self._is_store = is_store
-        priority = _STORE_PRIORITY if is_store else _LOAD_PRIORITY
-        self._stream, self._second_stream = (torch.cuda.Stream(priority=priority) for _ in range(2))
+        priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
+        self._stream, self._second_stream = (
+            torch.cuda.ExternalStream(driver.create_stream(priority)) for _ in range(2)
+        )
         self._lists = PageLists(_LIST_PAGES)
         self._staging: Any = None
         self._under_way: deque[_StreamTicket] = deque()
@@ -207,6 +206,9 @@ class _Direction:
             self._lists.close()
             self._staging = None
             self._spare_events.clear()
+            with suppress(CudaError):
+                for stream in (self._stream, self._second_stream):
+                    self._driver.destroy_stream(stream.cuda_stream)
 
     # --- the thread ---------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kvtier.cpu.cuda.copies import Copies, Ticket
-from kvtier.cpu.cuda.driver import CudaDriver
+from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY, Copies, Ticket
+from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.page_table import Pages
 from kvtier.cpu.lane import Lane
 
@@ -26,7 +26,10 @@ class UnpinnedCopies(Copies):
         self._device = device
         self._driver = driver
         with torch.cuda.device(device):
-            self._streams = {is_store: torch.cuda.Stream() for is_store in (True, False)}
+            self._streams = {
+                is_store: torch.cuda.ExternalStream(driver.create_stream(priority))
+                for is_store, priority in ((True, STORE_PRIORITY), (False, LOAD_PRIORITY))
+            }
         self._lanes = {True: Lane("kvtier-store"), False: Lane("kvtier-load")}
 
     def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
@@ -41,8 +44,10 @@ class UnpinnedCopies(Copies):
             lane.flush()
 
     def close(self) -> None:
-        for lane in self._lanes.values():
+        for is_store, lane in self._lanes.items():
             lane.close()
+            with suppress(CudaError):
+                self._driver.destroy_stream(self._streams[is_store].cuda_stream)
 
     def _run(
         self, ticket: _ThreadTicket, get_pages: Callable[[], Pages], computed: Any, is_store: bool
