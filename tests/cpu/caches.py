@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
-from kvtier.cpu.host_worker import HostOffloadingWorker
+from kvtier.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    OffloadingWorker,
+)
 
 Bytes = NDArray[np.uint8]
 
@@ -54,7 +58,7 @@ class Layout:
         )
 
 
-def finish(worker: HostOffloadingWorker, *job_ids: int) -> dict[int, bool]:
+def finish(worker: OffloadingWorker, *job_ids: int) -> dict[int, bool]:
     """Wait for these jobs and take all reports: job id to success."""
     worker.wait(job_ids)
     results = worker.get_finished()

@@ -119,11 +119,12 @@ class StepwiseWorker(OffloadingWorker):
 
     def __init__(
         self,
-        worker: HostOffloadingWorker,
+        worker: OffloadingWorker,
         caches: CanonicalKVCaches,
         setup: WorkerSetup,
         chance: Random,
     ) -> None:
+        assert isinstance(worker, HostOffloadingWorker)
         self._worker = worker
         self._arrays = [tensor.tensor for tensor in caches.tensors]
         self._setup = setup
@@ -196,7 +197,7 @@ class StepwiseWorker(OffloadingWorker):
 
 
 def _unreliable(
-    spec: CPUOffloadingSpec, worker: HostOffloadingWorker, caches: CanonicalKVCaches
+    spec: CPUOffloadingSpec, worker: OffloadingWorker, caches: CanonicalKVCaches
 ) -> OffloadingWorker:
     setup, seed = spec.config.engine_config
     if not setup.is_stepwise:

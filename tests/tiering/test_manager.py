@@ -119,12 +119,12 @@ def test_a_slow_tier_pins_at_most_its_share() -> None:
     assert sum(len(job.keys) for job in slow.waiting) == 50
     assert list(slow.waiting[1].keys) == keys(*range(40, 50)), "the head is worth the most"
     assert quick.holds(*keys(*range(80)))
-    assert rig.stat("hand0_dropped_blocks") == 30
     assert rig.stat("hand0_pinned_blocks") == 50
+    assert rig.stat("hand0_waiting_blocks") == 30
     slow.finish()
     rig.step()
-    rig.store(keys(90), request)
-    assert [list(job.keys) for job in slow.waiting] == [keys(90)]
+    assert [list(job.keys) for job in slow.waiting] == [keys(*range(50, 80))]
+    assert rig.stat("hand0_waiting_blocks") == 0
 
 
 def test_store_threshold_holds_for_the_device_only() -> None:

@@ -69,6 +69,45 @@ class Cascades:
                 self._send(ready, (link,), WriteMoment.HIT, request)
         return dict.fromkeys(request for request, _ in by_target)
 
+    def send_backlog(self, link: TierLink) -> Iterable[TierRequest]:
+        """Once in a step: what waits for a tier is sent, as far as it may. Returns the requests
+        whose blocks do not wait any more."""
+        now = self._clock()
+        served: dict[TierRequest, None] = {}
+        while link.backlog:
+            if link.stands_still or not link.lets_store(now):
+                reason = "dropped_blocks" if link.stands_still else "shed_blocks"
+                return served | dict.fromkeys(self.drop_backlog(link, reason))
+            n = link.num_storable
+            if not n:
+                break
+            keys, request = _take_first(link, n)
+            served[request] = None
+            ready = []
+            if link in request.links:  # else it was told that the request has ended
+                ready = [key for key in keys if self._primary.is_ready(key)]
+            link.count("dropped_blocks", len(keys) - len(ready))
+            if ready:
+                self._submit(ready, link, request, now)
+        while (excess := link.num_waiting - self._primary.num_blocks) > 0:
+            # More than can be in host memory: some are gone, and the oldest are the first to go.
+            keys, request = _take_first(link, excess)
+            served[request] = None
+            link.count("dropped_blocks", len(keys))
+        return served
+
+    def drop_backlog(self, link: TierLink, reason: str = "dropped_blocks") -> Iterable[TierRequest]:
+        """What waits for a tier will not be stored, and is counted under this name. Returns the
+        requests that had blocks there."""
+        requests: dict[TierRequest, None] = {}
+        for keys, request in link.backlog:
+            request.num_parked -= len(keys)
+            requests[request] = None
+        link.count(reason, link.num_waiting)
+        link.backlog.clear()
+        link.num_waiting = 0
+        return requests
+
     def _send(
         self,
         keys: Sequence[OffloadKey],
@@ -77,22 +116,63 @@ class Cascades:
         request: TierRequest,
         blocks: list[BlockStatus] | None = None,
     ) -> None:
-        """Send blocks that can be read to tiers, one job for each. `blocks`: those of `keys`, if
-        they are at hand."""
-        context = request.context
+        """Send blocks that can be read to tiers. `blocks`: those of `keys`, if they are at hand."""
         # Not the time of the step: that may have begun long before.
         now = self._clock()
         for link in links:
-            chosen = link.write_policy.select(keys, moment, context)
-            n = link.num_storable(len(chosen), now) if chosen else 0
-            if not n:
-                continue
-            if n < len(chosen):
-                chosen = chosen[:n]
-            job_id = self._transfers.new_id()
+            chosen = link.write_policy.select(keys, moment, request.context)
             at_hand = blocks if chosen is keys else None
-            kept, spec = self._primary.prepare_read(job_id, chosen, context, at_hand)
-            link.submit_store(self._transfers.make(job_id, kept, spec, False, context), now)
+            num_sent = 0
+            while num_sent < len(chosen):
+                if not link.lets_store(now):
+                    link.count("shed_blocks", len(chosen) - num_sent)
+                    break
+                n = 0 if link.backlog else link.num_storable
+                if not n:
+                    self._let_wait(chosen[num_sent:], link, request)
+                    break
+                if num_sent or n < len(chosen):
+                    part = chosen[num_sent : num_sent + n]
+                    parts = at_hand[num_sent : num_sent + n] if at_hand is not None else None
+                    self._submit(part, link, request, now, parts)
+                else:
+                    self._submit(chosen, link, request, now, at_hand)
+                num_sent += n
+
+    def _submit(
+        self,
+        keys: Sequence[OffloadKey],
+        link: TierLink,
+        request: TierRequest,
+        now: float,
+        blocks: list[BlockStatus] | None = None,
+    ) -> None:
+        """Pin blocks, and give them to a tier in one job."""
+        context = request.context
+        job_id = self._transfers.new_id()
+        kept, spec = self._primary.prepare_read(job_id, keys, context, blocks)
+        link.submit_store(self._transfers.make(job_id, kept, spec, False, context), now)
+
+    def _let_wait(self, keys: Sequence[OffloadKey], link: TierLink, request: TierRequest) -> None:
+        """A tier's stores pin their share: these blocks are sent when some have ended. They are not
+        kept for that: whoever needs their slots gets them."""
+        if link.stands_still:
+            link.count("dropped_blocks", len(keys))
+            return
+        link.backlog.append((keys, request))
+        link.num_waiting += len(keys)
+        request.num_parked += len(keys)
+
+
+def _take_first(link: TierLink, most: int) -> tuple[Sequence[OffloadKey], TierRequest]:
+    """Blocks of one request that wait for a tier no longer: the first ones, at most so many."""
+    keys, request = link.backlog.popleft()
+    if most < len(keys):
+        link.backlog.appendleft((keys[most:], request))
+        keys = keys[:most]
+    link.num_waiting -= len(keys)
+    request.num_parked -= len(keys)
+    return keys, request
 
 
 def _take_prepared(

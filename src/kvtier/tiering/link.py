@@ -12,6 +12,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.base import (
@@ -44,6 +45,10 @@ _LONGEST_CALL_S = 0.1
 
 _STORES = object()
 """Stands for all stores where a breaker asks who wants to use the tier."""
+
+_STORE_BYTES = 128 << 20
+"""Of one store, at most. The slots of a burst come back little by little then, and the tier has the
+next store when one has ended, however long the engine's steps are."""
 
 _EXPLORE_EVERY_S = 10.0
 
@@ -78,6 +83,7 @@ class TierLink:
         self.name = f"tier {position} ({tier.tier_type})"
         self.prefix = metric_prefix(position, tier.tier_type)
         self.max_pinned = max_pinned
+        self._most_in_store = max(1, _STORE_BYTES // block_bytes)
         self.write_policy = WRITE_POLICIES[settings.write_policy]()
         self.breaker = CircuitBreaker(settings.breaker, self._tell)
         """Of the tier as a whole: lookups and loads."""
@@ -103,6 +109,15 @@ class TierLink:
         """Whether the tier does anything when a step ends."""
         self._num_late_blocks = 0
         """Slots of loads that have missed their deadline and were not reported."""
+        self._num_late_stores = 0
+        """Stores that have missed their deadline and were not reported."""
+        self._stores_go_on_until = -inf
+        """Up to then no store is late: others have ended, and it may be their turn it waits for."""
+        self.backlog: deque[tuple[Sequence[OffloadKey], TierRequest]] = deque()
+        """Blocks in the primary tier that are to be stored when its stores need fewer slots, in the
+        order in which they came."""
+        self.num_waiting = 0
+        """Blocks in the backlog."""
         self._explore_at = 0.0
         self._said: set[str] = set()
         self._counters: Counter[str] = Counter()
@@ -231,19 +246,24 @@ class TierLink:
 
     # --- jobs -----------------------------------------------------------------------------------
 
-    def num_storable(self, wanted: int, now: float) -> int:
-        """How many of `wanted` blocks may be stored now; the others are counted by reason."""
-        if (
-            self.is_broken
-            or not self.breaker.lets(_STORES, now)
-            or not self.store_breaker.lets(_STORES, now)
-        ):
-            self._counters["shed_blocks"] += wanted
-            return 0
-        allowed = min(wanted, self.max_pinned - self.num_pinned)
-        if allowed < wanted:
-            self._counters["dropped_blocks"] += wanted - allowed
-        return allowed
+    def lets_store(self, now: float) -> bool:
+        """Whether blocks may be stored now."""
+        return (
+            not self.is_broken
+            and self.breaker.lets(_STORES, now)
+            and self.store_breaker.lets(_STORES, now)
+        )
+
+    @property
+    def num_storable(self) -> int:
+        """How many blocks one more store may have: its slots are pinned meanwhile, and given back
+        all at once."""
+        return max(0, min(self._most_in_store, self.max_pinned - self.num_pinned))
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it has stores that it does not end: nothing should wait for those."""
+        return self._num_late_stores > 0
 
     def submit_store(self, transfer: TransferJob, now: float) -> None:
         """Send a cascade. The slots are pinned until `harvest` yields it."""
@@ -284,6 +304,15 @@ class TierLink:
         job.is_late = True
         if job.transfer.is_promotion:
             self._num_late_blocks += len(job.transfer.keys)
+        else:
+            self._num_late_stores += 1
+
+    def _is_overdue(self, job: Job, now: float) -> bool:
+        """Whether a job has missed its deadline. A store has not while others end: a burst may take
+        the tier longer than each of its stores."""
+        if now < job.deadline:
+            return False
+        return job.transfer.is_promotion or now >= self._stores_go_on_until
 
     def _enter(self, transfer: TransferJob, now: float, timeout: float, queue: deque[Job]) -> Job:
         job = self._jobs[transfer.job_id] = Job(transfer, now, now + timeout)
@@ -342,6 +371,9 @@ class TierLink:
             self._num_late_blocks -= num_blocks * job.is_late
         else:
             self.num_pinned -= num_blocks
+            self._num_late_stores -= job.is_late
+            if moved:
+                self._stores_go_on_until = now + self.settings.store_timeout_s
         if seconds is not None:
             (self._load_seconds if is_promotion else self._store_seconds).append(seconds)
             if is_promotion and moved:
@@ -362,7 +394,9 @@ class TierLink:
     def take_late(self, now: float) -> Iterator[Job]:
         """Promotions that have missed their deadline. Call after `harvest`."""
         for queue, breaker in ((self._loads, self.breaker), (self._stores, self.store_breaker)):
-            while queue and (queue[0].is_done or queue[0].is_late or queue[0].deadline <= now):
+            while queue and (
+                queue[0].is_done or queue[0].is_late or self._is_overdue(queue[0], now)
+            ):
                 job = queue.popleft()
                 if job.is_done or job.is_late:
                     continue
@@ -389,13 +423,18 @@ class TierLink:
 
     def has_overdue_jobs(self, now: float) -> bool:
         """Whether a job has missed its deadline, and was not found to be late yet."""
-        return any(not job.is_late and job.deadline <= now for job in self._jobs.values())
+        # In order of deadlines: the first one that has not ended tells.
+        for queue in (self._loads, self._stores):
+            job = next((job for job in queue if not (job.is_done or job.is_late)), None)
+            if job is not None and self._is_overdue(job, now):
+                return True
+        return False
 
     def has_pending_work(self, now: float) -> bool:
         """Whether a job is under way that may still end in time, or the tier has other work."""
         # In order of deadlines, and without most of those that are late: the first one tells.
         for queue in (self._loads, self._stores):
-            if any(not (job.is_done or job.is_late) and now < job.deadline for job in queue):
+            if any(not (job.is_done or job.is_late or self._is_overdue(job, now)) for job in queue):
                 return True
         return self.is_closed and bool(
             self.call("has_pending_work", self.tier.has_pending_work, default=False)
@@ -477,6 +516,7 @@ class TierLink:
         stats.gauges[self.prefix + "breaker_state"] = self.breaker.state.value
         stats.gauges[self.prefix + "store_breaker_state"] = self.store_breaker.state.value
         stats.gauges[self.prefix + "pinned_blocks"] = self.num_pinned
+        stats.gauges[self.prefix + "waiting_blocks"] = self.num_waiting
         stats.gauges[self.prefix + "loading_blocks"] = self.num_loading
         for name, seconds in (
             ("load_seconds", self._load_seconds),

@@ -245,6 +245,9 @@ class TieringOffloadingManager(OffloadingManager):
             for job in link.take_late(now):
                 self._promotions.give_up(job)
                 self._send_parked(job.transfer.keys)
+            if link.backlog:
+                for request in self._cascades.send_backlog(link):
+                    self._tell_if_finished(request)
         step.all_in_use = all(link.is_closed for link in self._links)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -390,6 +393,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._transfers.fingerprint = self._new_fingerprint()
         for link in self._links:
             link.forget_jobs()
+            self._cascades.drop_backlog(link)
             if self._new_fingerprint is not None:
                 link.begin_epoch(self._transfers.fingerprint)
         for request in list(self._requests.values()):
@@ -432,6 +436,7 @@ class TieringOffloadingManager(OffloadingManager):
             "leases": len(self._promotions.leases),
             "leased blocks": self._promotions.leases.num_blocks,
             "parked blocks": len(self._cascades.parked),
+            "waiting blocks": sum(link.num_waiting for link in self._links),
             "jobs": sum(link.num_jobs for link in self._links),
             "slots of tiers": len(self.primary_tier.tier_pins()),
         }

@@ -33,7 +33,9 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
     "failed_stores": MetricDefinition(MetricKind.COUNTER, "Blocks the tier could not store."),
     "late_stores": MetricDefinition(MetricKind.COUNTER, "Stores that missed their deadline."),
     "dropped_blocks": MetricDefinition(
-        MetricKind.COUNTER, "Blocks not stored because its stores pin their share of the slots."
+        MetricKind.COUNTER,
+        "Blocks not stored: while its stores pinned their share of the slots, they left host "
+        "memory, or it ended no store.",
     ),
     "shed_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because the tier is cut off."
@@ -62,6 +64,9 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
         MetricKind.GAUGE, "The same for its stores: 0, 1 or 2."
     ),
     "pinned_blocks": MetricDefinition(MetricKind.GAUGE, "Slots that its stores are reading."),
+    "waiting_blocks": MetricDefinition(
+        MetricKind.GAUGE, "Blocks to be stored when its stores pin less than their share."
+    ),
     "loading_blocks": MetricDefinition(MetricKind.GAUGE, "Slots that its loads are writing."),
     "load_seconds": MetricDefinition(
         MetricKind.HISTOGRAM, "How long its loads took, as the tier measured it.", _SECONDS

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from kvtier.base import LookupResult, OffloadKey, ReqContext
+    from kvtier.base import LookupResult, OffloadKey, PrefixLookup, ReqContext
     from kvtier.cpu.request_use import RequestUse
     from kvtier.tiering.base import SecondaryTierManager
+    from kvtier.tiering.jobs import Job
     from kvtier.tiering.link import TierLink
+
+
+class Awaited(NamedTuple):
+    """An answer that cannot become final before a promotion has ended."""
+
+    keys: Sequence[OffloadKey]
+    """What was asked."""
+    answer: PrefixLookup
+    job: Job
 
 
 class TierRequest:
@@ -18,6 +29,7 @@ class TierRequest:
     __slots__ = (
         "asking",
         "avoided",
+        "awaited",
         "brought_up",
         "context",
         "declined",
@@ -91,6 +103,9 @@ class TierRequest:
         self.asking: dict[tuple[TierLink, OffloadKey], float] = {}
         """Tiers that do not know yet whether they have a block, and since when."""
 
+        self.awaited: dict[bytes, Awaited] = {}
+        """By group, what it was last told, if it was to wait for a promotion."""
+
         self.declined: set[TierLink] = set()
         """Tiers from which loading would take longer than computing."""
         self.avoided: dict[OffloadKey, set[TierLink]] = {}
@@ -98,7 +113,8 @@ class TierRequest:
         self.prepared: dict[OffloadKey, list[OffloadKey]] = {}
         """Blocks on their way from the device: each store by its first key."""
         self.num_parked = 0
-        """Blocks to be cascaded for it as soon as someone else has written them."""
+        """Blocks to be cascaded for it later: when someone else has written them, or when a tier's
+        stores pin less than their share."""
         self.leases: set[int] = set()
 
     def begin_step(self, step: int) -> None:
@@ -155,5 +171,6 @@ class TierRequest:
         self.last_wait = -inf
         self.given_up = False
         self.asking = {}
+        self.awaited = {}
         self.declined = set()
         self.avoided = {}

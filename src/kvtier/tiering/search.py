@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvtier.base import LookupResult, PrefixLookup
 from kvtier.tiering.health import BreakerState
+from kvtier.tiering.request import Awaited
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
@@ -120,6 +121,18 @@ class Search:
         if request.step != self._step.number:
             self._begin(request)
         group = keys[0][-4:]
+        awaited = request.awaited.pop(group, None)
+        if awaited is not None and self._is_still_awaited(awaited, keys, request):
+            request.awaited[group] = awaited
+            return awaited.answer
+        answer = self._look_up_prefix(keys, group, request)
+        if not answer.is_final:
+            self._note_awaited(keys, answer, group, request)
+        return answer
+
+    def _look_up_prefix(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> PrefixLookup:
         # The first keys alone: most prompts end with their first miss.
         num_hits, is_final, size = 0, True, _FIRST_BATCH
         is_known = not (group in request.ended or request.asking or request.avoided)
@@ -135,6 +148,29 @@ class Search:
                 break
             size *= 4
         return PrefixLookup(num_hits, is_final)
+
+    def _note_awaited(
+        self, keys: Sequence[OffloadKey], answer: PrefixLookup, group: bytes, request: TierRequest
+    ) -> None:
+        """Remember what a request waits for. It asks in every step, and to look at thousands of
+        blocks again would take the interpreter from the threads that bring them."""
+        if request in self._promotions.wanting or request.asking:
+            return  # there is more to be done than to wait
+        for key in reversed(keys[: answer.num_hits]):
+            job_id = self._primary.writer_of(key)
+            if job_id is not None:
+                request.awaited[group] = Awaited(keys, answer, self._promotions.jobs[job_id])
+                return
+
+    def _is_still_awaited(
+        self, awaited: Awaited, keys: Sequence[OffloadKey], request: TierRequest
+    ) -> bool:
+        """Whether it asks the same again, and there is no more to say. If so, it waits."""
+        job = awaited.job
+        if job.is_done or request not in job.wanters or request.given_up or keys != awaited.keys:
+            return False
+        request.waits(self._step.now, self._step.number)
+        return True
 
     def _look_up_chunk(
         self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest

@@ -344,6 +344,7 @@ class SimulatedTier(SecondaryTierManager):
         while self._finished:
             result = self._finished.popleft()
             self._hand_over(result)
+            self.world.last_report = self.world.time.now
             yield result
             if self.traits.reports_lazily and self.world.happens(self._raise_rate()):
                 self._give_up_late_jobs()

@@ -55,6 +55,7 @@ class World:
     step: int = 0
     step_began: float = 0.0
     last_submission: float = 0.0
+    last_report: float = 0.0
     """When a tier was last given a job."""
     promoting: dict[OffloadKey, Promotion] = field(default_factory=dict)
     leases: dict[tuple[ReqContext, OffloadKey], float] = field(default_factory=dict)

@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 
-_MAX_QUEUED_BYTES = 1 << 30
-"""Stores that wait for the disk; what comes on top is refused."""
 _ANNOUNCED_AT_ONCE = 1024
 
 
@@ -142,7 +140,6 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._counters: Counter[str] = Counter()
         self._num_queued = 0
         self._clear_wanted = False
-        self._max_queued = max(1, _MAX_QUEUED_BYTES // geometry.slot_bytes)
         self._io = SlabIO(self, slab, rows_address, io_threads)
         try:
             self._keeper = IndexKeeper(
@@ -237,7 +234,9 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             here = [key for key in todo if key in kept or key in coming]
             for key in here:
                 del todo[key]
-        new = list(todo)[: max(0, self._max_queued - self._num_queued)]
+        # How much may wait for the disk is not up to us: what does holds slots of the primary tier,
+        # and the orchestrator bounds those.
+        new = list(todo)
         evicted = residents.make_room(new, keys, job.req_context)
         self._counters[metrics.EVICTED] += len(evicted)
         self._report_removed(evicted)

@@ -39,7 +39,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     EVICTED: "Blocks that left the disk tier to make room.",
-    REFUSED: "Blocks not stored because the disk tier had no room, or could not keep up.",
+    REFUSED: "Blocks not stored because all slots of the disk tier were being written or read.",
     FAILED: "Blocks that could not be written.",
     FORGOTTEN: "Blocks that could not be loaded, or were damaged, and are forgotten.",
     **error_counters(PREFIX),

@@ -13,7 +13,7 @@ from kvtier.config.redaction import describe
 
 __all__ = ["DiskOptions"]
 
-_DEFAULT_IO_THREADS = 2
+_DEFAULT_IO_THREADS = 4
 _MOST_IO_THREADS = 64
 
 
@@ -33,7 +33,7 @@ def _path(value: object) -> Path:
 def _io_threads(value: object) -> int:
     number = whole_number(1).parse(value)
     if number > _MOST_IO_THREADS:
-        raise Unfit(f"Write at most {_MOST_IO_THREADS}; two are enough for most disks")
+        raise Unfit(f"Write at most {_MOST_IO_THREADS}; four are enough for most disks")
     return number
 
 

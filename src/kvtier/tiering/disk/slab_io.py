@@ -29,8 +29,9 @@ _LARGE_BYTES = 256 << 10
 _UNIT_BYTES = 1 << 20
 """Smaller ones that are neighbours go together up to this size: it costs less of us."""
 _MAX_PIECES = 16
-_IN_FLIGHT_BYTES = 32 << 20
-"""How much one thread keeps under way. A load waits behind half of that in stores at most."""
+_IN_FLIGHT_BYTES = 64 << 20
+"""How much all threads together keep under way: the disk must have enough to do while they wait for
+the interpreter. A load waits behind less than half of that in stores."""
 _LEAST_DEPTH, _MOST_DEPTH = 4, 32
 
 _Outcome: TypeAlias = tuple[Unit[SlabBlock], Sequence[Piece[SlabBlock]], Sequence[Piece[SlabBlock]]]
@@ -61,7 +62,8 @@ class SlabIO:
         if geometry.slot_bytes < _LARGE_BYTES:
             max_pieces = min(_UNIT_BYTES // geometry.slot_bytes, _MAX_PIECES)
         unit_bytes = max_pieces * geometry.slot_bytes
-        depth = min(max(_IN_FLIGHT_BYTES // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+        depth = _IN_FLIGHT_BYTES // io_threads // unit_bytes
+        depth = min(max(depth, _LEAST_DEPTH), _MOST_DEPTH)
         self.work: WorkQueue[SlabBlock] = WorkQueue(max_pieces)
         """What is to be moved, and what has been."""
         self.lanes: list[Lane[SlabBlock]] = []

@@ -46,8 +46,6 @@ __all__ = ["FsSecondaryTierManager"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUEUED_BYTES = 1 << 30
-"""Stores that wait for the file system; what comes on top is refused."""
 _IN_FLIGHT_BYTES = 32 << 20
 _LEAST_DEPTH, _MOST_DEPTH = 2, 32
 _EXTENT_BYTES = 4096
@@ -122,7 +120,6 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._num_queued = 0
         self._num_evicted_told = 0
         file_bytes = block_file_bytes(self.rows.row_bytes)
-        self._max_queued = max(1, _MAX_QUEUED_BYTES // file_bytes)
         warn_of_limits(books, options.max_bytes, options.min_free_bytes)
         is_direct = allows_o_direct(books)
         logger.info(
@@ -228,7 +225,6 @@ class FsSecondaryTierManager(SecondaryTierManager):
         for key in here:
             del todo[key]
         pieces = [(row, key) for key, row in todo.items() if len(key) <= LONGEST_KEY]
-        del pieces[max(0, self._max_queued - self._num_queued) :]
         self._counters[metrics.REFUSED] += len(todo) - len(pieces)
         if here:
             self._uses.note(self._directory, tuple(job.keys))

@@ -38,7 +38,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     EVICTED: "Blocks that this engine removed to make room.",
-    REFUSED: "Blocks not stored because there was no room, or the file system could not keep up.",
+    REFUSED: "Blocks not stored because there was no room, or their keys are too long.",
     FAILED: "Blocks that could not be written.",
     FORGOTTEN: "Blocks that could not be loaded, or were damaged, and are forgotten.",
     **error_counters(PREFIX),

@@ -22,12 +22,13 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B")
 
 _SUBMIT_BYTES = 1 << 20
-"""What is ready is handed to the kernel when it is so much: small pieces together, and large ones
-without waiting for the next to be sealed."""
+"""Stores that are ready are handed to the kernel when they are so much: small pieces together, and
+large ones without waiting for the next to be sealed. Loads are ready at once, and go together: each
+call lets other threads have the interpreter, and waits to get it back."""
 
 
-_WOKEN_BY = 8
-"""A thread is woken when so small a part of what it has under way has ended."""
+_WOKEN_BY = 4
+"""A thread is woken when such a part of what it has under way has ended: a quarter."""
 
 
 class CannotBegin(Exception):
@@ -199,7 +200,8 @@ class Lane(Generic[B]):
             if tag is None:
                 continue
             ready.append(tag)
-            num_bytes += len(unit.pieces) * self._piece_bytes
+            if not unit.transfer.job.is_promotion:
+                num_bytes += len(unit.pieces) * self._piece_bytes
             if num_bytes >= _SUBMIT_BYTES:
                 self._submit(ready)
                 ready, num_bytes = [], 0
