@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cpu.cuda.copy_paths import choose_path
-from tests.bench.report import print_table, save, verdict, verdict_at_least
+from tests.bench.report import COMMITTED_RESULTS, print_table, save, verdict, verdict_at_least
 
-COMMITTED_RESULTS = Path("tests/bench/results")
 KIB = 1 << 10
 NUM_BYTES = 1 << 30
 MIN_SHARE = {16: 0.90, 64: 0.90, 256: 0.85, 1024: 0.90, 2048: 0.90}

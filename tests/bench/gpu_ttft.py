@@ -29,10 +29,9 @@ from tests.bench.gpu_ttft_rounds import Rounds
 from tests.bench.gpu_ttft_samples import PhaseSamples
 from tests.bench.gpu_ttft_settings import H200, REHEARSAL, Settings
 from tests.bench.gpu_ttft_tables import ratios, show, show_references
-from tests.bench.report import missed
+from tests.bench.report import COMMITTED_RESULTS, RESULTS, missed
 from tests.bench.scratch import scratch_directory
 
-RESULTS = Path("tests/bench/results")
 _SHARED_MEMORY = Path("/dev/shm")
 
 WHAT_IS_COMPARED = """
@@ -52,7 +51,7 @@ class Terminated(SystemExit):
 
 def run(
     settings: Settings = H200,
-    output: Path = RESULTS,
+    output: Path = COMMITTED_RESULTS,
     deadline_s: float | None = None,
 ) -> None:
     """Start all engines, measure until all is measured or the time is up, and print what there is.
@@ -250,7 +249,7 @@ def main() -> None:
     parser.add_argument("--fail", metavar="ENGINE", help="rehearse that this one does not start")
     arguments = parser.parse_args()
     settings = H200 if arguments.mode == "measure" else REHEARSAL
-    output = RESULTS if arguments.mode == "measure" else Path("build/bench")
+    output = COMMITTED_RESULTS if arguments.mode == "measure" else RESULTS
     if arguments.fail is not None:
         broken = {"max_model_len": 10**9}
         settings = replace(

@@ -23,12 +23,13 @@ from kvtier.cpu.page_copier import PageCopier
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.transfer_plan import GroupTransfer
 from tests.cpu.caches import Bytes, Layout, finish
+from tests.cpu.jobs import BAD_SPECS, BAD_SPECS_BLOCKS, BAD_SPECS_SLOTS, Part, SubmittedJob
 
 PAGE = mmap.PAGESIZE
 POISON = 0xEE
 RANK, WORLD_SIZE = 1, 3  # there is a cell before this one and one behind it
-NUM_SLOTS = 6
-SIMPLE = Layout(pages=(64, 32), groups=({0: 64, 1: 32},), num_device_blocks=12)
+NUM_SLOTS = BAD_SPECS_SLOTS
+SIMPLE = Layout(pages=(64, 32), groups=({0: 64, 1: 32},), num_device_blocks=BAD_SPECS_BLOCKS)
 
 
 class Rows:
@@ -69,38 +70,8 @@ def open_worker(
 
 
 @dataclass(frozen=True)
-class Part:
-    """One group's share in a job: consecutive blocks of a request, and where they are."""
-
-    group_idx: int
-    first_index: int
-    blocks: list[int]
-    slots: list[int]
-
-
-@dataclass(frozen=True)
-class Job:
-    is_store: bool
-    parts: list[Part]
-
-    def specs(self) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-        device = GPULoadStoreSpec(
-            [block for part in self.parts for block in part.blocks],
-            [len(part.blocks) for part in self.parts],
-            [part.first_index for part in self.parts],
-        )
-        return device, CPULoadStoreSpec([slot for part in self.parts for slot in part.slots])
-
-    def submit(self, worker: HostOffloadingWorker, job_id: int) -> bool:
-        device, slots = self.specs()
-        if self.is_store:
-            return worker.submit_store(job_id, device, slots)
-        return worker.submit_load(job_id, slots, device)
-
-    def size(self, layout: Layout) -> int:
-        return sum(
-            len(part.blocks) * sum(layout.groups[part.group_idx].values()) for part in self.parts
-        )
+class Job(SubmittedJob):
+    """With what it means."""
 
     def apply(self, layout: Layout, rows: Bytes, tensors: list[Bytes]) -> None:
         """What the job means, spelled out page by page."""
@@ -242,17 +213,6 @@ def test_layers_that_share_a_tensor_are_copied_once(shm: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 # Jobs that fail
 # ---------------------------------------------------------------------------------------------
-
-BAD_SPECS = {
-    "a slot that does not exist": ([1, 2], [2], [0], [0, -1]),
-    "a slot behind the last": ([1, 2], [2], [0], [0, NUM_SLOTS]),
-    "a block that does not exist": ([1, -1], [2], [0], [0, 1]),
-    "a block behind the last": ([1, 12], [2], [0], [0, 1]),
-    "too few slots": ([1, 2], [2], [0], [0]),
-    "too many slots": ([1], [1], [0], [0, 1]),
-    "a group too many": ([1, 2], [1, 1], [0, 0], [0, 1]),
-    "no groups": ([], [], [], []),
-}
 
 
 @pytest.mark.parametrize("is_store", [True, False])

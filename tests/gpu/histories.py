@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvtier.cpu.cuda.page_table import ALIGNMENT
+from tests.cpu.jobs import Part
 from tests.gpu.cache_layout import ITEM_BYTES, CacheLayout, PagedTensor
-from tests.gpu.jobs import Job, Part
+from tests.gpu.jobs import Job
 
 NUM_SLOTS = 4
 

@@ -5,41 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.base import GPULoadStoreSpec, OffloadingWorker
-from kvtier.cpu.common import CPULoadStoreSpec
+from tests.cpu.jobs import Part, SubmittedJob
 from tests.gpu.cache_layout import Bytes, CacheLayout
 
 
 @dataclass(frozen=True)
-class Part:
-    """One group's share in a job: consecutive blocks of a request, and where they are."""
-
-    group_idx: int
-    first_index: int
-    blocks: list[int]
-    slots: list[int]
-
-
-@dataclass(frozen=True)
-class Job:
-    is_store: bool
-    parts: list[Part]
-
-    def submit(self, worker: OffloadingWorker, job_id: int) -> bool:
-        device = GPULoadStoreSpec(
-            [block for part in self.parts for block in part.blocks],
-            [len(part.blocks) for part in self.parts],
-            [part.first_index for part in self.parts],
-        )
-        slots = CPULoadStoreSpec([slot for part in self.parts for slot in part.slots])
-        if self.is_store:
-            return worker.submit_store(job_id, device, slots)
-        return worker.submit_load(job_id, slots, device)
-
-    def size(self, layout: CacheLayout) -> int:
-        return sum(
-            len(part.blocks) * sum(layout.groups[part.group_idx].values()) for part in self.parts
-        )
+class Job(SubmittedJob):
+    """With what it means."""
 
     def apply(self, layout: CacheLayout, rank: int, rows: Bytes, memory: Sequence[Bytes]) -> None:
         """Do to these rows and allocations what a worker has to do."""

@@ -15,9 +15,10 @@ from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
 from kvtier.cpu.cuda.page_table import ALIGNMENT
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
+from tests.cpu.jobs import Part
 from tests.gpu.cache_layout import CacheLayout, PagedTensor, plain_layout
 from tests.gpu.histories import NUM_SLOTS, histories
-from tests.gpu.jobs import Job, Part, load, store
+from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import CudaPlace, LaunchCount, Place, refuse_device_call
 from tests.gpu.rig import open_rig
 from tests.gpu.simulated_cuda import SimulatedKernel

@@ -16,6 +16,7 @@ from kvtier.cpu.cuda import streams
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_table import PageTable
+from tests.cpu.jobs import BAD_SPECS, BAD_SPECS_BLOCKS, BAD_SPECS_SLOTS
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import (
@@ -30,18 +31,8 @@ from tests.gpu.places import (
 from tests.gpu.rig import Rig, finish, open_rig
 from tests.gpu.simulated_cuda import SimulatedStream
 
-LAYOUT = plain_layout(64, 32, num_blocks=12)
-NUM_SLOTS = 6
-BAD_SPECS = {
-    "a slot that does not exist": ([1, 2], [2], [0], [0, -1]),
-    "a slot behind the last": ([1, 2], [2], [0], [0, NUM_SLOTS]),
-    "a block that does not exist": ([1, -1], [2], [0], [0, 1]),
-    "a block behind the last": ([1, 12], [2], [0], [0, 1]),
-    "too few slots": ([1, 2], [2], [0], [0]),
-    "too many slots": ([1], [1], [0], [0, 1]),
-    "a group too many": ([1, 2], [1, 1], [0, 0], [0, 1]),
-    "no groups": ([], [], [], []),
-}
+LAYOUT = plain_layout(64, 32, num_blocks=BAD_SPECS_BLOCKS)
+NUM_SLOTS = BAD_SPECS_SLOTS
 DIRECTIONS = pytest.mark.parametrize("is_store", [True, False], ids=["store", "load"])
 
 

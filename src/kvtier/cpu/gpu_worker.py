@@ -15,7 +15,6 @@ from kvtier.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
-    OffloadingWorker,
     TransferResult,
 )
 from kvtier.cpu.cell_size import require_cell_fits
@@ -28,8 +27,8 @@ from kvtier.cpu.cuda.page_table import HostCell, Pages, PageTable
 from kvtier.cpu.cuda.pinning import pin_region
 from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.cuda.unpinned import UnpinnedCopies
-from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.cpu.slot_worker import SlotWorker
 from kvtier.cpu.transfer_plan import TransferRefused, plan_transfer
 
 __all__ = ["GPUOffloadingWorker", "open_pinned", "open_unpinned"]
@@ -44,15 +43,15 @@ class _Job:
     num_bytes: int
 
 
-class GPUOffloadingWorker(OffloadingWorker):
+class GPUOffloadingWorker(SlotWorker):
     """Has blocks copied between a CUDA device and the shared region, beside the model's kernels.
 
-    Submitting a job checks it as a whole, hands it to the device in one piece and returns; whether
-    it is done is seen from the device's own marks, without waiting. Jobs of one direction are done
-    in the order in which they were submitted; the directions do not wait for each other. Every job
-    begins after all that the calling thread's current stream was given before it, so a store finds
-    what was computed. A store's blocks must not be overwritten, nor a load's read, before the job
-    is reported or `wait` returns.
+    Submitting a job checks it as a whole, leaves it to `copies` and returns; whether it is done is
+    seen from the device's own marks, without waiting. Jobs of one direction are done in the order
+    in which they were submitted; the directions do not wait for each other. Every job begins after
+    all that the calling thread's current stream was given before it, so a store finds what was
+    computed. A store's blocks must not be overwritten, nor a load's read, before the job is
+    reported or `wait` returns.
 
     A job that cannot be right copies nothing and is reported as failed, with the reason in the log.
     So is one that the driver refuses, when nothing of it is copied any more. After a store its
@@ -71,6 +70,7 @@ class GPUOffloadingWorker(OffloadingWorker):
     ) -> None:
         """`open_copies`: what does the copying instead of the device, given the device, the region
         and where to leave what is to be undone at the end."""
+        super().__init__(region)
         tensors = device_tensors(kv_caches)
         require_cell_fits([tensor.page_bytes for tensor in tensors], region, blocks_per_chunk)
         if region.rank is None:
@@ -93,25 +93,11 @@ class GPUOffloadingWorker(OffloadingWorker):
             for run in self._table.runs:
                 self.copies.expect_runs(run)
             self._undo = undo.pop_all()
-        self._region = region
         self._stores: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()
         self._unreported: set[int] = set()
         self._ended: list[TransferResult] = []
         self._closed = False
-
-    @property
-    def board(self) -> NoticeBoard:
-        """Where this rank leaves notes for the scheduler, past the engine. Until `shutdown`."""
-        return self._region.board
-
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
-        return self._submit(job_id, src_spec, dst_spec, is_store=True)
-
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        return self._submit(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[TransferResult]:
         self._collect(self._stores)

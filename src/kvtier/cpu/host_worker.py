@@ -11,13 +11,12 @@ from kvtier.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
-    OffloadingWorker,
     TransferResult,
 )
 from kvtier.cpu.lane import Lane
-from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.cpu.page_copier import PageCopier
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.cpu.slot_worker import SlotWorker
 from kvtier.cpu.transfer_plan import TransferRefused, plan_transfer
 
 __all__ = ["HostOffloadingWorker"]
@@ -25,7 +24,7 @@ __all__ = ["HostOffloadingWorker"]
 logger = logging.getLogger(__name__)
 
 
-class HostOffloadingWorker(OffloadingWorker):
+class HostOffloadingWorker(SlotWorker):
     """Copies in two threads of its own, one for stores and one for loads.
 
     So neither direction waits for the other, and jobs of one direction are done in the order in
@@ -40,27 +39,14 @@ class HostOffloadingWorker(OffloadingWorker):
     def __init__(
         self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
     ) -> None:
+        super().__init__(region)
         self._copier: PageCopier | None = PageCopier(kv_caches, region, blocks_per_chunk)
-        self._region = region
         self._stores = Lane("kvtier-store")
         self._loads = Lane("kvtier-load")
         self._changed = threading.Condition()
         self._running: set[int] = set()
         self._finished: dict[int, TransferResult] = {}
         self._closed = False
-
-    @property
-    def board(self) -> NoticeBoard:
-        """Where this rank leaves notes for the scheduler, past the engine. Until `shutdown`."""
-        return self._region.board
-
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
-        return self._submit(job_id, src_spec, dst_spec, is_store=True)
-
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        return self._submit(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[TransferResult]:
         with self._changed:

@@ -12,6 +12,7 @@ from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.metrics import METRIC_DEFINITIONS
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.cpu.slot_worker import SlotWorker
 
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
@@ -34,7 +35,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             config.options.eviction_policy, config.options.cache_policy_module_path
         )
         self._manager: CPUOffloadingManager | None = None
-        self._worker: HostOffloadingWorker | GPUOffloadingWorker | None = None
+        self._worker: SlotWorker | None = None
 
     @classmethod
     def build_metric_definitions(
@@ -55,9 +56,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             )
         return self._manager
 
-    def get_worker(
-        self, kv_caches: CanonicalKVCaches
-    ) -> HostOffloadingWorker | GPUOffloadingWorker:
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> SlotWorker:
         """The worker for this rank's caches, with all its memory reserved.
 
         Raises, and leaves nothing behind, when the caches are neither in host memory nor on a CUDA

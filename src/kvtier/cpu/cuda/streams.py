@@ -30,6 +30,7 @@ _LIST_PAGES = 1 << 14
 the second is written."""
 _STAGING_BYTES = 32 << 20
 """Of each of the two buffers that a direction has on the device."""
+
 Choice = Callable[[Pages], Path]
 
 
@@ -83,8 +84,7 @@ class StreamCopies(Copies):
                     "kernel that disturbs the model's more. Lower the engine's share of the memory",
                     4 * _STAGING_BYTES >> 20,
                 )
-            # Whoever had that memory before may still be using it, in a stream of its
-            # own.
+            # Whoever had that memory before may still be using it, in a stream of its own.
             torch.cuda.current_stream().synchronize()
 
     def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
