@@ -68,6 +68,7 @@ LIGHT_DISTRIBUTIONS = frozenset({"numpy", "xxhash"})
 NEED_TORCH = {
     "kvtier.cpu.cuda.bandwidth",
     "kvtier.cpu.cuda.page_lists",
+    "kvtier.cpu.cuda.page_mover",
     "kvtier.cpu.cuda.rig",
     "kvtier.cpu.cuda.streams",
     "kvtier.cpu.cuda.unpinned",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -35,11 +35,11 @@ class MemmoveCopies(Copies):
         undo.callback(self.close)
         return self
 
-    def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
+    def start(self, parts: Iterator[Pages], *, is_store: bool) -> Ticket:
         assert not self.is_closed
         if self.refusal is not None:
             raise self.refusal
-        ticket = MemmoveTicket(self, pages(), is_store)
+        ticket = MemmoveTicket(self, list(parts), is_store)
         self._under_way[is_store].append(ticket)
         if not self.is_held:
             self.copy_until(ticket)
@@ -69,20 +69,19 @@ class MemmoveCopies(Copies):
 
 
 class MemmoveTicket(Ticket):
-    def __init__(self, copies: MemmoveCopies, pages: Pages, is_store: bool) -> None:
+    def __init__(self, copies: MemmoveCopies, parts: list[Pages], is_store: bool) -> None:
         self.is_store = is_store
         self.is_copied = False
         self._copies = copies
-        self._pages = pages
+        self._parts = parts
         self._seconds = 0.0
 
     def copy(self) -> None:
         began = time.perf_counter_ns()
-        for device, host, size in zip(
-            *(column.tolist() for column in self._pages[:3]), strict=True
-        ):
-            source, target = (device, host) if self.is_store else (host, device)
-            ctypes.memmove(target, source, size)
+        for pages in self._parts:
+            for device, host, size in zip(*(column.tolist() for column in pages[:3]), strict=True):
+                source, target = (device, host) if self.is_store else (host, device)
+                ctypes.memmove(target, source, size)
         self._seconds = (time.perf_counter_ns() - began + 1) / 1e9
         self.is_copied = True
 

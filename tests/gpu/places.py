@@ -13,7 +13,7 @@ import torch
 
 from kvtier.base import CanonicalKVCaches, OffloadingWorker
 from kvtier.cpu import gpu_worker
-from kvtier.cpu.cuda import page_kernel, page_lists, streams, unpinned
+from kvtier.cpu.cuda import page_kernel, page_lists, page_mover, streams, unpinned
 from kvtier.cpu.cuda.copies import Copies
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, cuda_driver
@@ -148,7 +148,7 @@ class SimulatedPlace(Place):
         self._others: list[Any] = []
         self._torch = SimulatedTorch(self.simulated)
         self._driver = driver = SimulatedDriver(self.simulated)
-        for module in (gpu_worker, page_lists, streams, unpinned):
+        for module in (gpu_worker, page_lists, page_mover, streams, unpinned):
             self._patch.setattr(module, "torch", self._torch)
         self._patch.setattr(gpu_worker, "cuda_driver", lambda: driver)
         self._patch.setattr(gpu_worker, "PageKernel", SimulatedKernel)
@@ -277,8 +277,10 @@ class BatchStreams(set[int]):
     def _watch(self, patch: pytest.MonkeyPatch, driver: Any) -> None:
         copy_batch = driver.copy_batch
 
-        def noted(driver: Any, sources: Any, targets: Any, sizes: Any, stream: int) -> None:
+        def noted(
+            driver: Any, sources: Any, targets: Any, sizes: Any, stream: int, **options: bool
+        ) -> None:
             self.add(stream)
-            copy_batch(driver, sources, targets, sizes, stream)
+            copy_batch(driver, sources, targets, sizes, stream, **options)
 
         patch.setattr(driver, "copy_batch", noted)

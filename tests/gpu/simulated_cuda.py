@@ -47,6 +47,7 @@ class SimulatedDevice:
     def __init__(self, seed: int) -> None:
         self.lock = threading.RLock()
         self.streams: list[SimulatedStream] = []
+        self.events: list[SimulatedEvent] = []
         self.default_stream = SimulatedStream(self, handle=0)
         self.current_stream = self.default_stream
         self.elsewhere = SimulatedStream(self, handle=1)
@@ -157,7 +158,9 @@ class SimulatedStream:
 class SimulatedEvent:
     def __init__(self, device: SimulatedDevice) -> None:
         self.mark: Mark | None = None
+        self.cuda_event = len(device.events)
         self._device = device
+        device.events.append(self)
 
     def record(self, stream: SimulatedStream | None = None) -> None:
         stream = stream or self._current_stream()
@@ -261,8 +264,17 @@ class SimulatedDriver:
         assert not queue.work or self._device.failure, "still in use"
         self._device.destroyed.append(queue)
 
+    def wait_event(self, stream: int, event: int) -> None:
+        self._device.streams[stream].wait_event(self._device.events[event])
+
     def copy_batch(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int
+        self,
+        sources: Addresses,
+        targets: Addresses,
+        sizes: Addresses,
+        stream: int,
+        *,
+        is_quick: bool = False,
     ) -> None:
         if stream == 0:
             raise CudaError("cuMemcpyBatchAsync: the legacy default stream")

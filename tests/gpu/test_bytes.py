@@ -9,11 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.cpu.cuda import streams
+from kvtier.cpu.cuda import page_mover
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
 from kvtier.cpu.cuda.page_table import ALIGNMENT
+from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from tests.cpu.jobs import Part
 from tests.gpu.cache_layout import CacheLayout, PagedTensor, plain_layout
@@ -200,7 +201,7 @@ def test_a_job_longer_than_a_list_is_copied_by_the_kernel_in_parts(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when there are more parts under way than lists: each is read before it is reused."""
-    monkeypatch.setattr(streams, "_LIST_PAGES", 2)
+    monkeypatch.setattr(page_mover, "_LIST_PAGES", 2)
     refuse_device_call(monkeypatch, "copy_batch", CudaError("not by the engines"))
     device_place.use(CopyPath.KERNEL)
     launches = LaunchCount(monkeypatch)
@@ -218,7 +219,7 @@ def test_staged_pages_pass_through_both_buffers_again_and_again(
     device_place: Place, num_tensors: int, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, num_slots = 1024, 40
-    monkeypatch.setattr(streams, "_STAGING_BYTES", 2 * num_tensors * page + 512)  # 2 slots each
+    monkeypatch.setattr(page_mover, "STAGING_BYTES", 2 * num_tensors * page + 512)  # 2 slots each
     device_place.use(CopyPath.STAGED)
     launches = LaunchCount(monkeypatch)
     layout = plain_layout(*[page] * num_tensors, num_blocks=2 * num_slots)
@@ -243,7 +244,7 @@ def test_without_room_for_staging_the_kernel_does_it_directly(
         raise torch.OutOfMemoryError("injected")
 
     device_place.use(CopyPath.STAGED)
-    monkeypatch.setattr(streams._Direction, "make_staging", no_memory)
+    monkeypatch.setattr(page_mover.PageMover, "make_staging", no_memory)
     launches = LaunchCount(monkeypatch)
     with open_rig(device_place, plain_layout(64, 64, num_blocks=8), shm) as rig:
         rig.do(store([1, 2], [3, 1]), store([4, 5], [0, 2]), load([3], [7]))
@@ -257,14 +258,14 @@ def test_what_a_buffer_cannot_hold_is_not_staged(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the buffer is somebody else's memory."""
-    monkeypatch.setattr(streams, "_STAGING_BYTES", 3 * 64)
+    monkeypatch.setattr(page_mover, "STAGING_BYTES", 3 * 64)
     device_place.use(CopyPath.STAGED)
     for num_tensors, path in ((3, CopyPath.STAGED), (4, CopyPath.KERNEL)):
         with open_rig(device_place, plain_layout(*[64] * num_tensors, num_blocks=8), shm) as rig:
             rig.do(store([1, 2], [3, 1]), load([3, 1], [4, 5]))
             rig.check()
             assert isinstance(rig.worker, GPUOffloadingWorker)
-            assert isinstance(rig.worker.copies, streams.StreamCopies)
+            assert isinstance(rig.worker.copies, StreamCopies)
             assert rig.worker.copies.taken == {path: 2}
 
 
@@ -283,5 +284,5 @@ def test_a_large_job_of_small_pages_is_staged_without_being_told(
             rig.check()
             rig.do(load(range(num_slots), range(num_slots)), by_polling=turn == 0)
             rig.check()
-    staged_at_once = streams._STAGING_BYTES // (32 * 16 * KIB)
+    staged_at_once = page_mover.STAGING_BYTES // (32 * 16 * KIB)
     assert launches.count == 4 * -(-num_slots // staged_at_once)

@@ -12,7 +12,7 @@ import torch
 
 from kvtier.base import GPULoadStoreSpec
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.cuda import streams
+from kvtier.cpu.cuda import page_mover
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_table import PageTable
@@ -202,7 +202,7 @@ def test_no_error_ends_the_thread_that_hands_over(
 def test_refused_launches_leave_the_lists_as_they_were(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_LIST_PAGES", 8)
+    monkeypatch.setattr(page_mover, "_LIST_PAGES", 8)
     device_place.use(CopyPath.KERNEL)
     with open_rig(device_place, plain_layout(64, num_blocks=8), shm) as rig:
         device_place.delay()

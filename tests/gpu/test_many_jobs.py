@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.base import TransferResult
-from kvtier.cpu.cuda import streams
+from kvtier.cpu.cuda import page_mover
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
@@ -37,7 +37,7 @@ def some_job(rng: random.Random) -> Job | None:
 def test_a_thousand_jobs_are_done_in_order_and_reported_once(
     place: Place, list_pages: int, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_LIST_PAGES", list_pages)
+    monkeypatch.setattr(page_mover, "_LIST_PAGES", list_pages)
     place.use(*CopyPath)
     if isinstance(place, CPUPlace):
         place.copies.is_held = True

@@ -43,7 +43,7 @@ def test_loads_go_before_stores(device_place: Place, shm: Path) -> None:
     with open_rig(device_place, LAYOUT, shm) as rig:
         copies = stream_copies(rig)
         of_loads, of_stores = (
-            {direction._stream.priority, direction._second_stream.priority}
+            {direction.mover.stream.priority, direction.mover._second_stream.priority}
             for direction in (copies._loads, copies._stores)
         )
     assert len(of_loads) == len(of_stores) == 1

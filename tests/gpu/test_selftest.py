@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -55,9 +55,9 @@ class SpoilingCopies(MemmoveCopies):
         self._spoiled = is_store
         self._spoil = spoil
 
-    def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
-        of_job = pages()
-        ticket = super().start(lambda: of_job, is_store=is_store)
+    def start(self, parts: Iterator[Pages], *, is_store: bool) -> Ticket:
+        (of_job,) = parts
+        ticket = super().start(iter([of_job]), is_store=is_store)
         if is_store is self._spoiled:
             byte = ctypes.c_uint8.from_address(self._spoil(of_job))
             byte.value ^= 1

@@ -1,5 +1,4 @@
-"""Stock vLLM on the GPU, in a process of its own: each prompt computed, from the device, and from
-where kvtier has it. Prints one JSON document.
+"""Stock vLLM on the GPU, in a process of its own. Prints one JSON document.
 
     python -m tests.gpu.vllm_probe '{"model": "llama", "door": "connector", "kvtier": {...}, ...}'
 """
@@ -8,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,51 +19,102 @@ from kvtier.integrations.vllm.in_process import InProcessEngine, contain
 
 NUM_PROMPTS = 3
 PROMPT_TOKENS = 1_024
+"""That can come from a cache. A prompt has a few more."""
 _ANSWER_TOKENS = 6
 
+CROWD = {"device_blocks": 160, "max_requests": 8}
+"""A device cache that holds less than half of what the crowd asks for."""
+NUM_FAMILIES, FAMILY_SIZE, NUM_ROUNDS = 4, 3, 3
+FAMILY_TOKENS = PROMPT_TOKENS // 2
+"""The beginning that prompts of a family have in common."""
 
-def main(order: dict[str, Any]) -> dict[str, Any]:
-    """`restart`: the prompts are there already, in a tier that lasts."""
-    answers: dict[str, Any] = {}
-    with InProcessEngine(
-        Path(order["model"]),
-        order["kvtier"],
-        door=order["door"],
-        dtype="bfloat16",
-        max_model_len=2_048,
-        gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=1 << 30,
-        distributed_executor_backend="uni",
-    ) as engine:
-        prompts = random_prompts(NUM_PROMPTS, PROMPT_TOKENS, "gpu")
+Prompts = Sequence[Sequence[int]]
+Answers = dict[str, Any]
 
-        def ask(what: str) -> None:
-            answers[what] = [
-                asdict(engine.generate(f"{what}-{number}", prompt, _ANSWER_TOKENS))
-                for number, prompt in enumerate(prompts)
-            ]
-            engine.settle()
 
-        if not order["restart"]:
-            ask("computed")
-        else:
-            ask("after a restart")
-        ask("from the device")
-        engine.reset_device_cache()
-        ask("from the host")
+class Probe:
+    """One engine, and what it answered."""
+
+    def __init__(self, engine: InProcessEngine) -> None:
+        self.engine = engine
+        self.answers: Answers = {}
+
+    def ask(self, what: str, prompts: Prompts) -> None:
+        """One after the other."""
+        self.answers[what] = [
+            asdict(self.engine.generate(f"{what}-{number}", prompt, _ANSWER_TOKENS))
+            for number, prompt in enumerate(prompts)
+        ]
+        self.engine.settle()
+
+
+def one_by_one(probe: Probe, order: dict[str, Any]) -> None:
+    """Each prompt computed, from the device, and from where kvtier has it.
+
+    `restart`: the prompts are there already, in a tier that lasts.
+    """
+    prompts = random_prompts(NUM_PROMPTS, PROMPT_TOKENS, "gpu")
+    probe.ask("after a restart" if order["restart"] else "computed", prompts)
+    probe.ask("from the device", prompts)
+    probe.engine.reset_device_cache()
+    probe.ask("from the host", prompts)
+    if order["sleep"]:
+        _sleep_in_the_middle(probe.engine)
+        probe.ask("after a sleep", prompts)
+
+
+def _sleep_in_the_middle(engine: InProcessEngine) -> None:
+    """With a request under way whose blocks are being stored."""
+    (prompt,) = random_prompts(1, PROMPT_TOKENS, "sleep")
+    engine.add("interrupted", prompt, _ANSWER_TOKENS)
+    while len(engine.answer("interrupted").tokens) < 2:
+        engine.step()
+    engine.abort("interrupted")
+    engine.sleep()
+    engine.wake_up()
+
+
+def crowd(probe: Probe, _: dict[str, Any]) -> None:
+    """Many prompts at the same time, again and again, with new ones among them.
+
+    All that the device cannot keep comes back from the host while others are computed.
+    """
+    from tests.gpu.prompt_watch import PromptWatch
+
+    engine, watch = probe.engine, PromptWatch(probe.engine)
+    families = random_prompts(NUM_FAMILIES, FAMILY_TOKENS, "families")
+    own_parts = random_prompts(NUM_FAMILIES * (FAMILY_SIZE + NUM_ROUNDS), FAMILY_TOKENS, "own")
+    prompts = [
+        families[number % NUM_FAMILIES][:FAMILY_TOKENS] + own
+        for number, own in enumerate(own_parts)
+    ]
+    source = random.Random("crowd")
+    # One by one at first: two requests that compute the same block do so in two ways.
+    num_known = NUM_FAMILIES * FAMILY_SIZE
+    for number in range(num_known):
+        probe.ask(f"computed {number}", [prompts[number]])
+    rounds = []
+    for turn in range(NUM_ROUNDS):
+        asked = source.sample(range(num_known + NUM_FAMILIES), num_known + NUM_FAMILIES)
+        for number in asked:
+            engine.add(f"{turn}-{number}", prompts[number], source.randint(8, 48))
+        engine.run()
+        rounds.append(
+            {
+                "known": [engine.answer(f"{turn}-{number}").cached_tokens for number in asked]
+                if number < num_known
+                else []
+            }
+        )
         engine.settle()
-        return answers | {"figures": engine.figures()}
+        num_known += NUM_FAMILIES
+    probe.answers["rounds"] = rounds
+    probe.answers["watch"] = {
+        "wrong": watch.num_wrong,
+        "compared": watch.num_compared,
+        "busy steps": watch.num_busy_steps,
+    }
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONHASHSEED", "0")
-    told = json.loads(sys.argv[1])
-    cache = os.environ.get("VLLM_CACHE_ROOT")
-    folder = Path(told["folder"])
-    folder.mkdir()
-    contain(folder)
-    if cache is not None:  # what vLLM has found out about models
-        os.environ["VLLM_CACHE_ROOT"] = cache
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    print(json.dumps(main(told)), file=out, flush=True)
+    pass

@@ -179,9 +179,7 @@ class GPUOffloadingWorker(SlotWorker):
             num_slots=table.num_slots,
             num_blocks_of_group=table.num_blocks_of_group,
         )
-        ticket = self.copies.start(
-            lambda: table.pages(transfers, is_store=is_store), is_store=is_store
-        )
+        ticket = self.copies.start(table.parts(transfers, is_store=is_store), is_store=is_store)
         return _Job(job_id, ticket, table.num_bytes(transfers))
 
     def _collect(self, jobs: deque[_Job]) -> None:

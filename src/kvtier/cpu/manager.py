@@ -186,22 +186,45 @@ class CPUOffloadingManager(OffloadingManager):
         use = self._use_of(req_context)
         if self._filter is not None:
             self._filter.count(keys, use.brought)
-        get = self._get
-        is_new = use.out_of_order
-        if len(use.keys) != len(keys) or list(use.keys) != keys:
-            brought, num_brought = use.keys, len(use.keys)
-            use.bring(dict.fromkeys(keys, 0))
-            is_new |= use.keys is not brought or len(use.keys) != num_brought
-        for key in keys:
-            block = get(key)
-            if block is not None and use.keys[key] != block.generation:
-                use.keys[key] = block.generation
-                is_new = True
+        is_new = self._note_prompt(keys, use) or use.out_of_order
         self._settle()
         if is_new:
             self._policy.touch(use.keys, use.context)
         else:
             self._policy.renew(use.keys, use.context)
+
+    def _note_prompt(self, keys: list[OffloadKey], use: RequestUse) -> bool:
+        """A request brings these keys, in prompt order, and uses what is here of them. Whether that
+        says anything new.
+
+        Engines bring all keys of a prompt in step after step: those that nothing has become of
+        cost next to nothing.
+        """
+        if not use.keys:
+            blocks = list(map(self._get, keys))
+            use.all_here = all(blocks)
+            generations = [block.generation if block is not None else 0 for block in blocks]
+            use.keys = dict(zip(keys, generations, strict=True))
+            use.seen_at = self._generation
+            return bool(keys)
+        is_new = False
+        is_whole = len(use.keys) == len(keys) and list(use.keys) == keys
+        if not is_whole:
+            brought, num_brought = use.keys, len(use.keys)
+            use.bring(dict.fromkeys(keys, 0))
+            is_new = use.keys is not brought or len(use.keys) != num_brought
+            is_whole = list(use.keys) == keys
+        elif use.seen_at == self._generation:
+            return False
+        blocks = list(map(self._get, keys))
+        for key, block in zip(keys, blocks, strict=True):
+            if block is not None and use.keys[key] != block.generation:
+                use.keys[key] = block.generation
+                is_new = True
+        if is_whole:
+            use.seen_at = self._generation
+            use.all_here = all(blocks)
+        return is_new
 
     # --- lookups ----------------------------------------------------------------------------
 
@@ -381,6 +404,8 @@ class CPUOffloadingManager(OffloadingManager):
         if (use.is_stale or use.first_withheld is not None) and self._withholds(keys, use):
             self._count("kvtier_cpu_stale_blocks", len(keys))
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
+        if use.is_known_to_have(keys, self._generation):
+            return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         offered = dict.fromkeys(keys, 0)
         new, present = self._split(offered)
         comes_last = use.bring(offered)
@@ -460,8 +485,11 @@ class CPUOffloadingManager(OffloadingManager):
         if evicted is None:
             return None
         closes_gap = not comes_last and use.has_used_behind(new[0])
+        was_seen = use.seen_at == self._generation
         blocks = self._take_slots(new, writer)
         use.keys.update(dict.fromkeys(new, self._generation))
+        if was_seen:
+            use.seen_at = self._generation  # what it had used before was not evicted for this
         self._policy.insert_run(new, blocks, use.keys, use.context)
         if closes_gap:
             # They belong between the others, not behind them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ class RequestUse:
     """What one request has done with the tier so far."""
 
     __slots__ = (
+        "all_here",
         "announced",
         "brought",
         "context",
@@ -25,6 +27,7 @@ class RequestUse:
         "loading",
         "num_writing",
         "out_of_order",
+        "seen_at",
     )
 
     def __init__(self, context: ReqContext) -> None:
@@ -32,6 +35,11 @@ class RequestUse:
         self.keys: dict[OffloadKey, int] = {}
         """What it has brought, in prompt order, with the generation of the block in which it used
         or stored it; 0 if there was none."""
+        self.seen_at = -1
+        """The generation of the tier in which the keys above were last held against what is in it:
+        while that is the generation, no block of theirs has come or left."""
+        self.all_here = False
+        """Whether all of them had a block then."""
         self.fresh: list[OffloadKey] = []
         """Uses that the policy has not been told of."""
         self.out_of_order = False
@@ -65,9 +73,12 @@ class RequestUse:
         known = self.keys
         if known.keys().isdisjoint(keys):
             known.update(keys)
+            self.seen_at = -1
             return True
         if len(known) <= len(keys) and known.keys() <= keys.keys():
             self.keys = {**keys, **known}
+            if len(known) < len(keys):
+                self.seen_at = -1
         elif not keys.keys() <= known.keys():
             front: dict[OffloadKey, int] = {}
             for key in known:
@@ -75,7 +86,15 @@ class RequestUse:
                     break
                 front[key] = 0
             self.keys = {**front, **keys, **known}
+            self.seen_at = -1
         return False
+
+    def is_known_to_have(self, keys: list[OffloadKey], generation: int) -> bool:
+        """Whether it has used a block of each of these keys, from its first one on, and in this
+        generation of the tier all of those are still there."""
+        if self.seen_at != generation or not self.all_here:
+            return False
+        return keys == list(islice(self.keys, len(keys)))
 
     def has_used_behind(self, key: OffloadKey) -> bool:
         """Whether the request has used a block that comes after `key` in its prompt."""

@@ -51,6 +51,20 @@ class GroupTransfer:
         """How many places of the first slot are not part of the transfer."""
         return int(self.block_places[0])
 
+    def of_slots(self, start: int, stop: int) -> GroupTransfer:
+        """What of it is in these of its slots: `slots[start:stop]`."""
+        first, last = (
+            max(0, slot * self.blocks_per_chunk - self.first_place) for slot in (start, stop)
+        )
+        return GroupTransfer(
+            self.group_idx,
+            self.blocks_per_chunk,
+            self.blocks[first:last],
+            self.block_slots[first:last],
+            self.block_places[first:last],
+            self.slots[start:stop],
+        )
+
     @cached_property
     def run_starts(self) -> NDArray[np.int64]:
         """Where in these arrays pages cease to follow each other on both sides."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from kvtier.cpu.cuda.page_table import Pages, Run
 
@@ -45,11 +45,11 @@ class Copies(ABC):
         return
 
     @abstractmethod
-    def start(self, pages: Callable[[], Pages], *, is_store: bool) -> Ticket:
+    def start(self, parts: Iterator[Pages], *, is_store: bool) -> Ticket:
         """Have pages copied: from the device if it is a store, to it otherwise.
 
-        `pages` says which; it may be called by another thread, once. Raises if it cannot even be
-        tried. What the driver refuses, the ticket tells.
+        `parts` says which; another thread may go on with it. Raises if it cannot even be tried.
+        What the driver refuses, the ticket tells.
         """
 
     @abstractmethod

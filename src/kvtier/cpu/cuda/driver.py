@@ -53,25 +53,36 @@ class CudaDriver:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise CudaUnavailable(f"no NVIDIA driver on this machine: {error}") from error
-        self._copy_batch = self._find_copy_batch()
+        # Keeps the interpreter to itself: to get it back from a busy thread takes longer, up to
+        # some milliseconds, than what is called this way.
+        self._quick = ctypes.PyDLL("libcuda.so.1")
+        self._copy_batch, self._quick_copy_batch = self._find_copy_batch()
         self._attributes = _CopyAttributes(source_access_order=_STREAM_ORDER)
         self._first_index = ctypes.c_size_t(0)
 
     def copy_batch(
-        self, sources: Addresses, targets: Addresses, sizes: Addresses, stream: int
+        self,
+        sources: Addresses,
+        targets: Addresses,
+        sizes: Addresses,
+        stream: int,
+        *,
+        is_quick: bool = False,
     ) -> None:
         """Have the copy engines move pages, in stream order. The arrays may be reused at once.
 
         With memory that is not pinned it returns only when all is copied, or nearly so.
-        `stream` must not be the legacy default stream.
+        `stream` must not be the legacy default stream. `is_quick`: they are few, in pinned memory,
+        and the stream has room for them, so that the driver does not wait.
         """
         if len(sources) == 0:
             return
         for array in (sources, targets, sizes):
             assert array.flags.c_contiguous, "the driver knows no strides"
         failed_at = ctypes.c_size_t()
+        copy_batch = self._quick_copy_batch if is_quick else self._copy_batch
         self._check(
-            self._copy_batch(
+            copy_batch(
                 targets.ctypes.data,
                 sources.ctypes.data,
                 sizes.ctypes.data,
@@ -132,6 +143,13 @@ class CudaDriver:
         """What is in it is still done."""
         self._check(self._library.cuStreamDestroy_v2(ctypes.c_void_p(stream)), "cuStreamDestroy")
 
+    def wait_event(self, stream: int, event: int) -> None:
+        """Have a stream wait for the last record of an event."""
+        self._check(
+            self._quick.cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0),
+            "cuStreamWaitEvent",
+        )
+
     def load_function(self, image: bytes, name: str) -> ctypes.c_void_p:
         """A kernel out of machine code for this device. It stays loaded."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -150,9 +168,10 @@ class CudaDriver:
         stream: int,
         arguments: Any,
     ) -> None:
-        """`arguments`: a ctypes array of pointers to them."""
+        """`arguments`: a ctypes array of pointers to them. The stream has room for it, so that
+        the driver does not wait."""
         self._check(
-            self._library.cuLaunchKernel(
+            self._quick.cuLaunchKernel(
                 function,
                 *(blocks, 1, 1),
                 *(threads, 1, 1),
@@ -164,7 +183,8 @@ class CudaDriver:
             "cuLaunchKernel",
         )
 
-    def _find_copy_batch(self) -> Callable[..., int]:
+    def _find_copy_batch(self) -> tuple[Callable[..., int], Callable[..., int]]:
+        """The function, without and with the interpreter kept."""
         address, found = ctypes.c_void_p(), ctypes.c_int()
         name, flags = b"cuMemcpyBatchAsync", ctypes.c_uint64(0)
         find = getattr(self._library, "cuGetProcAddress_v2", None)
@@ -178,10 +198,11 @@ class CudaDriver:
                 "driver of release 570 or later"
             )
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        prototype = ctypes.CFUNCTYPE(
-            ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
+        types = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+        return (
+            ctypes.CFUNCTYPE(ctypes.c_int, *types)(address.value),
+            ctypes.PYFUNCTYPE(ctypes.c_int, *types)(address.value),
         )
-        return prototype(address.value)
 
     def _check(self, code: int, call: str) -> None:
         if code == 0:

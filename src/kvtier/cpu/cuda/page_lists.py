@@ -27,6 +27,11 @@ class PageLists:
         self._read = [torch.cuda.Event() for _ in range(_NUM_LISTS)]
         self._turn = 0
 
+    @property
+    def has_next(self) -> bool:
+        """Whether `take` would not wait."""
+        return bool(self._read[self._turn].query())
+
     def take(self, num_pages: int) -> Addresses:
         """Rows (sources, targets, sizes) to be filled in, for at most `max_pages` pages."""
         self._read[self._turn].synchronize()  # at once, if it was never recorded

@@ -5,7 +5,7 @@ Pure arithmetic on numbers: no CUDA call, and no memory is touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,10 @@ Addresses = NDArray[np.uint64]
 
 ALIGNMENT = 16
 """Of what a thread of the device reads or writes at once."""
+_FIRST_PART_PAGES = 1 << 11
+_PART_PAGES = 1 << 14
+"""Of a large job. The first part is small, so that the device has something to do soon; it is busy
+with each for longer than the next one takes to be written down."""
 _SIZES_KEPT = 1 << 12
 """For jobs of so many blocks, the sizes of their pages are kept ready."""
 
@@ -149,6 +153,28 @@ class PageTable:
             len(transfer.blocks) * self._groups[transfer.group_idx].bytes_per_block
             for transfer in transfers
         )
+
+    def parts(self, transfers: Sequence[GroupTransfer], *, is_store: bool) -> Iterator[Pages]:
+        """All that is to be copied: at once if it is little, otherwise in parts that are made one
+        after the other, as they are asked for."""
+        pages_per_slot = [
+            len(self._groups[transfer.group_idx].device_bases) * self.blocks_per_chunk
+            for transfer in transfers
+        ]
+        num_pages = sum(
+            len(transfer.slots) * count
+            for transfer, count in zip(transfers, pages_per_slot, strict=True)
+        )
+        if num_pages <= _FIRST_PART_PAGES:
+            yield self.pages(transfers, is_store=is_store)
+            return
+        most = _FIRST_PART_PAGES
+        for transfer, count in zip(transfers, pages_per_slot, strict=True):
+            start = 0
+            while start < len(transfer.slots):
+                stop = min(start + max(1, most // count), len(transfer.slots))
+                yield self.pages([transfer.of_slots(start, stop)], is_store=is_store)
+                start, most = stop, _PART_PAGES
 
     def pages(self, transfers: Sequence[GroupTransfer], *, is_store: bool) -> Pages:
         """All that is to be copied, slot by slot, in the order in which it lies there."""
