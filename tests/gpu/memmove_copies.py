@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from kvtier.cpu.cuda.copies import Copies, Ticket
-from kvtier.cpu.cuda.page_table import Pages
+from kvtier.cpu.cuda.page_table import Grid
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
 
@@ -35,11 +35,11 @@ class MemmoveCopies(Copies):
         undo.callback(self.close)
         return self
 
-    def start(self, parts: Iterator[Pages], *, is_store: bool) -> Ticket:
+    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
         assert not self.is_closed
         if self.refusal is not None:
             raise self.refusal
-        ticket = MemmoveTicket(self, list(parts), is_store)
+        ticket = MemmoveTicket(self, grids, is_store)
         self._under_way[is_store].append(ticket)
         if not self.is_held:
             self.copy_until(ticket)
@@ -69,17 +69,18 @@ class MemmoveCopies(Copies):
 
 
 class MemmoveTicket(Ticket):
-    def __init__(self, copies: MemmoveCopies, parts: list[Pages], is_store: bool) -> None:
+    def __init__(self, copies: MemmoveCopies, grids: Sequence[Grid], is_store: bool) -> None:
         self.is_store = is_store
         self.is_copied = False
         self._copies = copies
-        self._parts = parts
+        self._grids = grids
         self._seconds = 0.0
 
     def copy(self) -> None:
         began = time.perf_counter_ns()
-        for pages in self._parts:
-            for device, host, size in zip(*(column.tolist() for column in pages[:3]), strict=True):
+        for grid in self._grids:
+            pages = grid.pages(0, len(grid.blocks))
+            for device, host, size in zip(*(column.tolist() for column in pages), strict=True):
                 source, target = (device, host) if self.is_store else (host, device)
                 ctypes.memmove(target, source, size)
         self._seconds = (time.perf_counter_ns() - began + 1) / 1e9

@@ -13,11 +13,11 @@ import torch
 
 from kvtier.base import CanonicalKVCaches, OffloadingWorker
 from kvtier.cpu import gpu_worker
-from kvtier.cpu.cuda import page_kernel, page_lists, page_mover, streams, unpinned
+from kvtier.cpu.cuda import page_kernel, page_mover, streams, unpinned
 from kvtier.cpu.cuda.copies import Copies
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, cuda_driver
-from kvtier.cpu.cuda.page_table import Pages
+from kvtier.cpu.cuda.page_table import Grid
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
@@ -43,7 +43,7 @@ class Place:
     """
 
     device = "cpu"
-    choose: Callable[[Pages], CopyPath] | None = None
+    choose: Callable[[Grid], CopyPath] | None = None
     """How a worker's streams copy, where it has any and is not to choose itself."""
 
     def open_worker(
@@ -91,6 +91,10 @@ class Place:
         """What a worker asks for pinned memory."""
         return cuda_driver()
 
+    def stream(self, handle: int) -> Any:
+        """One of a worker's."""
+        return torch.cuda.ExternalStream(handle)
+
 
 class CPUPlace(Place):
     """The CUDA worker with copies within host memory."""
@@ -122,6 +126,9 @@ class SimulatedPlace(Place):
     def driver(self) -> Any:
         return self._driver
 
+    def stream(self, handle: int) -> Any:
+        return self.simulated.streams[handle]
+
     def compute(self, work: Callable[[], object]) -> None:
         self.simulated.current_stream.add(work)
 
@@ -148,7 +155,7 @@ class SimulatedPlace(Place):
         self._others: list[Any] = []
         self._torch = SimulatedTorch(self.simulated)
         self._driver = driver = SimulatedDriver(self.simulated)
-        for module in (gpu_worker, page_lists, page_mover, streams, unpinned):
+        for module in (gpu_worker, page_mover, streams, unpinned):
             self._patch.setattr(module, "torch", self._torch)
         self._patch.setattr(gpu_worker, "cuda_driver", lambda: driver)
         self._patch.setattr(gpu_worker, "PageKernel", SimulatedKernel)
@@ -219,7 +226,7 @@ def finish_everything(place: Place) -> None:
 _DEVICE_CALLS = {
     "copy_batch": (CudaDriver, SimulatedDriver),
     "register_host": (CudaDriver, SimulatedDriver),
-    "launch": (page_kernel.PageKernel, SimulatedKernel),
+    "launch": (page_kernel.Launcher, SimulatedKernel),
 }
 
 
@@ -250,18 +257,20 @@ class LaunchCount:
         self.blocks: set[int] = set()
         """Of threads: how many SMs a launch took."""
         self.streams: set[int] = set()
-        for kernel in (page_kernel.PageKernel, SimulatedKernel):
+        for kernel in (page_kernel.Launcher, SimulatedKernel):
             self._watch(patch, kernel)
 
     def _watch(self, patch: pytest.MonkeyPatch, kernel: Any) -> None:
         launch = kernel.launch
 
-        def counted(kernel: Any, pages: Any, largest: int, stream: int, blocks: int) -> None:
-            if pages.shape[1] > 0:  # one of none is how it is loaded
+        def counted(
+            kernel: Any, order: Any, entries: Any, first_place: int, stream: int, blocks: int
+        ) -> None:
+            if order.num_columns > 0:  # one of none is how it is loaded
                 self.count += 1
                 self.blocks.add(blocks)
                 self.streams.add(stream)
-            launch(kernel, pages, largest, stream, blocks)
+            launch(kernel, order, entries, first_place, stream, blocks)
 
         patch.setattr(kernel, "launch", counted)
 

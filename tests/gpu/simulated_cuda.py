@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.cpu.cuda.driver import CudaError
+from kvtier.cpu.cuda.page_kernel import Order
 from kvtier.cpu.cuda.page_table import ALIGNMENT
 
 Addresses = NDArray[np.uint64]
@@ -58,6 +60,7 @@ class SimulatedDevice:
         """Address to size."""
         self.num_steps = 0
         self.destroyed: list[SimulatedStream] = []
+        self.destroyed_events: list[int] = []
         self._random = random.Random(seed)
         self._of_thread = threading.local()
 
@@ -264,8 +267,31 @@ class SimulatedDriver:
         assert not queue.work or self._device.failure, "still in use"
         self._device.destroyed.append(queue)
 
+    def synchronize_stream(self, stream: int) -> None:
+        self._device.streams[stream].synchronize()
+
+    def create_event(self, *, is_timed: bool) -> int:
+        assert self._device.is_current, "an event of another device"
+        return SimulatedEvent(self._device).cuda_event
+
+    def destroy_event(self, event: int) -> None:
+        self._device.destroyed_events.append(event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        self._device.events[event].record(self._device.streams[stream])
+
     def wait_event(self, stream: int, event: int) -> None:
         self._device.streams[stream].wait_event(self._device.events[event])
+
+    def is_reached(self, event: int) -> bool:
+        return self._device.events[event].query()
+
+    def synchronize_event(self, event: int) -> None:
+        self._device.events[event].synchronize()
+
+    def seconds_between(self, start: int, end: int) -> float:
+        events = self._device.events
+        return events[start].elapsed_time(events[end]) / 1e3
 
     def copy_batch(
         self,
@@ -304,7 +330,7 @@ class SimulatedDriver:
 
 
 class SimulatedKernel:
-    """Reads its list when its turn comes, as a kernel does."""
+    """Does what it was told when its turn comes, as a kernel does. Its own launcher."""
 
     device: SimulatedDevice
     num_multiprocessors = 132
@@ -312,17 +338,29 @@ class SimulatedKernel:
     def __init__(self, driver: SimulatedDriver, *_: object) -> None:
         self.device = driver._device
 
-    def launch(self, pages: Addresses, largest: int, stream: int, *_: int) -> None:
+    def launcher(self) -> SimulatedKernel:
+        return self
+
+    def launch(
+        self, order: Order, entries: memoryview, first_place: int, stream: int, *_: int
+    ) -> None:
         if not self.device.is_current:
             raise CudaError("cuLaunchKernel: a stream of another device")
-        count, columns = pages.shape[1], [row.ctypes.data for row in pages]
+        pairs = list(struct.iter_unpack("=II", bytes(entries)))
+        assert 0 < len(pairs) <= order.max_entries
 
         def copy() -> None:
-            for source, target, size in zip(
-                *(_numbers_at(column, count) for column in columns), strict=True
-            ):
-                assert not (source | target | size) % ALIGNMENT, "the kernel would fault"
-                assert size <= largest, "the kernel would leave out the end"
-                ctypes.memmove(target, source, size)
+            numbers = _numbers_at(order.columns, 5 * order.num_columns)
+            columns = [numbers[column :: order.num_columns] for column in range(order.num_columns)]
+            for index, (block, slot) in enumerate(pairs):
+                order_in_slots, place = divmod(first_place + index, order.chunk)
+                row = order_in_slots if order.is_packed else slot
+                for base, step, offset, place_step, size in columns:
+                    device = base + block * step
+                    other = order.base + row * order.row_bytes + offset + place * place_step
+                    assert not (device | other | size) % ALIGNMENT, "the kernel would fault"
+                    assert size <= order.largest, "the kernel would leave out the end"
+                    source, target = (device, other) if order.is_store else (other, device)
+                    ctypes.memmove(target, source, size)
 
         self.device.streams[stream].add(copy)

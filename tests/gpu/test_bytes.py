@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.cpu.cuda import page_mover
+from kvtier.cpu.cuda import page_kernel, page_mover
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
@@ -197,11 +197,12 @@ def test_without_the_kernel_the_engines_do_it(
     assert "slower than the bus: injected" in warning.getMessage()
 
 
-def test_a_job_longer_than_a_list_is_copied_by_the_kernel_in_parts(
+def test_what_is_too_long_for_a_launch_is_copied_by_the_kernel_in_parts(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when there are more parts under way than lists: each is read before it is reused."""
-    monkeypatch.setattr(page_mover, "_LIST_PAGES", 2)
+    """Also when there are more parts than may be under way."""
+    monkeypatch.setattr(page_kernel, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(page_mover, "_WINDOW", 8)
     refuse_device_call(monkeypatch, "copy_batch", CudaError("not by the engines"))
     device_place.use(CopyPath.KERNEL)
     launches = LaunchCount(monkeypatch)
@@ -262,7 +263,8 @@ def test_what_a_buffer_cannot_hold_is_not_staged(
     device_place.use(CopyPath.STAGED)
     for num_tensors, path in ((3, CopyPath.STAGED), (4, CopyPath.KERNEL)):
         with open_rig(device_place, plain_layout(*[64] * num_tensors, num_blocks=8), shm) as rig:
-            rig.do(store([1, 2], [3, 1]), load([3, 1], [4, 5]))
+            rig.do(store([1, 2], [3, 1]))
+            rig.do(load([3, 1], [4, 5]))
             rig.check()
             assert isinstance(rig.worker, GPUOffloadingWorker)
             assert isinstance(rig.worker.copies, StreamCopies)

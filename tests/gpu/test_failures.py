@@ -14,7 +14,7 @@ from kvtier.base import GPULoadStoreSpec
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.cuda import page_mover
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
-from kvtier.cpu.cuda.driver import CudaError
+from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.page_table import PageTable
 from tests.cpu.jobs import BAD_SPECS, BAD_SPECS_BLOCKS, BAD_SPECS_SLOTS
 from tests.gpu.cache_layout import plain_layout
@@ -183,26 +183,33 @@ def test_no_error_ends_the_thread_that_hands_over(
 
     with open_rig(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         before = set(threading.enumerate())
-        rig.do(a_job(is_store))
+        device_place.delay()
+        for job_id in (1, 2):  # the second one finds another under way
+            assert a_job(is_store).submit(rig.worker, job_id)
         (thread,) = set(threading.enumerate()) - before
+        assert all(result.success for result in finish(rig.worker, [1, 2]))
+        rig.apply(a_job(is_store))
+        device_place.delay()
+        assert a_job(is_store).submit(rig.worker, 1)
         with monkeypatch.context() as patch:
             refuse_device_call(patch, "copy_batch", error)
             refuse_device_call(patch, "launch", error)
             for stream in (torch.cuda.Stream, SimulatedStream):
                 patch.setattr(stream, "synchronize", fail_in_the_thread)
-            assert a_job(is_store).submit(rig.worker, 1)
-            (result,) = finish(rig.worker, [1], by_polling=True)
-            assert not result.success
+            patch.setattr(CudaDriver, "synchronize_stream", fail_in_the_thread)
+            assert a_job(is_store).submit(rig.worker, 2)
+            results = finish(rig.worker, [1, 2], by_polling=True)
+            assert not results[1].success
             thread.join(0.1)  # or the end of the worker would wait for it forever
             assert thread.is_alive()
         rig.do(a_job(is_store, 3, 3), first_id=1)
         rig.check()
 
 
-def test_refused_launches_leave_the_lists_as_they_were(
+def test_refused_launches_leave_no_trace(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_mover, "_LIST_PAGES", 8)
+    monkeypatch.setattr(page_mover, "_WINDOW", 4)
     device_place.use(CopyPath.KERNEL)
     with open_rig(device_place, plain_layout(64, num_blocks=8), shm) as rig:
         device_place.delay()
@@ -345,14 +352,14 @@ def test_what_a_caller_does_later_with_its_numbers_does_not_matter(
 ) -> None:
     """They are used in another thread, long after they were checked."""
     blocks, slots = np.array([1, 2]), np.array([3, 0])
-    pages = PageTable.pages
+    grids = PageTable.grids
 
     def overwrite_first(*arguments: Any, **options: Any) -> Any:
         blocks[:] = slots[:] = 1 << 40
-        return pages(*arguments, **options)
+        return grids(*arguments, **options)
 
     with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
-        monkeypatch.setattr(PageTable, "pages", overwrite_first)
+        monkeypatch.setattr(PageTable, "grids", overwrite_first)
         device, host = GPULoadStoreSpec(blocks, [2], [0]), CPULoadStoreSpec(slots)
         assert rig.worker.submit_store(1, device, host)
         (result,) = finish(rig.worker, [1])

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
-from kvtier.cpu.cuda.page_table import PageTable
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
+from kvtier.cpu.lane import Lane
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import load, store
 from tests.gpu.places import Place, finish_everything, refuse_device_call
@@ -32,13 +32,13 @@ def test_the_caches_can_go_when_the_device_is_done(
     """As an engine does that sleeps: it unmaps its caches without asking the worker."""
     if not is_pinned:
         refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
-    pages = PageTable.pages
+    put = Lane.put
 
-    def take_a_while(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.01)
-        return pages(*arguments, **options)
+    def put_off(lane: Lane, work: Callable[[], None]) -> None:
+        put(lane, lambda: time.sleep(0.01))
+        put(lane, work)
 
-    monkeypatch.setattr(PageTable, "pages", take_a_while)
+    monkeypatch.setattr(Lane, "put", put_off)
     device_place.use(*CopyPath)
     jobs = (
         [store(range(8), range(8)), store([1, 2], [3, 4]), load([8], [9])]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.base import TransferResult
-from kvtier.cpu.cuda import page_mover
+from kvtier.cpu.cuda import page_kernel
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
@@ -33,11 +33,11 @@ def some_job(rng: random.Random) -> Job | None:
     return load(rng.choices(LOADED_SLOTS, k=count), rng.sample(LOADED_BLOCKS, count))
 
 
-@pytest.mark.parametrize("list_pages", [1 << 14, 4])
+@pytest.mark.parametrize("most_entries", [page_kernel.MOST_ENTRIES, 2])
 def test_a_thousand_jobs_are_done_in_order_and_reported_once(
-    place: Place, list_pages: int, shm: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, most_entries: int, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_mover, "_LIST_PAGES", list_pages)
+    monkeypatch.setattr(page_kernel, "MOST_ENTRIES", most_entries)
     place.use(*CopyPath)
     if isinstance(place, CPUPlace):
         place.copies.is_held = True

@@ -43,7 +43,10 @@ def test_loads_go_before_stores(device_place: Place, shm: Path) -> None:
     with open_rig(device_place, LAYOUT, shm) as rig:
         copies = stream_copies(rig)
         of_loads, of_stores = (
-            {direction.mover.stream.priority, direction.mover._second_stream.priority}
+            {
+                device_place.stream(handle).priority
+                for handle in (direction.mover.stream, direction.mover._second_stream)
+            }
             for direction in (copies._loads, copies._stores)
         )
     assert len(of_loads) == len(of_stores) == 1
@@ -90,8 +93,8 @@ def test_jobs_one_after_the_other_need_no_new_events(
 ) -> None:
     new_events, made = streams._new_events, []
 
-    def noted() -> Any:
-        made.append(new_events())
+    def noted(*arguments: Any) -> Any:
+        made.append(new_events(*arguments))
         return made[-1]
 
     monkeypatch.setattr(streams, "_new_events", noted)
@@ -122,7 +125,7 @@ def test_whoever_keeps_a_worker_keeps_no_memory_and_no_thread_after_its_end(
     device_place.use(*CopyPath)
     threads_before = set(threading.enumerate())
     with open_rig(device_place, LAYOUT, shm) as rig:
-        assert sum(not memory.expired() for memory in taken) >= (5 if is_pinned else 1)
+        assert sum(not memory.expired() for memory in taken) >= (3 if is_pinned else 1)
         jobs = [job for i in range(len(CopyPath)) for job in (store([i], [i]), load([i], [i]))]
         rig.do(*jobs)
         for job_id, job in enumerate(jobs):

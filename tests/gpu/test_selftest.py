@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ from kvtier.cpu import gpu_selftest
 from kvtier.cpu.cuda.copies import Ticket
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError, CudaUnavailable
-from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
-from kvtier.cpu.cuda.page_table import Pages
+from kvtier.cpu.cuda.page_kernel import KernelUnavailable, Launcher, PageKernel
+from kvtier.cpu.cuda.page_table import Grid, Pages
 from kvtier.cpu.gpu_selftest import _check_all, _is_exact, main
 from tests.gpu.memmove_copies import MemmoveCopies
 from tests.gpu.places import CudaPlace, Place, refuse_device_call
@@ -55,9 +55,10 @@ class SpoilingCopies(MemmoveCopies):
         self._spoiled = is_store
         self._spoil = spoil
 
-    def start(self, parts: Iterator[Pages], *, is_store: bool) -> Ticket:
-        (of_job,) = parts
-        ticket = super().start(iter([of_job]), is_store=is_store)
+    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
+        (grid,) = grids
+        of_job = grid.pages(0, len(grid.blocks))
+        ticket = super().start(grids, is_store=is_store)
         if is_store is self._spoiled:
             byte = ctypes.c_uint8.from_address(self._spoil(of_job))
             byte.value ^= 1
@@ -147,13 +148,13 @@ def test_without_pinning_no_other_way_is_said_to_be_right(
 def test_wrong_bytes_are_counted_and_named(
     device_place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The kernel leaves out the last page of a list."""
-    for kernel in (PageKernel, SimulatedKernel):
+    """The kernel leaves out the last block."""
+    for kernel in (Launcher, SimulatedKernel):
 
         def shortened(
-            kernel: Any, pages: Any, *arguments: Any, launch: Any = kernel.launch
+            kernel: Any, order: Any, entries: Any, *arguments: Any, launch: Any = kernel.launch
         ) -> None:
-            launch(kernel, pages[:, :-1], *arguments)
+            launch(kernel, order, entries[:-8], *arguments)
 
         monkeypatch.setattr(kernel, "launch", shortened)
     assert _check_all(torch.device(device_place.device)) == 3

@@ -1,7 +1,8 @@
 """Stock vLLM on a GPU gives the same answers, bit for bit, wherever a prompt's blocks come from.
 
 They are compared with a hit in the device's own cache: what is computed in one piece and what is
-computed after a hit differ in the last bits of bf16 with and without kvtier.
+computed after a hit differ in the last bits of bf16 with and without kvtier. So do requests that
+are computed in a different company; of these the bytes are compared that the model reads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,81 +22,180 @@ import pytest
 
 from kvtier.integrations.vllm.tiny_model import GEMMA3_HYBRID, LLAMA
 from tests.gpu import places
+from tests.gpu.vllm_probe import FAMILY_TOKENS, PROMPT_TOKENS
 
 PATIENCE_S = 240
 BLOCKS = 32
 """Of a prompt."""
+AT_ONCE = 6
+"""Engines. Nearly all of their time goes into starting."""
+
+GRAPHS = {
+    "enforce_eager": False,
+    # Not compiled: that takes a C compiler, and changes nothing about how graphs are launched.
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+    },
+}
+CHUNKED = {"max_num_batched_tokens": 256}
+ASYNCHRONOUS, SYNCHRONOUS = {"async_scheduling": True}, {"async_scheduling": False}
 
 pytestmark = [
     pytest.mark.skipif(not places.has_cuda(), reason=places.NO_DEVICE),
     pytest.mark.skipif(find_spec("vllm") is None, reason="no vLLM beside this python"),
 ]
 
-
-class Probe:
-    """A process with an engine."""
-
-    def __init__(self, folder: Path, **order: Any) -> None:
-        order = {"door": "connector", "restart": False, "folder": str(folder)} | order
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.vllm_probe", json.dumps(order)],
-            env=os.environ | {"PYTHONHASHSEED": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def answers(self) -> dict[str, Any]:
-        try:
-            out, log = self._process.communicate(timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            out, log = self._process.communicate()
-        assert self._process.returncode == 0, log[-4000:]
-        answers: dict[str, Any] = json.loads(out)
-        return answers
+Answers = dict[str, Any]
 
 
-def require_same(answers: dict[str, Any], what: str) -> None:
+def probe(folder: Path, **order: Any) -> Answers:
+    """What an engine in a process of its own answers."""
+    order = {
+        "door": "connector",
+        "restart": False,
+        "sleep": False,
+        "crowd": False,
+        "engine": {},
+        "folder": str(folder),
+    } | order
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.vllm_probe", json.dumps(order)],
+        env=os.environ | {"PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers: Answers = json.loads(done.stdout)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
+    """Runs all engines, several at the same time, and tells what each has answered."""
+    folder = tmp_path_factory.mktemp("vllm")
+    llama = str(LLAMA.write(folder / "llama"))
+    hybrid = str(GEMMA3_HYBRID.write(folder / "hybrid"))
+    host = {"cpu_bytes_to_use": "1GiB"}
+    tier = {"type": "disk", "path": str(folder / "kv.slab"), "max_bytes": "1GiB"}
+    disk = host | {
+        "prefill_tokens_per_s": 0,
+        "secondary_tiers": [tier],
+        "reset_scope": "primary",  # vLLM resets when it sleeps
+    }
+    orders: dict[str, dict[str, Any]] = {
+        "sleep": {"kvtier": disk, "sleep": True},
+        "llama without kvtier": {"kvtier": None},
+        "hybrid without kvtier": {"kvtier": None, "model": hybrid},
+        "connector": {"engine": ASYNCHRONOUS},
+        "plain": {"door": "plain"},
+        "hybrid": {"model": hybrid},
+        "large chunks": {"kvtier": host | {"block_size": 128}},
+        "synchronous": {"engine": SYNCHRONOUS | CHUNKED},
+        "graphs": {"engine": ASYNCHRONOUS | GRAPHS},
+        "crowd": {"crowd": True, "engine": ASYNCHRONOUS | CHUNKED},
+        "crowd with graphs": {"crowd": True, "engine": SYNCHRONOUS | CHUNKED | GRAPHS},
+    }
+    running: dict[str, Future[Answers]] = {}
+
+    def run(name: str, order: dict[str, Any]) -> Answers:
+        return probe(folder / f"of {name}", **({"model": llama, "kvtier": host} | order))
+
+    def run_again() -> Answers:
+        running["sleep"].result()
+        return run("restart", {"kvtier": disk, "restart": True})
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        running |= {name: pool.submit(run, name, order) for name, order in orders.items()}
+        running["restart"] = pool.submit(run_again)
+    print(f"{len(running)} engines in {time.perf_counter() - began:.0f} s")
+    return lambda name: running[name].result()
+
+
+def require_same(answers: Answers, what: str) -> None:
     for got, expected in zip(answers[what], answers["from the device"], strict=True):
         assert got["tokens"] == expected["tokens"], what
         assert got["logprobs"] == expected["logprobs"], what
-        assert got["cached_tokens"] == expected["cached_tokens"] >= 1_024, what
+        assert got["cached_tokens"] == expected["cached_tokens"] >= PROMPT_TOKENS, what
 
 
-def test_answers_are_the_same_wherever_blocks_come_from(tmp_path: Path) -> None:
-    """Both doors, a model with two kinds of attention, chunks of four blocks: at the same time,
-    beside vLLM without kvtier."""
-    llama = str(LLAMA.write(tmp_path / "llama"))
-    hybrid = str(GEMMA3_HYBRID.write(tmp_path / "hybrid"))
-    host = {"cpu_bytes_to_use": "1GiB"}
-    probes = {
-        "connector": Probe(tmp_path / "1", model=llama, kvtier=host),
-        "plain": Probe(tmp_path / "2", model=llama, kvtier=host, door="plain"),
-        "hybrid": Probe(tmp_path / "3", model=hybrid, kvtier=host),
-        "chunks": Probe(tmp_path / "4", model=llama, kvtier=host | {"block_size": 128}),
-    }
-    without = {
-        model: Probe(tmp_path / model, model=path, kvtier=None)
-        for model, path in (("llama", llama), ("hybrid", hybrid))
-    }
-    stock = {model: probe.answers() for model, probe in without.items()}
-    for name, probe in probes.items():
-        answers = probe.answers()
-        for what in ("computed", "from the device"):
-            expected = stock["hybrid" if name == "hybrid" else "llama"][what]
-            assert [each["tokens"] for each in answers[what]] == [e["tokens"] for e in expected]
-            assert [e["logprobs"] for e in answers[what]] == [e["logprobs"] for e in expected]
-        require_same(answers, "from the host")
-        assert answers["figures"]["cpu_loaded_blocks"] > 0, name
-        assert not answers["figures"].get("failed_loads"), name
+def require_loaded(answers: Answers) -> None:
+    assert answers["figures"]["cpu_loaded_blocks"] > 0
+    assert not answers["figures"].get("failed_loads")
 
 
-def test_answers_are_the_same_after_a_restart(tmp_path: Path) -> None:
-    llama = str(LLAMA.write(tmp_path / "llama"))
-    tier = {"type": "disk", "path": str(tmp_path / "kv.slab"), "max_bytes": "1GiB"}
-    kvtier = {"cpu_bytes_to_use": "1GiB", "prefill_tokens_per_s": 0, "secondary_tiers": [tier]}
-    Probe(tmp_path / "1", model=llama, kvtier=kvtier).answers()
-    answers = Probe(tmp_path / "2", model=llama, kvtier=kvtier, restart=True).answers()
+@pytest.mark.parametrize("name", ["connector", "plain", "hybrid", "large chunks"])
+def test_answers_are_the_same_wherever_blocks_come_from(
+    name: str, answers_of: Callable[[str], Answers]
+) -> None:
+    """Both doors, a model with two kinds of attention, chunks of four blocks: as they are without
+    kvtier."""
+    answers = answers_of(name)
+    stock = answers_of("hybrid without kvtier" if name == "hybrid" else "llama without kvtier")
+    for what in ("computed", "from the device"):
+        assert [each["tokens"] for each in answers[what]] == [e["tokens"] for e in stock[what]]
+        assert [e["logprobs"] for e in answers[what]] == [e["logprobs"] for e in stock[what]]
+    require_same(answers, "from the host")
+    require_loaded(answers)
+
+
+def test_answers_are_the_same_in_asynchronous_steps(
+    answers_of: Callable[[str], Answers],
+) -> None:
+    answers = answers_of("connector")
+    require_same(answers, "from the host")
+    assert answers["mode"]["asynchronous"]
+
+
+def test_answers_are_the_same_with_graphs(answers_of: Callable[[str], Answers]) -> None:
+    answers = answers_of("graphs")
+    require_same(answers, "from the host")
+    require_loaded(answers)
+    assert answers["mode"]["graph replays"] > 0
+
+
+def test_answers_are_the_same_in_synchronous_steps_and_prompts_in_pieces(
+    answers_of: Callable[[str], Answers],
+) -> None:
+    answers = answers_of("synchronous")
+    require_same(answers, "from the host")
+    require_loaded(answers)
+    assert not answers["mode"]["asynchronous"]
+    assert answers["mode"]["tokens per step"] < PROMPT_TOKENS
+
+
+@pytest.mark.parametrize("name", ["crowd", "crowd with graphs"])
+def test_a_crowd_reads_what_was_computed(name: str, answers_of: Callable[[str], Answers]) -> None:
+    """Nothing is computed twice, so that every byte that is read has been computed once, and can
+    differ only if it was lost on its way, or is not there yet, or not any more."""
+    answers = answers_of(name)
+    assert set(answers["cached"]["known"]) == {PROMPT_TOKENS}
+    assert set(answers["cached"]["new"]) == {FAMILY_TOKENS}
+    watch = answers["watch"]
+    assert watch["compared"] > 10_000
+    assert watch["wrong"] == 0
+    assert watch["busy steps"] > 0
+    assert answers["figures"]["cpu_loaded_blocks"] > 10 * BLOCKS
+    require_loaded(answers)
+    has_graphs = name == "crowd with graphs"
+    assert (answers["mode"]["graph replays"] > 0) == has_graphs
+    assert answers["mode"]["asynchronous"] == (not has_graphs)
+
+
+def test_answers_are_the_same_after_a_sleep(answers_of: Callable[[str], Answers]) -> None:
+    """In which the device's memory was another's, while blocks were on their way to the host."""
+    answers = answers_of("sleep")
+    require_same(answers, "from the host")
+    require_same(answers, "after a sleep")
+    require_loaded(answers)
+    assert answers["figures"]["cpu_promoted_blocks"] >= 3 * BLOCKS
+
+
+def test_answers_are_the_same_after_a_restart(answers_of: Callable[[str], Answers]) -> None:
+    answers = answers_of("restart")
     require_same(answers, "after a restart")
     assert answers["figures"]["cpu_promoted_blocks"] >= 3 * BLOCKS

@@ -23,7 +23,7 @@ from kvtier.cpu.cuda.copy_paths import Path
 from kvtier.cpu.cuda.device_tensors import device_of, device_tensors
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError, cuda_driver
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
-from kvtier.cpu.cuda.page_table import HostCell, Pages, PageTable
+from kvtier.cpu.cuda.page_table import Grid, HostCell, PageTable
 from kvtier.cpu.cuda.pinning import pin_region
 from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.cuda.unpinned import UnpinnedCopies
@@ -90,8 +90,7 @@ class GPUOffloadingWorker(SlotWorker):
         with ExitStack() as undo:
             self.copies = (open_copies or open_pinned)(device, region, undo)
             """What does the copying."""
-            for run in self._table.runs:
-                self.copies.expect_runs(run)
+            self.copies.expect(self._table.columns)
             self._undo = undo.pop_all()
         self._stores: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()
@@ -179,7 +178,7 @@ class GPUOffloadingWorker(SlotWorker):
             num_slots=table.num_slots,
             num_blocks_of_group=table.num_blocks_of_group,
         )
-        ticket = self.copies.start(table.parts(transfers, is_store=is_store), is_store=is_store)
+        ticket = self.copies.start(table.grids(transfers, is_store=is_store), is_store=is_store)
         return _Job(job_id, ticket, table.num_bytes(transfers))
 
     def _collect(self, jobs: deque[_Job]) -> None:
@@ -215,7 +214,7 @@ def open_pinned(
     device: Any,
     region: SharedOffloadRegion,
     undo: ExitStack,
-    choose: Callable[[Pages], Path] | None = None,
+    choose: Callable[[Grid], Path] | None = None,
 ) -> Copies:
     """The quickest that this machine has; slower ones, and a warning, if memory cannot be pinned.
 

@@ -217,10 +217,12 @@ class CPUOffloadingManager(OffloadingManager):
         elif use.seen_at == self._generation:
             return False
         blocks = list(map(self._get, keys))
-        for key, block in zip(keys, blocks, strict=True):
-            if block is not None and use.keys[key] != block.generation:
-                use.keys[key] = block.generation
-                is_new = True
+        known = list(map(use.keys.get, keys))
+        if [block.generation if block is not None else 0 for block in blocks] != known:
+            for key, block in zip(keys, blocks, strict=True):
+                if block is not None and use.keys[key] != block.generation:
+                    use.keys[key] = block.generation
+                    is_new = True
         if is_whole:
             use.seen_at = self._generation
             use.all_here = all(blocks)
@@ -337,7 +339,9 @@ class CPUOffloadingManager(OffloadingManager):
         use.has_loaded = True
         self._uses[use.context.req_id] = use
         loading = use.loading
-        if loading.keys().isdisjoint(keys):
+        if not loading:
+            use.loading = keys
+        elif loading.keys().isdisjoint(keys):
             loading.update(keys)
         else:
             for key in keys:
@@ -349,7 +353,8 @@ class CPUOffloadingManager(OffloadingManager):
             if not use.fresh:
                 self._unsettled.append(use)
                 use.fresh.append(blocks[0].key)
-        self._note_uses(blocks, use)
+        if not use.is_known_to_have(list(keys), self._generation):
+            self._note_uses(blocks, use)
 
     def _slots_one_by_one(
         self, keys: list[OffloadKey], loading: dict[OffloadKey, int], use: RequestUse

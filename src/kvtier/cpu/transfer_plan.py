@@ -51,20 +51,6 @@ class GroupTransfer:
         """How many places of the first slot are not part of the transfer."""
         return int(self.block_places[0])
 
-    def of_slots(self, start: int, stop: int) -> GroupTransfer:
-        """What of it is in these of its slots: `slots[start:stop]`."""
-        first, last = (
-            max(0, slot * self.blocks_per_chunk - self.first_place) for slot in (start, stop)
-        )
-        return GroupTransfer(
-            self.group_idx,
-            self.blocks_per_chunk,
-            self.blocks[first:last],
-            self.block_slots[first:last],
-            self.block_places[first:last],
-            self.slots[start:stop],
-        )
-
     @cached_property
     def run_starts(self) -> NDArray[np.int64]:
         """Where in these arrays pages cease to follow each other on both sides."""
@@ -183,7 +169,7 @@ def _block_ids(
 
 
 def _require_within(what: str, ids: NDArray[np.int64], count: int) -> None:
-    if len(ids) and (ids.min() < 0 or ids.max() >= count):
+    if len(ids) and ids.view(np.uint64).max() >= count:  # as such, numbers below 0 are large
         outside = ids[(ids < 0) | (ids >= count)]
         raise TransferRefused(f"{what} {outside[0]} is not one of 0 to {count - 1}")
 

@@ -33,6 +33,8 @@ class Groups:
         self._tokens = {
             index.to_bytes(4, "big"): shape.tokens_per_block for index, shape in shapes.items()
         }
+        self.is_only_one = len(shapes) == 1
+        """Whether a prompt has been looked up when its keys of one group have been."""
         self.windows = {
             index.to_bytes(4, "big"): shape.window_blocks + _BEYOND_WINDOW
             for index, shape in shapes.items()

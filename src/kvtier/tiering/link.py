@@ -458,9 +458,13 @@ class TierLink:
                 self.name,
             )
 
+    def is_to_explore(self, now: float) -> bool:
+        """Whether it is time to try the tier again, if it is found slower than computing."""
+        return now >= self._explore_at
+
     def explores(self, now: float) -> bool:
         """Whether to try a tier again that was found slower than computing. Now and then."""
-        if now < self._explore_at:
+        if not self.is_to_explore(now):
             return False
         self._explore_at = now + _EXPLORE_EVERY_S
         return True

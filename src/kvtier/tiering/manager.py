@@ -224,7 +224,11 @@ class TieringOffloadingManager(OffloadingManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         keys = list(keys)
         self.primary_tier.touch(keys, req_context)
-        for link in self._request_of(req_context).links:
+        request = self._request_of(req_context)
+        if keys == request.touched:
+            return  # engines say so in step after step, and tiers know
+        request.touched = keys
+        for link in request.links:
             if link.breaker.is_closed:
                 link.call("touch", link.tier.touch, keys, req_context, default=None)
 
@@ -400,6 +404,7 @@ class TieringOffloadingManager(OffloadingManager):
             request.goes_on()
             request.step = -1
             request.prepared = {}
+            request.touched = ()
             request.num_parked = 0
             self._tell_if_finished(request)
 

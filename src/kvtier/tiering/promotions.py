@@ -70,6 +70,31 @@ class Promotions:
                     break  # what comes behind would be of no use
         self.wanting = {}
 
+    def declines(self, group: bytes, request: TierRequest) -> bool:
+        """Whether what a request has found below, having looked up its whole prompt, would not be
+        brought up, since computing is quicker. Then it asks that tier no more, and has to look
+        again. To be told so at the end of the step would cost it that step.
+        """
+        wanted = request.wanted.get(group)
+        if not wanted or not self._prefill.is_known or not self._groups.is_only_one:
+            return False
+        now = self._step.now
+        first = next(iter(wanted.values()))
+        if first is None or not first.lets(request, now) or first.is_to_explore(now):
+            return False
+        keys = [key for key, link in wanted.items() if link is first]
+        if self._is_worth_it(keys, first, request):
+            return False
+        self._decline(len(keys), first, request)
+        self.wanting.pop(request, None)
+        request.begin_step(request.step)
+        return True
+
+    def _decline(self, num_blocks: int, link: TierLink, request: TierRequest) -> None:
+        link.count("hit_blocks", num_blocks)
+        link.count("declined_blocks", num_blocks)
+        request.decline(link)
+
     def _by_link(self, request: TierRequest) -> dict[TierLink, list[OffloadKey]]:
         """What to bring up for a request, in prompt order, by tier."""
         by_link: dict[TierLink, list[OffloadKey]] = {}
@@ -98,9 +123,7 @@ class Promotions:
         wanted = len(keys)
         if not self._is_worth_it(keys, link, request):
             if not link.explores(now):
-                link.count("hit_blocks", wanted)
-                link.count("declined_blocks", wanted)
-                request.decline(link)
+                self._decline(wanted, link, request)
                 return False
             del keys[_EXPLORED_BLOCKS:]
         del keys[link.num_loadable(len(keys)) :]

@@ -52,6 +52,7 @@ class TierRequest:
         "request_level",
         "sources",
         "step",
+        "touched",
         "use",
         "waited",
         "wanted",
@@ -116,6 +117,8 @@ class TierRequest:
         """Blocks to be cascaded for it later: when someone else has written them, or when a tier's
         stores pin less than their share."""
         self.leases: set[int] = set()
+        self.touched: Sequence[OffloadKey] = ()
+        """What its tiers were last told that it uses."""
 
     def begin_step(self, step: int) -> None:
         """Forget what it asked for in earlier steps."""

@@ -126,6 +126,8 @@ class Search:
             request.awaited[group] = awaited
             return awaited.answer
         answer = self._look_up_prefix(keys, group, request)
+        while not answer.is_final and self._promotions.declines(group, request):
+            answer = self._look_up_prefix(keys, group, request)
         if not answer.is_final:
             self._note_awaited(keys, answer, group, request)
         return answer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-from kvtier.cpu.cuda.page_table import Pages, Run
+from kvtier.cpu.cuda.page_table import Columns, Grid
 
 __all__ = ["LOAD_PRIORITY", "STORE_PRIORITY", "Copies", "Ticket"]
 
@@ -40,16 +40,15 @@ class Copies(ABC):
     overwrites nothing that is still being read.
     """
 
-    def expect_runs(self, run: Run) -> None:
-        """Be ready for jobs whose pages lie together in slots like this. Before the first job."""
+    def expect(self, columns: Sequence[Columns]) -> None:
+        """Be ready for grids of these. Before the first job."""
         return
 
     @abstractmethod
-    def start(self, parts: Iterator[Pages], *, is_store: bool) -> Ticket:
+    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
         """Have pages copied: from the device if it is a store, to it otherwise.
 
-        `parts` says which; another thread may go on with it. Raises if it cannot even be tried.
-        What the driver refuses, the ticket tells.
+        Raises if it cannot even be tried. What the driver refuses, the ticket tells.
         """
 
     @abstractmethod

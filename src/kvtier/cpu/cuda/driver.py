@@ -23,6 +23,8 @@ _BATCH_SINCE = 12_080
 _STREAM_ORDER = 1
 """Sources are read when the stream gets there, not before."""
 _PORTABLE_AND_MAPPED = 0x01 | 0x02
+_NO_TIMES = 0x02
+_NOT_READY = 600
 _NON_BLOCKING = 0x01
 """Does not wait for the legacy default stream, nor that one for it."""
 
@@ -51,11 +53,11 @@ class CudaDriver:
         """Raises `CudaUnavailable`."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
+            # Keeps the interpreter to itself: to get it back from a busy thread takes longer, up to
+            # some milliseconds, than what is called this way.
+            self._quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise CudaUnavailable(f"no NVIDIA driver on this machine: {error}") from error
-        # Keeps the interpreter to itself: to get it back from a busy thread takes longer, up to
-        # some milliseconds, than what is called this way.
-        self._quick = ctypes.PyDLL("libcuda.so.1")
         self._copy_batch, self._quick_copy_batch = self._find_copy_batch()
         self._attributes = _CopyAttributes(source_access_order=_STREAM_ORDER)
         self._first_index = ctypes.c_size_t(0)
@@ -150,10 +152,63 @@ class CudaDriver:
             "cuStreamWaitEvent",
         )
 
-    def load_function(self, image: bytes, name: str) -> ctypes.c_void_p:
-        """A kernel out of machine code for this device. It stays loaded."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    def synchronize_stream(self, stream: int) -> None:
+        """Return when all is done that it was given."""
+        self._check(
+            self._library.cuStreamSynchronize(ctypes.c_void_p(stream)), "cuStreamSynchronize"
+        )
+
+    def create_event(self, *, is_timed: bool) -> int:
+        """Of the current device."""
+        event = ctypes.c_void_p()
+        flags = 0 if is_timed else _NO_TIMES
+        self._check(self._library.cuEventCreate(ctypes.byref(event), flags), "cuEventCreate")
+        assert event.value is not None
+        return event.value
+
+    def destroy_event(self, event: int) -> None:
+        """Whoever waits for it still does."""
+        self._check(self._quick.cuEventDestroy_v2(ctypes.c_void_p(event)), "cuEventDestroy")
+
+    def record_event(self, event: int, stream: int) -> None:
+        """Mark in a stream what was given to it before."""
+        self._check(
+            self._quick.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream)),
+            "cuEventRecord",
+        )
+
+    def is_reached(self, event: int) -> bool:
+        """Whether the last record of an event is, or there is none."""
+        code = self._quick.cuEventQuery(ctypes.c_void_p(event))
+        if code == _NOT_READY:
+            return False
+        self._check(code, "cuEventQuery")
+        return True
+
+    def synchronize_event(self, event: int) -> None:
+        """Return when it is reached."""
+        self._check(self._library.cuEventSynchronize(ctypes.c_void_p(event)), "cuEventSynchronize")
+
+    def seconds_between(self, start: int, end: int) -> float:
+        """Of two events that were created with times and are reached."""
+        milliseconds = ctypes.c_float()
+        self._check(
+            self._quick.cuEventElapsedTime(
+                ctypes.byref(milliseconds), ctypes.c_void_p(start), ctypes.c_void_p(end)
+            ),
+            "cuEventElapsedTime",
+        )
+        return milliseconds.value / 1e3
+
+    def load_module(self, image: bytes) -> ctypes.c_void_p:
+        """Machine code for this device. It stays loaded."""
+        module = ctypes.c_void_p()
         self._check(self._library.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+        return module
+
+    def find_function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
+        """A kernel of such code."""
+        function = ctypes.c_void_p()
         self._check(
             self._library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
             "cuModuleGetFunction",

@@ -1,4 +1,5 @@
-// Copies pages between device memory and mapped host memory.
+// Copies the pages of blocks between device memory and mapped host memory, or a buffer on the
+// device.
 //
 // Few blocks of many threads: the bus is kept busy by the number of loads that are under way, and
 // an SM that lends a block is one that the model's kernels cannot use.
@@ -17,6 +18,33 @@ struct alignas(VECTOR_BYTES) Vector {
     u32 x, y, z, w;
 };
 
+// As in page_kernel.py. A column is what every block has: see Columns in page_table.py.
+struct Order {
+    const u64* columns;  // rows: device base, device step, offset, step of a place, size
+    u64 base;            // of the first slot
+    u64 row_bytes;       // from one slot to the next
+    u32 num_columns, num_entries;
+    u32 pieces, piece_bytes;  // a page is cut into so many, so that few large ones keep all warps busy
+    u32 chunk, first_place;   // places of a slot, and that of the first entry
+    u32 is_store;
+    u32 is_packed;  // the slots of the entries follow each other
+};
+
+struct Entry {
+    u32 block, slot;
+};
+
+template <u32 CAPACITY>
+struct Launch {
+    Order order;
+    Entry entries[CAPACITY];
+};
+
+struct Piece {
+    u64 from, to;
+    u32 bytes;
+};
+
 // What is copied is not read again: it need not push anything out of the cache.
 __device__ __forceinline__ Vector load(u64 address) {
     Vector v;
@@ -32,55 +60,67 @@ __device__ __forceinline__ void store(u64 address, Vector v) {
                  : "memory");
 }
 
-// One warp copies `bytes` bytes, a multiple of VECTOR_BYTES.
-__device__ __forceinline__ void copy_piece(u64 from, u64 to, u32 bytes, u32 lane) {
+// One warp copies a piece, a multiple of VECTOR_BYTES.
+__device__ __forceinline__ void copy(Piece piece, u32 lane) {
     u32 at = lane * VECTOR_BYTES;
-    for (; at + (UNROLL - 1) * STEP_BYTES < bytes; at += UNROLL * STEP_BYTES) {
+    for (; at + (UNROLL - 1) * STEP_BYTES < piece.bytes; at += UNROLL * STEP_BYTES) {
         Vector v[UNROLL];
 #pragma unroll
-        for (u32 i = 0; i < UNROLL; i++) v[i] = load(from + at + i * STEP_BYTES);
+        for (u32 i = 0; i < UNROLL; i++) v[i] = load(piece.from + at + i * STEP_BYTES);
 #pragma unroll
-        for (u32 i = 0; i < UNROLL; i++) store(to + at + i * STEP_BYTES, v[i]);
+        for (u32 i = 0; i < UNROLL; i++) store(piece.to + at + i * STEP_BYTES, v[i]);
     }
-    for (; at < bytes; at += STEP_BYTES) store(to + at, load(from + at));
+    for (; at < piece.bytes; at += STEP_BYTES) store(piece.to + at, load(piece.from + at));
+}
+
+// Where it is, and how long; of no bytes if the column's pages have fewer pieces.
+template <u32 CAPACITY>
+__device__ __forceinline__ Piece find(const Launch<CAPACITY>& launch, u32 item) {
+    const Order& order = launch.order;
+    const u32 offset = item % order.pieces * order.piece_bytes;
+    const u32 page = item / order.pieces;
+    const u32 index = page / order.num_columns;
+    const u64* column = order.columns + page % order.num_columns;
+    const Entry entry = launch.entries[index];
+    const u32 place = order.first_place + index;
+    const u64 slot = order.is_packed ? place / order.chunk : entry.slot;
+    const u64 device = column[0] + entry.block * column[order.num_columns] + offset;
+    const u64 other = order.base + slot * order.row_bytes + column[2 * order.num_columns] +
+                      place % order.chunk * column[3 * order.num_columns] + offset;
+    const u64 size = column[4 * order.num_columns];
+    const u64 left = offset < size ? size - offset : 0;
+    return {order.is_store ? device : other, order.is_store ? other : device,
+            left < order.piece_bytes ? (u32)left : order.piece_bytes};
+}
+
+// A warp looks for its next piece before it copies the present one.
+template <u32 CAPACITY>
+__device__ __forceinline__ void copy_all(const Launch<CAPACITY>& launch) {
+    const u32 lane = threadIdx.x % WARP;
+    const u32 num_warps = gridDim.x * blockDim.x / WARP;
+    const Order& order = launch.order;
+    const u32 num_items = order.num_entries * order.num_columns * order.pieces;
+    u32 item = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
+    if (item >= num_items) return;
+    Piece piece = find(launch, item);
+    while (true) {
+        item += num_warps;
+        const bool has_next = item < num_items;
+        Piece next = piece;
+        if (has_next) next = find(launch, item);
+        copy(piece, lane);
+        if (!has_next) return;
+        piece = next;
+    }
 }
 
 }  // namespace
 
-// Page i is sizes[i] bytes from sources[i] to targets[i]; all are multiples of 16. These arrays are
-// in host memory, so a warp asks for its next entry before it copies the present one. Pages are cut
-// into `pieces` pieces of `piece_bytes` bytes, so that few large ones keep all warps busy as well.
-extern "C" __global__ void copy_pages(const u64* __restrict__ sources,
-                                      const u64* __restrict__ targets,
-                                      const u64* __restrict__ sizes, u32 num_pages, u32 pieces,
-                                      u32 piece_bytes) {
-    const u32 lane = threadIdx.x % WARP;
-    const u64 num_warps = (u64)gridDim.x * blockDim.x / WARP;
-    const u64 num_items = (u64)num_pages * pieces;
-    u64 item = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / WARP;
-    if (item >= num_items) return;
-    u64 page = item / pieces;
-    u64 source = sources[page], target = targets[page], size = sizes[page];
-    while (true) {
-        const u64 next = item + num_warps;
-        const bool has_next = next < num_items;
-        u64 next_source = 0, next_target = 0, next_size = 0;
-        if (has_next) {
-            page = next / pieces;
-            next_source = sources[page];
-            next_target = targets[page];
-            next_size = sizes[page];
-        }
-        const u64 offset = item % pieces * piece_bytes;
-        if (offset < size) {
-            const u64 left = size - offset;
-            copy_piece(source + offset, target + offset, left < piece_bytes ? (u32)left : piece_bytes,
-                       lane);
-        }
-        if (!has_next) return;
-        item = next;
-        source = next_source;
-        target = next_target;
-        size = next_size;
-    }
+// Entries come with the launch itself. The driver copies as much as the type holds, so there are
+// two: most launches have few.
+extern "C" __global__ void copy_few_blocks(const __grid_constant__ Launch<FEW> launch) {
+    copy_all(launch);
+}
+extern "C" __global__ void copy_many_blocks(const __grid_constant__ Launch<MANY> launch) {
+    copy_all(launch);
 }

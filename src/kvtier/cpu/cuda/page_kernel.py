@@ -1,18 +1,15 @@
-"""The kernel that copies pages, compiled for the device at hand."""
+"""The kernel that copies the pages of blocks, compiled for the device at hand."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
 from importlib import resources
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, NamedTuple
 
 from kvtier.cpu.cuda.driver import CudaDriver
 
-__all__ = ["DIRECT_BLOCKS", "KernelUnavailable", "PageKernel"]
+__all__ = ["DIRECT_BLOCKS", "MOST_ENTRIES", "KernelUnavailable", "Launcher", "Order", "PageKernel"]
 
 DIRECT_BLOCKS = 4
 """For pages in host memory, as many SMs as it takes. On an H200, 4 blocks of 512 threads have
@@ -20,14 +17,43 @@ DIRECT_BLOCKS = 4
 _NUM_THREADS = 512
 _PIECE_BYTES = 4096
 """What a warp copies at a time: twice what it has under way."""
+_FEW_ENTRIES, MOST_ENTRIES = 64, 4000
+"""Of a launch. They are its parameters: the device takes 32,764 bytes of these."""
+_MOST_ITEMS = 1 << 31
 
 
 class KernelUnavailable(RuntimeError):
     """The kernel cannot be compiled here; the message says what is missing."""
 
 
+class Order(NamedTuple):
+    """What a launch is to do, but for the blocks."""
+
+    columns: int
+    """Address on the device of `Columns.table`."""
+    num_columns: int
+    largest: int
+    """A bound on the sizes of their pages."""
+    base: int
+    """Of the first slot: in host memory, or in a buffer on the device."""
+    row_bytes: int
+    """From one slot to the next."""
+    chunk: int
+    """Places of a slot."""
+    is_store: bool
+    """From the blocks to the slots."""
+    is_packed: bool
+    """Slots are not the ones that entries name: they follow each other."""
+
+    @property
+    def max_entries(self) -> int:
+        """Of one launch, so that items can be counted."""
+        pieces = -(-self.largest // _PIECE_BYTES)
+        return max(1, min(MOST_ENTRIES, _MOST_ITEMS // (self.num_columns * pieces)))
+
+
 class PageKernel:
-    """Copies pages by the device's own threads."""
+    """The code on the device. Any thread."""
 
     def __init__(self, driver: CudaDriver, properties: Any, stream: int) -> None:
         """`properties`: what torch says of the device that is current; `stream`: any of it.
@@ -37,27 +63,87 @@ class PageKernel:
         self._driver = driver
         self.num_multiprocessors: int = properties.multi_processor_count
         capability = (properties.major, properties.minor)
-        self._function = driver.load_function(_machine_code(capability), "copy_pages")
+        module = driver.load_module(_machine_code(capability))
+        self._functions = [
+            driver.find_function(module, name) for name in ("copy_few_blocks", "copy_many_blocks")
+        ]
         # Code reaches the device with the first launch, which waits for all kernels: now, then.
-        self.launch(np.empty((3, 0), np.uint64), 0, stream, 1)
+        launcher = self.launcher()
+        for count in (_FEW_ENTRIES, MOST_ENTRIES):
+            nothing = Order(0, 0, _PIECE_BYTES, 0, 0, 1, False, False)
+            launcher.launch(nothing, memoryview(bytes(8 * count)), 0, stream, 1)
 
-    def launch(self, pages: NDArray[np.uint64], largest: int, stream: int, blocks: int) -> None:
-        """Copy pages in stream order, by so many blocks of threads. Any thread.
+    def launcher(self) -> Launcher:
+        return Launcher(self._driver, self._functions)
 
-        Addresses and sizes are multiples of `ALIGNMENT`.
-        `pages`: rows (sources, targets, sizes) in pinned memory, which must stay as it is until
-        the copy is done. `largest`: a bound on the sizes.
+
+class Launcher:
+    """Launches the kernel. One thread at a time."""
+
+    def __init__(self, driver: CudaDriver, functions: list[ctypes.c_void_p]) -> None:
+        self._driver = driver
+        self._sizes = [_Parameters(capacity) for capacity in (_FEW_ENTRIES, MOST_ENTRIES)]
+        self._functions = functions
+
+    def launch(
+        self, order: Order, entries: memoryview, first_place: int, stream: int, blocks: int
+    ) -> None:
+        """Copy pages in stream order, by so many blocks of threads. Never waits.
+
+        Addresses and sizes are multiples of `ALIGNMENT`. `entries`: for each block its number and
+        that of its slot, as unsigned integers of four bytes, `order.max_entries` at most; they may
+        be reused at once. `first_place`: of the first block in its slot.
         """
-        sources, targets, sizes = (ctypes.c_uint64(row.ctypes.data) for row in pages)
-        scalars = (
-            ctypes.c_uint32(pages.shape[1]),
-            ctypes.c_uint32(-(-largest // _PIECE_BYTES)),
-            ctypes.c_uint32(_PIECE_BYTES),
+        is_many = len(entries) > 8 * _FEW_ENTRIES
+        parameters = self._sizes[is_many]
+        parameters.fill(order, entries, first_place)
+        self._driver.launch(
+            self._functions[is_many], blocks, _NUM_THREADS, stream, parameters.pointers
         )
-        arguments = (ctypes.c_void_p * 6)(
-            *map(ctypes.addressof, (sources, targets, sizes, *scalars))
-        )
-        self._driver.launch(self._function, blocks, _NUM_THREADS, stream, arguments)
+
+
+class _Order(ctypes.Structure):
+    """As in page_kernel.cu."""
+
+    _fields_ = (
+        ("columns", ctypes.c_uint64),
+        ("base", ctypes.c_uint64),
+        ("row_bytes", ctypes.c_uint64),
+        ("num_columns", ctypes.c_uint32),
+        ("num_entries", ctypes.c_uint32),
+        ("pieces", ctypes.c_uint32),
+        ("piece_bytes", ctypes.c_uint32),
+        ("chunk", ctypes.c_uint32),
+        ("first_place", ctypes.c_uint32),
+        ("is_store", ctypes.c_uint32),
+        ("is_packed", ctypes.c_uint32),
+    )
+
+
+class _Parameters:
+    """The memory that the driver takes a launch's parameters from."""
+
+    def __init__(self, capacity: int) -> None:
+        self._memory = ctypes.create_string_buffer(ctypes.sizeof(_Order) + 8 * capacity)
+        self._order = _Order.from_buffer(self._memory)
+        self._entries = memoryview(self._memory).cast("B")[ctypes.sizeof(_Order) :]
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory))
+
+    def fill(self, order: Order, entries: memoryview, first_place: int) -> None:
+        told = self._order
+        told.columns = order.columns
+        told.base = order.base
+        told.row_bytes = order.row_bytes
+        told.num_columns = order.num_columns
+        told.num_entries = len(entries) // 8
+        told.pieces = -(-order.largest // _PIECE_BYTES)
+        told.piece_bytes = _PIECE_BYTES
+        told.chunk = order.chunk
+        told.first_place = first_place
+        told.is_store = order.is_store
+        told.is_packed = order.is_packed
+        # Unlike numpy this does not let go of the interpreter.
+        self._entries[: len(entries)] = entries
 
 
 @cache
@@ -69,7 +155,11 @@ def _machine_code(capability: tuple[int, int]) -> bytes:
             f"no CUDA compiler ({error}): install kvtier with the extra `cuda`"
         ) from error
     source = resources.files(__package__).joinpath("page_kernel.cu").read_bytes()
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode()]
+    options = [
+        f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(),
+        f"-DFEW={_FEW_ENTRIES}".encode(),
+        f"-DMANY={MOST_ENTRIES}".encode(),
+    ]
     try:
         _, program = nvrtc.nvrtcCreateProgram(source, b"page_kernel.cu", 0, [], [])
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)

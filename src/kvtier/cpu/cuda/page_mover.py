@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,35 +15,56 @@ import torch
 from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY
 from kvtier.cpu.cuda.copy_paths import Path, choose_path
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
-from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, PageKernel
-from kvtier.cpu.cuda.page_lists import PageLists
-from kvtier.cpu.cuda.page_table import Addresses, Pages, Run
+from kvtier.cpu.cuda.event import Event
+from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, Order, PageKernel
+from kvtier.cpu.cuda.page_table import Addresses, Columns, Grid, Run
 
-__all__ = ["STAGING_BYTES", "Choice", "PageMover", "by_size", "may_be_staged"]
+__all__ = ["STAGING_BYTES", "Choice", "PageMover", "Plan", "by_size", "may_be_staged"]
 
 logger = logging.getLogger(__name__)
 
-_LIST_PAGES = 1 << 14
-"""Pages of one launch at most. A long list is given out in parts: the first one is on its way while
-the second is written."""
 STAGING_BYTES = 32 << 20
 """Of each of the two buffers that a direction has on the device."""
-_FIRST_COPIES = 16
+_STAGED_SLOTS = 64
+"""Most of them in a buffer, so that what is under way fits in the driver's queues."""
+_FIRST_COPIES = 8
 """Pages that the copy engines are given first, so that they begin: all at once takes the driver a
 microsecond and more for each."""
+_MOST_COPIES = 1 << 12
+"""Pages that are written down for the copy engines at a time."""
+_WINDOW = 32
+"""Launches under way. At half of it, the device is busy for longer than it takes to get hold of an
+interpreter that another thread is using."""
+_ENTRY_BYTES = 8
 
-Choice = Callable[[Pages], Path]
+Choice = Callable[[Grid], Path]
 
 
-def by_size(pages: Pages) -> Path:
-    """The quickest path for them."""
-    run_bytes = 0 if pages.run is None else pages.run.num_bytes
-    return choose_path(pages.page_bytes, len(pages.sizes), run_bytes)
+def by_size(grid: Grid) -> Path:
+    """The quickest path for its pages."""
+    run = grid.run
+    page_bytes = grid.columns.bytes_per_block / len(grid.columns)
+    return choose_path(page_bytes, grid.num_pages, 0 if run is None else run.num_bytes)
 
 
 def may_be_staged(run: Run) -> bool:
     """Whether a large job of such runs is."""
     return choose_path(run.num_bytes / run.num_pages, sys.maxsize, run.num_bytes) is Path.STAGED
+
+
+class Plan(NamedTuple):
+    """All that is to be known of a grid before it is handed over."""
+
+    grid: Grid
+    path: Path
+    entries: memoryview
+    """For the kernel."""
+    slots: Addresses
+    """Of its slots, if they are staged."""
+
+
+_NO_ENTRIES = memoryview(b"")
+_NO_SLOTS = np.empty(0, np.uint64)
 
 
 class PageMover:
@@ -66,52 +87,69 @@ class PageMover:
         self._device = device
         self._driver = driver
         self._kernel = kernel
+        self._launcher = None if kernel is None else kernel.launcher()
         self._choose = choose
         self._taken = taken
         self._is_store = is_store
         priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
-        self.stream, self._second_stream = (
-            torch.cuda.ExternalStream(driver.create_stream(priority)) for _ in range(2)
-        )
-        self._lists = PageLists(_LIST_PAGES)
+        self.stream, self._second_stream = (driver.create_stream(priority) for _ in range(2))
+        self._tables: dict[Columns, Any] = {}
         self._staging: Any = None
         self._num_staged = 0
         """Parts that went through a buffer so far: they take turns, in all jobs."""
-        self._forked, self._joined = (torch.cuda.Event() for _ in range(2))
-        self._filled, self._emptied = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
+        self._forked, self._joined = (Event(driver) for _ in range(2))
+        self._filled, self._emptied = ([Event(driver) for _ in range(2)] for _ in range(2))
+        self._launched = [Event(driver) for _ in range(_WINDOW)]
+        self._num_launched = 0
+
+    def expect(self, columns: Sequence[Columns]) -> None:
+        """Have the kernel know what blocks consist of. Before the first job."""
+        if self._kernel is not None:
+            for each in columns:
+                table = torch.from_numpy(each.table.view(np.int64))
+                self._tables[each] = table.to(self._device)
 
     def make_staging(self) -> None:
         """Raises `torch.OutOfMemoryError`."""
         if self._kernel is not None:
             self._staging = torch.empty(2 * STAGING_BYTES, dtype=torch.uint8, device=self._device)
 
-    def wait_for(self, computed: Any) -> None:
+    def plan(self, grid: Grid) -> Plan:
+        """How it is copied. Any thread, at any time."""
+        path = self._possible(self._choose(grid), grid)
+        self._taken[path] += 1
+        is_for_kernel = path in {Path.KERNEL, Path.STAGED}
+        return Plan(
+            grid,
+            path,
+            grid.entries().data.cast("B") if is_for_kernel else _NO_ENTRIES,
+            grid.slot_addresses() if path is Path.STAGED else _NO_SLOTS,
+        )
+
+    def wait_for(self, computed: Event) -> None:
         """Have the next job begin after that event."""
-        self._wait(self.stream, computed)
+        computed.hold(self.stream)
         # It may collect pages for the next job while `stream` still has to do with the one before:
         # that one writes nothing that is read here.
-        self._wait(self._second_stream, computed)
+        computed.hold(self._second_stream)
 
-    def steps(self, parts: Iterator[Pages]) -> Iterator[bool]:
-        """Have pages copied in the order of `stream`. Says after every step whether the next one
-        would have to wait for the device."""
-        for pages in parts:
-            if not len(pages.sizes):
-                continue
-            path = self._possible(self._choose(pages), pages)
-            self._taken[path] += 1
-            if path is Path.STAGED:
-                yield from self._staged(pages)
-            elif path is Path.KERNEL:
-                yield from self._by_kernel(pages)
+    def steps(self, plans: Sequence[Plan]) -> Iterator[bool]:
+        """Have pages copied in the order of `stream`.
+
+        Says after every step whether the next one would have to wait for the device.
+        """
+        for plan in plans:
+            if plan.path is Path.STAGED:
+                yield from self._staged(plan)
+            elif plan.path is Path.KERNEL:
+                yield from self._by_kernel(plan)
             else:
-                yield from self._by_engines(pages, path)
+                yield from self._by_engines(plan)
 
     def settle(self) -> None:
         """Return when nothing is on its way any more."""
         try:
-            self.stream.synchronize()
-            self._second_stream.synchronize()
+            self._synchronize()
         except BaseException as error:
             # The device itself has failed: nothing is on its way any more.
             logger.warning("The device does not answer: %s", error)
@@ -119,138 +157,158 @@ class PageMover:
     def close(self) -> None:
         """Let go of what it has on the device. Raises when that has failed."""
         try:
-            self.stream.synchronize()
-            self._second_stream.synchronize()
+            self._synchronize()
         finally:
             # Whoever keeps the worker does not keep what it had on the device.
-            self._lists.close()
             self._staging = None
+            self._tables.clear()
             with suppress(CudaError):
                 for stream in (self.stream, self._second_stream):
-                    self._driver.destroy_stream(stream.cuda_stream)
+                    self._driver.destroy_stream(stream)
 
-    def _possible(self, path: Path, pages: Pages) -> Path:
+    def _synchronize(self) -> None:
+        self._driver.synchronize_stream(self.stream)
+        self._driver.synchronize_stream(self._second_stream)
+
+    def _possible(self, path: Path, grid: Grid) -> Path:
         """That one, or the next best."""
         if path not in {Path.KERNEL, Path.STAGED}:
             return path
-        if self._kernel is None or not pages.is_aligned:
+        if self._kernel is None or not grid.columns.is_aligned:
             return Path.ENGINES
-        if path is Path.STAGED and not self._has_room_for(pages.run):
+        if path is Path.STAGED and not self._has_room_for(grid):
             return Path.KERNEL
         return path
 
-    def _has_room_for(self, run: Run | None) -> bool:
+    def _has_room_for(self, grid: Grid) -> bool:
         return (
             self._staging is not None
-            and run is not None
-            and run.num_bytes <= STAGING_BYTES
-            and run.num_pages <= _LIST_PAGES
+            and grid.run is not None
+            and grid.run.num_bytes <= STAGING_BYTES
+            and self._order(grid, base=0).max_entries >= grid.cell.blocks_per_chunk
         )
 
-    def _by_engines(self, pages: Pages, path: Path) -> Iterator[bool]:
-        sources, targets = self._from_to(pages.device, pages.host)
+    def _by_engines(self, plan: Plan) -> Iterator[bool]:
+        grid, is_twice = plan.grid, plan.path is Path.ENGINES_TWICE
+        blocks_at_once = max(1, _MOST_COPIES // len(grid.columns))
+        for part in _parts(len(grid.blocks), blocks_at_once):
+            device, host, sizes = grid.pages(part.start, part.stop)
+            pages = (*self._from_to(device, host), sizes)
+            first, rest = min(_FIRST_COPIES, len(sizes)), len(sizes)
+            self._copy(pages, slice(first), self.stream, is_quick=True)
+            yield True  # the driver's queues may be full before it has taken the rest
+            half = first + (rest - first) // 2 if is_twice else rest
+            if half < rest:
+                self._forked.record(self.stream)
+                self._forked.hold(self._second_stream)
+                self._copy(pages, slice(half, rest), self._second_stream)
+                self._joined.record(self._second_stream)
+            self._copy(pages, slice(first, half), self.stream)
+            if half < rest:
+                self._joined.hold(self.stream)
 
-        def copy(part: slice, stream: Any, *, is_quick: bool = False) -> None:
-            self._driver.copy_batch(
-                sources[part],
-                targets[part],
-                pages.sizes[part],
-                stream.cuda_stream,
-                is_quick=is_quick,
-            )
+    def _by_kernel(self, plan: Plan) -> Iterator[bool]:
+        cell = plan.grid.cell
+        order = self._order(plan.grid, cell.address)
+        for part in _parts(len(plan.grid.blocks), order.max_entries):
+            self._await_room()
+            first_place = (plan.grid.first_place + part.start) % cell.blocks_per_chunk
+            self._launch(order, _of(plan.entries, part), first_place, self.stream, DIRECT_BLOCKS)
+            yield self._is_full()
 
-        copy(slice(_FIRST_COPIES), self.stream, is_quick=True)
-        yield True  # to many pages the driver says no more until some are copied
-        rest = range(_FIRST_COPIES, len(sources))
-        if path is Path.ENGINES_TWICE:
-            half = len(rest) // 2
-            self._forked.record(self.stream)
-            self._wait(self._second_stream, self._forked)
-            copy(_slice(rest[half:]), self._second_stream)
-            copy(_slice(rest[:half]), self.stream)
-            self._joined.record(self._second_stream)
-            self._wait(self.stream, self._joined)
-        else:
-            copy(_slice(rest), self.stream)
-
-    def _by_kernel(self, pages: Pages) -> Iterator[bool]:
-        sources, targets = self._from_to(pages.device, pages.host)
-        for part in _parts(len(sources), _LIST_PAGES):
-            listed = (sources[part], targets[part], pages.sizes[part])
-            self._launch(listed, self.stream, DIRECT_BLOCKS)
-            yield not self._lists.has_next
-
-    def _staged(self, pages: Pages) -> Iterator[bool]:
+    def _staged(self, plan: Plan) -> Iterator[bool]:
         """A kernel moves pages between their places and a buffer on the device, where those of a
         slot lie as they do in the slot; the copy engines move whole slots. One fills a buffer while
         the other empties the other."""
-        run = pages.run
+        run, chunk = plan.grid.run, plan.grid.cell.blocks_per_chunk
         assert run is not None
-        runs_per_part = min(STAGING_BYTES // run.num_bytes, _LIST_PAGES // run.num_pages)
-        # Where pages and slots are in a buffer; the same in both, and in every part.
-        slots_at = np.arange(runs_per_part, dtype=np.uint64) * np.uint64(run.num_bytes)
-        pages_at = np.arange(runs_per_part * run.num_pages, dtype=np.uint64)
-        pages_at *= np.uint64(run.num_bytes // run.num_pages)
-        slot_sizes = np.full(runs_per_part, run.num_bytes, np.uint64)
-        # The driver is given addresses of arrays, and knows nothing of steps between their items.
-        slots = pages.host[:: run.num_pages].copy()
-        for part in _parts(len(slots), runs_per_part):
-            turn = self._num_staged % 2
-            buffer = np.uint64(self._staging.data_ptr() + turn * STAGING_BYTES)
-            in_part = slots[part]
-            of_pages = slice(part.start * run.num_pages, part.stop * run.num_pages)
-            device = pages.device[of_pages]
-            collected = buffer + pages_at[: len(device)]
-            in_buffer = buffer + slots_at[: len(in_part)]
-            listed = (*self._from_to(device, collected), pages.sizes[of_pages])
-            copied = (*self._from_to(in_buffer, in_part), slot_sizes[: len(in_part)])
-            filled, emptied = self._filled[turn], self._emptied[turn]
-            filling, emptying = self._second_stream, self.stream
-            if self._num_staged >= 2:
-                self._wait(filling, emptied)
-            if self._is_store:
-                self._collect(listed, filling)
-            else:
-                self._copy_slots(copied, filling)
-            filled.record(filling)
-            self._wait(emptying, filled)
-            if self._is_store:
-                self._copy_slots(copied, emptying)
-            else:
-                self._collect(listed, emptying)
-            emptied.record(emptying)
-            self._num_staged += 1
-            yield not self._lists.has_next
-
-    def _copy_slots(self, copied: tuple[Addresses, Addresses, Addresses], stream: Any) -> None:
-        # As few as there are lists for: the driver takes them without waiting.
-        self._driver.copy_batch(*copied, stream.cuda_stream, is_quick=True)
-
-    def _collect(self, listed: tuple[Addresses, Addresses, Addresses], stream: Any) -> None:
         assert self._kernel is not None
-        self._launch(listed, stream, self._kernel.num_multiprocessors)
+        buffers = [self._staging.data_ptr() + turn * STAGING_BYTES for turn in range(2)]
+        orders = [self._order(plan.grid, base) for base in buffers]
+        slots_at_once = min(
+            STAGING_BYTES // run.num_bytes, _STAGED_SLOTS, orders[0].max_entries // chunk
+        )
+        offsets = np.arange(slots_at_once, dtype=np.uint64) * np.uint64(run.num_bytes)
+        in_buffer = [offsets + np.uint64(base) for base in buffers]
+        sizes = np.full(slots_at_once, run.num_bytes, np.uint64)
+        filling, emptying = self._second_stream, self.stream
+        for part in _parts(len(plan.slots), slots_at_once):
+            self._await_room()
+            turn = self._num_staged % 2
+            count = part.stop - part.start
+            slots = (
+                *self._from_to(in_buffer[turn][:count], plan.slots[part]),
+                sizes[:count],
+            )
+            blocks = _of(plan.entries, slice(part.start * chunk, part.stop * chunk))
+            self._emptied[turn].hold(filling)
+            if self._is_store:
+                self._launch(orders[turn], blocks, 0, filling, self._kernel.num_multiprocessors)
+            else:
+                self._copy(slots, slice(count), filling, is_quick=True)
+            self._filled[turn].record(filling)
+            self._filled[turn].hold(emptying)
+            if self._is_store:
+                self._copy(slots, slice(count), emptying, is_quick=True)
+            else:
+                self._launch(orders[turn], blocks, 0, emptying, self._kernel.num_multiprocessors)
+            self._emptied[turn].record(emptying)
+            self._num_staged += 1
+            yield self._is_full()
+
+    def _order(self, grid: Grid, base: int) -> Order:
+        """`base`: of the slots; if it is not that of the host's, they lie one after the other."""
+        cell, columns, run = grid.cell, grid.columns, grid.run
+        is_packed = base != cell.address
+        row_bytes = run.num_bytes if is_packed and run is not None else cell.row_bytes
+        return Order(
+            self._tables[columns].data_ptr(),
+            len(columns),
+            columns.largest,
+            base,
+            row_bytes,
+            cell.blocks_per_chunk,
+            self._is_store,
+            is_packed,
+        )
 
     def _launch(
-        self, listed: tuple[Addresses, Addresses, Addresses], stream: Any, blocks: int
+        self, order: Order, entries: memoryview, first_place: int, stream: int, blocks: int
     ) -> None:
-        """`listed`: sources, targets, sizes."""
-        assert self._kernel is not None
-        rows = self._lists.take(len(listed[0]))
-        rows[:] = listed
-        self._kernel.launch(rows, int(listed[2].max()), stream.cuda_stream, blocks)
-        self._lists.used_in(stream)
+        assert self._launcher is not None
+        self._launcher.launch(order, entries, first_place, stream, blocks)
+        self._launched[self._num_launched % _WINDOW].record(stream)
+        self._num_launched += 1
 
-    def _wait(self, stream: Any, event: Any) -> None:
-        self._driver.wait_event(stream.cuda_stream, event.cuda_event)
+    def _is_full(self) -> bool:
+        """Whether the next launch would have to wait for one before it."""
+        return not self._launched[self._num_launched % _WINDOW].is_reached()
 
-    def _from_to(self, device: Any, host: Any) -> tuple[Any, Any]:
+    def _await_room(self) -> None:
+        """Have room for a launch, and if there was none, for many."""
+        if self._is_full():
+            self._launched[(self._num_launched + _WINDOW // 2) % _WINDOW].synchronize()
+
+    def _copy(
+        self,
+        pages: tuple[Addresses, Addresses, Addresses],
+        part: slice,
+        stream: int,
+        *,
+        is_quick: bool = False,
+    ) -> None:
+        """`pages`: sources, targets, sizes."""
+        sources, targets, sizes = (column[part] for column in pages)
+        self._driver.copy_batch(sources, targets, sizes, stream, is_quick=is_quick)
+
+    def _from_to(self, device: Addresses, host: Addresses) -> tuple[Addresses, Addresses]:
         return (device, host) if self._is_store else (host, device)
+
+
+def _of(entries: memoryview, blocks: slice) -> memoryview:
+    return entries[blocks.start * _ENTRY_BYTES : blocks.stop * _ENTRY_BYTES]
 
 
 def _parts(count: int, most: int) -> Iterator[slice]:
     for start in range(0, count, most):
         yield slice(start, min(start + most, count))
-
-
-def _slice(indices: range) -> slice:
-    return slice(indices.start, indices.stop)

@@ -6,26 +6,36 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvtier.cpu.cuda.copies import Copies, Ticket
 from kvtier.cpu.cuda.copy_paths import Path
 from kvtier.cpu.cuda.driver import CudaDriver
+from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import PageKernel
-from kvtier.cpu.cuda.page_mover import STAGING_BYTES, Choice, PageMover, by_size, may_be_staged
-from kvtier.cpu.cuda.page_table import Pages, Run
+from kvtier.cpu.cuda.page_mover import (
+    STAGING_BYTES,
+    Choice,
+    PageMover,
+    Plan,
+    by_size,
+    may_be_staged,
+)
+from kvtier.cpu.cuda.page_table import Columns, Grid
 from kvtier.cpu.lane import Lane
 
 __all__ = ["StreamCopies"]
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE_S = 40e-6
-"""How long the engine's thread goes on with a job that finds its direction idle."""
+_AT_ONCE_S, _AT_ONCE_S_PER_PAGE, _MOST_AT_ONCE_S = 20e-6, 20e-9, 300e-6
+"""How long the engine's thread goes on with a job that finds its direction idle: for as long as the
+device needs something to do until the other thread gets its turn, which is milliseconds while this
+one is busy."""
 
 
 class StreamCopies(Copies):
@@ -48,7 +58,7 @@ class StreamCopies(Copies):
         self._device = device
         self._is_by_size = choose is None
         self.taken: Counter[Path] = Counter()
-        """How many jobs went which way; of a large one, each of its parts counts."""
+        """How many grids went which way."""
         with torch.cuda.device(device):
             self._stores, self._loads = (
                 _Direction(
@@ -60,32 +70,38 @@ class StreamCopies(Copies):
                         self.taken,
                         is_store=is_store,
                     ),
+                    driver,
                     device,
                     Lane("kvtier-store" if is_store else "kvtier-load"),
                 )
                 for is_store in (True, False)
             )
 
-    def expect_runs(self, run: Run) -> None:
-        if self._is_by_size and not may_be_staged(run):
-            return
+    def expect(self, columns: Sequence[Columns]) -> None:
+        runs = [each.run for each in columns if each.run is not None]
         with torch.cuda.device(self._device):
-            try:
-                self._stores.mover.make_staging()
-                self._loads.mover.make_staging()
-            except torch.OutOfMemoryError:
-                logger.warning(
-                    "No %d MiB of device memory are left to collect pages in: they are copied by a "
-                    "kernel that disturbs the model's more. Lower the engine's share of the memory",
-                    4 * STAGING_BYTES >> 20,
-                )
+            for direction in (self._stores, self._loads):
+                direction.mover.expect(columns)
+            if any(not self._is_by_size or may_be_staged(run) for run in runs):
+                self._make_staging()
             # Whoever had that memory before may still be using it, in a stream of its own.
             torch.cuda.current_stream().synchronize()
 
-    def start(self, parts: Iterator[Pages], *, is_store: bool) -> Ticket:
+    def _make_staging(self) -> None:
+        try:
+            for direction in (self._stores, self._loads):
+                direction.mover.make_staging()
+        except torch.OutOfMemoryError:
+            logger.warning(
+                "No %d MiB of device memory are left to collect pages in: they are copied by a "
+                "kernel that disturbs the model's more. Lower the engine's share of the memory",
+                4 * STAGING_BYTES >> 20,
+            )
+
+    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
         direction = self._stores if is_store else self._loads
         with torch.cuda.device(self._device):
-            return direction.start(parts)
+            return direction.start(grids, torch.cuda.current_stream().cuda_stream)
 
     def flush(self) -> None:
         self._stores.flush()
@@ -97,10 +113,19 @@ class StreamCopies(Copies):
             both.callback(self._stores.close)
 
 
+class _Events(NamedTuple):
+    """Of a job."""
+
+    computed: Event
+    """Its turn has come in the engine's stream."""
+    started: Event
+    ended: Event
+
+
 class _StreamTicket(Ticket):
-    def __init__(self, direction: _Direction, computed: Any, started: Any, ended: Any) -> None:
+    def __init__(self, direction: _Direction, events: _Events) -> None:
         self._direction = direction
-        self.events = (computed, started, ended)
+        self.events = events
         self.is_handed_over = threading.Event()
         """Set when the device has all of the job, or has refused it."""
         self.error: Exception | None = None
@@ -118,7 +143,7 @@ class _StreamTicket(Ticket):
         if self.elapsed_s is None:
             self.is_handed_over.wait()
             if self.error is None:
-                self.events[2].synchronize()
+                self.events.ended.synchronize()
         self.is_done()
 
     def seconds(self) -> float:
@@ -133,23 +158,25 @@ class _Direction:
     by the engine's only while all jobs before it are done, and then by that of `lane`.
     """
 
-    def __init__(self, mover: PageMover, device: Any, lane: Lane) -> None:
+    def __init__(self, mover: PageMover, driver: CudaDriver, device: Any, lane: Lane) -> None:
         self.mover = mover
+        self._driver = driver
         self._device = device
         self._lane = lane
         self._under_way: deque[_StreamTicket] = deque()
-        self._spare_events: list[tuple[Any, Any, Any]] = []
+        self._spare_events: list[_Events] = []
 
-    def start(self, parts: Iterator[Pages]) -> Ticket:
-        events = self._spare_events.pop() if self._spare_events else _new_events()
-        ticket = _StreamTicket(self, *events)
-        events[0].record()  # in the stream that is current
-        steps = self._steps(ticket, parts)
+    def start(self, grids: Sequence[Grid], engines_stream: int) -> Ticket:
+        events = self._spare_events.pop() if self._spare_events else _new_events(self._driver)
+        ticket = _StreamTicket(self, events)
+        events.computed.record(engines_stream)
+        steps = self._steps(ticket, [self.mover.plan(grid) for grid in grids])
         if self._under_way:
             self._lane.put(lambda: self._finish(ticket, steps))
+            self._under_way.append(ticket)
         else:
-            self._begin(ticket, steps)
-        self._under_way.append(ticket)
+            self._under_way.append(ticket)
+            self._begin(ticket, steps, sum(grid.num_pages for grid in grids))
         return ticket
 
     def collect(self) -> None:
@@ -158,9 +185,9 @@ class _Direction:
             ticket = self._under_way[0]
             _, started, ended = ticket.events
             if ticket.error is None:
-                if not ended.query():
+                if not ended.is_reached():
                     return
-                ticket.elapsed_s = started.elapsed_time(ended) / 1e3
+                ticket.elapsed_s = ended.seconds_since(started)
                 self._spare_events.append(ticket.events)
             else:
                 ticket.elapsed_s = 0.0
@@ -174,29 +201,32 @@ class _Direction:
         self._spare_events.clear()
         self.mover.close()
 
-    def _begin(self, ticket: _StreamTicket, steps: Iterator[bool]) -> None:
-        """Hand over what takes no time, and leave the rest to the thread."""
-        until = time.perf_counter() + _AT_ONCE_S
+    def _begin(self, ticket: _StreamTicket, steps: Iterator[bool], num_pages: int) -> None:
+        """Hand over what takes little time, and leave the rest to the thread."""
+        share = min(_AT_ONCE_S + num_pages * _AT_ONCE_S_PER_PAGE, _MOST_AT_ONCE_S)
+        until = time.perf_counter() + share
         try:
             for would_wait in steps:
                 if would_wait or time.perf_counter() > until:
                     self._lane.put(lambda: self._finish(ticket, steps))
                     return
-        except Exception as error:
+        except BaseException as error:
             failure = error
             try:
                 self._lane.put(lambda: self._fail(ticket, failure))
             except RuntimeError:  # there is no thread
                 self._fail(ticket, failure)
+            if not isinstance(error, Exception):
+                raise
         else:
             ticket.is_handed_over.set()
 
-    def _steps(self, ticket: _StreamTicket, parts: Iterator[Pages]) -> Iterator[bool]:
+    def _steps(self, ticket: _StreamTicket, plans: Sequence[Plan]) -> Iterator[bool]:
         """Any one thread at a time."""
         computed, started, ended = ticket.events
         self.mover.wait_for(computed)
         started.record(self.mover.stream)
-        yield from self.mover.steps(parts)
+        yield from self.mover.steps(plans)
         ended.record(self.mover.stream)
 
     # --- the thread ---------------------------------------------------------------------------
@@ -219,6 +249,5 @@ class _Direction:
         ticket.is_handed_over.set()
 
 
-def _new_events() -> tuple[Any, Any, Any]:
-    """For when a job's turn has come in the engine's stream, when it starts, and when it ends."""
-    return torch.cuda.Event(), torch.cuda.Event(True), torch.cuda.Event(True)
+def _new_events(driver: CudaDriver) -> _Events:
+    return _Events(Event(driver), Event(driver, is_timed=True), Event(driver, is_timed=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY, Copies, Ticket
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
-from kvtier.cpu.cuda.page_table import Pages
+from kvtier.cpu.cuda.page_table import Grid
 from kvtier.cpu.lane import Lane
 
 __all__ = ["UnpinnedCopies"]
@@ -32,11 +32,11 @@ class UnpinnedCopies(Copies):
             }
         self._lanes = {True: Lane("kvtier-store"), False: Lane("kvtier-load")}
 
-    def start(self, parts: Iterator[Pages], *, is_store: bool) -> Ticket:
+    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
         with torch.cuda.device(self._device):
             computed = torch.cuda.current_stream().record_event()
         ticket = _ThreadTicket()
-        self._lanes[is_store].put(lambda: self._run(ticket, parts, computed, is_store))
+        self._lanes[is_store].put(lambda: self._run(ticket, grids, computed, is_store))
         return ticket
 
     def flush(self) -> None:
@@ -50,7 +50,7 @@ class UnpinnedCopies(Copies):
                 self._driver.destroy_stream(self._streams[is_store].cuda_stream)
 
     def _run(
-        self, ticket: _ThreadTicket, parts: Iterator[Pages], computed: Any, is_store: bool
+        self, ticket: _ThreadTicket, grids: Sequence[Grid], computed: Any, is_store: bool
     ) -> None:
         stream = self._streams[is_store]
         began = time.perf_counter()
@@ -58,10 +58,10 @@ class UnpinnedCopies(Copies):
             torch.cuda.set_device(self._device)
             computed.synchronize()
             began = time.perf_counter()
-            for pages in parts:
-                device_to_host = (pages.device, pages.host)
-                sources, targets = device_to_host if is_store else device_to_host[::-1]
-                self._driver.copy_batch(sources, targets, pages.sizes, stream.cuda_stream)
+            for grid in grids:
+                device, host, sizes = grid.pages(0, len(grid.blocks))
+                sources, targets = (device, host) if is_store else (host, device)
+                self._driver.copy_batch(sources, targets, sizes, stream.cuda_stream)
             stream.synchronize()
         except BaseException as error:  # for the thread that asks
             ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))

@@ -25,6 +25,7 @@ from kvtier.integrations.vllm.facts import (
 from kvtier.integrations.vllm.logs import speak_through_vllm
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.prefill_clock import PrefillClock
+from kvtier.integrations.vllm.prefix_lookups import announce_prefix_lookups
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
 from kvtier.integrations.vllm.worker import WorkerAdapter
 from kvtier.tiering.factory import SecondaryTierFactory
@@ -69,6 +70,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             self._loading: dict[str, frozenset[int]] = {}
             """Device blocks that are being filled, by request."""
             self._clock = PrefillClock(self._manager.inner.note_prefill)
+            announce_prefix_lookups(self.connector_scheduler, self._manager)
         else:
             self._failed_blocks: set[int] = set()
             self._failed_requests: set[str] = set()

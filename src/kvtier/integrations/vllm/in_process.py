@@ -285,6 +285,14 @@ class InProcessEngine:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not reset its prefix cache: some blocks are in use")
 
+    def sleep(self) -> None:
+        """Give the device's memory back until `wake_up`; vLLM resets all caches. CUDA only."""
+        self._llm.sleep(level=1)
+
+    def wake_up(self) -> None:
+        """Have what was there before `sleep`, but for the device cache."""
+        self._llm.wake_up()
+
     def reset_all(self, *, running: bool = False) -> bool:
         """Forget what is on the device and in every tier; `running`: preempt what is running."""
         return bool(

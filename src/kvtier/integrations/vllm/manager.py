@@ -7,7 +7,8 @@ waiting request at every step, so it does as little as possible.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 from kvtier.base import (
@@ -38,6 +39,7 @@ _HIT = LookupResult.HIT
 _MISS = LookupResult.MISS
 _VLLM_HIT = vllm_api.LookupResult.HIT
 _VLLM_MISS = vllm_api.LookupResult.MISS
+_VLLM_PENDING = vllm_api.LookupResult.HIT_PENDING
 _VLLM_UNDECIDED = {
     LookupResult.HIT_PENDING: vllm_api.LookupResult.HIT_PENDING,
     LookupResult.RETRY: vllm_api.LookupResult.RETRY,
@@ -109,6 +111,11 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._has_groups = has_groups
         self._adopted: dict[str, _Adopted] = {}
         """Of the requests that have not finished."""
+        # Of the prefix that is being looked up, if one is:
+        self._hits: Iterator[OffloadKey] | None = None
+        """Blocks that are known to be readable, in the order in which they are asked for."""
+        self._delay: Iterator[vllm_api.LookupResult] | None = None
+        """What to say instead, if the request has to wait."""
         # The hot path, without the attribute look-ups.
         self._lookup = manager.lookup
 
@@ -150,7 +157,30 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         if adopted is not None:
             adopted.may_load = False
 
+    def begin_prefix(self, keys: list[OffloadKey], req_context: vllm_api.ReqContext) -> None:
+        """A request is about to look up these keys, one by one and up to its first miss, until
+        `end_prefix`. By the connector alone."""
+        adopted = self._adopted_of(req_context)
+        if not adopted.may_load:
+            return
+        num_hits, is_final = self._manager.lookup_prefix(keys, adopted.context)
+        if is_final:
+            self._hits = iter(keys[:num_hits])
+        else:
+            # The first answer has it wait, and the second ends the loop.
+            self._delay = chain((_VLLM_PENDING,), repeat(_VLLM_MISS))
+
+    def end_prefix(self) -> None:
+        """Every lookup stands for itself again."""
+        self._hits = self._delay = None
+
     def lookup(self, key: OffloadKey, req_context: vllm_api.ReqContext) -> vllm_api.LookupResult:
+        if self._hits is not None:
+            if next(self._hits, None) is key:
+                return _VLLM_HIT
+            self._hits = None
+        elif self._delay is not None:
+            return next(self._delay)
         try:
             adopted = req_context.kvtier
         except AttributeError:
