@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY
 from kvtier.cpu.cuda.copy_paths import Path
 from kvtier.cpu.cuda.rig import Rig, open_rig
 from kvtier.cpu.gpu_worker import open_pinned
@@ -34,7 +36,8 @@ def beside(
     path: Path,
     is_store: bool,
 ) -> dict[str, float]:
-    """Rounds alone and beside copies in turns, since the device's clock changes with its heat."""
+    """Rounds alone, beside copies, and beside plain copies of one piece, in turns: the device's
+    clock changes with its heat, and with what the bus takes of the power there is."""
     rows, columns, depth = shape
     a = torch.randn(rows, depth, device=device, dtype=torch.bfloat16)
     b = torch.randn(depth, columns, device=device, dtype=torch.bfloat16)
@@ -52,6 +55,7 @@ def beside(
         ended.synchronize()
         return float(began.elapsed_time(ended)) / count
 
+    copy_plainly = _plain_copies(device, is_store)
     page_bytes, num_tensors = layout
     with open_rig(
         device,
@@ -66,6 +70,7 @@ def beside(
         per_loop = int(_LOOP_S * 1.6 * alone_rate * 1e9 / _JOB_BYTES) + 2
         alone: list[float] = []
         together: list[float] = []
+        beside_plain: list[float] = []
         rates: list[float] = []
         while len(together) < _NUM_ROUNDS:
             by_itself = products(count)
@@ -81,6 +86,10 @@ def beside(
                 continue
             alone.append(by_itself)
             together.append(took)
+            copy_plainly(per_loop)
+            time.sleep(0.002)
+            beside_plain.append(products(count))
+            torch.cuda.synchronize(device)
             if copied:
                 seconds = sum(result.transfer_time or 0.0 for result in copied)
                 rates.append(len(copied) * _JOB_BYTES / seconds / 1e9)
@@ -88,9 +97,26 @@ def beside(
         "alone_ms": median(alone),
         "beside_ms": median(together),
         "slowdown": median(t / a for t, a in zip(together, alone, strict=True)),
+        "plain_slowdown": median(p / a for p, a in zip(beside_plain, alone, strict=True)),
+        "to_plain": median(t / p for t, p in zip(together, beside_plain, strict=True)),
         "copy_gb_s": median(rates) if rates else 0.0,
         "copy_alone_gb_s": alone_rate,
     }
+
+
+def _plain_copies(device: Any, is_store: bool) -> Callable[[int], None]:
+    """Starts so many copies of a job's bytes, in one piece: the least that anyone can do."""
+    host = torch.empty(_JOB_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(_JOB_BYTES, dtype=torch.uint8, device=device)
+    source, target = (on_device, host) if is_store else (host, on_device)
+    stream = torch.cuda.Stream(device, priority=STORE_PRIORITY if is_store else LOAD_PRIORITY)
+
+    def copy(count: int) -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(count):
+                target.copy_(source, non_blocking=True)
+
+    return copy
 
 
 def _job(rig: Rig, is_store: bool) -> int:

@@ -31,6 +31,7 @@ def run(results: Path = COMMITTED_RESULTS) -> None:
     for name, part in (
         ("bandwidth", bandwidth),
         ("enqueue", enqueue),
+        ("busy_engine", busy_engine),
         ("beside_gemm", beside_gemm),
     ):
         document[name] = part(device)
@@ -94,6 +95,25 @@ def enqueue(device: Any) -> dict[str, Any]:
     return result
 
 
+def busy_engine(device: Any) -> dict[str, Any]:
+    from tests.bench.gpu_busy import LAYOUTS, rates
+
+    rows, result = [], {}
+    for kib, num_tensors in LAYOUTS:
+        for is_store in (False, True):
+            found = rates(device, kib * KIB, num_tensors, is_store)
+            name = f"{kib} KiB, {num_tensors} layers, {'store' if is_store else 'load'}"
+            result[name] = found._asdict()
+            share = found.busy / found.waiting
+            rows.append([name, f"{found.waiting:.1f}", f"{found.busy:.1f}", f"{share:.2f}"])
+    print_table(
+        "GB/s of one job of 1 GiB, while the engine's thread waits and while it is busy in Python",
+        ["pages", "waiting", "busy", "ratio"],
+        rows,
+    )
+    return result
+
+
 def beside_gemm(device: Any) -> dict[str, Any]:
     from tests.bench.gpu_beside import PATHS, SHAPES, beside
 
@@ -111,6 +131,8 @@ def beside_gemm(device: Any) -> dict[str, Any]:
                         f"{found['alone_ms']:.3f}",
                         f"{found['beside_ms']:.3f}",
                         f"{found['slowdown']:.3f}",
+                        f"{found['plain_slowdown']:.3f}",
+                        f"{found['to_plain']:.3f}",
                         f"{found['copy_gb_s']:.1f}",
                         f"{found['copy_alone_gb_s']:.1f}",
                     ]
@@ -119,8 +141,18 @@ def beside_gemm(device: Any) -> dict[str, Any]:
                     what = f"gpu_copy, GEMM beside the {way}, {direction}"
                     lines.append(verdict(what, found["slowdown"], MAX_SLOWDOWN[way]))
     print_table(
-        "a loop of bf16 matrix products, alone and beside copies that never pause (medians)",
-        ["beside, shape", "alone ms", "beside ms", "ratio", "copies GB/s", "alone GB/s"],
+        "a loop of bf16 matrix products, alone and beside copies that never pause, medians\n"
+        "  (plain: beside copies of memory in one piece)",
+        [
+            "beside, shape",
+            "alone ms",
+            "beside ms",
+            "ratio",
+            "plain",
+            "to plain",
+            "copies GB/s",
+            "alone GB/s",
+        ],
         rows,
     )
     print("\n".join(f"  {line}" for line in lines), flush=True)

@@ -300,6 +300,25 @@ def test_a_request_that_filled_the_tier_may_store_again_after_a_failed_store() -
     assert output.keys_to_store == keys[:1]
 
 
+def test_what_has_left_since_a_prompt_was_used_is_stored_again() -> None:
+    manager = make_full("lru")
+    again = Engine(manager, "again")
+    manager.touch(prompt("a", 4), again.context)
+    assert again.prepare_store(prompt("a", 4)).keys_to_store == []
+    assert run(manager, "other", prompt("c", 6)) == {"b0", "b1", "b2", "b3", "a2", "a3"}
+    assert names(again.prepare_store(prompt("a", 4)).keys_to_store) == {"a2", "a3"}
+
+
+def test_a_request_uses_what_another_has_stored_since_it_came() -> None:
+    manager = CPUOffloadingManager(4)
+    waiting = Engine(manager, "waiting")
+    manager.touch(prompt("p", 2), waiting.context)
+    run(manager, "first", prompt("p", 2))
+    run(manager, "other", prompt("q", 2))
+    manager.touch(prompt("p", 2), waiting.context)
+    assert run(manager, "last", prompt("r", 2)) == {"q0", "q1"}
+
+
 def test_a_key_offered_twice_in_one_call_is_stored_once() -> None:
     manager = CPUOffloadingManager(8)
     keys = prompt("a", 2)

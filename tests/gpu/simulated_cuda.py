@@ -14,7 +14,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +209,10 @@ class SimulatedTorchCuda:
         finally:
             self._device.is_current = before
 
+    def current_device(self) -> int | None:
+        """None is the index of host memory."""
+        return None if self._device.is_current else 1
+
     def set_device(self, device: Any) -> None:
         self._device.is_current = True
 
@@ -266,6 +270,12 @@ class SimulatedDriver:
         queue = self._device.streams[stream]
         assert not queue.work or self._device.failure, "still in use"
         self._device.destroyed.append(queue)
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def require_no_capture(self, stream: int) -> None:
+        """Nothing is captured here."""
 
     def synchronize_stream(self, stream: int) -> None:
         self._device.streams[stream].synchronize()

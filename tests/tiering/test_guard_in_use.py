@@ -126,6 +126,61 @@ def test_each_side_of_the_break_even_for_short_and_long_prompts(
     assert engine.loads_again(LONG) == long_is_loaded
 
 
+def test_what_is_looked_up_as_a_whole_is_declined_in_the_same_step() -> None:
+    """Host memory has the head of it."""
+    engine = learnt(SHORT_BLOCK_S * 1.5, SHORT)
+    rig, prompt = engine.rig, engine.new_prompt(SHORT)
+    num_above = 16
+    rig.store(prompt[:num_above], rig.begin("before"))
+    rig.keep_below(prompt[num_above:])
+    rig.step()
+    request = rig.begin("asks", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(prompt, request) == (num_above, True)
+    assert rig.stat("declined_blocks") == len(prompt) - num_above
+    rig.step()
+    assert rig.tiers[0].loads() == []
+    assert rig.manager.lookup_prefix(prompt, request) == (num_above, True)
+
+
+def test_what_is_looked_up_as_a_whole_is_awaited_if_it_is_worth_it() -> None:
+    engine = learnt(SHORT_BLOCK_S / 2, SHORT)
+    rig, prompt = engine.rig, engine.new_prompt(SHORT)
+    rig.keep_below(prompt)
+    request = rig.begin("asks", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(prompt, request) == (len(prompt), False)
+    rig.step()
+    assert [job.keys for job in rig.tiers[0].loads()] == [prompt]
+
+
+def test_a_slow_tier_is_still_explored_by_what_is_looked_up_as_a_whole() -> None:
+    engine = learnt(SHORT_BLOCK_S * 1.5, SHORT)
+    rig, prompt = engine.rig, engine.new_prompt(SHORT)
+    rig.keep_below(prompt)
+    rig.clock.now += 2e6
+    request = rig.begin("asks", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(prompt, request) == (len(prompt), False)
+    rig.step()
+    (job,) = rig.tiers[0].loads()
+    assert 0 < len(job.keys) < len(prompt)
+
+
+def test_where_one_tier_is_declined_the_next_one_is_asked() -> None:
+    engine = GuardedEngine(SHORT_BLOCK_S * 1.5, num_tiers=2)
+    rig = engine.rig
+    slow, unknown = rig.tiers
+    engine.learn_disk()
+    engine.learn_computing(SHORT)
+    engine.stop_exploring()
+    prompt = engine.new_prompt(SHORT)
+    rig.keep_below(prompt, slow)
+    rig.keep_below(prompt, unknown)
+    request = rig.begin("asks", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(prompt, request) == (len(prompt), False)
+    rig.step()
+    assert slow.loads() == []
+    assert [job.keys for job in unknown.loads()] == [prompt]
+
+
 def test_before_it_has_learnt_everything_is_loaded() -> None:
     engine = GuardedEngine(block_s=1.0)
     engine.learn_disk()

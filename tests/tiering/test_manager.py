@@ -237,6 +237,17 @@ def test_touch_reaches_every_tier() -> None:
     assert [tier.touched for tier in rig.tiers] == [keys(1, 2)] * 2
 
 
+def test_tiers_are_not_told_again_and_again_what_a_request_uses() -> None:
+    """An engine says so in every step."""
+    rig = Rig()
+    request = rig.begin("a")
+    for prompt in ([1, 2], [1, 2], [1, 2, 3], [1, 2, 3]):
+        rig.manager.touch(keys(*prompt), request)
+        rig.step()
+    rig.manager.touch(keys(1, 2, 3), rig.begin("b"))
+    assert rig.tiers[0].touched == keys(1, 2, 1, 2, 3, 1, 2, 3)
+
+
 # --- steps, events, figures ---------------------------------------------------------------------
 
 

@@ -372,6 +372,8 @@ class CPUOffloadingManager(OffloadingManager):
         use = self._use_of(req_context)
         get = self._get
         loading = use.loading
+        if len(keys) == len(loading) and loading.keys() == set(keys):
+            keys = list(loading)  # as they were prepared, and lie in memory
         num_loaded = 0
         unpinned: list[BlockStatus] = []
         stray: list[OffloadKey] = []

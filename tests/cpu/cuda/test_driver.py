@@ -36,7 +36,8 @@ def test_a_machine_without_a_driver_says_so() -> None:
     ],
 )
 def test_a_driver_that_is_too_old_is_refused(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    for kind in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(ctypes, kind, lambda _: library)
     with pytest.raises(CudaUnavailable, match=r"CUDA 12\.8.*release 570 or later"):
         CudaDriver()
 
@@ -91,7 +92,8 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    for kind in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(ctypes, kind, lambda _: library)
     return library
 
 

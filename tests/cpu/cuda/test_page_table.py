@@ -1,10 +1,11 @@
-"""Lists of pages are what a plain loop over blocks, tensors and places says."""
+"""Pages are what a plain loop over blocks, tensors and places says."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +16,10 @@ from kvtier.cpu.cuda.page_table import (
     _SIZES_KEPT,
     ALIGNMENT,
     DeviceTensor,
+    Grid,
     HostCell,
-    Pages,
     PageTable,
+    Run,
 )
 from kvtier.cpu.transfer_plan import GroupTransfer, plan_transfer
 
@@ -37,10 +39,19 @@ class Case:
     transfers: list[GroupTransfer]
     is_store: bool
 
-    def pages(self) -> Pages:
+    def table(self) -> PageTable:
         refs = [[CanonicalKVCacheRef(*ref) for ref in group.items()] for group in self.groups]
-        table = PageTable(self.tensors, refs, self.cell, ZEROS)
-        return table.pages(self.transfers, is_store=self.is_store)
+        return PageTable(self.tensors, refs, self.cell, ZEROS)
+
+    def grids(self) -> list[Grid]:
+        return self.table().grids(self.transfers, is_store=self.is_store)
+
+    def run(self) -> Run | None:
+        """Of the only group."""
+        return self.grids()[0].run
+
+    def is_aligned(self) -> bool:
+        return all(grid.columns.is_aligned for grid in self.grids())
 
     def host(self, slot: int, tensor_idx: int, place: int) -> int:
         """Where a page is in a slot: tensors one after the other, of each the slot's places."""
@@ -128,23 +139,73 @@ def _transfers(
     )
 
 
-def entries_of(pages: Pages) -> list[Entry]:
-    return list(zip(pages.device.tolist(), pages.host.tolist(), pages.sizes.tolist(), strict=True))
+def entries_of(grids: Iterable[Grid]) -> list[Entry]:
+    return [entry for grid in grids for entry in pages_of(grid, 0, len(grid.blocks))]
+
+
+def pages_of(grid: Grid, start: int, stop: int) -> list[Entry]:
+    pages = grid.pages(start, stop)
+    for column in pages:  # the driver is told where they are, and nothing of steps
+        assert column.flags.c_contiguous
+        assert column.dtype == np.uint64
+    return list(zip(*(column.tolist() for column in pages), strict=True))
 
 
 @given(cases())
 def test_pages_are_those_of_a_plain_loop(case: Case) -> None:
-    pages = case.pages()
-    data = [entry for entry in entries_of(pages) if entry[0] != ZEROS]
+    grids = case.grids()
+    data = [entry for entry in entries_of(grids) if entry[0] != ZEROS]
     assert sorted(data) == sorted(case.data())
-    assert pages.num_bytes == sum(size for _, _, size in data)
-    if data:
-        assert pages.page_bytes == pytest.approx(pages.num_bytes / len(data))
+    num_bytes = sum(size for _, _, size in data)
+    assert case.table().num_bytes(case.transfers) == num_bytes
+    assert all(grid.num_pages > 0 for grid in grids)
+    assert sum(grid.num_bytes for grid in grids) == sum(size for _, _, size in entries_of(grids))
+
+
+@given(cases(), st.data())
+def test_pages_of_some_blocks_are_some_of_the_pages(case: Case, data: st.DataObject) -> None:
+    for grid in case.grids():
+        cut = data.draw(st.integers(0, len(grid.blocks)))
+        assert pages_of(grid, 0, cut) + pages_of(grid, cut, len(grid.blocks)) == entries_of([grid])
+
+
+@given(cases())
+def test_a_kernel_finds_the_same_pages(case: Case) -> None:
+    """With nothing but the numbers of blocks and slots, and the columns."""
+    for grid in case.grids():
+        found = []
+        chunk = grid.cell.blocks_per_chunk
+        for index, (block, slot) in enumerate(grid.entries().tolist()):
+            place = (grid.first_place + index) % chunk
+            cell = grid.cell.address + slot * grid.cell.row_bytes
+            for base, step, offset, place_step, size in grid.columns.table.T.tolist():
+                found.append((base + block * step, cell + offset + place * place_step, size))
+        assert found == entries_of([grid])
+        assert grid.columns.largest == max(size for _, _, size in found)
+
+
+@given(cases())
+def test_pages_that_lie_together_fill_their_slots(case: Case) -> None:
+    for grid in case.grids():
+        if grid.run is None:
+            continue
+        pages = entries_of([grid])
+        cells = grid.slot_addresses().tolist()
+        assert len(pages) == len(cells) * grid.run.num_pages
+        for number, cell in enumerate(cells):
+            start = number * grid.run.num_pages
+            places = sorted(page[1:] for page in pages[start : start + grid.run.num_pages])
+            assert len({size for _, size in places}) == 1
+            end = cell
+            for host, size in places:
+                assert host == end
+                end += size
+            assert end == cell + grid.run.num_bytes
 
 
 @given(cases())
 def test_a_store_covers_its_cells_once_and_a_load_adds_nothing(case: Case) -> None:
-    entries = entries_of(case.pages())
+    entries = entries_of(case.grids())
     if not case.is_store:
         assert len(entries) == len(case.data())
         return
@@ -168,21 +229,32 @@ def test_a_store_covers_its_cells_once_and_a_load_adds_nothing(case: Case) -> No
 
 @given(cases())
 def test_what_is_said_about_pages_is_so(case: Case) -> None:
-    pages = case.pages()
-    entries = entries_of(pages)
-    assert all(size <= max(tensor.page_bytes for tensor in case.tensors) for _, _, size in entries)
-    if pages.is_aligned:
-        assert all(number % ALIGNMENT == 0 for entry in entries for number in entry)
-    if pages.run is not None:
-        assert len(entries) % pages.run.num_pages == 0
-        for start in range(0, len(entries), pages.run.num_pages):
-            run = entries[start : start + pages.run.num_pages]
-            assert len({size for _, _, size in run}) == 1
-            assert sum(size for _, _, size in run) == pages.run.num_bytes
-            for (_, host, size), (_, next_host, _) in itertools.pairwise(run):
-                assert next_host == host + size
-    for column in pages[:3]:  # the driver is told where they are, and nothing of steps
-        assert column.flags.c_contiguous
+    for grid in case.grids():
+        entries = entries_of([grid])
+        largest = max(tensor.page_bytes for tensor in case.tensors)
+        assert all(size <= largest for _, _, size in entries)  # or there are not enough zeros
+        if grid.columns.is_aligned:
+            assert all(number % ALIGNMENT == 0 for entry in entries for number in entry)
+
+
+def test_all_columns_are_known_beforehand() -> None:
+    case = simple_case(page=64, num_tensors=3, chunk=2)
+    table = PageTable(
+        case.tensors,
+        [[CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 32)]],
+        case.cell,
+        ZEROS,
+    )
+    (transfer,) = case.transfers
+    head = replace(
+        transfer,
+        blocks=transfer.blocks[1:],
+        block_slots=transfer.block_slots[1:],
+        block_places=transfer.block_places[1:],
+    )
+    grids = table.grids([head], is_store=True)
+    assert len(grids) == 4  # data, the place that is left out, padding, another tensor
+    assert {grid.columns for grid in grids} == set(table.columns)
 
 
 def simple_case(page: int, num_tensors: int, chunk: int = 1, offset: int = 0) -> Case:
@@ -201,44 +273,44 @@ def simple_case(page: int, num_tensors: int, chunk: int = 1, offset: int = 0) ->
 
 
 def test_the_usual_caches_are_for_the_kernel_and_for_staging() -> None:
-    pages = simple_case(page=4096, num_tensors=32).pages()
-    assert pages.is_aligned
-    assert pages.run == (32, 32 * 4096)
-    assert pages.page_bytes == 4096
+    case = simple_case(page=4096, num_tensors=32)
+    assert case.is_aligned()
+    assert case.run() == (32, 32 * 4096)
+    assert [grid.num_pages for grid in case.grids()] == [4 * 32]
 
 
 def test_pages_that_a_thread_cannot_read_at_once_are_not_aligned() -> None:
-    assert not simple_case(page=4088, num_tensors=2).pages().is_aligned
-    assert not simple_case(page=4096, num_tensors=2, offset=8).pages().is_aligned
+    assert not simple_case(page=4088, num_tensors=2).is_aligned()
+    assert not simple_case(page=4096, num_tensors=2, offset=8).is_aligned()
 
 
 def test_nor_are_those_that_lie_between_others_at_odd_steps() -> None:
     """A stride, a part of a page, or a tensor that is not used at all: each shifts the rest."""
     case = simple_case(page=64, num_tensors=2)
     case.tensors[1] = case.tensors[1]._replace(stride_bytes=64 + 8)
-    assert not case.pages().is_aligned
+    assert not case.is_aligned()
     case = simple_case(page=64, num_tensors=2)
     case.tensors[1] = case.tensors[1]._replace(address=(2 << 40) + 8)
-    assert not case.pages().is_aligned
+    assert not case.is_aligned()
     case = simple_case(page=48, num_tensors=2)
     case.groups[0][1] = 40
-    assert not case.pages().is_aligned
+    assert not case.is_aligned()
     case = simple_case(page=64, num_tensors=2)
     case.tensors[0] = case.tensors[0]._replace(page_bytes=24)
     case.groups[0] = {1: 64}
     for is_store in (True, False):
-        assert not replace(case, is_store=is_store).pages().is_aligned
+        assert not replace(case, is_store=is_store).is_aligned()
     case = simple_case(page=64, num_tensors=2)
     for cell in (
         case.cell._replace(row_bytes=case.cell.row_bytes + 8),
         case.cell._replace(address=HOST + 8),
     ):
-        assert not replace(case, cell=cell).pages().is_aligned
+        assert not replace(case, cell=cell).is_aligned()
 
 
 def test_pages_of_several_blocks_lie_together_in_slots_that_are_filled() -> None:
     case = simple_case(page=4096, num_tensors=2, chunk=2)
-    assert case.pages().run == (4, 4 * 4096)
+    assert case.run() == (4, 4 * 4096)
     (transfer,) = case.transfers
     head = replace(
         transfer,
@@ -246,7 +318,7 @@ def test_pages_of_several_blocks_lie_together_in_slots_that_are_filled() -> None
         block_slots=transfer.block_slots[1:],
         block_places=transfer.block_places[1:],
     )
-    assert replace(case, transfers=[head]).pages().run is None
+    assert replace(case, transfers=[head]).run() is None
 
 
 @pytest.mark.parametrize("num_blocks", [_SIZES_KEPT, _SIZES_KEPT + 1, _SIZES_KEPT + 1000])
@@ -265,34 +337,31 @@ def test_sizes_beyond_those_that_are_kept_ready(num_blocks: int) -> None:
         num_slots=num_blocks,
         num_blocks_of_group=[num_blocks],
     )
-    pages = table.pages(transfers, is_store=True)
+    (grid,) = table.grids(transfers, is_store=True)
+    pages = grid.pages(0, num_blocks)
     assert pages.sizes.tolist() == [64, 32] * num_blocks
-    assert pages.num_bytes == 96 * num_blocks
+    assert grid.num_bytes == 96 * num_blocks
     assert pages.host[-1] == HOST + (num_blocks - 1) * 4096 + 64
 
 
-def test_pages_that_are_not_taken_in_the_order_of_the_slot_do_not_lie_together() -> None:
+def test_pages_lie_together_in_whatever_order_they_are_named_but_not_without_one() -> None:
     case = simple_case(page=4096, num_tensors=3)
     for order in ((2, 1, 0), (1, 0, 2), (0, 2), (1, 2)):
         case.groups[0] = dict.fromkeys(order, 4096)
         for is_store in (True, False):
-            pages = replace(case, is_store=is_store).pages()
-            assert [entry for entry in entries_of(pages) if entry[0] != ZEROS] == case.data()
-            assert pages.run is None
+            grids = replace(case, is_store=is_store).grids()
+            assert [entry for entry in entries_of(grids) if entry[0] != ZEROS] == case.data()
+            assert grids[0].run == ((3, 3 * 4096) if len(order) == 3 else None)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_job_of_a_group_that_lies_together_and_one_that_does_not_does_not(
-    order: tuple[int, int],
-) -> None:
+def test_each_group_of_a_job_is_for_itself() -> None:
     case = simple_case(page=64, num_tensors=2)
-    whole, padded = {0: 64, 1: 64}, {0: 64, 1: 32}
     (transfer,) = case.transfers
-    transfers = [replace(transfer, group_idx=group_idx) for group_idx in order]
-    both = replace(case, groups=[whole, padded], transfers=transfers, is_store=False)
-    assert both.pages().run is None
-    assert replace(both, transfers=transfers[:1]).pages().run == ((2, 128), None)[order[0]]
-    assert replace(both, groups=[whole, whole]).pages().run == (2, 128)
+    transfers = [replace(transfer, group_idx=group_idx) for group_idx in range(2)]
+    both = replace(
+        case, groups=[{0: 64, 1: 64}, {0: 64, 1: 32}], transfers=transfers, is_store=False
+    )
+    assert [grid.run for grid in both.grids()] == [(2, 128), None]
 
 
 def test_pages_of_several_sizes_or_with_zeros_between_them_do_not_lie_together() -> None:
@@ -301,12 +370,12 @@ def test_pages_of_several_sizes_or_with_zeros_between_them_do_not_lie_together()
         table = PageTable(
             case.tensors, [[CanonicalKVCacheRef(*ref) for ref in refs]], case.cell, ZEROS
         )
-        assert table.pages(case.transfers, is_store=True).run is None
-        assert table.pages(case.transfers, is_store=False).run is None
+        for is_store in (True, False):
+            assert table.grids(case.transfers, is_store=is_store)[0].run is None
     case = simple_case(page=64, num_tensors=2)
     case.tensors[1] = case.tensors[1]._replace(page_bytes=32)
     case.groups[0][1] = 32
-    assert case.pages().run is None
+    assert case.run() is None
 
 
 def test_layers_that_share_a_tensor_are_copied_once_with_the_larger_page() -> None:
@@ -314,9 +383,10 @@ def test_layers_that_share_a_tensor_are_copied_once_with_the_larger_page() -> No
     refs = [*shared[:2], CanonicalKVCacheRef(1, 32), shared[2]]
     case = simple_case(page=64, num_tensors=2)
     table = PageTable(case.tensors, [refs], case.cell, ZEROS)
-    pages = table.pages(case.transfers, is_store=False)
+    (grid,) = table.grids(case.transfers, is_store=False)
+    pages = grid.pages(0, 4)
     assert pages.sizes.tolist() == [64, 32] * 4
-    assert pages.num_bytes == 4 * (64 + 32)
+    assert grid.num_bytes == 4 * (64 + 32)
     assert len(set(pages.host.tolist())) == 8
 
 

@@ -7,7 +7,8 @@ are take Python lists, an object per page.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,8 @@ _BATCH_SINCE = 12_080
 _STREAM_ORDER = 1
 """Sources are read when the stream gets there, not before."""
 _PORTABLE_AND_MAPPED = 0x01 | 0x02
+_RELAXED = 2
+"""The mode of a thread that others' captures do not concern."""
 _NO_TIMES = 0x02
 _NOT_READY = 600
 _NON_BLOCKING = 0x01
@@ -71,7 +74,8 @@ class CudaDriver:
         *,
         is_quick: bool = False,
     ) -> None:
-        """Have the copy engines move pages, in stream order. The arrays may be reused at once.
+        """Have the copy engines move pages, in stream order. The arrays have no gaps, and may be
+        reused at once.
 
         With memory that is not pinned it returns only when all is copied, or nearly so.
         `stream` must not be the legacy default stream. `is_quick`: they are few, in pinned memory,
@@ -79,8 +83,6 @@ class CudaDriver:
         """
         if len(sources) == 0:
             return
-        for array in (sources, targets, sizes):
-            assert array.flags.c_contiguous, "the driver knows no strides"
         failed_at = ctypes.c_size_t()
         copy_batch = self._quick_copy_batch if is_quick else self._copy_batch
         self._check(
@@ -154,9 +156,44 @@ class CudaDriver:
 
     def synchronize_stream(self, stream: int) -> None:
         """Return when all is done that it was given."""
+        with self.beside_captures():
+            self._check(
+                self._library.cuStreamSynchronize(ctypes.c_void_p(stream)), "cuStreamSynchronize"
+            )
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """The calling thread may ask for events and wait for them though somebody in the process,
+        itself included, captures a CUDA graph. Otherwise that fails, and so does the capture.
+
+        No event or stream that is used here may belong to the graph.
+        """
+        mode = ctypes.c_int(_RELAXED)
+        self._exchange_capture_mode(mode)
+        try:
+            yield
+        finally:
+            self._exchange_capture_mode(mode)
+
+    def _exchange_capture_mode(self, mode: ctypes.c_int) -> None:
+        """`mode` becomes the one there was before."""
         self._check(
-            self._library.cuStreamSynchronize(ctypes.c_void_p(stream)), "cuStreamSynchronize"
+            self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)),
+            "cuThreadExchangeStreamCaptureMode",
         )
+
+    def require_no_capture(self, stream: int) -> None:
+        """Raises `CudaError` if the stream only writes down what it is given."""
+        status = ctypes.c_int()
+        self._check(
+            self._quick.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)),
+            "cuStreamIsCapturing",
+        )
+        if status.value != 0:
+            raise CudaError(
+                "the current stream is being captured into a CUDA graph: a copy cannot wait for "
+                "what is not done yet. Submit jobs before the capture or after it"
+            )
 
     def create_event(self, *, is_timed: bool) -> int:
         """Of the current device."""
@@ -179,7 +216,8 @@ class CudaDriver:
 
     def is_reached(self, event: int) -> bool:
         """Whether the last record of an event is, or there is none."""
-        code = self._quick.cuEventQuery(ctypes.c_void_p(event))
+        with self.beside_captures():
+            code = self._quick.cuEventQuery(ctypes.c_void_p(event))
         if code == _NOT_READY:
             return False
         self._check(code, "cuEventQuery")
@@ -187,17 +225,21 @@ class CudaDriver:
 
     def synchronize_event(self, event: int) -> None:
         """Return when it is reached."""
-        self._check(self._library.cuEventSynchronize(ctypes.c_void_p(event)), "cuEventSynchronize")
+        with self.beside_captures():
+            self._check(
+                self._library.cuEventSynchronize(ctypes.c_void_p(event)), "cuEventSynchronize"
+            )
 
     def seconds_between(self, start: int, end: int) -> float:
         """Of two events that were created with times and are reached."""
         milliseconds = ctypes.c_float()
-        self._check(
-            self._quick.cuEventElapsedTime(
-                ctypes.byref(milliseconds), ctypes.c_void_p(start), ctypes.c_void_p(end)
-            ),
-            "cuEventElapsedTime",
-        )
+        with self.beside_captures():
+            self._check(
+                self._quick.cuEventElapsedTime(
+                    ctypes.byref(milliseconds), ctypes.c_void_p(start), ctypes.c_void_p(end)
+                ),
+                "cuEventElapsedTime",
+            )
         return milliseconds.value / 1e3
 
     def load_module(self, image: bytes) -> ctypes.c_void_p:

@@ -101,6 +101,10 @@ class PageMover:
         self._filled, self._emptied = ([Event(driver) for _ in range(2)] for _ in range(2))
         self._launched = [Event(driver) for _ in range(_WINDOW)]
         self._num_launched = 0
+        self._num_reached = 0
+        """Of these; it may be more by now."""
+        self._computed: Event | None = None
+        """What the job at hand has to wait for."""
 
     def expect(self, columns: Sequence[Columns]) -> None:
         """Have the kernel know what blocks consist of. Before the first job."""
@@ -129,9 +133,7 @@ class PageMover:
     def wait_for(self, computed: Event) -> None:
         """Have the next job begin after that event."""
         computed.hold(self.stream)
-        # It may collect pages for the next job while `stream` still has to do with the one before:
-        # that one writes nothing that is read here.
-        computed.hold(self._second_stream)
+        self._computed = computed
 
     def steps(self, plans: Sequence[Plan]) -> Iterator[bool]:
         """Have pages copied in the order of `stream`.
@@ -232,6 +234,10 @@ class PageMover:
         in_buffer = [offsets + np.uint64(base) for base in buffers]
         sizes = np.full(slots_at_once, run.num_bytes, np.uint64)
         filling, emptying = self._second_stream, self.stream
+        # The one may collect pages while the other still has to do with the job before: that one
+        # writes nothing that is read here.
+        assert self._computed is not None
+        self._computed.hold(filling)
         for part in _parts(len(plan.slots), slots_at_once):
             self._await_room()
             turn = self._num_staged % 2
@@ -282,12 +288,20 @@ class PageMover:
 
     def _is_full(self) -> bool:
         """Whether the next launch would have to wait for one before it."""
-        return not self._launched[self._num_launched % _WINDOW].is_reached()
+        if self._num_launched - self._num_reached < _WINDOW:
+            return False
+        oldest = self._num_launched - _WINDOW
+        if self._launched[oldest % _WINDOW].is_reached():
+            self._num_reached = oldest + 1
+            return False
+        return True
 
     def _await_room(self) -> None:
         """Have room for a launch, and if there was none, for many."""
         if self._is_full():
-            self._launched[(self._num_launched + _WINDOW // 2) % _WINDOW].synchronize()
+            middle = self._num_launched - _WINDOW // 2
+            self._launched[middle % _WINDOW].synchronize()
+            self._num_reached = middle + 1
 
     def _copy(
         self,

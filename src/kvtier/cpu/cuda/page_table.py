@@ -24,6 +24,8 @@ Addresses = NDArray[np.uint64]
 
 ALIGNMENT = 16
 """Of what a thread of the device reads or writes at once."""
+_SIZES_KEPT = 1 << 10
+"""For so many blocks, the sizes of their pages are kept ready."""
 
 
 class DeviceTensor(NamedTuple):
@@ -77,6 +79,16 @@ class Columns:
     def __len__(self) -> int:
         return len(self.table[0])
 
+    def sizes(self, num_blocks: int) -> Addresses:
+        """Of the pages of so many blocks."""
+        if num_blocks <= _SIZES_KEPT:
+            return self._sizes[: num_blocks * len(self)]
+        return np.tile(self.table[4], num_blocks)
+
+    @cached_property
+    def _sizes(self) -> Addresses:
+        return np.tile(self.table[4], _SIZES_KEPT)
+
     @cached_property
     def largest(self) -> int:
         return int(self.table[4].max(initial=0))
@@ -121,26 +133,30 @@ class Grid(NamedTuple):
 
     def slot_addresses(self) -> Addresses:
         """Of its slots, each once. Only if they are whole."""
-        slots = self.slots[:: self.cell.blocks_per_chunk]
-        return _cells(self.cell, slots)
+        return self._cells(self.slots[:: self.cell.blocks_per_chunk]).view(np.uint64)
 
     def pages(self, start: int, stop: int) -> Pages:
         """Of the blocks from here to there, a block's one after the other."""
-        device_bases, device_steps, offsets, steps, sizes = self.columns.table
-        blocks = self.blocks[start:stop].astype(np.uint64).reshape(-1, 1)
-        host = _cells(self.cell, self.slots[start:stop]).reshape(-1, 1) + offsets
-        if self.cell.blocks_per_chunk > 1:
-            order = np.arange(self.first_place + start, self.first_place + stop, dtype=np.uint64)
-            host += (order % np.uint64(self.cell.blocks_per_chunk)).reshape(-1, 1) * steps
-        device = blocks * device_steps + device_bases
-        return Pages(device.ravel(), host.ravel(), np.tile(sizes, stop - start))
+        # Numbers without signs would have to be converted first, and addresses are small enough.
+        device_bases, device_steps, offsets, steps, _ = self.columns.table.view(np.int64)
+        blocks, cells = self.blocks[start:stop, None], self._cells(self.slots[start:stop])
+        device = blocks * device_steps
+        device += device_bases
+        host = cells[:, None] + offsets
+        chunk = self.cell.blocks_per_chunk
+        if chunk > 1:
+            places = np.arange(self.first_place + start, self.first_place + stop) % chunk
+            host += places[:, None] * steps
+        return Pages(
+            device.reshape(-1).view(np.uint64),
+            host.reshape(-1).view(np.uint64),
+            self.columns.sizes(stop - start),
+        )
 
-
-def _cells(cell: HostCell, slots: NDArray[np.int64]) -> Addresses:
-    addresses: Addresses = slots.astype(np.uint64)
-    addresses *= np.uint64(cell.row_bytes)
-    addresses += np.uint64(cell.address)
-    return addresses
+    def _cells(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        cells = slots * self.cell.row_bytes
+        cells += self.cell.address
+        return cells
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,18 +43,27 @@ class Rig:
 
     def submit(self, is_store: bool, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
         """Start a job that copies these blocks from or to these slots; its id."""
+        return self.ready(is_store, blocks, slots)()
+
+    def ready(
+        self, is_store: bool, blocks: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> Callable[[], int]:
+        """What starts such a job."""
         self._next_job += 1
-        device = GPULoadStoreSpec(blocks, [len(blocks)], [0])
-        host = CPULoadStoreSpec(slots)
         job = self._next_job
-        taken = (
-            self.worker.submit_store(job, device, host)
-            if is_store
-            else self.worker.submit_load(job, host, device)
-        )
-        if not taken:
-            raise RuntimeError("the worker refused a job")
-        return job
+        device, host = GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(slots)
+
+        def submit() -> int:
+            taken = (
+                self.worker.submit_store(job, device, host)
+                if is_store
+                else self.worker.submit_load(job, host, device)
+            )
+            if not taken:
+                raise RuntimeError("the worker refused a job")
+            return job
+
+        return submit
 
     def finish(self, jobs: Sequence[int]) -> float:
         """Wait for all jobs there are, `jobs`, and return the seconds that they took on the device.

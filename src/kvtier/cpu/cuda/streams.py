@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -100,6 +99,8 @@ class StreamCopies(Copies):
 
     def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
         direction = self._stores if is_store else self._loads
+        if torch.cuda.current_device() == self._device.index:  # as nearly always
+            return direction.start(grids, torch.cuda.current_stream().cuda_stream)
         with torch.cuda.device(self._device):
             return direction.start(grids, torch.cuda.current_stream().cuda_stream)
 
@@ -126,8 +127,8 @@ class _StreamTicket(Ticket):
     def __init__(self, direction: _Direction, events: _Events) -> None:
         self._direction = direction
         self.events = events
-        self.is_handed_over = threading.Event()
-        """Set when the device has all of the job, or has refused it."""
+        self.is_handed_over = False
+        """The device has all of the job, or has refused it. Set last, by the thread that does."""
         self.error: Exception | None = None
         self.elapsed_s: float | None = None
         """None until it is known to be done."""
@@ -141,7 +142,8 @@ class _StreamTicket(Ticket):
 
     def wait(self) -> None:
         if self.elapsed_s is None:
-            self.is_handed_over.wait()
+            if not self.is_handed_over:
+                self._direction.flush()
             if self.error is None:
                 self.events.ended.synchronize()
         self.is_done()
@@ -167,6 +169,7 @@ class _Direction:
         self._spare_events: list[_Events] = []
 
     def start(self, grids: Sequence[Grid], engines_stream: int) -> Ticket:
+        self._driver.require_no_capture(engines_stream)
         events = self._spare_events.pop() if self._spare_events else _new_events(self._driver)
         ticket = _StreamTicket(self, events)
         events.computed.record(engines_stream)
@@ -181,7 +184,7 @@ class _Direction:
 
     def collect(self) -> None:
         """Mark what is done. Raises when the device has failed."""
-        while self._under_way and self._under_way[0].is_handed_over.is_set():
+        while self._under_way and self._under_way[0].is_handed_over:
             ticket = self._under_way[0]
             _, started, ended = ticket.events
             if ticket.error is None:
@@ -219,7 +222,7 @@ class _Direction:
             if not isinstance(error, Exception):
                 raise
         else:
-            ticket.is_handed_over.set()
+            ticket.is_handed_over = True
 
     def _steps(self, ticket: _StreamTicket, plans: Sequence[Plan]) -> Iterator[bool]:
         """Any one thread at a time."""
@@ -239,14 +242,16 @@ class _Direction:
         except BaseException as error:
             self._fail(ticket, error)
         else:
-            ticket.is_handed_over.set()
+            ticket.is_handed_over = True
 
     def _fail(self, ticket: _StreamTicket, error: BaseException) -> None:
         """Some of a failed job may be on its way, and whoever hears of it may reuse the memory."""
         # For the thread that asks.
         ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        self.mover.settle()
-        ticket.is_handed_over.set()
+        try:
+            self.mover.settle()
+        finally:
+            ticket.is_handed_over = True
 
 
 def _new_events(driver: CudaDriver) -> _Events:

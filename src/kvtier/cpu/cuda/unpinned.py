@@ -34,7 +34,9 @@ class UnpinnedCopies(Copies):
 
     def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
         with torch.cuda.device(self._device):
-            computed = torch.cuda.current_stream().record_event()
+            current = torch.cuda.current_stream()
+            self._driver.require_no_capture(current.cuda_stream)
+            computed = current.record_event()
         ticket = _ThreadTicket()
         self._lanes[is_store].put(lambda: self._run(ticket, grids, computed, is_store))
         return ticket
@@ -56,17 +58,18 @@ class UnpinnedCopies(Copies):
         began = time.perf_counter()
         try:
             torch.cuda.set_device(self._device)
-            computed.synchronize()
-            began = time.perf_counter()
-            for grid in grids:
-                device, host, sizes = grid.pages(0, len(grid.blocks))
-                sources, targets = (device, host) if is_store else (host, device)
-                self._driver.copy_batch(sources, targets, sizes, stream.cuda_stream)
-            stream.synchronize()
+            with self._driver.beside_captures():
+                computed.synchronize()
+                began = time.perf_counter()
+                for grid in grids:
+                    device, host, sizes = grid.pages(0, len(grid.blocks))
+                    sources, targets = (device, host) if is_store else (host, device)
+                    self._driver.copy_batch(sources, targets, sizes, stream.cuda_stream)
+                stream.synchronize()
         except BaseException as error:  # for the thread that asks
             ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
             # Some of it may be on its way, and whoever hears of the failure may reuse the memory.
-            with suppress(BaseException):
+            with suppress(BaseException), self._driver.beside_captures():
                 stream.synchronize()
         finally:
             ticket.elapsed_s = time.perf_counter() - began

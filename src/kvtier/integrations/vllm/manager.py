@@ -114,8 +114,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         # Of the prefix that is being looked up, if one is:
         self._hits: Iterator[OffloadKey] | None = None
         """Blocks that are known to be readable, in the order in which they are asked for."""
-        self._delay: Iterator[vllm_api.LookupResult] | None = None
-        """What to say instead, if the request has to wait."""
+        self._no_hits: Iterator[vllm_api.LookupResult] | None = None
+        """What to say instead, if there is nothing to load now."""
         # The hot path, without the attribute look-ups.
         self._lookup = manager.lookup
 
@@ -161,26 +161,30 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         """A request is about to look up these keys, one by one and up to its first miss, until
         `end_prefix`. By the connector alone."""
         adopted = self._adopted_of(req_context)
-        if not adopted.may_load:
+        if not keys or not adopted.may_load:
+            return
+        # Most prompts are new: then the first key says it all.
+        if self._lookup(keys[0], adopted.context) is _MISS:
+            self._no_hits = repeat(_VLLM_MISS)
             return
         num_hits, is_final = self._manager.lookup_prefix(keys, adopted.context)
         if is_final:
             self._hits = iter(keys[:num_hits])
         else:
-            # The first answer has it wait, and the second ends the loop.
-            self._delay = chain((_VLLM_PENDING,), repeat(_VLLM_MISS))
+            # The first answer has the request wait, and the second ends the loop.
+            self._no_hits = chain((_VLLM_PENDING,), repeat(_VLLM_MISS))
 
     def end_prefix(self) -> None:
         """Every lookup stands for itself again."""
-        self._hits = self._delay = None
+        self._hits = self._no_hits = None
 
     def lookup(self, key: OffloadKey, req_context: vllm_api.ReqContext) -> vllm_api.LookupResult:
         if self._hits is not None:
             if next(self._hits, None) is key:
                 return _VLLM_HIT
             self._hits = None
-        elif self._delay is not None:
-            return next(self._delay)
+        elif self._no_hits is not None:
+            return next(self._no_hits)
         try:
             adopted = req_context.kvtier
         except AttributeError:
