@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,8 +24,8 @@ PATHS = {
 }
 """Page size, tensors, and how they are copied."""
 _JOB_BYTES = 256 << 20
-_LOOP_S = 0.08
-_NUM_ROUNDS = 9
+_LOOP_S = 0.06
+_NUM_ROUNDS = 6
 
 
 def beside(
@@ -36,8 +35,10 @@ def beside(
     path: Path,
     is_store: bool,
 ) -> dict[str, float]:
-    """Rounds alone, beside copies, and beside plain copies of one piece, in turns: the device's
-    clock changes with its heat, and with what the bus takes of the power there is."""
+    """Rounds alone, beside copies, and beside plain copies of one piece, in turns.
+
+    The device's clock follows its power: after a pause it is higher for a while, whatever is done
+    then. So nothing is measured after a pause, and each comes after each of the others."""
     rows, columns, depth = shape
     a = torch.randn(rows, depth, device=device, dtype=torch.bfloat16)
     b = torch.randn(depth, columns, device=device, dtype=torch.bfloat16)
@@ -55,53 +56,60 @@ def beside(
         ended.synchronize()
         return float(began.elapsed_time(ended)) / count
 
-    copy_plainly = _plain_copies(device, is_store)
     page_bytes, num_tensors = layout
+    num_blocks = _JOB_BYTES // (page_bytes * num_tensors)
+    copy_plainly = _plain_copies(device, is_store)
     with open_rig(
-        device,
-        page_bytes,
-        num_tensors,
-        _JOB_BYTES // (page_bytes * num_tensors),
-        partial(open_pinned, choose=lambda _: path),
+        device, page_bytes, num_tensors, num_blocks, partial(open_pinned, choose=lambda _: path)
     ) as rig:
         products(3)
         count = max(3, int(_LOOP_S * 1e3 / products(10)))
         alone_rate = _JOB_BYTES / median(rig.finish([_job(rig, is_store)]) for _ in range(5)) / 1e9
-        per_loop = int(_LOOP_S * 1.6 * alone_rate * 1e9 / _JOB_BYTES) + 2
-        alone: list[float] = []
-        together: list[float] = []
-        beside_plain: list[float] = []
+        per_loop = int(_LOOP_S * 2.5 * alone_rate * 1e9 / _JOB_BYTES) + 2
+        took: dict[str, list[float]] = {"alone": [], "beside": [], "plain": []}
         rates: list[float] = []
-        while len(together) < _NUM_ROUNDS:
-            by_itself = products(count)
-            jobs = [_job(rig, is_store) for _ in range(per_loop)]
-            time.sleep(0.002)  # the copies are under way
-            took = products(count)
-            copied = rig.worker.get_finished()
-            rig.worker.wait(jobs)
-            rig.worker.get_finished()
-            torch.cuda.synchronize(device)
-            if len(copied) == len(jobs):
-                per_loop *= 2  # they ended before the matrix products: again, with more of them
-                continue
-            alone.append(by_itself)
-            together.append(took)
-            copy_plainly(per_loop)
-            time.sleep(0.002)
-            beside_plain.append(products(count))
-            torch.cuda.synchronize(device)
-            if copied:
-                seconds = sum(result.transfer_time or 0.0 for result in copied)
-                rates.append(len(copied) * _JOB_BYTES / seconds / 1e9)
+        for round_number in range(_NUM_ROUNDS):
+            # Each is the first, the second and the third as often as the others.
+            for turn in range(3):
+                what = list(took)[(round_number + turn) % 3]
+                jobs = []
+                if what == "beside":
+                    jobs = [_job(rig, is_store) for _ in range(per_loop)]
+                elif what == "plain":
+                    copy_plainly(per_loop)
+                products(count)  # what it was like before does not matter any more
+                took[what].append(products(count))
+                if jobs:
+                    rates.append(_rate_of(rig, jobs))
+                torch.cuda.synchronize(device)
+    slowdowns = {
+        what: [t / a for t, a in zip(took[what], took["alone"], strict=True)]
+        for what in ("beside", "plain")
+    }
     return {
-        "alone_ms": median(alone),
-        "beside_ms": median(together),
-        "slowdown": median(t / a for t, a in zip(together, alone, strict=True)),
-        "plain_slowdown": median(p / a for p, a in zip(beside_plain, alone, strict=True)),
-        "to_plain": median(t / p for t, p in zip(together, beside_plain, strict=True)),
-        "copy_gb_s": median(rates) if rates else 0.0,
+        "alone_ms": median(took["alone"]),
+        "beside_ms": median(took["beside"]),
+        "slowdown": median(slowdowns["beside"]),
+        "plain_slowdown": median(slowdowns["plain"]),
+        "to_plain": median(b / p for b, p in zip(took["beside"], took["plain"], strict=True)),
+        "copy_gb_s": median(rates),
         "copy_alone_gb_s": alone_rate,
     }
+
+
+def _rate_of(rig: Rig, jobs: Sequence[int]) -> float:
+    """GB/s of those that are done, and then of all, for nothing is to be left under way.
+
+    Raises `RuntimeError` if they all were done before the matrix products.
+    """
+    copied = rig.worker.get_finished()
+    if len(copied) == len(jobs):
+        raise RuntimeError("the copies ended too early: nothing can be said")
+    rig.worker.wait(jobs)
+    results = copied or rig.worker.get_finished()
+    rig.worker.get_finished()
+    seconds = sum(result.transfer_time or 0.0 for result in results)
+    return len(results) * _JOB_BYTES / seconds / 1e9
 
 
 def _plain_copies(device: Any, is_store: bool) -> Callable[[int], None]:

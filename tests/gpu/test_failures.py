@@ -279,9 +279,8 @@ def fail(place: Place, patch: pytest.MonkeyPatch) -> None:
     elif isinstance(place, SimulatedPlace):
         patch.setattr(place.simulated, "failure", error)
     else:
-        for owner in (torch.cuda.Event, torch.cuda.Stream):
-            for name in ("query", "synchronize"):
-                patch.setattr(owner, name, raise_it)
+        for name in ("is_reached", "synchronize_event", "synchronize_stream"):
+            patch.setattr(CudaDriver, name, raise_it)
 
 
 def test_asking_never_waits(held_place: CPUPlace, shm: Path) -> None:

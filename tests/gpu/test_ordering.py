@@ -11,14 +11,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.event import Event
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import Place
 from tests.gpu.rig import POISON, Rig, open_rig
-from tests.gpu.simulated_cuda import SimulatedStream
 
 LAYOUT = plain_layout(64 << 10, num_blocks=40)
 BLOCKS, OTHER_BLOCKS, SLOTS = range(20), range(20, 40), range(20)
@@ -156,8 +155,7 @@ Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 def nothing_waits(patch: pytest.MonkeyPatch) -> None:
     """The worker's streams wait for no compute."""
-    for stream in (torch.cuda.Stream, SimulatedStream):
-        patch.setattr(stream, "wait_event", lambda *_: None)
+    patch.setattr(Event, "hold", lambda *_: None)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:

@@ -370,15 +370,44 @@ class CPUOffloadingManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         use = self._use_of(req_context)
-        get = self._get
+        stray: list[OffloadKey] = []
+        ended = self._take_only_load(keys, use)
+        if ended is None:
+            ended, stray = self._take_loads(keys, use)
+        for block in ended:
+            block.ref_cnt -= 1
+        unpinned = [block for block in ended if block.ref_cnt == 0]
+        self._num_evictable += len(unpinned)
+        self._num_pinned -= len(unpinned)
+        self._policy.unpinned(unpinned)
+        if ended:
+            self._count("kvtier_cpu_loaded_blocks", len(ended))
+            self._end_quarantine()
+        self._forget_if_done(use)
+        self._record_misuse("stray completion of a load", stray, use, "complete each load once")
+
+    def _take_only_load(
+        self, keys: Collection[OffloadKey], use: RequestUse
+    ) -> list[BlockStatus] | None:
+        """The blocks of all that a request is loading, in prompt order, if these are their keys."""
         loading = use.loading
-        if len(keys) == len(loading) and loading.keys() == set(keys):
-            keys = list(loading)  # as they were prepared, and lie in memory
-        num_loaded = 0
-        unpinned: list[BlockStatus] = []
+        if not isinstance(keys, Set) or loading.keys() != keys:
+            return None
+        if sum(loading.values()) > len(loading):
+            return None  # some of them twice
+        use.loading = {}
+        # Those that are pinned are there.
+        return cast("list[BlockStatus]", list(map(self._get, loading)))
+
+    def _take_loads(
+        self, keys: Collection[OffloadKey], use: RequestUse
+    ) -> tuple[list[BlockStatus], list[OffloadKey]]:
+        """The blocks of these keys that a request is loading, and the keys that it is not."""
+        loading = use.loading
+        ended: list[BlockStatus] = []
         stray: list[OffloadKey] = []
         for key in keys:
-            block = get(key)
+            block = self._get(key)
             if block is None or key not in loading:
                 stray.append(key)
                 continue
@@ -386,18 +415,8 @@ class CPUOffloadingManager(OffloadingManager):
                 del loading[key]
             else:
                 loading[key] -= 1
-            num_loaded += 1
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                unpinned.append(block)
-        self._num_evictable += len(unpinned)
-        self._num_pinned -= len(unpinned)
-        self._policy.unpinned(unpinned)
-        if num_loaded:
-            self._count("kvtier_cpu_loaded_blocks", num_loaded)
-            self._end_quarantine()
-        self._forget_if_done(use)
-        self._record_misuse("stray completion of a load", stray, use, "complete each load once")
+            ended.append(block)
+        return ended, stray
 
     # --- stores -----------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ _STREAM_ORDER = 1
 _PORTABLE_AND_MAPPED = 0x01 | 0x02
 _RELAXED = 2
 """The mode of a thread that others' captures do not concern."""
-_NO_TIMES = 0x02
+_SLEEP, _NO_TIMES = 0x01, 0x02
 _NOT_READY = 600
 _NON_BLOCKING = 0x01
 """Does not wait for the legacy default stream, nor that one for it."""
@@ -196,9 +196,9 @@ class CudaDriver:
             )
 
     def create_event(self, *, is_timed: bool) -> int:
-        """Of the current device."""
+        """Of the current device. Whoever waits for it sleeps."""
         event = ctypes.c_void_p()
-        flags = 0 if is_timed else _NO_TIMES
+        flags = _SLEEP if is_timed else _SLEEP | _NO_TIMES
         self._check(self._library.cuEventCreate(ctypes.byref(event), flags), "cuEventCreate")
         assert event.value is not None
         return event.value
