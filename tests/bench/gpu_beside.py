@@ -65,7 +65,7 @@ def beside(
         products(3)
         count = max(3, int(_LOOP_S * 1e3 / products(10)))
         alone_rate = _JOB_BYTES / median(rig.finish([_job(rig, is_store)]) for _ in range(5)) / 1e9
-        per_loop = int(_LOOP_S * 2.5 * alone_rate * 1e9 / _JOB_BYTES) + 2
+        per_loop = int(_LOOP_S * 3.5 * alone_rate * 1e9 / _JOB_BYTES) + 2
         took: dict[str, list[float]] = {"alone": [], "beside": [], "plain": []}
         rates: list[float] = []
         for round_number in range(_NUM_ROUNDS):

@@ -22,9 +22,15 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 collect_ignore_glob = [] if find_spec("torch") else ["test_*.py"]
 
 
+_DEVICES = ["simulated", "simulated, begun at once", "cuda", "cuda, begun at once"]
+
+
 def _open(name: str, monkeypatch: pytest.MonkeyPatch) -> Place:
     from tests.gpu import places
 
+    name, _, is_begun_at_once = name.partition(", begun")
+    if is_begun_at_once:
+        places.begin_at_once(monkeypatch)
     if name == "cuda":
         if not places.has_cuda():
             pytest.skip(places.NO_DEVICE)
@@ -34,19 +40,19 @@ def _open(name: str, monkeypatch: pytest.MonkeyPatch) -> Place:
     return places.CPUPlace() if name == "cpu" else places.Place()
 
 
-@pytest.fixture(params=["host", "cpu", "simulated", "cuda"])
+@pytest.fixture(params=["host", "cpu", *_DEVICES])
 def any_place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
     """Wherever a worker can be, that of caches in host memory among them."""
     return _open(request.param, monkeypatch)
 
 
-@pytest.fixture(params=["cpu", "simulated", "cuda"])
+@pytest.fixture(params=["cpu", *_DEVICES])
 def place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
     """Wherever the CUDA worker can be."""
     return _open(request.param, monkeypatch)
 
 
-@pytest.fixture(params=["simulated", "cuda"])
+@pytest.fixture(params=_DEVICES)
 def device_place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
     """Wherever there are streams."""
     return _open(request.param, monkeypatch)

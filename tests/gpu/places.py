@@ -210,6 +210,11 @@ def _warm_up() -> None:
     torch.cuda.synchronize()
 
 
+def begin_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Have all jobs begun by the thread that submits them, as large ones are."""
+    patch.setattr(streams, "_SMALL_JOB_PAGES", 0)
+
+
 def has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 

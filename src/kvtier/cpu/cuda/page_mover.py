@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -79,17 +79,16 @@ class PageMover:
         driver: CudaDriver,
         kernel: PageKernel | None,
         choose: Choice,
-        taken: Counter[Path],
         *,
         is_store: bool,
     ) -> None:
-        """`taken`: counts what went which way."""
+        self.taken: Counter[Path] = Counter()
+        """How many grids went which way."""
         self._device = device
         self._driver = driver
         self._kernel = kernel
         self._launcher = None if kernel is None else kernel.launcher()
         self._choose = choose
-        self._taken = taken
         self._is_store = is_store
         priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
         self.stream, self._second_stream = (driver.create_stream(priority) for _ in range(2))
@@ -119,9 +118,9 @@ class PageMover:
             self._staging = torch.empty(2 * STAGING_BYTES, dtype=torch.uint8, device=self._device)
 
     def plan(self, grid: Grid) -> Plan:
-        """How it is copied. Any thread, at any time."""
+        """How it is copied. Any thread that is the only one to do this."""
         path = self._possible(self._choose(grid), grid)
-        self._taken[path] += 1
+        self.taken[path] += 1
         is_for_kernel = path in {Path.KERNEL, Path.STAGED}
         return Plan(
             grid,
@@ -135,7 +134,7 @@ class PageMover:
         computed.hold(self.stream)
         self._computed = computed
 
-    def steps(self, plans: Sequence[Plan]) -> Iterator[bool]:
+    def steps(self, plans: Iterable[Plan]) -> Iterator[bool]:
         """Have pages copied in the order of `stream`.
 
         Says after every step whether the next one would have to wait for the device.

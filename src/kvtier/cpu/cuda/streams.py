@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -31,6 +31,9 @@ __all__ = ["StreamCopies"]
 
 logger = logging.getLogger(__name__)
 
+_SMALL_JOB_PAGES = 512
+"""Up to so many, a job is left to the other thread as a whole: it is over soon, and numpy does not
+let go of the interpreter to plan it, as it does with long arrays."""
 _AT_ONCE_S, _AT_ONCE_S_PER_PAGE, _MOST_AT_ONCE_S = 20e-6, 20e-9, 300e-6
 """How long the engine's thread goes on with a job that finds its direction idle: for as long as the
 device needs something to do until the other thread gets its turn, which is milliseconds while this
@@ -41,8 +44,8 @@ class StreamCopies(Copies):
     """Two streams for each direction, and a thread that hands jobs to the device.
 
     The driver takes its time, a microsecond and more for a large page: the engine's thread does
-    not wait for that. It marks in its stream what a job has to wait for, and if nothing else is
-    under way it also hands over the first pages, so that the device need not wait for a thread.
+    not wait for that. It marks in its stream what a job has to wait for. A large job is planned
+    there, too, and begun if nothing else is under way: the device need not wait for a thread.
     """
 
     def __init__(
@@ -56,25 +59,21 @@ class StreamCopies(Copies):
         path for a job, if it is not to be the quickest."""
         self._device = device
         self._is_by_size = choose is None
-        self.taken: Counter[Path] = Counter()
-        """How many grids went which way."""
         with torch.cuda.device(device):
             self._stores, self._loads = (
                 _Direction(
-                    PageMover(
-                        device,
-                        driver,
-                        kernel,
-                        choose or by_size,
-                        self.taken,
-                        is_store=is_store,
-                    ),
+                    PageMover(device, driver, kernel, choose or by_size, is_store=is_store),
                     driver,
                     device,
                     Lane("kvtier-store" if is_store else "kvtier-load"),
                 )
                 for is_store in (True, False)
             )
+
+    @property
+    def taken(self) -> Counter[Path]:
+        """How many grids went which way."""
+        return self._stores.mover.taken + self._loads.mover.taken
 
     def expect(self, columns: Sequence[Columns]) -> None:
         runs = [each.run for each in columns if each.run is not None]
@@ -173,13 +172,16 @@ class _Direction:
         events = self._spare_events.pop() if self._spare_events else _new_events(self._driver)
         ticket = _StreamTicket(self, events)
         events.computed.record(engines_stream)
-        steps = self._steps(ticket, [self.mover.plan(grid) for grid in grids])
-        if self._under_way:
+        num_pages = sum(grid.num_pages for grid in grids)
+        is_small = num_pages <= _SMALL_JOB_PAGES
+        plans = map(self.mover.plan, grids)
+        steps = self._steps(ticket, plans if is_small else list(plans))
+        if is_small or self._under_way:
             self._lane.put(lambda: self._finish(ticket, steps))
             self._under_way.append(ticket)
         else:
             self._under_way.append(ticket)
-            self._begin(ticket, steps, sum(grid.num_pages for grid in grids))
+            self._begin(ticket, steps, num_pages)
         return ticket
 
     def collect(self) -> None:
@@ -224,7 +226,7 @@ class _Direction:
         else:
             ticket.is_handed_over = True
 
-    def _steps(self, ticket: _StreamTicket, plans: Sequence[Plan]) -> Iterator[bool]:
+    def _steps(self, ticket: _StreamTicket, plans: Iterable[Plan]) -> Iterator[bool]:
         """Any one thread at a time."""
         computed, started, ended = ticket.events
         self.mover.wait_for(computed)
