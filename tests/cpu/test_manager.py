@@ -371,6 +371,18 @@ def test_loading_the_same_block_twice_takes_two_completions() -> None:
     assert manager.get_stats().gauges["kvtier_cpu_pinned_blocks"] == 0
 
 
+def test_two_loads_of_a_block_may_be_completed_at_once() -> None:
+    manager = make_full("lru")
+    reader = Engine(manager, "reader")
+    for _ in range(2):
+        manager.prepare_load([key("a0")], reader.context)
+    manager.complete_load([key("a0"), key("a0")], reader.context)
+    gauges = manager.get_stats().gauges
+    assert gauges["kvtier_cpu_pinned_blocks"] == 0
+    assert gauges["kvtier_cpu_resident_blocks"] == len(manager.resident_keys())
+    assert manager._num_evictable == len(manager.resident_keys())
+
+
 def test_a_failed_store_leaves_no_block() -> None:
     manager = CPUOffloadingManager(4, enable_events=True)
     engine = Engine(manager, "A")

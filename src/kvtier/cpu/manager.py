@@ -374,9 +374,11 @@ class CPUOffloadingManager(OffloadingManager):
         ended = self._take_only_load(keys, use)
         if ended is None:
             ended, stray = self._take_loads(keys, use)
+        unpinned: list[BlockStatus] = []
         for block in ended:
             block.ref_cnt -= 1
-        unpinned = [block for block in ended if block.ref_cnt == 0]
+            if block.ref_cnt == 0:
+                unpinned.append(block)
         self._num_evictable += len(unpinned)
         self._num_pinned -= len(unpinned)
         self._policy.unpinned(unpinned)

@@ -36,3 +36,10 @@ def door_report() -> dict[str, Any]:
     from tests.integrations.vllm import door_probe
 
     return door_probe.report()
+
+
+def prefix_report() -> dict[str, Any]:
+    """All that `prefix_probe` finds out."""
+    from tests.integrations.vllm import prefix_probe
+
+    return prefix_probe.report()

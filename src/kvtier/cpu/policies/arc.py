@@ -91,6 +91,9 @@ class ARCCachePolicy(RunKeepingPolicy):
             self.t1.run_of(owner), keys
         ):
             return
+        is_first = self.t1.run_of(owner) is None and self.t2.run_of(owner) is None
+        if is_first and self.t2.take_over(owner, keys, self.blocks):
+            return
         run1, former1 = self.t1.reopen_run(owner)
         run2, former2 = self.t2.reopen_run(owner)
         for key in keys:
@@ -111,11 +114,11 @@ class ARCCachePolicy(RunKeepingPolicy):
         brought: Collection[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        if self.t2.run_of(req_context.req_id) is None and len(brought) > len(keys):
+        run = self.t2.run_of(req_context.req_id)
+        if run is None:
             self.touch(brought, req_context)  # see `insert_run`
             return
         own_t1 = self.t1.run_of(req_context.req_id)
-        run = self.t2.open_run(req_context.req_id)
         for key in keys:
             block = self.blocks.get(key)
             if block is None or block.place is own_t1 or block.place is run:
@@ -124,7 +127,6 @@ class ARCCachePolicy(RunKeepingPolicy):
                 move(key, block, run)
             else:
                 run.scattered = True
-        self.t2.close_if_empty(run)
 
     def renew(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         owner = req_context.req_id

@@ -54,7 +54,10 @@ class LRUCachePolicy(RunKeepingPolicy):
         own = order.run_of(req_context.req_id)
         if order.refresh_if_exactly(own, keys):
             return
-        if own is not None and order.refresh_if_tail(own, keys, self.blocks):
+        if own is None:
+            if order.take_over(req_context.req_id, keys, self.blocks):
+                return
+        elif order.refresh_if_tail(own, keys, self.blocks):
             return
         run, former = order.reopen_run(req_context.req_id)
         for key in keys:
@@ -72,10 +75,10 @@ class LRUCachePolicy(RunKeepingPolicy):
         brought: Collection[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        if self._order.run_of(req_context.req_id) is None and len(brought) > len(keys):
+        run = self._order.run_of(req_context.req_id)
+        if run is None:
             self.touch(brought, req_context)  # see `insert_run`
             return
-        run = self._order.open_run(req_context.req_id)
         for key in keys:
             block = self.blocks.get(key)
             if block is None or block.place is run:
@@ -84,7 +87,6 @@ class LRUCachePolicy(RunKeepingPolicy):
                 move(key, block, run)
             else:
                 run.scattered = True
-        self._order.close_if_empty(run)
 
     def renew(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         run = self._order.run_of(req_context.req_id)

@@ -103,16 +103,66 @@ class RecencyList:
         num_own = len(run.blocks)
         if num_own >= len(keys) or list(run.blocks) != keys[len(keys) - num_own :]:
             return False
-        for key in keys[: len(keys) - num_own]:
+        self._surround(run, keys[: len(keys) - num_own], (), blocks)
+        self.refresh(run)
+        return True
+
+    def take_over(
+        self, owner: str, keys: list[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus]
+    ) -> bool:
+        """Give the request, which has no run, the run of one that has finished, most recent of all
+        and with all blocks of these keys, if its own follow each other among them, in this order.
+        Costs next to nothing for each of those, so that a prompt may come again, or go on.
+        """
+        for anchor in (0, len(keys) // 2) if keys else ():
+            block = blocks.get(keys[anchor])
+            if block is None or block.place.owner is not None:
+                continue
+            run: Run = block.place
+            own = list(run.blocks)
+            start = anchor - own.index(keys[anchor])
+            end = start + len(own)
+            if start >= 0 and keys[start:end] == own:
+                self._enter(run, owner)
+                self._surround(run, keys[:start], keys[end:], blocks)
+                self.refresh(run)
+                return True
+        return False
+
+    def _enter(self, run: Run, owner: str) -> None:
+        """A run that is nobody's, of this list or another one, is this request's now."""
+        if run.recency is not self:
+            del run.recency._runs[run]
+            run.recency._size -= len(run.blocks)
+            run.recency = self
+            self._runs[run] = None
+            self._size += len(run.blocks)
+        run.owner = owner
+        self._by_owner[owner] = run
+
+    def _surround(
+        self,
+        run: Run,
+        before: Sequence[OffloadKey],
+        behind: Sequence[OffloadKey],
+        blocks: Mapping[OffloadKey, BlockStatus],
+    ) -> None:
+        """Take blocks over into a run, in front of and behind those that it has. These are all that
+        its request uses."""
+        num_own = len(run.blocks)
+        for key in before:
             block = blocks.get(key)
             if block is not None:
                 move(key, block, run)
-        in_order = list(run.blocks.items())
-        run.blocks = dict(in_order[num_own:] + in_order[:num_own])
-        run.num_dead = 0
+        if len(run.blocks) > num_own:
+            in_order = list(run.blocks.items())
+            run.blocks = dict(in_order[num_own:] + in_order[:num_own])
+            run.num_dead = 0
+        for key in behind:
+            block = blocks.get(key)
+            if block is not None:
+                move(key, block, run)
         run.scattered = False
-        self.refresh(run)
-        return True
 
     def refresh(self, run: Run) -> None:
         """Make `run` the most recent one."""
