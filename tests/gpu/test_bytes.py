@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.cpu.cuda import page_kernel, page_mover
+from kvtier.cpu.cuda import page_kernel, page_mover, window
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
@@ -202,7 +202,7 @@ def test_what_is_too_long_for_a_launch_is_copied_by_the_kernel_in_parts(
 ) -> None:
     """Also when there are more parts than may be under way."""
     monkeypatch.setattr(page_kernel, "MOST_ENTRIES", 2)
-    monkeypatch.setattr(page_mover, "_WINDOW", 8)
+    monkeypatch.setattr(window, "_MOST_ENTRIES", 8 * 72)
     refuse_device_call(monkeypatch, "copy_batch", CudaError("not by the engines"))
     device_place.use(CopyPath.KERNEL)
     launches = LaunchCount(monkeypatch)

@@ -12,7 +12,7 @@ import torch
 
 from kvtier.base import GPULoadStoreSpec
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.cuda import page_mover
+from kvtier.cpu.cuda import window
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.page_table import PageTable
@@ -209,7 +209,7 @@ def test_no_error_ends_the_thread_that_hands_over(
 def test_refused_launches_leave_no_trace(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_mover, "_WINDOW", 4)
+    monkeypatch.setattr(window, "_MOST_ENTRIES", 4 * 72)
     device_place.use(CopyPath.KERNEL)
     with open_rig(device_place, plain_layout(64, num_blocks=8), shm) as rig:
         device_place.delay()

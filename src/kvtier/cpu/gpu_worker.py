@@ -128,10 +128,15 @@ class GPUOffloadingWorker(SlotWorker):
         if self._closed:
             return
         self._closed = True
-        for jobs in (self._stores, self._loads):
-            for job in jobs:
-                _wait(job)
-            self._collect(jobs)
+        try:
+            for jobs in (self._stores, self._loads):
+                for job in jobs:
+                    _wait(job)
+                self._collect(jobs)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         try:
             self._undo.close()
         except Exception:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from kvtier.cpu.prompt_turns import prompt_turns
+
 __all__ = ["Lane"]
 
 logger = logging.getLogger(__name__)
@@ -24,9 +26,12 @@ class Lane:
         """Add to what is to be done. Raises `RuntimeError`, adding nothing, without a thread."""
         if self._thread is None:
             # A daemon: an engine that ends without shutting down is not kept from ending.
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            thread.start()
-            self._thread = thread
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:
+                self._thread = None
+                raise
         self._queue.put(work)
 
     def flush(self) -> None:
@@ -42,6 +47,10 @@ class Lane:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+
+    def _run(self) -> None:
+        with prompt_turns:
+            self._work()
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:

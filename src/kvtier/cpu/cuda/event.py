@@ -10,8 +10,9 @@ __all__ = ["Event"]
 
 
 class Event:
-    """As torch's, but for this: only `synchronize` lets go of the interpreter, and whoever lets go
-    of it in the middle of a job may have to wait for milliseconds until it goes on.
+    """As torch's, but for this: of what is done with it, only `synchronize` lets go of the
+    interpreter, and whoever lets go of it in the middle of a job may have to wait for milliseconds
+    until it goes on.
 
     Of the device that is current when it is made. Any thread.
     """

@@ -63,7 +63,7 @@ class PageKernel:
         self._driver = driver
         self.num_multiprocessors: int = properties.multi_processor_count
         capability = (properties.major, properties.minor)
-        module = driver.load_module(_machine_code(capability))
+        module = driver.load_module(_machine_code(capability, _FEW_ENTRIES, MOST_ENTRIES))
         self._functions = [
             driver.find_function(module, name) for name in ("copy_few_blocks", "copy_many_blocks")
         ]
@@ -147,7 +147,7 @@ class _Parameters:
 
 
 @cache
-def _machine_code(capability: tuple[int, int]) -> bytes:
+def _machine_code(capability: tuple[int, int], few: int, many: int) -> bytes:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -157,8 +157,8 @@ def _machine_code(capability: tuple[int, int]) -> bytes:
     source = resources.files(__package__).joinpath("page_kernel.cu").read_bytes()
     options = [
         f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(),
-        f"-DFEW={_FEW_ENTRIES}".encode(),
-        f"-DMANY={MOST_ENTRIES}".encode(),
+        f"-DFEW={few}".encode(),
+        f"-DMANY={many}".encode(),
     ]
     try:
         _, program = nvrtc.nvrtcCreateProgram(source, b"page_kernel.cu", 0, [], [])

@@ -18,6 +18,7 @@ from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, Order, PageKernel
 from kvtier.cpu.cuda.page_table import Addresses, Columns, Grid, Run
+from kvtier.cpu.cuda.window import Window
 
 __all__ = ["STAGING_BYTES", "Choice", "PageMover", "Plan", "by_size", "may_be_staged"]
 
@@ -25,16 +26,14 @@ logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 32 << 20
 """Of each of the two buffers that a direction has on the device."""
-_STAGED_SLOTS = 64
-"""Most of them in a buffer, so that what is under way fits in the driver's queues."""
 _FIRST_COPIES = 8
 """Pages that the copy engines are given first, so that they begin: all at once takes the driver a
 microsecond and more for each."""
-_MOST_COPIES = 1 << 12
-"""Pages that are written down for the copy engines at a time."""
-_WINDOW = 32
-"""Launches under way. At half of it, the device is busy for longer than it takes to get hold of an
-interpreter that another thread is using."""
+_MOST_COPIES = 512
+"""Pages that the copy engines are given at a time."""
+_LAUNCH_COPIES = 64
+"""As many slots are in a buffer at most, and go with a launch. One without takes the device long
+enough to count for as many."""
 _ENTRY_BYTES = 8
 
 Choice = Callable[[Grid], Path]
@@ -98,10 +97,7 @@ class PageMover:
         """Parts that went through a buffer so far: they take turns, in all jobs."""
         self._forked, self._joined = (Event(driver) for _ in range(2))
         self._filled, self._emptied = ([Event(driver) for _ in range(2)] for _ in range(2))
-        self._launched = [Event(driver) for _ in range(_WINDOW)]
-        self._num_launched = 0
-        self._num_reached = 0
-        """Of these; it may be more by now."""
+        self._window = Window(driver)
         self._computed: Event | None = None
         """What the job at hand has to wait for."""
 
@@ -118,9 +114,8 @@ class PageMover:
             self._staging = torch.empty(2 * STAGING_BYTES, dtype=torch.uint8, device=self._device)
 
     def plan(self, grid: Grid) -> Plan:
-        """How it is copied. Any thread that is the only one to do this."""
+        """How it is copied. Any thread, also while another one has copies made."""
         path = self._possible(self._choose(grid), grid)
-        self.taken[path] += 1
         is_for_kernel = path in {Path.KERNEL, Path.STAGED}
         return Plan(
             grid,
@@ -140,6 +135,7 @@ class PageMover:
         Says after every step whether the next one would have to wait for the device.
         """
         for plan in plans:
+            self.taken[plan.path] += 1
             if plan.path is Path.STAGED:
                 yield from self._staged(plan)
             elif plan.path is Path.KERNEL:
@@ -151,12 +147,13 @@ class PageMover:
         """Return when nothing is on its way any more."""
         try:
             self._synchronize()
+            self._window.forget()
         except BaseException as error:
             # The device itself has failed: nothing is on its way any more.
             logger.warning("The device does not answer: %s", error)
 
     def close(self) -> None:
-        """Let go of what it has on the device. Raises when that has failed."""
+        """Let go of what it has on the device. Once. Raises when that has failed."""
         try:
             self._synchronize()
         finally:
@@ -168,8 +165,10 @@ class PageMover:
                     self._driver.destroy_stream(stream)
 
     def _synchronize(self) -> None:
-        self._driver.synchronize_stream(self.stream)
-        self._driver.synchronize_stream(self._second_stream)
+        try:
+            self._driver.synchronize_stream(self.stream)
+        finally:
+            self._driver.synchronize_stream(self._second_stream)
 
     def _possible(self, path: Path, grid: Grid) -> Path:
         """That one, or the next best."""
@@ -195,27 +194,30 @@ class PageMover:
         for part in _parts(len(grid.blocks), blocks_at_once):
             device, host, sizes = grid.pages(part.start, part.stop)
             pages = (*self._from_to(device, host), sizes)
-            first, rest = min(_FIRST_COPIES, len(sizes)), len(sizes)
+            first, end = min(_FIRST_COPIES, len(sizes)), len(sizes)
+            self._window.await_room(end)
             self._copy(pages, slice(first), self.stream, is_quick=True)
-            yield True  # the driver's queues may be full before it has taken the rest
-            half = first + (rest - first) // 2 if is_twice else rest
-            if half < rest:
+            yield True  # the rest takes the driver a while
+            half = first + (end - first) // 2 if is_twice else end
+            if half < end:
                 self._forked.record(self.stream)
                 self._forked.hold(self._second_stream)
-                self._copy(pages, slice(half, rest), self._second_stream)
+                self._copy(pages, slice(half, end), self._second_stream)
                 self._joined.record(self._second_stream)
             self._copy(pages, slice(first, half), self.stream)
-            if half < rest:
+            if half < end:
                 self._joined.hold(self.stream)
+            self._window.add(end, self.stream)
 
     def _by_kernel(self, plan: Plan) -> Iterator[bool]:
         cell = plan.grid.cell
         order = self._order(plan.grid, cell.address)
         for part in _parts(len(plan.grid.blocks), order.max_entries):
-            self._await_room()
+            self._window.await_room(_LAUNCH_COPIES)
             first_place = (plan.grid.first_place + part.start) % cell.blocks_per_chunk
             self._launch(order, _of(plan.entries, part), first_place, self.stream, DIRECT_BLOCKS)
-            yield self._is_full()
+            self._window.add(_LAUNCH_COPIES, self.stream)
+            yield self._window.is_full(_LAUNCH_COPIES)
 
     def _staged(self, plan: Plan) -> Iterator[bool]:
         """A kernel moves pages between their places and a buffer on the device, where those of a
@@ -227,7 +229,7 @@ class PageMover:
         buffers = [self._staging.data_ptr() + turn * STAGING_BYTES for turn in range(2)]
         orders = [self._order(plan.grid, base) for base in buffers]
         slots_at_once = min(
-            STAGING_BYTES // run.num_bytes, _STAGED_SLOTS, orders[0].max_entries // chunk
+            STAGING_BYTES // run.num_bytes, _LAUNCH_COPIES, orders[0].max_entries // chunk
         )
         offsets = np.arange(slots_at_once, dtype=np.uint64) * np.uint64(run.num_bytes)
         in_buffer = [offsets + np.uint64(base) for base in buffers]
@@ -238,7 +240,7 @@ class PageMover:
         assert self._computed is not None
         self._computed.hold(filling)
         for part in _parts(len(plan.slots), slots_at_once):
-            self._await_room()
+            self._window.await_room(_LAUNCH_COPIES)
             turn = self._num_staged % 2
             count = part.stop - part.start
             slots = (
@@ -259,7 +261,8 @@ class PageMover:
                 self._launch(orders[turn], blocks, 0, emptying, self._kernel.num_multiprocessors)
             self._emptied[turn].record(emptying)
             self._num_staged += 1
-            yield self._is_full()
+            self._window.add(_LAUNCH_COPIES, emptying)
+            yield self._window.is_full(_LAUNCH_COPIES)
 
     def _order(self, grid: Grid, base: int) -> Order:
         """`base`: of the slots; if it is not that of the host's, they lie one after the other."""
@@ -282,25 +285,6 @@ class PageMover:
     ) -> None:
         assert self._launcher is not None
         self._launcher.launch(order, entries, first_place, stream, blocks)
-        self._launched[self._num_launched % _WINDOW].record(stream)
-        self._num_launched += 1
-
-    def _is_full(self) -> bool:
-        """Whether the next launch would have to wait for one before it."""
-        if self._num_launched - self._num_reached < _WINDOW:
-            return False
-        oldest = self._num_launched - _WINDOW
-        if self._launched[oldest % _WINDOW].is_reached():
-            self._num_reached = oldest + 1
-            return False
-        return True
-
-    def _await_room(self) -> None:
-        """Have room for a launch, and if there was none, for many."""
-        if self._is_full():
-            middle = self._num_launched - _WINDOW // 2
-            self._launched[middle % _WINDOW].synchronize()
-            self._num_reached = middle + 1
 
     def _copy(
         self,

@@ -166,6 +166,7 @@ class _Direction:
         self._lane = lane
         self._under_way: deque[_StreamTicket] = deque()
         self._spare_events: list[_Events] = []
+        self._is_closed = False
 
     def start(self, grids: Sequence[Grid], engines_stream: int) -> Ticket:
         self._driver.require_no_capture(engines_stream)
@@ -176,12 +177,20 @@ class _Direction:
         is_small = num_pages <= _SMALL_JOB_PAGES
         plans = map(self.mover.plan, grids)
         steps = self._steps(ticket, plans if is_small else list(plans))
-        if is_small or self._under_way:
-            self._lane.put(lambda: self._finish(ticket, steps))
-            self._under_way.append(ticket)
-        else:
-            self._under_way.append(ticket)
-            self._begin(ticket, steps, num_pages)
+        is_idle = not self._under_way
+        self._under_way.append(ticket)
+        try:
+            if is_small or not is_idle:
+                self._lane.put(lambda: self._finish(ticket, steps))
+            else:
+                self._begin(ticket, steps, num_pages)
+        except RuntimeError as error:  # there is no thread
+            self._fail(ticket, error)
+        except BaseException as error:  # an interrupt: nobody may wait for this one in vain
+            self._lane.flush()
+            if not ticket.is_handed_over:
+                self._fail(ticket, error)
+            raise
         return ticket
 
     def collect(self) -> None:
@@ -203,8 +212,10 @@ class _Direction:
 
     def close(self) -> None:
         self._lane.close()
-        self._spare_events.clear()
-        self.mover.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._spare_events.clear()
+            self.mover.close()
 
     def _begin(self, ticket: _StreamTicket, steps: Iterator[bool], num_pages: int) -> None:
         """Hand over what takes little time, and leave the rest to the thread."""
@@ -215,14 +226,10 @@ class _Direction:
                 if would_wait or time.perf_counter() > until:
                     self._lane.put(lambda: self._finish(ticket, steps))
                     return
-        except BaseException as error:
+        except Exception as error:
+            # Waits for what is on its way of it: not here.
             failure = error
-            try:
-                self._lane.put(lambda: self._fail(ticket, failure))
-            except RuntimeError:  # there is no thread
-                self._fail(ticket, failure)
-            if not isinstance(error, Exception):
-                raise
+            self._lane.put(lambda: self._fail(ticket, failure))
         else:
             ticket.is_handed_over = True
 

@@ -49,7 +49,8 @@ class UnpinnedCopies(Copies):
         for is_store, lane in self._lanes.items():
             lane.close()
             with suppress(CudaError):
-                self._driver.destroy_stream(self._streams[is_store].cuda_stream)
+                if is_store in self._streams:
+                    self._driver.destroy_stream(self._streams.pop(is_store).cuda_stream)
 
     def _run(
         self, ticket: _ThreadTicket, grids: Sequence[Grid], computed: Any, is_store: bool

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from kvtier.cpu.prompt_turns import prompt_turns
 from kvtier.tiering.base import PrimaryRows
 from kvtier.tiering.io.aio import AioQueue, address_of
 from kvtier.tiering.io.page import PAGE_BYTES
@@ -140,6 +141,10 @@ class Lane(Generic[B]):
     # --- on the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with prompt_turns:
+            self._work_on()
+
+    def _work_on(self) -> None:
         try:
             while self._begun or not self._work.is_stopping:
                 self._step()

@@ -1,0 +1,55 @@
+"""The interpreter changes hands soon while blocks are moved, and as before afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvtier.cpu.lane import Lane
+from kvtier.cpu.prompt_turns import prompt_turns
+
+PYTHONS = 0.005
+
+
+@pytest.fixture(autouse=True)
+def _interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(PYTHONS)
+    yield
+    assert sys.getswitchinterval() == pytest.approx(PYTHONS)
+    sys.setswitchinterval(before)
+
+
+def test_as_long_as_anyone_is_within() -> None:
+    with ExitStack() as first:
+        first.enter_context(prompt_turns)
+        with prompt_turns:
+            assert sys.getswitchinterval() == pytest.approx(0.0005)
+            first.close()
+            assert sys.getswitchinterval() == pytest.approx(0.0005)
+        assert sys.getswitchinterval() == pytest.approx(PYTHONS)
+
+
+def test_what_is_shorter_already_stays() -> None:
+    sys.setswitchinterval(0.0001)
+    with prompt_turns:
+        assert sys.getswitchinterval() == pytest.approx(0.0001)
+    assert sys.getswitchinterval() == pytest.approx(0.0001)
+    sys.setswitchinterval(PYTHONS)
+
+
+def test_what_somebody_else_has_set_meanwhile_stays() -> None:
+    with prompt_turns:
+        sys.setswitchinterval(PYTHONS)
+    assert sys.getswitchinterval() == pytest.approx(PYTHONS)
+
+
+def test_a_lane_asks_for_it_while_it_lives() -> None:
+    seen: list[float] = []
+    lane = Lane("lane")
+    lane.put(lambda: seen.append(sys.getswitchinterval()))
+    lane.close()
+    assert seen == [pytest.approx(0.0005)]
