@@ -43,10 +43,18 @@ test-vllm: $(VENV)/.ready vllm-env ## only the tests with stock vLLM; of another
 	@$(VENV)/bin/python -m pytest tests/e2e/vllm tests/integrations/vllm
 
 # With the machine's own Python: its torch fits its driver. Installs nothing.
+HAS_GPU = $(PYTHON) -c 'import pytest, hypothesis, numpy, xxhash, torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)' \
+	|| { echo "make $@: needs an NVIDIA GPU and a Python with torch (CUDA), numpy, xxhash, hypothesis and pytest 9; name it: make $@ PYTHON=/path/to/vllm/bin/python" >&2; exit 1; }
+
 .PHONY: test-gpu
 test-gpu: ## on a machine with an NVIDIA GPU, its torch, pytest and hypothesis: tests of the CUDA worker
-	@$(PYTHON) -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)'
-	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -o minversion=9.0 -W default tests/gpu tests/cpu/cuda
+	@$(HAS_GPU)
+	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -o minversion=9.0 -W default -rs tests/gpu tests/cpu/cuda
+
+.PHONY: bench-gpu
+bench-gpu: ## on such a machine: the figures of the CUDA worker; with vLLM beside this Python, also time to first token
+	@$(HAS_GPU)
+	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.bench gpu_copy gpu_ttft
 
 .PHONY: soak
 soak: $(VENV)/.ready vllm-env ## the long proofs, with random examples

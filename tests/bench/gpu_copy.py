@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cpu.cuda.copy_paths import choose_path
-from tests.bench.report import COMMITTED_RESULTS, print_table, save, verdict, verdict_at_least
+from tests.bench.gpu_here import why_no_gpu
+from tests.bench.report import RESULTS, print_table, save, verdict, verdict_at_least
 
 KIB = 1 << 10
 NUM_BYTES = 1 << 30
@@ -19,12 +20,12 @@ MAX_ENQUEUE_US_PER_PAGE = 1.0
 MAX_ENQUEUE_US = 100.0
 
 
-def run(results: Path = COMMITTED_RESULTS) -> None:
+def run(results: Path = RESULTS) -> None:
+    if (missing := why_no_gpu()) is not None:
+        print(f"\ngpu_copy: not measured, {missing}")
+        return
     import torch
 
-    if not torch.cuda.is_available():
-        print("\ngpu_copy: not measured, there is no CUDA device here")
-        return
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     document: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device)}

@@ -20,16 +20,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from kvtier.cpu.region_file import reclaim_dead_regions
+from tests.bench.gpu_here import why_no_gpu
 from tests.bench.gpu_ttft_rounds import Rounds
 from tests.bench.gpu_ttft_samples import PhaseSamples
 from tests.bench.gpu_ttft_settings import H200, REHEARSAL, Settings
 from tests.bench.gpu_ttft_tables import ratios, show, show_references
-from tests.bench.report import COMMITTED_RESULTS, RESULTS, missed
+from tests.bench.report import RESULTS, missed
 from tests.bench.scratch import scratch_directory
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -51,15 +53,19 @@ class Terminated(SystemExit):
 
 def run(
     settings: Settings = H200,
-    output: Path = COMMITTED_RESULTS,
+    output: Path = RESULTS,
     deadline_s: float | None = None,
 ) -> None:
     """Start all engines, measure until all is measured or the time is up, and print what there is.
 
     Results go to `output` after every round, and to the folder that $OUT names, if it does.
     """
-    if settings.device == "cuda" and not _has_cuda():
-        print("  left out: torch finds no CUDA device. `rehearse` needs none.")
+    if settings.device == "cuda" and (missing := why_no_gpu()) is not None:
+        print(f"\ngpu_ttft: not measured, {missing}")
+        print("  `python -m tests.bench.gpu_ttft rehearse` needs none")
+        return
+    if find_spec("vllm") is None:
+        print("\ngpu_ttft: not measured, this Python has no vLLM")
         return
     began = time.monotonic()
     deadline = began + (settings.deadline_s if deadline_s is None else deadline_s)
@@ -193,14 +199,6 @@ class Report:
         print(f"  saved in {places}", flush=True)
 
 
-def _has_cuda() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
-
-
 @contextmanager
 def _ends_in_order() -> Iterator[None]:
     """Let SIGTERM end this process as an exception does."""
@@ -242,14 +240,17 @@ def _clean_shared_memory(engine_id: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu_ttft", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.gpu_ttft",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("mode", choices=("measure", "rehearse"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="where the JSON file goes")
     parser.add_argument("--deadline", type=float, metavar="S", help="begin no round after that")
     parser.add_argument("--fail", metavar="ENGINE", help="rehearse that this one does not start")
     arguments = parser.parse_args()
     settings = H200 if arguments.mode == "measure" else REHEARSAL
-    output = COMMITTED_RESULTS if arguments.mode == "measure" else RESULTS
     if arguments.fail is not None:
         broken = {"max_model_len": 10**9}
         settings = replace(
@@ -259,7 +260,7 @@ def main() -> None:
                 for engine in settings.engines
             ),
         )
-    run(settings, arguments.output or output, arguments.deadline)
+    run(settings, arguments.output or RESULTS, arguments.deadline)
     if missed:
         raise SystemExit(f"missed: {'; '.join(missed)}")
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path("build/bench")
-COMMITTED_RESULTS = Path("tests/bench/results")
-"""Of machines that not everyone has."""
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -76,6 +76,13 @@ class Place:
     def delay(self) -> None:
         """Make all that the current stream is given from now on begin late."""
 
+    def held(self) -> AbstractContextManager[None]:
+        """No delay ends within, where that can be had."""
+        return nullcontext()
+
+    def await_waiter(self) -> None:
+        """Return when a thread waits for what is held, where that can be had."""
+
     def mark(self) -> Any:
         """An event in the current stream that knows its time, where there are streams."""
         raise NotImplementedError
@@ -134,6 +141,12 @@ class SimulatedPlace(Place):
 
     def delay(self) -> None:
         self.simulated.current_stream.add(None)
+
+    def held(self) -> AbstractContextManager[None]:
+        return self.simulated.held()
+
+    def await_waiter(self) -> None:
+        self.simulated.await_waiter()
 
     def mark(self) -> Any:
         return self.simulated.current_stream.record_event()

@@ -23,12 +23,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvtier.cpu.cuda import window
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import Order
 from kvtier.cpu.cuda.page_table import ALIGNMENT
 
 Addresses = NDArray[np.uint64]
 Work = Callable[[], object]
+
+_FEW_COPIES = 64
+"""The driver takes a microsecond for each, and nobody else has the interpreter meanwhile."""
+_EVENTS_OF_A_JOB = 8
+"""What a job's first wait and mark are, and what a part has besides its copies: given to the device
+before, or after, it is made sure that there is room."""
 
 
 class Mark:
@@ -60,7 +67,12 @@ class SimulatedDevice:
         """Address to size."""
         self.num_steps = 0
         self.destroyed: list[SimulatedStream] = []
+        self.created_events: list[int] = []
+        """By the driver: torch's are its own business."""
         self.destroyed_events: list[int] = []
+        self._holder: int | None = None
+        self._waiters = 0
+        self._changed = threading.Condition(self.lock)
         self._random = random.Random(seed)
         self._of_thread = threading.local()
 
@@ -76,8 +88,42 @@ class SimulatedDevice:
     def new_stream(self, priority: int = 0) -> SimulatedStream:
         return SimulatedStream(self, handle=len(self.streams), priority=priority)
 
-    def step(self, preferred: SimulatedStream | None = None) -> None:
-        """Do one piece of work of any stream that can go on."""
+    @property
+    def is_held(self) -> bool:
+        """Delays do not end."""
+        return self._holder is not None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No delay ends within. Whoever waits for what is behind one waits for the end of this; the
+        calling thread, which would wait forever, must not."""
+        self._holder = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._holder = None
+                self._changed.notify_all()
+
+    def await_waiter(self, patience_s: float = 60.0) -> None:
+        """Return when some thread waits for the end of `held`."""
+        with self.lock:
+            assert self._changed.wait_for(lambda: self._waiters > 0, patience_s), "nobody waits"
+
+    def go_on(self, preferred: SimulatedStream) -> None:
+        """Do one piece of work for somebody who waits for that stream."""
+        with self.lock:
+            if self.step(preferred):
+                return
+            assert threading.get_ident() != self._holder, "the engine's thread waits for the device"
+            self._waiters += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self.is_held)
+            self._waiters -= 1
+
+    def step(self, preferred: SimulatedStream | None = None) -> bool:
+        """Do one piece of work of any stream that can go on. False if all wait for the end of
+        `held`."""
         with self.lock:
             ready = [stream for stream in self.streams if stream.is_ready]
             prompt = [stream for stream in ready if not stream.is_delayed]
@@ -85,8 +131,11 @@ class SimulatedDevice:
                 preferred.do_next()
             elif ready:
                 self._random.choice(prompt or ready).do_next()
+            elif self.is_held:
+                return False
             else:
                 assert all(not stream.work for stream in self.streams), "a wait without an end"
+            return True
 
     def wander(self) -> None:
         """Go on a little, as time does."""
@@ -115,9 +164,9 @@ class SimulatedStream:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self.work) and not (
-            isinstance(self.work[0], tuple) and not self.work[0][0].is_reached
-        )
+        if not self.work or (self.is_delayed and self._device.is_held):
+            return False
+        return not (isinstance(self.work[0], tuple) and not self.work[0][0].is_reached)
 
     @property
     def is_delayed(self) -> bool:
@@ -150,11 +199,17 @@ class SimulatedStream:
         event.record(self)
         return event
 
+    def require_room(self, count: int = 1) -> None:
+        """For a call that keeps the interpreter: without room the driver waits for the device, and
+        nobody else goes on until there is some."""
+        num_entries, most = len(self.work) + count, window._MOST_ENTRIES + _EVENTS_OF_A_JOB
+        assert num_entries <= most, f"{num_entries} entries in a stream that has room for {most}"
+
     def synchronize(self) -> None:
         with self._device.lock:
             while self.work:
                 self._device.check()
-                self._device.step(preferred=self)
+                self._device.go_on(preferred=self)
             self._device.check()
 
 
@@ -180,7 +235,7 @@ class SimulatedEvent:
         with self._device.lock:
             while self.mark is not None and not self.mark.is_reached:
                 self._device.check()
-                self._device.step(preferred=self.mark.stream)
+                self._device.go_on(preferred=self.mark.stream)
             self._device.check()
 
     def elapsed_time(self, other: SimulatedEvent) -> float:
@@ -262,9 +317,12 @@ class SimulatedDriver:
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
+        self._own_streams: set[int] = set()
 
     def create_stream(self, priority: int) -> int:
-        return self._device.new_stream(priority).cuda_stream
+        stream = self._device.new_stream(priority).cuda_stream
+        self._own_streams.add(stream)
+        return stream
 
     def destroy_stream(self, stream: int) -> None:
         queue = self._device.streams[stream]
@@ -282,15 +340,19 @@ class SimulatedDriver:
 
     def create_event(self, *, is_timed: bool) -> int:
         assert self._device.is_current, "an event of another device"
-        return SimulatedEvent(self._device).cuda_event
+        event = SimulatedEvent(self._device).cuda_event
+        self._device.created_events.append(event)
+        return event
 
     def destroy_event(self, event: int) -> None:
         self._device.destroyed_events.append(event)
 
     def record_event(self, event: int, stream: int) -> None:
+        self._require_room(stream)
         self._device.events[event].record(self._device.streams[stream])
 
     def wait_event(self, stream: int, event: int) -> None:
+        self._require_room(stream)
         self._device.streams[stream].wait_event(self._device.events[event])
 
     def is_reached(self, event: int) -> bool:
@@ -316,18 +378,27 @@ class SimulatedDriver:
             raise CudaError("cuMemcpyBatchAsync: the legacy default stream")
         if not self._device.is_current:
             raise CudaError("cuMemcpyBatchAsync: a stream of another device")
+        if len(sources) == 0:
+            return
         lists = [
             _numbers_at(column.ctypes.data, len(column)) for column in (sources, targets, sizes)
         ]
         assert all(size > 0 for size in lists[2])
         queue = self._device.streams[stream]
+        if is_quick:
+            assert len(sources) <= _FEW_COPIES, "the driver would keep the interpreter for long"
+            self._require_room(stream, len(sources))
         for source, target, size in zip(*lists, strict=True):
             queue.add(partial(ctypes.memmove, target, source, size))
         if not any(map(self._device.is_pinned, (*lists[0], *lists[1]))):
             # Or nearly so, as the driver's manual has it: the last bytes may still be on their way.
             with self._device.lock:
                 while len(queue.work) > 1:
-                    self._device.step(preferred=queue)
+                    self._device.go_on(preferred=queue)
+
+    def _require_room(self, stream: int, count: int = 1) -> None:
+        if stream in self._own_streams:  # how much is in others is the engine's business
+            self._device.streams[stream].require_room(count)
 
     def register_host(self, address: int, size: int) -> None:
         if address in self._device.pinned:
@@ -373,4 +444,5 @@ class SimulatedKernel:
                     source, target = (device, other) if order.is_store else (other, device)
                     ctypes.memmove(target, source, size)
 
+        self.device.streams[stream].require_room()
         self.device.streams[stream].add(copy)

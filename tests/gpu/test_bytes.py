@@ -194,7 +194,7 @@ def test_without_the_kernel_the_engines_do_it(
         rig.do(load([3, 0], [7, 6]))
         rig.check()
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "slower than the bus: injected" in warning.getMessage()
+    assert "slower than the bus (16 KiB): injected" in warning.getMessage()
 
 
 def test_what_is_too_long_for_a_launch_is_copied_by_the_kernel_in_parts(

@@ -15,11 +15,13 @@ from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.cuda import window
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
+from kvtier.cpu.cuda.page_mover import PageMover
 from kvtier.cpu.cuda.page_table import PageTable
 from tests.cpu.jobs import BAD_SPECS, BAD_SPECS_BLOCKS, BAD_SPECS_SLOTS
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import (
+    BatchStreams,
     CPUPlace,
     CudaPlace,
     LaunchCount,
@@ -124,6 +126,7 @@ def test_a_job_that_is_refused_by_the_copies_fails(
         (CopyPath.ENGINES, "copy_batch", 0),
         (CopyPath.ENGINES_TWICE, "copy_batch", 0),
         (CopyPath.ENGINES_TWICE, "copy_batch", 1),
+        (CopyPath.ENGINES_TWICE, "copy_batch", 2),
         (CopyPath.KERNEL, "launch", 0),
         (CopyPath.STAGED, "launch", 0),
         (CopyPath.STAGED, "copy_batch", 0),
@@ -140,10 +143,14 @@ def test_a_job_that_the_driver_refuses_fails_and_nothing_of_it_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device_place.use(path)
-    layout = plain_layout(64, num_blocks=8)
-    job = store(range(8), range(8)) if is_store else load(range(8), range(8))
-    with open_rig(device_place, layout, shm, num_slots=8) as rig:
-        rig.do(job)  # what is only done at first is done
+    pages = range(20)  # more than the copy engines are given first, which is in one stream
+    layout = plain_layout(64, num_blocks=20)
+    job = store(pages, pages) if is_store else load(pages, pages)
+    with open_rig(device_place, layout, shm, num_slots=20) as rig:
+        with monkeypatch.context() as patch:
+            batches = BatchStreams(patch)
+            rig.do(job)  # what is only done at first is done
+            assert len(batches) == {CopyPath.KERNEL: 0, CopyPath.ENGINES_TWICE: 2}.get(path, 1)
         device_place.delay()  # what is on its way begins late
         with monkeypatch.context() as patch:
             refuse_device_call(patch, call, CudaError("injected"), after=after)
@@ -159,6 +166,65 @@ def test_a_job_that_the_driver_refuses_fails_and_nothing_of_it_goes_on(
         rig.do(job, first_id=1)
         rig.check()
     assert "injected" in caplog.text
+
+
+class BlockedSettling:
+    """Settling does not end before it is told to, but in the engine's thread."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.threads: set[threading.Thread] = set()
+        settle, engine = PageMover.settle, threading.current_thread()
+
+        def settle_late(mover: PageMover) -> None:
+            self.threads.add(threading.current_thread())
+            self.has_begun.set()
+            if threading.current_thread() is not engine:
+                assert self.may_end.wait(60)
+            settle(mover)
+
+        patch.setattr(PageMover, "settle", settle_late)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize(
+    ("path", "call", "after"),
+    [
+        (CopyPath.ENGINES, "copy_batch", 1),
+        (CopyPath.ENGINES_TWICE, "copy_batch", 2),
+        (CopyPath.KERNEL, "launch", 0),
+        (CopyPath.STAGED, "copy_batch", 0),
+    ],
+)
+def test_nobody_hears_of_a_failure_before_all_is_settled_nor_does_the_engine_wait_for_that(
+    path: CopyPath,
+    call: str,
+    after: int,
+    is_store: bool,
+    device_place: Place,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device_place.use(path)
+    pages = range(20)
+    job = store(pages, pages) if is_store else load(pages, pages)
+    with open_rig(device_place, plain_layout(64, num_blocks=20), shm, num_slots=20) as rig:
+        rig.do(job)
+        with monkeypatch.context() as patch, device_place.held():
+            settling = BlockedSettling(patch)
+            device_place.delay()
+            refuse_device_call(patch, call, CudaError("injected"), after=after)
+            try:
+                assert job.submit(rig.worker, 1)
+                assert threading.current_thread() not in settling.threads
+                assert settling.has_begun.wait(60)
+                assert rig.worker.get_finished() == []
+            finally:
+                settling.may_end.set()
+        require_failed(rig, 1)
+        assert threading.current_thread() not in settling.threads
+        rig.do(job, first_id=1)
+        rig.check()
 
 
 @DIRECTIONS

@@ -17,7 +17,7 @@ from kvtier.cpu.cuda.event import Event
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import Place
-from tests.gpu.rig import POISON, Rig, open_rig
+from tests.gpu.rig import POISON, Rig, finish, open_rig
 
 LAYOUT = plain_layout(64 << 10, num_blocks=40)
 BLOCKS, OTHER_BLOCKS, SLOTS = range(20), range(20, 40), range(20)
@@ -123,6 +123,24 @@ def test_order(
 def test_order_without_a_choice_of_paths(scenario: Scenario, place: Place, shm: Path) -> None:
     with open_warm_rig(place, shm) as rig:
         scenario(rig)
+        rig.check()
+
+
+@pytest.mark.parametrize("path", CopyPath)
+def test_each_of_several_stores_waits_for_its_own_compute(
+    path: CopyPath, device_place: Place, shm: Path
+) -> None:
+    """Not for that of the one before, which is done long before."""
+    device_place.use(path)
+    with open_warm_rig(device_place, shm) as rig:
+        for job_id, blocks in enumerate((BLOCKS[:10], OTHER_BLOCKS[:10])):
+            write(rig, blocks, 10 + job_id)
+            expect_written(rig, blocks, 10 + job_id)
+            job = store(blocks, SLOTS[10 * job_id :][:10])
+            assert job.submit(rig.worker, job_id)
+            rig.apply(job)
+            device_place.delay()
+        assert all(result.success for result in finish(rig.worker, range(2)))
         rig.check()
 
 

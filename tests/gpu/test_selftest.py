@@ -18,6 +18,7 @@ from kvtier.cpu.cuda.driver import CudaError, CudaUnavailable
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, Launcher, PageKernel
 from kvtier.cpu.cuda.page_table import Grid, Pages
 from kvtier.cpu.gpu_selftest import _check_all, _is_exact, main
+from kvtier.cpu.host_memory import NotEnoughMemory
 from tests.gpu.memmove_copies import MemmoveCopies
 from tests.gpu.places import CudaPlace, Place, refuse_device_call
 from tests.gpu.simulated_cuda import SimulatedKernel
@@ -145,6 +146,36 @@ def test_without_pinning_no_other_way_is_said_to_be_right(
         assert lines[way].startswith("NOT TO BE HAD here, it became unpinned memory")
 
 
+def test_too_little_memory_is_no_wrong_byte(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(_: object) -> int:
+        raise NotEnoughMemory("injected")
+
+    monkeypatch.setattr(gpu_selftest, "_why_not", lambda _: None)
+    monkeypatch.setattr(gpu_selftest, "_check_all", no_room)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    assert main(["--no-bandwidth"]) == 2
+    complaint = capsys.readouterr().err
+    assert "No self-test: injected" in complaint
+    assert "give a smaller --mib" in complaint
+
+
+def test_jobs_that_fail_are_counted_and_named(
+    device_place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refuse_device_call(monkeypatch, "copy_batch", CudaError("injected"))
+    assert _check_all(torch.device(device_place.device)) > 0
+    lines = dict(line.strip().split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["engines"].startswith("FAILED with pages of 16384, 65536")
+    assert lines["kernel"].startswith("every byte right")
+    assert "injected" in caplog.text
+
+
 def test_wrong_bytes_are_counted_and_named(
     device_place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,11 +227,14 @@ def test_what_is_missing_is_said(
     assert "torch is not installed" in complaint_of(capsys)
 
 
-def test_too_little_to_measure_with_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("size", ["63", "0", "-64", "1GiB", "1.5"])
+def test_what_cannot_be_measured_with_is_refused(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as status:
-        main(["--mib", "63"])
+        main([f"--mib={size}"])
     assert status.value.code == 2
-    assert "--mib 63: give at least 64" in capsys.readouterr().err
+    assert f"'{size}': give a number of MiB, 64 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

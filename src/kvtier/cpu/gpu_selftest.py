@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ import numpy as np
 from kvtier.cpu.cuda.copies import Copies
 from kvtier.cpu.cuda.copy_paths import Path, choose_path
 from kvtier.cpu.cuda.driver import CudaUnavailable, cuda_driver
+from kvtier.cpu.cuda.jobs_failed import JobsFailed
+from kvtier.cpu.host_memory import NotEnoughMemory
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
 __all__ = ["main"]
@@ -33,6 +35,8 @@ _ODD_SIZES = (16, 48, 4096 - 16, 4096 + 16, 20_000, 100_000 + 16)
 _UNALIGNED_SIZES = (1, 17, 4099)
 _SMALL_PAGE_BYTES = 64
 _UNPINNED = "unpinned memory"
+_CHECKED_MIB = 144
+_LEAST_MIB = 64
 _NUM_TENSORS = 3
 _FEW_BLOCKS, _MANY_BLOCKS = 24, 8_400
 """Half of them are copied at once. With the latter, of small pages, that is more than one launch of
@@ -45,15 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", type=int, default=0, help="number of the GPU (default 0)")
     parser.add_argument(
         "--mib",
-        type=int,
+        type=_mebibytes,
         default=1024,
-        help="host memory, and as much on the GPU, to measure with (default 1024 MiB)",
+        help="MiB to measure the bandwidth with (default 1024): three times as much host memory is "
+        "taken, a third of it in /dev/shm, and a little over twice as much of the GPU",
     )
     parser.add_argument("--no-bandwidth", action="store_true", help="only check the bytes")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    if options.mib < 64:
-        parser.error(f"--mib {options.mib}: give at least 64")
     if (reason := _why_not(options.device)) is not None:
         print(f"No self-test: {reason}", file=sys.stderr)
         return 2
@@ -62,10 +65,48 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda", options.device)
     torch.cuda.set_device(device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
-    wrong = _check_all(device)
-    if wrong == 0 and not options.no_bandwidth:
-        _measure_all(device, options.mib * MIB)
+    try:
+        with _messages_once():
+            wrong = _check_all(device)
+        if wrong == 0 and not options.no_bandwidth:
+            _measure_all(device, options.mib * MIB)
+    except (NotEnoughMemory, torch.OutOfMemoryError) as error:
+        print(
+            f"No self-test: {error}\nIt needs {_CHECKED_MIB} MiB of /dev/shm and of the GPU, and "
+            "--mib to measure: give a smaller --mib, or --no-bandwidth. Another process may hold "
+            "the GPU's memory",
+            file=sys.stderr,
+        )
+        return 2
     return 1 if wrong else 0
+
+
+def _mebibytes(text: str) -> int:
+    if not text.isdecimal() or int(text) < _LEAST_MIB:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a number of MiB, {_LEAST_MIB} or more, such as 1024"
+        )
+    return int(text)
+
+
+@contextmanager
+def _messages_once() -> Iterator[None]:
+    """Show every message once: workers are opened again and again here."""
+    seen: set[object] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        is_new = record.msg not in seen
+        seen.add(record.msg)
+        return is_new
+
+    handlers = list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_new)
 
 
 def _why_not(device: int) -> str | None:
@@ -75,9 +116,16 @@ def _why_not(device: int) -> str | None:
     except ImportError:
         return "torch is not installed. Install the build of it that fits your CUDA driver"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} finds no CUDA device on this machine"
+        return (
+            f"torch {torch.__version__} finds no CUDA device on this machine. Is it a CPU build of "
+            "torch? Otherwise look at nvidia-smi; in Docker give --gpus all; CUDA_VISIBLE_DEVICES "
+            "may hide it"
+        )
     if not 0 <= device < torch.cuda.device_count():
-        return f"--device {device}: there are {torch.cuda.device_count()}, counted from 0"
+        return (
+            f"--device {device}: there are {torch.cuda.device_count()}, counted from 0, of those "
+            "that CUDA_VISIBLE_DEVICES shows"
+        )
     try:
         cuda_driver()
     except CudaUnavailable as error:
@@ -91,15 +139,24 @@ def _check_all(device: Any) -> int:
     for name, sizes, open_copies in _ways():
         began = time.perf_counter()
         taken: Counter[str] = Counter()
-        bad = [size for size in sizes if not _is_exact(device, size, open_copies, taken)]
+        bad, failed = [], []
+        for size in sizes:
+            try:
+                if not _is_exact(device, size, open_copies, taken):
+                    bad.append(size)
+            except JobsFailed:
+                failed.append(size)
         took = time.perf_counter() - began
+        if failed:
+            wrong += 1
+            print(f"  {name}: FAILED with pages of {', '.join(map(str, failed))} bytes: see above")
         if bad:
             wrong += 1
             print(f"  {name}: WRONG BYTES with pages of {', '.join(map(str, bad))} bytes")
-        elif open_copies is not None and set(taken) != {name}:
+        elif open_copies is not None and not failed and set(taken) != {name}:
             wrong += 1
             print(f"  {name}: NOT TO BE HAD here, it became {', '.join(taken)}: see the warnings")
-        else:
+        elif not failed:
             print(f"  {name}: every byte right, {len(sizes)} page sizes ({took:.1f} s)", flush=True)
     return wrong
 

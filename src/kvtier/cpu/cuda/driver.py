@@ -60,7 +60,9 @@ class CudaDriver:
             # some milliseconds, than what is called this way.
             self._quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
-            raise CudaUnavailable(f"no NVIDIA driver on this machine: {error}") from error
+            raise CudaUnavailable(
+                f"no NVIDIA driver on this machine (a container needs --gpus all): {error}"
+            ) from error
         self._copy_batch, self._quick_copy_batch = self._find_copy_batch()
         self._attributes = _CopyAttributes(source_access_order=_STREAM_ORDER)
         self._first_index = ctypes.c_size_t(0)

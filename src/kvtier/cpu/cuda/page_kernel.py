@@ -172,7 +172,10 @@ def _machine_code(capability: tuple[int, int], few: int, many: int) -> bytes:
     except RuntimeError as error:  # its library is not to be had
         if isinstance(error, KernelUnavailable):
             raise
-        raise KernelUnavailable(f"NVRTC cannot be used: {error}") from error
+        raise KernelUnavailable(
+            f"NVRTC cannot be used: {error}. Install cuda-bindings and nvidia-cuda-nvrtc of the "
+            "CUDA that torch is built with (torch.version.cuda)"
+        ) from error
     return code
 
 

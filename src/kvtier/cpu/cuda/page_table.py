@@ -89,6 +89,11 @@ class Columns:
     def _sizes(self) -> Addresses:
         return np.tile(self.table[4], _SIZES_KEPT)
 
+    @property
+    def are_zeros(self) -> bool:
+        """Whether they are all the same memory, whatever the block."""
+        return not self.table[1].any()
+
     @cached_property
     def largest(self) -> int:
         return int(self.table[4].max(initial=0))

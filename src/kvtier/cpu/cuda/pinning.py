@@ -25,19 +25,24 @@ def pin_region(region: SharedOffloadRegion, driver: CudaDriver) -> bool:
         driver.register_host(region.address, region.size_bytes)
     except CudaError as error:
         logger.warning(
-            "The shared region (%.1f GiB) could not be pinned: %s. Blocks are copied through the "
+            "The shared region (%s) could not be pinned: %s. Blocks are copied through the "
             "driver's own buffers, many times slower than the bus, so offloading may not pay. %s",
-            region.size_bytes / 2**30,
+            _told(region.size_bytes),
             error,
             _remedy(region.size_bytes),
         )
         return False
     logger.info(
-        "Pinned the shared region, %.1f GiB, in %.1f s",
-        region.size_bytes / 2**30,
+        "Pinned the shared region, %s, in %.1f s",
+        _told(region.size_bytes),
         time.perf_counter() - began,
     )
     return True
+
+
+def _told(size_bytes: int) -> str:
+    gibibytes = size_bytes / 2**30
+    return f"{gibibytes:.1f} GiB" if gibibytes >= 1 else f"{size_bytes / 2**20:.1f} MiB"
 
 
 def _remedy(size_bytes: int) -> str:

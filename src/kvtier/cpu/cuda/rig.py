@@ -21,6 +21,7 @@ from kvtier.base import (
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.cuda.copies import Copies
+from kvtier.cpu.cuda.jobs_failed import JobsFailed
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
@@ -68,12 +69,12 @@ class Rig:
     def finish(self, jobs: Sequence[int]) -> float:
         """Wait for all jobs there are, `jobs`, and return the seconds that they took on the device.
 
-        Raises `RuntimeError` if one failed; the reason is in the log."""
+        Raises `JobsFailed` if one did; the reason is in the log."""
         self.worker.wait(jobs)
         results = self.worker.get_finished()
         failed = [result.job_id for result in results if not result.success]
         if failed or {result.job_id for result in results} != set(jobs):
-            raise RuntimeError(f"of {len(jobs)} jobs, {len(failed)} failed: see the log")
+            raise JobsFailed(f"of {len(jobs)} jobs, {len(failed)} failed: see the log")
         return sum(result.transfer_time or 0.0 for result in results)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.cpu.cuda.copies import Copies, Ticket
-from kvtier.cpu.cuda.copy_paths import Path
+from kvtier.cpu.cuda.copy_paths import Path, choose_path
 from kvtier.cpu.cuda.driver import CudaDriver
 from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import PageKernel
@@ -36,8 +37,8 @@ _SMALL_JOB_PAGES = 512
 let go of the interpreter to plan it, as it does with long arrays."""
 _AT_ONCE_S, _AT_ONCE_S_PER_PAGE, _MOST_AT_ONCE_S = 20e-6, 20e-9, 300e-6
 """How long the engine's thread goes on with a job that finds its direction idle: for as long as the
-device needs something to do until the other thread gets its turn, which is milliseconds while this
-one is busy."""
+device needs something to do until the other thread gets its turn, which takes a while if this one
+is busy."""
 
 
 class StreamCopies(Copies):
@@ -84,6 +85,17 @@ class StreamCopies(Copies):
                 self._make_staging()
             # Whoever had that memory before may still be using it, in a stream of its own.
             torch.cuda.current_stream().synchronize()
+        for each in columns:
+            if not each.are_zeros:
+                page_bytes = each.bytes_per_block / len(each)
+                run_bytes = 0 if each.run is None else each.run.num_bytes
+                logger.info(
+                    "Blocks of %d pages of %.1f KiB are copied from and to %s, large jobs by: %s",
+                    len(each),
+                    page_bytes / 2**10,
+                    self._device,
+                    choose_path(page_bytes, sys.maxsize, run_bytes).name.lower().replace("_", " "),
+                )
 
     def _make_staging(self) -> None:
         try:
@@ -92,7 +104,8 @@ class StreamCopies(Copies):
         except torch.OutOfMemoryError:
             logger.warning(
                 "No %d MiB of device memory are left to collect pages in: they are copied by a "
-                "kernel that disturbs the model's more. Lower the engine's share of the memory",
+                "kernel that disturbs the model's more. Lower the engine's share of the memory "
+                "(vLLM: --gpu-memory-utilization)",
                 4 * STAGING_BYTES >> 20,
             )
 
