@@ -152,16 +152,25 @@ def test_what_is_looked_up_as_a_whole_is_awaited_if_it_is_worth_it() -> None:
     assert [job.keys for job in rig.tiers[0].loads()] == [prompt]
 
 
-def test_a_slow_tier_is_still_explored_by_what_is_looked_up_as_a_whole() -> None:
+def test_a_slow_tier_is_still_explored_and_nobody_waits_for_that() -> None:
     engine = learnt(SHORT_BLOCK_S * 1.5, SHORT)
     rig, prompt = engine.rig, engine.new_prompt(SHORT)
     rig.keep_below(prompt)
     rig.clock.now += 2e6
     request = rig.begin("asks", num_prompt_tokens=SHORT)
-    assert rig.manager.lookup_prefix(prompt, request) == (len(prompt), False)
+    assert rig.manager.lookup_prefix(prompt, request) == (0, True)
     rig.step()
     (job,) = rig.tiers[0].loads()
-    assert 0 < len(job.keys) < len(prompt)
+    assert job.keys == prompt[:8]
+    rig.manager.on_request_finished(request)
+    rig.tiers[0].finish(job, transfer_time=SHORT_BLOCK_S / 100)
+    rig.step()
+    after = rig.begin("asks again", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(prompt[:8], after) == (8, True)
+    other = rig.begin("asks for another", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(prompt, other)[0] == 8
+    rig.step()
+    assert rig.tiers[0].loads() == []  # not so soon
 
 
 def test_where_one_tier_is_declined_the_next_one_is_asked() -> None:

@@ -303,8 +303,9 @@ def test_a_promotion_slower_than_computing_is_a_miss() -> None:
     rig.step()
     (job,) = rig.tiers[0].loads()
     assert len(job.keys) <= 8, "to see whether the tier is still that slow"
+    assert rig.look_up(keys(*range(100, 120)), first)[8:] == "M" * 12
     assert rig.look_up(keys(*range(120, 140)), request) == "M" * 20
-    assert rig.stat("declined_blocks") == 20
+    assert rig.stat("declined_blocks") == 40
 
 
 def test_a_promotion_faster_than_computing_is_made() -> None:

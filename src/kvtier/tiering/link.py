@@ -458,13 +458,9 @@ class TierLink:
                 self.name,
             )
 
-    def is_to_explore(self, now: float) -> bool:
-        """Whether it is time to try the tier again, if it is found slower than computing."""
-        return now >= self._explore_at
-
     def explores(self, now: float) -> bool:
         """Whether to try a tier again that was found slower than computing. Now and then."""
-        if not self.is_to_explore(now):
+        if now < self._explore_at:
             return False
         self._explore_at = now + _EXPLORE_EVERY_S
         return True

@@ -264,7 +264,7 @@ class TieringOffloadingManager(OffloadingManager):
             request = self._requests.get(req_id)
             if request is not None:
                 request.goes_on()
-        if self._promotions.wanting:
+        if self._promotions.has_some_to_send:
             self._promotions.send()
         self._promotions.leases.end_expired(now)
         self._prefill.step_ended(now)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.tiering.transfers import TransferFactory
 
 _EXPLORED_BLOCKS = 8
-"""How many blocks are risked to see whether a tier is still slower than computing."""
+"""How many blocks are brought up to see whether a tier is still slower than computing."""
 
 
 class Promotions:
@@ -47,6 +47,8 @@ class Promotions:
         self.jobs: dict[int, Job] = {}
         """Those that are under way, late ones included."""
         self.leases = Leases(primary)
+        self._declined: list[tuple[TierLink, list[OffloadKey], TierRequest]] = []
+        """What was found to be too slow in this step, the first blocks of each."""
         self.num_given_up = 0
         """Requests that did not wait any longer for a promotion."""
 
@@ -62,6 +64,10 @@ class Promotions:
         request.waits(step.now, step.number)
         return LookupResult.HIT_PENDING
 
+    @property
+    def has_some_to_send(self) -> bool:
+        return bool(self.wanting or self._declined)
+
     def send(self) -> None:
         """Send one job for each tier and request that found blocks there in this step."""
         for request in self.wanting:
@@ -69,6 +75,12 @@ class Promotions:
                 if not self._promote(keys, link, request):
                     break  # what comes behind would be of no use
         self.wanting = {}
+        declined, self._declined = self._declined, []
+        for link, found, request in declined:
+            keys = [key for key in found if not self._primary.has(key)]
+            is_open = not request.is_withdrawn and link.lets(request, self._step.now)
+            if keys and is_open and link.explores(self._step.now):
+                self._bring_up(keys, link, request, is_awaited=False)
 
     def declines(self, group: bytes, request: TierRequest) -> bool:
         """Whether what a request has found below, having looked up its whole prompt, would not be
@@ -80,19 +92,22 @@ class Promotions:
             return False
         now = self._step.now
         first = next(iter(wanted.values()))
-        if first is None or not first.lets(request, now) or first.is_to_explore(now):
+        if first is None or not first.lets(request, now):
             return False
         keys = [key for key, link in wanted.items() if link is first]
         if self._is_worth_it(keys, first, request):
             return False
-        self._decline(len(keys), first, request)
+        self._decline(keys, first, request)
         self.wanting.pop(request, None)
         request.begin_step(request.step)
         return True
 
-    def _decline(self, num_blocks: int, link: TierLink, request: TierRequest) -> None:
-        link.count("hit_blocks", num_blocks)
-        link.count("declined_blocks", num_blocks)
+    def _decline(self, keys: list[OffloadKey], link: TierLink, request: TierRequest) -> None:
+        """They are computed. A few are brought up all the same, now and then, which nobody waits
+        for: or a tier that was slow once would be taken to be slow forever."""
+        link.count("hit_blocks", len(keys))
+        link.count("declined_blocks", len(keys))
+        self._declined.append((link, keys[:_EXPLORED_BLOCKS], request))
         request.decline(link)
 
     def _by_link(self, request: TierRequest) -> dict[TierLink, list[OffloadKey]]:
@@ -120,30 +135,35 @@ class Promotions:
         now = self._step.now
         if not link.lets(request, now):
             return False
-        wanted = len(keys)
         if not self._is_worth_it(keys, link, request):
-            if not link.explores(now):
-                self._decline(wanted, link, request)
-                return False
-            del keys[_EXPLORED_BLOCKS:]
-        del keys[link.num_loadable(len(keys)) :]
+            self._decline(keys, link, request)
+            return False
+        num_sent = self._bring_up(keys, link, request, is_awaited=True)
+        link.count("hit_blocks", num_sent)
+        return num_sent == len(keys)
+
+    def _bring_up(
+        self, keys: list[OffloadKey], link: TierLink, request: TierRequest, *, is_awaited: bool
+    ) -> int:
+        """Send a job for as many of the first ones as can be brought up; how many."""
+        count = link.num_loadable(len(keys))
         num_leased = self.leases.num_blocks - self.leases.num_blocks_of(request)
-        del keys[self._primary.num_writable(len(keys), num_leased, request.context) :]
-        if not keys:
-            return False
+        count = min(count, self._primary.num_writable(count, num_leased, request.context))
+        if not count:
+            return 0
         job_id = self._transfers.new_id()
-        placed = self._primary.prepare_write(job_id, keys, request.context)
+        placed = self._primary.prepare_write(job_id, keys[:count], request.context)
         if placed is None:
-            return False
+            return 0
         placed_keys, spec = placed
-        link.count("hit_blocks", len(placed_keys))
         transfer = self._transfers.make(job_id, placed_keys, spec, True, request.context)
-        job = self.jobs[job_id] = link.expect_load(transfer, now)
-        job.wanters[request] = None
+        job = self.jobs[job_id] = link.expect_load(transfer, self._step.now)
+        if is_awaited:
+            job.wanters[request] = None
         link.submit_load(job)
         if job.is_late:
             self.give_up(job)
-        return len(keys) == wanted
+        return len(placed_keys)
 
     def _is_worth_it(
         self, keys: Sequence[OffloadKey], link: TierLink, request: TierRequest
@@ -197,6 +217,7 @@ class Promotions:
     def forget_all(self) -> None:
         """Nothing that is wanted or kept is valid any more."""
         self.wanting = {}
+        self._declined = []
         self.leases.end_all()
 
 
