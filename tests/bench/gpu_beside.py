@@ -25,7 +25,6 @@ PATHS = {
 """Page size, tensors, and how they are copied."""
 _JOB_BYTES = 256 << 20
 _LOOP_S = 0.06
-_NUM_ROUNDS = 6
 
 
 def beside(
@@ -34,6 +33,7 @@ def beside(
     layout: tuple[int, int],
     path: Path,
     is_store: bool,
+    num_rounds: int,
 ) -> dict[str, float]:
     """Rounds alone, beside copies, and beside plain copies of one piece, in turns.
 
@@ -68,7 +68,7 @@ def beside(
         per_loop = int(_LOOP_S * 3.5 * alone_rate * 1e9 / _JOB_BYTES) + 2
         took: dict[str, list[float]] = {"alone": [], "beside": [], "plain": []}
         rates: list[float] = []
-        for round_number in range(_NUM_ROUNDS):
+        for round_number in range(num_rounds):
             # Each is the first, the second and the third as often as the others.
             for turn in range(3):
                 what = list(took)[(round_number + turn) % 3]

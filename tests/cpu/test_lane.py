@@ -11,14 +11,17 @@ import pytest
 from kvtier.cpu.lane import Lane
 
 NAME = "kvtier-test-lane"
-PATIENCE_S = 60
+PATIENCE_S = 20
 
 
 @pytest.fixture
 def lane() -> Iterator[Lane]:
     lane = Lane(NAME)
     yield lane
-    lane.close()
+    closing = threading.Thread(target=lane.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
     assert threads() == []
 
 
@@ -110,7 +113,6 @@ def test_what_a_lane_has_done_it_does_not_keep(lane: Lane) -> None:
     weakref.finalize(cache, is_gone.set)
     lane.put(lambda cache=cache: None)  # type: ignore[misc]
     del cache
-    lane.flush()
     assert is_gone.wait(PATIENCE_S)
 
 

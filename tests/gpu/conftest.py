@@ -11,7 +11,7 @@ import pytest
 from tests.cpu.conftest import _no_directories_of_killed_runs, shm
 
 if TYPE_CHECKING:
-    from tests.gpu.places import CPUPlace, Place
+    from tests.gpu.places import CPUPlace, Place, SimulatedPlace
 
 __all__ = ["_no_directories_of_killed_runs", "shm"]
 
@@ -56,6 +56,18 @@ def place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Pl
 def device_place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
     """Wherever there are streams."""
     return _open(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["simulated", "simulated, begun at once"])
+def simulated_place(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> SimulatedPlace:
+    """Where all that is asked of the device can be looked into."""
+    from tests.gpu.places import SimulatedPlace
+
+    place = _open(request.param, monkeypatch)
+    assert isinstance(place, SimulatedPlace)
+    return place
 
 
 @pytest.fixture

@@ -215,6 +215,34 @@ def test_what_is_too_long_for_a_launch_is_copied_by_the_kernel_in_parts(
         assert launches.count == 24 + 2
 
 
+@pytest.mark.parametrize(("blocks_per_chunk", "head"), [(1, 0), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("least", "num_launches"), [(65, 1), (4001, 2)])
+def test_more_blocks_than_a_small_and_than_a_large_launch_take(
+    device_place: Place,
+    least: int,
+    num_launches: int,
+    blocks_per_chunk: int,
+    head: int,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those are 64 and 4,000. The next launch goes on in the middle of a slot."""
+    device_place.use(CopyPath.KERNEL)
+    num_slots = -(-(least + head) // blocks_per_chunk)
+    num_blocks = num_slots * blocks_per_chunk - head
+    layout = plain_layout(16, num_blocks=num_blocks, blocks_per_chunk=blocks_per_chunk)
+    blocks = [7 * i % num_blocks for i in range(num_blocks)]
+    slots = list(range(num_slots))[::-1]
+    launches = LaunchCount(monkeypatch)
+    with open_rig(device_place, layout, shm, num_slots=num_slots) as rig:
+        rig.do(Job(True, [Part(0, head, blocks, slots)]))
+        rig.check()
+        assert launches.count == num_launches + (head > 0)  # zeros before the first block
+        rig.do(Job(False, [Part(0, head, blocks[::-1][:least], slots)]))
+        rig.check()
+        assert launches.count == 2 * num_launches + (head > 0)
+
+
 @pytest.mark.parametrize("num_tensors", [1, 3])
 def test_staged_pages_pass_through_both_buffers_again_and_again(
     device_place: Place, num_tensors: int, shm: Path, monkeypatch: pytest.MonkeyPatch

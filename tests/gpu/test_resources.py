@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS
 from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
+from kvtier.cpu.lane import Lane
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import load, store
 from tests.gpu.places import (
@@ -27,7 +30,7 @@ from tests.gpu.places import (
     refuse_device_call,
 )
 from tests.gpu.rig import Rig, finish, open_rig
-from tests.gpu.simulated_cuda import SimulatedKernel
+from tests.gpu.simulated_cuda import SimulatedDevice, SimulatedDriver, SimulatedKernel
 
 LAYOUT = plain_layout(4096, 4096, num_blocks=8)
 
@@ -103,6 +106,88 @@ def test_jobs_one_after_the_other_need_no_new_events(
             rig.do(store([1], [3]))
             rig.do(load([3], [2]), by_polling=True)
     assert len(made) == 2  # one set for each direction
+
+
+def test_all_events_are_given_back(
+    simulated_place: SimulatedPlace,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those of jobs that are done, that fail, and that nobody has asked for, and of all paths."""
+    caplog.set_level(logging.CRITICAL, "kvtier")  # records of failures keep the frames of jobs
+    simulated_place.use(*CopyPath)
+    with open_rig(simulated_place, LAYOUT, shm) as rig:
+        jobs = [store([1, 2], [3, 1]), load([3, 1], [4, 5])] * len(CopyPath)
+        rig.do(*jobs)
+        with monkeypatch.context() as patch:
+            for call in ("launch", "copy_batch"):
+                refuse_device_call(patch, call, CudaError("injected"), after=2)
+            for job_id, job in enumerate(jobs):
+                assert job.submit(rig.worker, job_id)
+            results = finish(rig.worker, range(len(jobs)))
+            assert {result.success for result in results} == {True, False}
+        for job_id, job in enumerate(jobs):
+            assert job.submit(rig.worker, job_id)
+    del rig, job
+    gc.collect()
+    device = simulated_place.simulated
+    assert len(device.created_events) > 2 * 3 + 2 * 6
+    assert sorted(device.destroyed_events) == device.created_events
+
+
+class EventWatch:
+    """Complains when a job's event is used for another one though its last mark is not reached."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, device: SimulatedDevice) -> None:
+        self.of_jobs: set[int] = set()
+        self.num_marks = 0
+        self.too_early: list[int] = []
+        new_events, record_event = streams._new_events, SimulatedDriver.record_event
+
+        def noted(driver: Any) -> Any:
+            events = new_events(driver)
+            self.of_jobs |= {event._handle for event in events}
+            return events
+
+        def watched(driver: SimulatedDriver, event: int, stream: int) -> None:
+            mark = device.events[event].mark
+            if event in self.of_jobs:
+                self.num_marks += 1
+                if mark is not None and not mark.is_reached:
+                    self.too_early.append(event)
+            record_event(driver, event, stream)
+
+        patch.setattr(streams, "_new_events", noted)
+        patch.setattr(SimulatedDriver, "record_event", watched)
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_events_are_not_used_again_while_the_device_may_reach_them(
+    simulated_place: SimulatedPlace, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of a job that fails while what the engine has computed before it is not done, and
+    cannot be waited for."""
+    simulated_place.use(CopyPath.ENGINES)
+    job = store(range(8), range(8))
+    with open_rig(simulated_place, LAYOUT, shm, num_slots=8) as rig:
+        watch = EventWatch(monkeypatch, simulated_place.simulated)
+        with simulated_place.held():
+            simulated_place.delay()
+            with monkeypatch.context() as patch:
+                patch.setattr(Lane, "put", no_thread)
+                assert job.submit(rig.worker, 0)
+            (result,) = finish(rig.worker, [0], by_polling=True)
+            assert not result.success
+            for job_id in (1, 2):
+                assert job.submit(rig.worker, job_id)
+        assert all(result.success for result in finish(rig.worker, [1, 2]))
+        rig.do(job, job, job)
+        assert watch.num_marks > 0
+        assert watch.too_early == []
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])

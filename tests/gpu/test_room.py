@@ -15,6 +15,7 @@ import pytest
 
 from kvtier.cpu.cuda import page_kernel, page_mover, streams, window
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from tests.cpu.jobs import Part
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import Place
@@ -62,6 +63,17 @@ def test_many_small_jobs(path: CopyPath, is_store: bool, device_place: Place, sh
                 assert job.submit(rig.worker, job_id)
         assert all(result.success for result in finish(rig.worker, range(NUM_SMALL_JOBS)))
         rig.apply(*jobs)
+        rig.check()
+
+
+def test_many_jobs_without_pages(device_place: Place, shm: Path) -> None:
+    """They copy nothing, but have their marks in the queue."""
+    jobs = [Job(is_store=True, parts=[Part(0, 0, [], [])]) for _ in range(NUM_SMALL_JOBS)]
+    with open_rig(device_place, plain_layout(64, num_blocks=20), shm, num_slots=12) as rig:
+        with a_full_device(rig):
+            for job_id, job in enumerate(jobs):
+                assert job.submit(rig.worker, job_id)
+        assert all(result.success for result in finish(rig.worker, range(NUM_SMALL_JOBS)))
         rig.check()
 
 

@@ -187,7 +187,8 @@ def test_a_crowd_reads_what_was_computed(name: str, answers_of: Callable[[str], 
 
 
 def test_answers_are_the_same_after_a_sleep(answers_of: Callable[[str], Answers]) -> None:
-    """In which the device's memory was another's, while blocks were on their way to the host."""
+    """In which the device's memory was another's. The engine had settled before: vLLM does not
+    sleep while blocks are on their way to the host."""
     answers = answers_of("sleep")
     require_same(answers, "from the host")
     require_same(answers, "after a sleep")

@@ -61,17 +61,19 @@ def one_by_one(probe: Probe, order: Order) -> None:
     probe.engine.reset_device_cache()
     probe.ask("from the host", prompts)
     if order["sleep"]:
-        _fall_asleep_in_the_middle(probe.engine)
+        _sleep_after_an_abort(probe.engine)
         probe.ask("after a sleep", prompts)
 
 
-def _fall_asleep_in_the_middle(engine: InProcessEngine) -> None:
-    """Of a request whose blocks are being stored."""
+def _sleep_after_an_abort(engine: InProcessEngine) -> None:
+    """Of a request whose blocks are being stored. They get there first: vLLM itself refuses to
+    sleep while a store holds blocks of the device."""
     (prompt,) = random_prompts(1, PROMPT_TOKENS, "sleep")
-    engine.add("interrupted", prompt, _ANSWER_TOKENS)
-    while len(engine.answer("interrupted").tokens) < 2:
+    engine.add("aborted", prompt, _ANSWER_TOKENS)
+    while len(engine.answer("aborted").tokens) < 2:
         engine.step()
-    engine.abort("interrupted")
+    engine.abort("aborted")
+    engine.settle()
     engine.sleep()
     engine.wake_up()
 

@@ -167,6 +167,9 @@ class GPUOffloadingWorker(SlotWorker):
             result.transfer_size = None
             logger.exception("%s job %d failed", _name(is_store), job_id)
             self._ended.append(result)
+        except BaseException:  # an interrupt: nobody will ask for this job
+            self._unreported.discard(job_id)
+            raise
         else:
             (self._stores if is_store else self._loads).append(job)
         return True

@@ -134,6 +134,7 @@ class PageMover:
 
         Says after every step whether the next one would have to wait for the device.
         """
+        plan = None
         for plan in plans:
             self.taken[plan.path] += 1
             if plan.path is Path.STAGED:
@@ -142,6 +143,9 @@ class PageMover:
                 yield from self._by_kernel(plan)
             else:
                 yield from self._by_engines(plan)
+        if plan is None:  # a job without pages has marks in the queue, too
+            self._window.await_room(0)
+            self._window.add(0, self.stream)
 
     def settle(self) -> None:
         """Return when nothing is on its way any more."""

@@ -201,8 +201,7 @@ class _Direction:
             self._fail(ticket, error)
         except BaseException as error:  # an interrupt: nobody may wait for this one in vain
             self._lane.flush()
-            if not ticket.is_handed_over:
-                self._fail(ticket, error)
+            self._fail(ticket, error)
             raise
         return ticket
 
