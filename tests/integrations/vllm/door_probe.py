@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.config import KVTransferConfig
@@ -69,6 +70,23 @@ def spec_of_vllms_own() -> str:
     return ""
 
 
+def flushes_through_the_plain_door() -> dict[str, bool]:
+    """Whether a worker that hands jobs over later is flushed, by what vLLM says of sleep."""
+    spec = KVTierOffloadingSpec(vllm_config())
+    worker: Any = SimpleNamespace(flush=lambda: None)
+    found = {}
+    for said, config in (
+        ("nothing", None),
+        ("it may", SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))),
+        ("it may not", SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False))),
+    ):
+        with patch.object(
+            vllm_api, "get_current_vllm_config_or_none", lambda config=config: config
+        ):
+            found[said] = spec._flush_of(worker) is not None
+    return found
+
+
 def asked_for_cuda_graphs(**extra_config: Any) -> str:
     """What vLLM hears when it asks, before it loads weights, how to capture CUDA graphs."""
     try:
@@ -111,6 +129,7 @@ def report() -> dict[str, Any]:
     return {
         "rank_that_has_not_signed_in": rank_that_has_not_signed_in(),
         "spec_of_vllms_own": spec_of_vllms_own(),
+        "flushes_through_the_plain_door": flushes_through_the_plain_door(),
         "good": asked_for_cuda_graphs(**good),
         "good_with_tier": asked_for_cuda_graphs(**good, secondary_tiers=[{"type": "example"}]),
         "typo": asked_for_cuda_graphs(**good, eviction_polici="lru"),

@@ -31,6 +31,14 @@ def test_the_connector_has_no_use_for_another_spec(report: dict[str, Any]) -> No
     assert "Remove spec_name and spec_module_path" in message
 
 
+def test_only_an_engine_that_may_sleep_waits_for_hand_overs(report: dict[str, Any]) -> None:
+    assert report["flushes_through_the_plain_door"] == {
+        "nothing": True,
+        "it may": True,
+        "it may not": False,
+    }
+
+
 def test_a_typo_is_told_before_weights_are_loaded(report: dict[str, Any]) -> None:
     assert report["good"] == report["good_with_tier"] == "whole"
     assert report["typo"].startswith("eviction_polici: ")

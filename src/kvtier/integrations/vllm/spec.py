@@ -86,9 +86,9 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
 
     def _flush_of(self, worker: OffloadingWorker) -> Callable[[], None] | None:
         """What makes sure that the device has all jobs, where that matters."""
-        if self._facts is not None and not self._facts.may_sleep:
-            return None
-        return getattr(worker, "flush", None)
+        facts = self._facts
+        may_sleep = vllm_api.may_sleep() if facts is None else facts.may_sleep
+        return getattr(worker, "flush", None) if may_sleep else None
 
     @property
     def _has_random_hashes(self) -> bool:

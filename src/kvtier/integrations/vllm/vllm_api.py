@@ -15,7 +15,7 @@ from kvtier.integrations.vllm.releases import is_supported, supported_in_words
 logger = logging.getLogger(__name__)
 
 try:
-    from vllm.config import VllmConfig
+    from vllm.config import VllmConfig, get_current_vllm_config_or_none
     from vllm.config.cache import PrefixCachingHashAlgo
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -105,6 +105,7 @@ __all__ = [
     "VllmConfig",
     "get_hash_fn_by_name",
     "kv_cache_utils",
+    "may_sleep",
     "warn_if_untested",
 ]
 
@@ -113,6 +114,13 @@ METRIC_PREFIX = "vllm:"
 second engine in the same process would fail over any other."""
 
 _warned = False
+
+
+def may_sleep() -> bool:
+    """Whether this engine may be told to sleep, as far as vLLM says so where this is asked: in a
+    worker, while its caches are made known. True if it does not."""
+    config = get_current_vllm_config_or_none()
+    return True if config is None else getattr(config.model_config, "enable_sleep_mode", True)
 
 
 def warn_if_untested() -> None:
