@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -47,9 +48,13 @@ def test_what_somebody_else_has_set_meanwhile_stays() -> None:
     assert sys.getswitchinterval() == pytest.approx(PYTHONS)
 
 
-def test_a_lane_asks_for_it_while_it_lives() -> None:
+def test_a_lane_asks_for_it_while_it_works() -> None:
     seen: list[float] = []
     lane = Lane("lane")
     lane.put(lambda: seen.append(sys.getswitchinterval()))
+    deadline = time.monotonic() + 30
+    while not seen or sys.getswitchinterval() < PYTHONS / 2:
+        assert time.monotonic() < deadline, "it waits for work, and keeps the interval"
+        time.sleep(0.001)
     lane.close()
     assert seen == [pytest.approx(0.0005)]

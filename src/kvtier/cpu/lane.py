@@ -26,7 +26,7 @@ class Lane:
         """Add to what is to be done. Raises `RuntimeError`, adding nothing, without a thread."""
         if self._thread is None:
             # A daemon: an engine that ends without shutting down is not kept from ending.
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:
@@ -48,14 +48,11 @@ class Lane:
             self._thread.join()
             self._thread = None
 
-    def _run(self) -> None:
-        with prompt_turns:
-            self._work()
-
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
             try:
-                work()
+                with prompt_turns:
+                    work()
             except BaseException:
                 # Others wait for what comes after it.
                 logger.exception("%s: a job ended in an error that it did not report", self._name)

@@ -7,6 +7,7 @@ import logging
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvtier.cpu.prompt_turns import prompt_turns
@@ -28,6 +29,9 @@ large ones without waiting for the next to be sealed. Loads are ready at once, a
 call lets other threads have the interpreter, and waits to get it back."""
 
 
+_PROMPT_FROM_BYTES = 512 << 10
+"""With such blocks a thread has little to do and the disk much: it gets its turns soon. With small
+ones it has so much to do that the scheduler would wait for it."""
 _WOKEN_BY = 4
 """A thread is woken when such a part of what it has under way has ended: a quarter."""
 
@@ -141,7 +145,8 @@ class Lane(Generic[B]):
     # --- on the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with prompt_turns:
+        is_large = self._payload_bytes >= _PROMPT_FROM_BYTES
+        with prompt_turns if is_large else nullcontext():
             self._work_on()
 
     def _work_on(self) -> None:
