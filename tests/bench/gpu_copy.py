@@ -50,11 +50,11 @@ def bandwidth(device: Any) -> dict[str, Any]:
     for kib, num_tensors in layouts:
         got = measure(device, kib * KIB, num_tensors, NUM_BYTES)
         pages_of_a_job = NUM_BYTES // (4 * kib * KIB)
-        path = choose_path(kib * KIB, pages_of_a_job, num_tensors * kib * KIB).name.lower()
+        path = choose_path(kib * KIB, pages_of_a_job, num_tensors * kib * KIB).words
         shares = [rate / of for rate, of in zip(got, peak, strict=True)]
         name = f"{kib} KiB" if num_tensors == 1 else f"{kib} KiB, {num_tensors} layers"
         result[name] = got._asdict() | {
-            "path": path.replace("_", " "),
+            "path": path,
             "shares": dict(zip(got._fields, shares, strict=True)),
         }
         rows.append([name, *(f"{r:.1f}" for r in got), *(f"{s:.3f}" for s in shares), path])

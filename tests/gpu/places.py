@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -20,6 +21,7 @@ from kvtier.cpu.cuda.driver import CudaDriver, cuda_driver
 from kvtier.cpu.cuda.page_table import Grid
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.host_worker import HostOffloadingWorker
+from kvtier.cpu.lane import Lane
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.gpu.cache_layout import Bytes
 from tests.gpu.memmove_copies import MemmoveCopies
@@ -221,6 +223,20 @@ def _warm_up() -> None:
     memory[1].copy_(memory[0])
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()
+
+
+def put_off_lanes(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Have the threads that copy, or hand jobs over, take a while: jobs queue up."""
+    put = Lane.put
+
+    def put_off(lane: Lane, work: Callable[[], None]) -> None:
+        def work_late() -> None:
+            time.sleep(seconds)
+            work()
+
+        put(lane, work_late)
+
+    patch.setattr(Lane, "put", put_off)
 
 
 def begin_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ finds nothing of the job any more, now or later.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,9 @@ from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.host_worker import HostOffloadingWorker
-from kvtier.cpu.lane import Lane
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
-from tests.gpu.places import CPUPlace, Place, finish_everything, refuse_device_call
+from tests.gpu.places import CPUPlace, Place, finish_everything, put_off_lanes, refuse_device_call
 from tests.gpu.rig import RANK, Rig, finish, open_rig, require_equal
 
 NUM_JOBS, BLOCKS_PER_JOB = 8, 3
@@ -44,16 +42,7 @@ def slow_down(place: Place, patch: pytest.MonkeyPatch) -> None:
     place.use(*CopyPath)
     if isinstance(place, CPUPlace):
         place.copies.is_held = True
-    put = Lane.put
-
-    def put_off(lane: Lane, work: Callable[[], None]) -> None:
-        def work_late() -> None:
-            time.sleep(0.002)
-            work()
-
-        put(lane, work_late)
-
-    patch.setattr(Lane, "put", put_off)
+    put_off_lanes(patch, 0.002)
 
 
 def make_jobs(chance: random.Random) -> list[Job]:

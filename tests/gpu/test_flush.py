@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,9 @@ import pytest
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
-from kvtier.cpu.lane import Lane
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import load, store
-from tests.gpu.places import Place, finish_everything, refuse_device_call
+from tests.gpu.places import Place, finish_everything, put_off_lanes, refuse_device_call
 from tests.gpu.rig import finish, open_rig
 
 LAYOUT = plain_layout(4096, 4096, num_blocks=24)
@@ -32,13 +29,7 @@ def test_the_caches_can_go_when_the_device_is_done(
     """As an engine does that sleeps: it unmaps its caches without asking the worker."""
     if not is_pinned:
         refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
-    put = Lane.put
-
-    def put_off(lane: Lane, work: Callable[[], None]) -> None:
-        put(lane, lambda: time.sleep(0.01))
-        put(lane, work)
-
-    monkeypatch.setattr(Lane, "put", put_off)
+    put_off_lanes(monkeypatch, 0.01)
     device_place.use(*CopyPath)
     jobs = (
         [store(range(8), range(8)), store([1, 2], [3, 4]), load([8], [9])]

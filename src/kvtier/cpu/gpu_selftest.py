@@ -166,14 +166,10 @@ def _ways() -> Iterator[tuple[str, tuple[int, ...], Callable[..., Copies] | None
 
     yield "as chosen by size", (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), None
     for path in Path:
-        name = _name(path)
+        name = path.words
         unaligned = _UNALIGNED_SIZES if path in {Path.ENGINES, Path.ENGINES_TWICE} else ()
         yield name, (*PAGE_SIZES, *_ODD_SIZES, *unaligned), _always(path)
     yield _UNPINNED, (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), open_unpinned
-
-
-def _name(path: Path) -> str:
-    return path.name.lower().replace("_", " ")
 
 
 def _always(path: Path) -> Callable[[Any, SharedOffloadRegion, ExitStack], Copies]:
@@ -214,7 +210,7 @@ def _is_exact(
         rig.finish([rig.submit(False, targets, slots)])
         copies = rig.worker.copies
         if isinstance(copies, StreamCopies):
-            taken.update({_name(path): count for path, count in copies.taken.items()})
+            taken.update({path.words: count for path, count in copies.taken.items()})
         else:
             taken[_UNPINNED] += 1
         for tensor, array in zip(rig.tensors, before, strict=True):
@@ -244,7 +240,7 @@ def _measure_all(device: Any, num_bytes: int) -> None:
         print(
             f"  {name:>12}  {got.load:8.1f} {got.load / plain.load:5.0%}  "
             f"{got.store:8.1f} {got.store / plain.store:5.0%}  "
-            f"{got.both:8.1f} {got.both / plain.both:5.0%}  {_name(path)}",
+            f"{got.both:8.1f} {got.both / plain.both:5.0%}  {path.words}",
             flush=True,
         )
 

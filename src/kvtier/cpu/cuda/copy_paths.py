@@ -54,6 +54,11 @@ class Path(Enum):
     """By a kernel between their places and a buffer on the device, and from there, a slot at a
     time, by the copy engines."""
 
+    @property
+    def words(self) -> str:
+        """Its name, as it is shown to people."""
+        return self.name.lower().replace("_", " ")
+
 
 def choose_path(page_bytes: float, num_pages: int, run_bytes: int) -> Path:
     """For pages of that size (their mean, if they differ), of which so many bytes lie together in

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 from kvtier.cpu.cuda.driver import CudaDriver
 
-__all__ = ["DIRECT_BLOCKS", "MOST_ENTRIES", "KernelUnavailable", "Launcher", "Order", "PageKernel"]
+__all__ = [
+    "DIRECT_BLOCKS",
+    "ENTRY_BYTES",
+    "MOST_ENTRIES",
+    "KernelUnavailable",
+    "Launcher",
+    "Order",
+    "PageKernel",
+    "max_entries",
+]
 
 DIRECT_BLOCKS = 4
 """For pages in host memory, as many SMs as it takes. On an H200, 4 blocks of 512 threads have
@@ -17,6 +26,7 @@ DIRECT_BLOCKS = 4
 _NUM_THREADS = 512
 _PIECE_BYTES = 4096
 """What a warp copies at a time: twice what it has under way."""
+ENTRY_BYTES = 8
 _FEW_ENTRIES, MOST_ENTRIES = 64, 4000
 """Of a launch. They are its parameters: the device takes 32,764 bytes of these."""
 _MOST_ITEMS = 1 << 31
@@ -47,9 +57,15 @@ class Order(NamedTuple):
 
     @property
     def max_entries(self) -> int:
-        """Of one launch, so that items can be counted."""
-        pieces = -(-self.largest // _PIECE_BYTES)
-        return max(1, min(MOST_ENTRIES, _MOST_ITEMS // (self.num_columns * pieces)))
+        """Of one launch."""
+        return max_entries(self.num_columns, self.largest)
+
+
+def max_entries(num_columns: int, largest: int) -> int:
+    """Of one launch with so many columns, whose pages have at most so many bytes: its items can be
+    counted."""
+    pieces = -(-largest // _PIECE_BYTES)
+    return max(1, min(MOST_ENTRIES, _MOST_ITEMS // (num_columns * pieces)))
 
 
 class PageKernel:
@@ -71,7 +87,7 @@ class PageKernel:
         launcher = self.launcher()
         for count in (_FEW_ENTRIES, MOST_ENTRIES):
             nothing = Order(0, 0, _PIECE_BYTES, 0, 0, 1, False, False)
-            launcher.launch(nothing, memoryview(bytes(8 * count)), 0, stream, 1)
+            launcher.launch(nothing, memoryview(bytes(ENTRY_BYTES * count)), 0, stream, 1)
 
     def launcher(self) -> Launcher:
         return Launcher(self._driver, self._functions)
@@ -94,7 +110,7 @@ class Launcher:
         that of its slot, as unsigned integers of four bytes, `order.max_entries` at most; they may
         be reused at once. `first_place`: of the first block in its slot.
         """
-        is_many = len(entries) > 8 * _FEW_ENTRIES
+        is_many = len(entries) > ENTRY_BYTES * _FEW_ENTRIES
         parameters = self._sizes[is_many]
         parameters.fill(order, entries, first_place)
         self._driver.launch(
@@ -124,7 +140,7 @@ class _Parameters:
     """The memory that the driver takes a launch's parameters from."""
 
     def __init__(self, capacity: int) -> None:
-        self._memory = ctypes.create_string_buffer(ctypes.sizeof(_Order) + 8 * capacity)
+        self._memory = ctypes.create_string_buffer(ctypes.sizeof(_Order) + ENTRY_BYTES * capacity)
         self._order = _Order.from_buffer(self._memory)
         self._entries = memoryview(self._memory).cast("B")[ctypes.sizeof(_Order) :]
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory))
@@ -135,7 +151,7 @@ class _Parameters:
         told.base = order.base
         told.row_bytes = order.row_bytes
         told.num_columns = order.num_columns
-        told.num_entries = len(entries) // 8
+        told.num_entries = len(entries) // ENTRY_BYTES
         told.pieces = -(-order.largest // _PIECE_BYTES)
         told.piece_bytes = _PIECE_BYTES
         told.chunk = order.chunk

@@ -16,11 +16,11 @@ from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY
 from kvtier.cpu.cuda.copy_paths import Path, choose_path
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.event import Event
-from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, Order, PageKernel
+from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, ENTRY_BYTES, Order, PageKernel, max_entries
 from kvtier.cpu.cuda.page_table import Addresses, Columns, Grid, Run
 from kvtier.cpu.cuda.window import Window
 
-__all__ = ["STAGING_BYTES", "Choice", "PageMover", "Plan", "by_size", "may_be_staged"]
+__all__ = ["STAGING_BYTES", "Choice", "PageMover", "Plan", "by_size", "by_size_if_large"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,21 +34,22 @@ _MOST_COPIES = 512
 _LAUNCH_COPIES = 64
 """As many slots are in a buffer at most, and go with a launch. One without takes the device long
 enough to count for as many."""
-_ENTRY_BYTES = 8
 
 Choice = Callable[[Grid], Path]
 
 
 def by_size(grid: Grid) -> Path:
     """The quickest path for its pages."""
-    run = grid.run
-    page_bytes = grid.columns.bytes_per_block / len(grid.columns)
-    return choose_path(page_bytes, grid.num_pages, 0 if run is None else run.num_bytes)
+    return _quickest(grid.columns, grid.num_pages, grid.run)
 
 
-def may_be_staged(run: Run) -> bool:
-    """Whether a large job of such runs is."""
-    return choose_path(run.num_bytes / run.num_pages, sys.maxsize, run.num_bytes) is Path.STAGED
+def by_size_if_large(columns: Columns) -> Path:
+    """The same, for a large job of such blocks."""
+    return _quickest(columns, sys.maxsize, columns.run)
+
+
+def _quickest(columns: Columns, num_pages: int, run: Run | None) -> Path:
+    return choose_path(columns.page_bytes, num_pages, 0 if run is None else run.num_bytes)
 
 
 class Plan(NamedTuple):
@@ -189,7 +190,7 @@ class PageMover:
             self._staging is not None
             and grid.run is not None
             and grid.run.num_bytes <= STAGING_BYTES
-            and self._order(grid, base=0).max_entries >= grid.cell.blocks_per_chunk
+            and max_entries(len(grid.columns), grid.columns.largest) >= grid.cell.blocks_per_chunk
         )
 
     def _by_engines(self, plan: Plan) -> Iterator[bool]:
@@ -307,7 +308,7 @@ class PageMover:
 
 
 def _of(entries: memoryview, blocks: slice) -> memoryview:
-    return entries[blocks.start * _ENTRY_BYTES : blocks.stop * _ENTRY_BYTES]
+    return entries[blocks.start * ENTRY_BYTES : blocks.stop * ENTRY_BYTES]
 
 
 def _parts(count: int, most: int) -> Iterator[slice]:

@@ -102,6 +102,11 @@ class Columns:
     def bytes_per_block(self) -> int:
         return int(self.table[4].sum())
 
+    @property
+    def page_bytes(self) -> float:
+        """Mean size of a page."""
+        return self.bytes_per_block / len(self)
+
 
 class Grid(NamedTuple):
     """What a job copies: the pages of columns, of all of these blocks."""

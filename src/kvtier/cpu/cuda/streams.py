@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.cpu.cuda.copies import Copies, Ticket
-from kvtier.cpu.cuda.copy_paths import Path, choose_path
+from kvtier.cpu.cuda.copy_paths import Path
 from kvtier.cpu.cuda.driver import CudaDriver
 from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import PageKernel
@@ -23,7 +22,7 @@ from kvtier.cpu.cuda.page_mover import (
     PageMover,
     Plan,
     by_size,
-    may_be_staged,
+    by_size_if_large,
 )
 from kvtier.cpu.cuda.page_table import Columns, Grid
 from kvtier.cpu.lane import Lane
@@ -77,24 +76,22 @@ class StreamCopies(Copies):
         return self._stores.mover.taken + self._loads.mover.taken
 
     def expect(self, columns: Sequence[Columns]) -> None:
-        runs = [each.run for each in columns if each.run is not None]
+        in_runs = [each for each in columns if each.run is not None]
         with torch.cuda.device(self._device):
             for direction in (self._stores, self._loads):
                 direction.mover.expect(columns)
-            if any(not self._is_by_size or may_be_staged(run) for run in runs):
+            if any(not self._is_by_size or _is_staged(each) for each in in_runs):
                 self._make_staging()
             # Whoever had that memory before may still be using it, in a stream of its own.
             torch.cuda.current_stream().synchronize()
         for each in columns:
             if not each.are_zeros:
-                page_bytes = each.bytes_per_block / len(each)
-                run_bytes = 0 if each.run is None else each.run.num_bytes
                 logger.info(
                     "Blocks of %d pages of %.1f KiB are copied from and to %s, large jobs by: %s",
                     len(each),
-                    page_bytes / 2**10,
+                    each.page_bytes / 2**10,
                     self._device,
-                    choose_path(page_bytes, sys.maxsize, run_bytes).name.lower().replace("_", " "),
+                    by_size_if_large(each).words,
                 )
 
     def _make_staging(self) -> None:
@@ -273,6 +270,10 @@ class _Direction:
             self.mover.settle()
         finally:
             ticket.is_handed_over = True
+
+
+def _is_staged(columns: Columns) -> bool:
+    return by_size_if_large(columns) is Path.STAGED
 
 
 def _new_events(driver: CudaDriver) -> _Events:
