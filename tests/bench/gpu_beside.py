@@ -39,31 +39,14 @@ def beside(
 
     The device's clock follows its power: after a pause it is higher for a while, whatever is done
     then. So nothing is measured after a pause, and each comes after each of the others."""
-    rows, columns, depth = shape
-    a = torch.randn(rows, depth, device=device, dtype=torch.bfloat16)
-    b = torch.randn(depth, columns, device=device, dtype=torch.bfloat16)
-    out = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
-    compute = torch.cuda.Stream(device)
-
-    def products(count: int) -> float:
-        """Milliseconds of one."""
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(compute):
-            began.record()
-            for _ in range(count):
-                torch.mm(a, b, out=out)
-            ended.record()
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / count
-
+    products = _products(device, shape)
     page_bytes, num_tensors = layout
     num_blocks = _JOB_BYTES // (page_bytes * num_tensors)
     copy_plainly = _plain_copies(device, is_store)
     with open_rig(
         device, page_bytes, num_tensors, num_blocks, partial(open_pinned, choose=lambda _: path)
     ) as rig:
-        products(3)
-        count = max(3, int(_LOOP_S * 1e3 / products(10)))
+        products()
         alone_rate = _JOB_BYTES / median(rig.finish([_job(rig, is_store)]) for _ in range(5)) / 1e9
         per_loop = int(_LOOP_S * 3.5 * alone_rate * 1e9 / _JOB_BYTES) + 2
         took: dict[str, list[float]] = {"alone": [], "beside": [], "plain": []}
@@ -77,8 +60,8 @@ def beside(
                     jobs = [_job(rig, is_store) for _ in range(per_loop)]
                 elif what == "plain":
                     copy_plainly(per_loop)
-                products(count)  # what it was like before does not matter any more
-                took[what].append(products(count))
+                products()  # what it was like before does not matter any more
+                took[what].append(products())
                 if jobs:
                     rates.append(_rate_of(rig, jobs))
                 torch.cuda.synchronize(device)
@@ -95,6 +78,43 @@ def beside(
         "copy_gb_s": median(rates),
         "copy_alone_gb_s": alone_rate,
     }
+
+
+def _products(device: Any, shape: tuple[int, int, int]) -> Callable[[], float]:
+    """Makes matrix products for about `_LOOP_S`; milliseconds of one. As a graph: what the host
+    does meanwhile is not to be seen in it."""
+    rows, columns, depth = shape
+    a = torch.randn(rows, depth, device=device, dtype=torch.bfloat16)
+    b = torch.randn(depth, columns, device=device, dtype=torch.bfloat16)
+    out = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
+    stream = torch.cuda.Stream(device)
+
+    def milliseconds(work: Callable[[], object]) -> float:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            began.record()
+            work()
+            ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended))
+
+    def make(count: int) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(count):
+                torch.mm(a, b, out=out)
+
+        def replay() -> None:
+            graph.replay()
+
+        return replay
+
+    milliseconds(lambda: torch.mm(a, b, out=out))  # the libraries get ready
+    few = make(10)
+    milliseconds(few)
+    count = max(3, int(_LOOP_S * 1e4 / milliseconds(few)))
+    many = make(count)
+    return lambda: milliseconds(many) / count
 
 
 def _rate_of(rig: Rig, jobs: Sequence[int]) -> float:

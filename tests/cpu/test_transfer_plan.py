@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier.base import GPULoadStoreSpec
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.transfer_plan import GroupTransfer, TransferRefused, plan_transfer
+from kvtier.cpu.transfer_plan import Asked, GroupTransfer, TransferRefused, plan_transfer
 
 NULL = 0
 NUM_BLOCKS = 1000
@@ -103,8 +103,7 @@ def plan(
     num_groups: int | None = None,
 ) -> list[GroupTransfer]:
     return plan_transfer(
-        device,
-        slots,
+        Asked.take(device, slots),
         is_store=is_store,
         blocks_per_chunk=blocks_per_chunk,
         num_slots=NUM_SLOTS,
@@ -240,14 +239,7 @@ def test_sides_of_the_wrong_kind_are_refused() -> None:
     with pytest.raises(TransferRefused, match=r"the host side is GPULoadStoreSpec\(\[1\]\)"):
         plan(device, device, True, 1)  # type: ignore[arg-type]
     with pytest.raises(TransferRefused, match=r"the device side is CPULoadStoreSpec\(\[0\]\)"):
-        plan_transfer(
-            slots,  # type: ignore[arg-type]
-            slots,
-            is_store=True,
-            blocks_per_chunk=1,
-            num_slots=1,
-            num_blocks_of_group=[2],
-        )
+        Asked.take(slots, slots)  # type: ignore[arg-type]
     with pytest.raises(TransferRefused, match="not flat"):
         plan(device, CPULoadStoreSpec(np.zeros((1, 1), np.int64)), True, 1)
 

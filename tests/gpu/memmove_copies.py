@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from kvtier.cpu.cuda.copies import Copies, Ticket
+from kvtier.cpu.cuda.copies import Copies, FindGrids, Ticket
 from kvtier.cpu.cuda.page_table import Grid
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
@@ -35,11 +35,11 @@ class MemmoveCopies(Copies):
         undo.callback(self.close)
         return self
 
-    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
+    def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         assert not self.is_closed
         if self.refusal is not None:
             raise self.refusal
-        ticket = MemmoveTicket(self, grids, is_store)
+        ticket = MemmoveTicket(self, find(), is_store)
         self._under_way[is_store].append(ticket)
         if not self.is_held:
             self.copy_until(ticket)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from kvtier.cpu import gpu_selftest
-from kvtier.cpu.cuda.copies import Ticket
+from kvtier.cpu.cuda.copies import FindGrids, Ticket
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError, CudaUnavailable
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, Launcher, PageKernel
-from kvtier.cpu.cuda.page_table import Grid, Pages
+from kvtier.cpu.cuda.page_table import Pages
 from kvtier.cpu.gpu_selftest import _check_all, _is_exact, main
 from kvtier.cpu.host_memory import NotEnoughMemory
 from tests.gpu.memmove_copies import MemmoveCopies
@@ -56,10 +56,10 @@ class SpoilingCopies(MemmoveCopies):
         self._spoiled = is_store
         self._spoil = spoil
 
-    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
-        (grid,) = grids
+    def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
+        (grid,) = find()
         of_job = grid.pages(0, len(grid.blocks))
-        ticket = super().start(grids, is_store=is_store)
+        ticket = super().start(lambda: [grid], num_pages, is_store=is_store)
         if is_store is self._spoiled:
             byte = ctypes.c_uint8.from_address(self._spoil(of_job))
             byte.value ^= 1

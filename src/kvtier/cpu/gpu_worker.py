@@ -29,7 +29,7 @@ from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.cuda.unpinned import UnpinnedCopies
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.slot_worker import SlotWorker
-from kvtier.cpu.transfer_plan import TransferRefused, plan_transfer
+from kvtier.cpu.transfer_plan import Asked, TransferRefused, plan_transfer
 
 __all__ = ["GPUOffloadingWorker", "open_pinned", "open_unpinned"]
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class _Job:
     job_id: int
     ticket: Ticket
-    num_bytes: int
+    group_sizes: tuple[int, ...]
 
 
 class GPUOffloadingWorker(SlotWorker):
@@ -156,17 +156,10 @@ class GPUOffloadingWorker(SlotWorker):
             logger.warning("Job %d refused: a job of this id is not reported yet", job_id)
             return False
         self._unreported.add(job_id)
-        result = TransferResult(job_id, success=False, transfer_size=0)
         try:
             job = self._start(job_id, device_spec, slot_spec, is_store)
-        except TransferRefused as reason:
-            # As text: a log that keeps its records would keep the frames of this job with them.
-            logger.error("%s job %d failed: %s", _name(is_store), job_id, str(reason))
-            self._ended.append(result)
-        except Exception:
-            result.transfer_size = None
-            logger.exception("%s job %d failed", _name(is_store), job_id)
-            self._ended.append(result)
+        except Exception as error:
+            self._ended.append(_failure(job_id, is_store, error))
         except BaseException:  # an interrupt: nobody will ask for this job
             self._unreported.discard(job_id)
             raise
@@ -177,37 +170,49 @@ class GPUOffloadingWorker(SlotWorker):
     def _start(
         self, job_id: int, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
     ) -> _Job:
+        asked = Asked.take(device_spec, slot_spec)
+        num_pages = asked.blocks.size * self._table.most_pages
+        ticket = self.copies.start(
+            lambda: self._grids(asked, is_store), num_pages, is_store=is_store
+        )
+        return _Job(job_id, ticket, asked.group_sizes)
+
+    def _grids(self, asked: Asked, is_store: bool) -> list[Grid]:
+        """What a job copies. Any thread."""
         table = self._table
         transfers = plan_transfer(
-            device_spec,
-            slot_spec,
+            asked,
             is_store=is_store,
             blocks_per_chunk=table.blocks_per_chunk,
             num_slots=table.num_slots,
             num_blocks_of_group=table.num_blocks_of_group,
         )
-        ticket = self.copies.start(table.grids(transfers, is_store=is_store), is_store=is_store)
-        return _Job(job_id, ticket, table.num_bytes(transfers))
+        return table.grids(transfers, is_store=is_store)
 
     def _collect(self, jobs: deque[_Job]) -> None:
         """Note the results of what has ended, in order."""
         while jobs:
             job = jobs[0]
-            result = TransferResult(job.job_id, success=False)
             try:
                 if not job.ticket.is_done():
                     return
-                result.transfer_time = job.ticket.seconds()
-                result.transfer_size = job.num_bytes
-                result.success = True
-            except Exception:
-                logger.exception("%s job %d failed", _name(jobs is self._stores), job.job_id)
+                size, seconds = self._table.num_bytes(job.group_sizes), job.ticket.seconds()
+                result = TransferResult(job.job_id, True, size, seconds)
+            except Exception as error:
+                result = _failure(job.job_id, jobs is self._stores, error)
             jobs.popleft()
             self._ended.append(result)
 
 
-def _name(is_store: bool) -> str:
-    return "Store" if is_store else "Load"
+def _failure(job_id: int, is_store: bool, error: Exception) -> TransferResult:
+    """What is reported of such a job; the log has the reason."""
+    name = "Store" if is_store else "Load"
+    if isinstance(error, TransferRefused):
+        # As text: a log that keeps its records would keep the frames of this job with them.
+        logger.error("%s job %d failed: %s", name, job_id, str(error))
+        return TransferResult(job_id, success=False, transfer_size=0)
+    logger.error("%s job %d failed", name, job_id, exc_info=error)
+    return TransferResult(job_id, success=False)
 
 
 def _wait(job: _Job) -> None:

@@ -17,7 +17,7 @@ from kvtier.cpu.lane import Lane
 from kvtier.cpu.page_copier import PageCopier
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.slot_worker import SlotWorker
-from kvtier.cpu.transfer_plan import TransferRefused, plan_transfer
+from kvtier.cpu.transfer_plan import Asked, TransferRefused, plan_transfer
 
 __all__ = ["HostOffloadingWorker"]
 
@@ -116,8 +116,7 @@ class HostOffloadingWorker(SlotWorker):
         copier = self._copier
         assert copier is not None
         transfers = plan_transfer(
-            device_spec,
-            slot_spec,
+            Asked.take(device_spec, slot_spec),
             is_store=is_store,
             blocks_per_chunk=copier.blocks_per_chunk,
             num_slots=copier.num_slots,

@@ -17,11 +17,31 @@ from numpy.typing import NDArray
 
 from kvtier.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, Medium
 
-__all__ = ["GroupTransfer", "Piece", "TransferRefused", "plan_transfer"]
+__all__ = ["Asked", "GroupTransfer", "Piece", "TransferRefused", "plan_transfer"]
 
 
 class TransferRefused(Exception):
     """The two sides of a transfer do not fit together, or point outside the caches."""
+
+
+class Asked(NamedTuple):
+    """Blocks and slots of a transfer as they were when it was asked for, whatever the caller does
+    with its arrays afterwards."""
+
+    blocks: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    group_sizes: tuple[int, ...]
+    first_indices: tuple[int, ...]
+
+    @classmethod
+    def take(cls, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec) -> Asked:
+        """Raises `TransferRefused` if these are no such sides."""
+        if not isinstance(device_spec, GPULoadStoreSpec):
+            raise TransferRefused(f"the device side is {device_spec!r}, not a GPULoadStoreSpec")
+        if not isinstance(slot_spec, BlockIDsLoadStoreSpec) or slot_spec.medium() != Medium.CPU:
+            raise TransferRefused(f"the host side is {slot_spec!r}, not a CPULoadStoreSpec")
+        blocks, slots = device_spec.block_ids.copy(), slot_spec.block_ids.copy()
+        return cls(blocks, slots, device_spec.group_sizes, device_spec.block_indices)
 
 
 class Piece(NamedTuple):
@@ -31,9 +51,10 @@ class Piece(NamedTuple):
     places: tuple[int | slice | NDArray[np.int64], int | slice | NDArray[np.int64]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GroupTransfer:
-    """The part of a transfer that belongs to one group, one entry per device block."""
+    """The part of a transfer that belongs to one group, one entry per device block. Not changed
+    once it is made, but not frozen: that would take longer than most of the rest."""
 
     group_idx: int
     blocks_per_chunk: int
@@ -41,15 +62,17 @@ class GroupTransfer:
     """Device blocks."""
     block_slots: NDArray[np.int64]
     """The slot of each of them."""
-    block_places: NDArray[np.int64]
-    """Its place in that slot, from 0 to `blocks_per_chunk - 1`."""
+    first_place: int
+    """How many places of the first slot are not part of the transfer."""
     slots: NDArray[np.int64]
     """The slots, each once."""
 
-    @property
-    def first_place(self) -> int:
-        """How many places of the first slot are not part of the transfer."""
-        return int(self.block_places[0])
+    @cached_property
+    def block_places(self) -> NDArray[np.int64]:
+        """The place of each block in its slot, from 0 to `blocks_per_chunk - 1`."""
+        return np.arange(self.first_place, self.first_place + len(self.blocks)) % (
+            self.blocks_per_chunk
+        )
 
     @cached_property
     def run_starts(self) -> NDArray[np.int64]:
@@ -92,8 +115,7 @@ class GroupTransfer:
 
 
 def plan_transfer(
-    device_spec: GPULoadStoreSpec,
-    slot_spec: LoadStoreSpec,
+    asked: Asked,
     *,
     is_store: bool,
     blocks_per_chunk: int,
@@ -104,8 +126,9 @@ def plan_transfer(
 
     Raises `TransferRefused` before anything is copied. Pure: any thread.
     """
-    blocks, slots = _block_ids(device_spec, slot_spec)
-    group_sizes, first_indices = device_spec.group_sizes, device_spec.block_indices
+    blocks, slots, group_sizes, first_indices = asked
+    if blocks.ndim != 1 or slots.ndim != 1:
+        raise TransferRefused(f"block_ids of shapes {blocks.shape} and {slots.shape} are not flat")
     if not len(group_sizes) == len(first_indices) == len(num_blocks_of_group):
         raise TransferRefused(
             f"{len(group_sizes)} group_sizes and {len(first_indices)} block_indices for "
@@ -140,36 +163,22 @@ def plan_transfer(
         slot_start += slot_counts[group_idx]
         num_blocks = num_blocks_of_group[group_idx]
         _require_within(f"device block of group {group_idx}", group_blocks, num_blocks)
-        if blocks_per_chunk == 1:
-            block_slots, places = group_slots, np.zeros(size, np.int64)
-        else:
-            indices = np.arange(first_places[group_idx], first_places[group_idx] + size)
-            order, places = np.divmod(indices, blocks_per_chunk)
+        first_place = first_places[group_idx]
+        block_slots = group_slots
+        if blocks_per_chunk > 1:
+            order = np.arange(first_place, first_place + size) // blocks_per_chunk
             block_slots = group_slots[order]
         transfers.append(
             GroupTransfer(
-                group_idx, blocks_per_chunk, group_blocks, block_slots, places, group_slots
+                group_idx, blocks_per_chunk, group_blocks, block_slots, first_place, group_slots
             )
         )
     return transfers
 
 
-def _block_ids(
-    device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    if not isinstance(device_spec, GPULoadStoreSpec):
-        raise TransferRefused(f"the device side is {device_spec!r}, not a GPULoadStoreSpec")
-    if not isinstance(slot_spec, BlockIDsLoadStoreSpec) or slot_spec.medium() != Medium.CPU:
-        raise TransferRefused(f"the host side is {slot_spec!r}, not a CPULoadStoreSpec")
-    # Copies: what was checked here is used later by another thread, whatever the caller does.
-    blocks, slots = device_spec.block_ids.copy(), slot_spec.block_ids.copy()
-    if blocks.ndim != 1 or slots.ndim != 1:
-        raise TransferRefused(f"block_ids of shapes {blocks.shape} and {slots.shape} are not flat")
-    return blocks, slots
-
-
 def _require_within(what: str, ids: NDArray[np.int64], count: int) -> None:
-    if len(ids) and ids.view(np.uint64).max() >= count:  # as such, numbers below 0 are large
+    # Without signs, numbers below 0 are large. The method `max` takes a detour through Python.
+    if len(ids) and np.maximum.reduce(ids.view(np.uint64)) >= count:
         outside = ids[(ids < 0) | (ids >= count)]
         raise TransferRefused(f"{what} {outside[0]} is not one of 0 to {count - 1}")
 

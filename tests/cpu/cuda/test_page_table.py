@@ -21,7 +21,7 @@ from kvtier.cpu.cuda.page_table import (
     PageTable,
     Run,
 )
-from kvtier.cpu.transfer_plan import GroupTransfer, plan_transfer
+from kvtier.cpu.transfer_plan import Asked, GroupTransfer, plan_transfer
 
 ZEROS = 1 << 50
 HOST = 1 << 46
@@ -130,8 +130,9 @@ def _transfers(
         blocks += draw(st.permutations(range(num_blocks)))[: sizes[-1]]
         num_slots += count
     return plan_transfer(
-        GPULoadStoreSpec(blocks, sizes, first_places),
-        CPULoadStoreSpec(slots[:num_slots]),
+        Asked.take(
+            GPULoadStoreSpec(blocks, sizes, first_places), CPULoadStoreSpec(slots[:num_slots])
+        ),
         is_store=is_store,
         blocks_per_chunk=chunk,
         num_slots=NUM_SLOTS,
@@ -157,7 +158,9 @@ def test_pages_are_those_of_a_plain_loop(case: Case) -> None:
     data = [entry for entry in entries_of(grids) if entry[0] != ZEROS]
     assert sorted(data) == sorted(case.data())
     num_bytes = sum(size for _, _, size in data)
-    assert case.table().num_bytes(case.transfers) == num_bytes
+    sizes = {transfer.group_idx: len(transfer.blocks) for transfer in case.transfers}
+    assert case.table().num_bytes([sizes.get(g, 0) for g in range(len(case.groups))]) == num_bytes
+    assert case.table().most_pages == max(map(len, case.groups))
     assert all(grid.num_pages > 0 for grid in grids)
     assert sum(grid.num_bytes for grid in grids) == sum(size for _, _, size in entries_of(grids))
 
@@ -250,7 +253,7 @@ def test_all_columns_are_known_beforehand() -> None:
         transfer,
         blocks=transfer.blocks[1:],
         block_slots=transfer.block_slots[1:],
-        block_places=transfer.block_places[1:],
+        first_place=1,
     )
     grids = table.grids([head], is_store=True)
     assert len(grids) == 4  # data, the place that is left out, padding, another tensor
@@ -261,8 +264,7 @@ def simple_case(page: int, num_tensors: int, chunk: int = 1, offset: int = 0) ->
     tensors = [DeviceTensor((i + 1) << 40, 8, page, page) for i in range(num_tensors)]
     cell_bytes = num_tensors * page * chunk
     transfers = plan_transfer(
-        GPULoadStoreSpec(range(4), [4], [0]),
-        CPULoadStoreSpec(range(4 // chunk)),
+        Asked.take(GPULoadStoreSpec(range(4), [4], [0]), CPULoadStoreSpec(range(4 // chunk))),
         is_store=True,
         blocks_per_chunk=chunk,
         num_slots=NUM_SLOTS,
@@ -316,7 +318,7 @@ def test_pages_of_several_blocks_lie_together_in_slots_that_are_filled() -> None
         transfer,
         blocks=transfer.blocks[1:],
         block_slots=transfer.block_slots[1:],
-        block_places=transfer.block_places[1:],
+        first_place=1,
     )
     assert replace(case, transfers=[head]).run() is None
 
@@ -330,8 +332,10 @@ def test_sizes_beyond_those_that_are_kept_ready(num_blocks: int) -> None:
         ZEROS,
     )
     transfers = plan_transfer(
-        GPULoadStoreSpec(range(num_blocks), [num_blocks], [0]),
-        CPULoadStoreSpec(range(num_blocks)),
+        Asked.take(
+            GPULoadStoreSpec(range(num_blocks), [num_blocks], [0]),
+            CPULoadStoreSpec(range(num_blocks)),
+        ),
         is_store=True,
         blocks_per_chunk=1,
         num_slots=num_blocks,

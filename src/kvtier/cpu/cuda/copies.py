@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.cpu.cuda.page_table import Columns, Grid
 
-__all__ = ["LOAD_PRIORITY", "STORE_PRIORITY", "Copies", "Ticket"]
+__all__ = ["LOAD_PRIORITY", "STORE_PRIORITY", "Copies", "FindGrids", "Ticket"]
 
+FindGrids = Callable[[], Sequence[Grid]]
+"""Says what is to be copied."""
 LOAD_PRIORITY, STORE_PRIORITY = -1, 0
 """Of streams. A request waits for a load, nobody for a store: the first is high, the second the
 lowest that there is."""
@@ -45,10 +47,12 @@ class Copies(ABC):
         return
 
     @abstractmethod
-    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
+    def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         """Have pages copied: from the device if it is a store, to it otherwise.
 
-        Raises if it cannot even be tried. What the driver refuses, the ticket tells.
+        `find`: called once, by any thread. `num_pages`: about so many. Raises if it cannot even be
+        tried. What the driver refuses, the ticket tells, and also what `find` raises, unless this
+        does.
         """
 
     @abstractmethod

@@ -216,11 +216,16 @@ class PageTable:
             for columns in (group.data, group.unused_places, *group.zeros)
         ]
 
-    def num_bytes(self, transfers: Sequence[GroupTransfer]) -> int:
-        """Of the caches' data in these transfers."""
+    @cached_property
+    def most_pages(self) -> int:
+        """Of a block's data, in whatever group."""
+        return max((len(group.data) for group in self._groups), default=0)
+
+    def num_bytes(self, group_sizes: Sequence[int]) -> int:
+        """Of the caches' data in so many blocks of each group."""
         return sum(
-            len(transfer.blocks) * self._groups[transfer.group_idx].data.bytes_per_block
-            for transfer in transfers
+            size * group.data.bytes_per_block
+            for size, group in zip(group_sizes, self._groups, strict=True)
         )
 
     def grids(self, transfers: Sequence[GroupTransfer], *, is_store: bool) -> list[Grid]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.cpu.cuda.copies import Copies, Ticket
+from kvtier.cpu.cuda.copies import Copies, FindGrids, Ticket
 from kvtier.cpu.cuda.copy_paths import Path
 from kvtier.cpu.cuda.driver import CudaDriver
 from kvtier.cpu.cuda.event import Event
@@ -24,7 +24,7 @@ from kvtier.cpu.cuda.page_mover import (
     by_size,
     by_size_if_large,
 )
-from kvtier.cpu.cuda.page_table import Columns, Grid
+from kvtier.cpu.cuda.page_table import Columns
 from kvtier.cpu.lane import Lane
 
 __all__ = ["StreamCopies"]
@@ -32,8 +32,9 @@ __all__ = ["StreamCopies"]
 logger = logging.getLogger(__name__)
 
 _SMALL_JOB_PAGES = 512
-"""Up to so many, a job is left to the other thread as a whole: it is over soon, and numpy does not
-let go of the interpreter to plan it, as it does with long arrays."""
+"""Up to so many, a job is left to the other thread as a whole: it is over soon, numpy does not let
+go of the interpreter to plan it, as it does with long arrays, and the engine's thread has better
+things to do."""
 _AT_ONCE_S, _AT_ONCE_S_PER_PAGE, _MOST_AT_ONCE_S = 20e-6, 20e-9, 300e-6
 """How long the engine's thread goes on with a job that finds its direction idle: for as long as the
 device needs something to do until the other thread gets its turn, which takes a while if this one
@@ -106,12 +107,12 @@ class StreamCopies(Copies):
                 4 * STAGING_BYTES >> 20,
             )
 
-    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
+    def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         direction = self._stores if is_store else self._loads
         if torch.cuda.current_device() == self._device.index:  # as nearly always
-            return direction.start(grids, torch.cuda.current_stream().cuda_stream)
+            return direction.start(find, num_pages, torch.cuda.current_stream().cuda_stream)
         with torch.cuda.device(self._device):
-            return direction.start(grids, torch.cuda.current_stream().cuda_stream)
+            return direction.start(find, num_pages, torch.cuda.current_stream().cuda_stream)
 
     def flush(self) -> None:
         self._stores.flush()
@@ -178,15 +179,14 @@ class _Direction:
         self._spare_events: list[_Events] = []
         self._is_closed = False
 
-    def start(self, grids: Sequence[Grid], engines_stream: int) -> Ticket:
+    def start(self, find: FindGrids, num_pages: int, engines_stream: int) -> Ticket:
         self._driver.require_no_capture(engines_stream)
         events = self._spare_events.pop() if self._spare_events else _new_events(self._driver)
         ticket = _StreamTicket(self, events)
         events.computed.record(engines_stream)
-        num_pages = sum(grid.num_pages for grid in grids)
         is_small = num_pages <= _SMALL_JOB_PAGES
-        plans = map(self.mover.plan, grids)
-        steps = self._steps(ticket, plans if is_small else list(plans))
+        planned = None if is_small else self._plans(find)
+        steps = self._steps(ticket, lambda: self._plans(find) if planned is None else planned)
         is_idle = not self._under_way
         self._under_way.append(ticket)
         try:
@@ -242,8 +242,13 @@ class _Direction:
         else:
             ticket.is_handed_over = True
 
-    def _steps(self, ticket: _StreamTicket, plans: Iterable[Plan]) -> Iterator[bool]:
+    def _plans(self, find: FindGrids) -> list[Plan]:
+        """Any thread."""
+        return [self.mover.plan(grid) for grid in find()]
+
+    def _steps(self, ticket: _StreamTicket, find_plans: Callable[[], list[Plan]]) -> Iterator[bool]:
         """Any one thread at a time."""
+        plans = find_plans()
         computed, started, ended = ticket.events
         self.mover.wait_for(computed)
         started.record(self.mover.stream)

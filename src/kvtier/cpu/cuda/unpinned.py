@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY, Copies, Ticket
+from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY, Copies, FindGrids, Ticket
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
-from kvtier.cpu.cuda.page_table import Grid
 from kvtier.cpu.lane import Lane
 
 __all__ = ["UnpinnedCopies"]
@@ -32,13 +30,13 @@ class UnpinnedCopies(Copies):
             }
         self._lanes = {True: Lane("kvtier-store"), False: Lane("kvtier-load")}
 
-    def start(self, grids: Sequence[Grid], *, is_store: bool) -> Ticket:
+    def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._driver.require_no_capture(current.cuda_stream)
             computed = current.record_event()
         ticket = _ThreadTicket()
-        self._lanes[is_store].put(lambda: self._run(ticket, grids, computed, is_store))
+        self._lanes[is_store].put(lambda: self._run(ticket, find, computed, is_store))
         return ticket
 
     def flush(self) -> None:
@@ -52,9 +50,7 @@ class UnpinnedCopies(Copies):
                 if is_store in self._streams:
                     self._driver.destroy_stream(self._streams.pop(is_store).cuda_stream)
 
-    def _run(
-        self, ticket: _ThreadTicket, grids: Sequence[Grid], computed: Any, is_store: bool
-    ) -> None:
+    def _run(self, ticket: _ThreadTicket, find: FindGrids, computed: Any, is_store: bool) -> None:
         stream = self._streams[is_store]
         began = time.perf_counter()
         try:
@@ -62,7 +58,7 @@ class UnpinnedCopies(Copies):
             with self._driver.beside_captures():
                 computed.synchronize()
                 began = time.perf_counter()
-                for grid in grids:
+                for grid in find():
                     device, host, sizes = grid.pages(0, len(grid.blocks))
                     sources, targets = (device, host) if is_store else (host, device)
                     self._driver.copy_batch(sources, targets, sizes, stream.cuda_stream)
