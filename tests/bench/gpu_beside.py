@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ PATHS = {
 }
 """Page size, tensors, and how they are copied."""
 _JOB_BYTES = 256 << 20
-_LOOP_S = 0.06
+_LOOP_S = 0.04
 
 
 def beside(
@@ -42,29 +42,24 @@ def beside(
     products = _products(device, shape)
     page_bytes, num_tensors = layout
     num_blocks = _JOB_BYTES // (page_bytes * num_tensors)
-    copy_plainly = _plain_copies(device, is_store)
     with open_rig(
         device, page_bytes, num_tensors, num_blocks, partial(open_pinned, choose=lambda _: path)
     ) as rig:
         products()
-        alone_rate = _JOB_BYTES / median(rig.finish([_job(rig, is_store)]) for _ in range(5)) / 1e9
-        per_loop = int(_LOOP_S * 3.5 * alone_rate * 1e9 / _JOB_BYTES) + 2
-        took: dict[str, list[float]] = {"alone": [], "beside": [], "plain": []}
+        copies = _Jobs(rig, is_store)
+        alone_rate = copies.rate()
+        conditions: dict[str, _Copies] = {
+            "alone": _Copies(),
+            "beside": copies,
+            "plain": _PlainCopies(device, is_store),
+        }
+        took: dict[str, list[float]] = {what: [] for what in conditions}
         rates: list[float] = []
         for round_number in range(num_rounds):
             # Each is the first, the second and the third as often as the others.
             for turn in range(3):
-                what = list(took)[(round_number + turn) % 3]
-                jobs = []
-                if what == "beside":
-                    jobs = [_job(rig, is_store) for _ in range(per_loop)]
-                elif what == "plain":
-                    copy_plainly(per_loop)
-                products()  # what it was like before does not matter any more
-                took[what].append(products())
-                if jobs:
-                    rates.append(_rate_of(rig, jobs))
-                torch.cuda.synchronize(device)
+                what = list(conditions)[(round_number + turn) % 3]
+                took[what].append(_beside(conditions[what], products, rates))
     slowdowns = {
         what: [t / a for t, a in zip(took[what], took["alone"], strict=True)]
         for what in ("beside", "plain")
@@ -117,36 +112,96 @@ def _products(device: Any, shape: tuple[int, int, int]) -> Callable[[], float]:
     return lambda: milliseconds(many) / count
 
 
-def _rate_of(rig: Rig, jobs: Sequence[int]) -> float:
-    """GB/s of those that are done, and then of all, for nothing is to be left under way.
+class _Copies:
+    """What goes on beside the products. Here: nothing."""
 
-    Raises `RuntimeError` if they all were done before the matrix products.
-    """
-    copied = rig.worker.get_finished()
-    if len(copied) == len(jobs):
-        raise RuntimeError("the copies ended too early: nothing can be said")
-    rig.worker.wait(jobs)
-    results = copied or rig.worker.get_finished()
-    rig.worker.get_finished()
-    seconds = sum(result.transfer_time or 0.0 for result in results)
-    return len(results) * _JOB_BYTES / seconds / 1e9
+    num_enough = int(_LOOP_S * 2 * 60e9 / _JOB_BYTES) + 2
+    """Jobs under way, for a bus of 60 GB/s and products that take twice as long as alone."""
 
+    def go_on(self) -> None:
+        """Have enough under way."""
 
-def _plain_copies(device: Any, is_store: bool) -> Callable[[int], None]:
-    """Starts so many copies of a job's bytes, in one piece: the least that anyone can do."""
-    host = torch.empty(_JOB_BYTES, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(_JOB_BYTES, dtype=torch.uint8, device=device)
-    source, target = (on_device, host) if is_store else (host, on_device)
-    stream = torch.cuda.Stream(device, priority=STORE_PRIORITY if is_store else LOAD_PRIORITY)
-
-    def copy(count: int) -> None:
-        with torch.cuda.stream(stream):
-            for _ in range(count):
-                target.copy_(source, non_blocking=True)
-
-    return copy
+    def end(self, rates: list[float]) -> bool:
+        """Return when none are under way any more, and add how quick they were. Whether they
+        outlasted the products."""
+        return True
 
 
-def _job(rig: Rig, is_store: bool) -> int:
-    order = np.random.default_rng(1)
-    return rig.submit(is_store, *(order.permutation(rig.num_blocks) for _ in range(2)))
+def _beside(copies: _Copies, products: Callable[[], float], rates: list[float]) -> float:
+    """Milliseconds of a product. Raises `RuntimeError` if nothing can be said."""
+    for _ in range(5):
+        copies.go_on()
+        products()  # what it was like before does not matter any more
+        copies.go_on()
+        took = products()
+        if copies.end(rates):
+            return took
+        copies.num_enough *= 2
+    raise RuntimeError("the copies always ended before the products")
+
+
+class _Jobs(_Copies):
+    """Of the worker."""
+
+    def __init__(self, rig: Rig, is_store: bool) -> None:
+        self._rig = rig
+        self._is_store = is_store
+        self._jobs: set[int] = set()
+        self._seconds: list[float] = []
+
+    def rate(self) -> float:
+        """GB/s of one at a time."""
+        return _JOB_BYTES / median(self._rig.finish([self._submit()]) for _ in range(5)) / 1e9
+
+    def go_on(self) -> None:
+        self._collect()
+        self._jobs |= {self._submit() for _ in range(self.num_enough - len(self._jobs))}
+
+    def end(self, rates: list[float]) -> bool:
+        self._collect()
+        is_enough = bool(self._jobs)
+        beside_products = self._seconds.copy()
+        self._rig.worker.wait(self._jobs)
+        self._collect()
+        if is_enough:
+            rates.append(_JOB_BYTES / median(beside_products or self._seconds) / 1e9)
+        self._seconds.clear()
+        return is_enough
+
+    def _submit(self) -> int:
+        order = np.random.default_rng(1)
+        blocks, slots = (order.permutation(self._rig.num_blocks) for _ in range(2))
+        return self._rig.submit(self._is_store, blocks, slots)
+
+    def _collect(self) -> None:
+        for result in self._rig.worker.get_finished():
+            self._jobs.remove(result.job_id)
+            self._seconds.append(result.transfer_time or 0.0)
+
+
+class _PlainCopies(_Copies):
+    """Of memory in one piece: the least that anyone can do."""
+
+    def __init__(self, device: Any, is_store: bool) -> None:
+        host = torch.empty(_JOB_BYTES, dtype=torch.uint8, pin_memory=True)
+        on_device = torch.empty(_JOB_BYTES, dtype=torch.uint8, device=device)
+        self._source, self._target = (on_device, host) if is_store else (host, on_device)
+        priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
+        self._stream = torch.cuda.Stream(device, priority=priority)
+        self._ends: list[Any] = []
+
+    def go_on(self) -> None:
+        self._forget_ended()
+        with torch.cuda.stream(self._stream):
+            for _ in range(self.num_enough - len(self._ends)):
+                self._target.copy_(self._source, non_blocking=True)
+                self._ends.append(self._stream.record_event())
+
+    def end(self, rates: list[float]) -> bool:
+        self._forget_ended()
+        is_enough = bool(self._ends)
+        self._stream.synchronize()
+        return is_enough
+
+    def _forget_ended(self) -> None:
+        self._ends = [end for end in self._ends if not end.query()]

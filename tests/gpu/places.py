@@ -288,8 +288,7 @@ class LaunchCount:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        self.blocks: set[int] = set()
-        """Of threads: how many SMs a launch took."""
+        self.threads: set[page_kernel.Threads] = set()
         self.streams: set[int] = set()
         for kernel in (page_kernel.Launcher, SimulatedKernel):
             self._watch(patch, kernel)
@@ -298,13 +297,13 @@ class LaunchCount:
         launch = kernel.launch
 
         def counted(
-            kernel: Any, order: Any, entries: Any, first_place: int, stream: int, blocks: int
+            kernel: Any, order: Any, entries: Any, first_place: int, stream: int, threads: Any
         ) -> None:
             if order.num_columns > 0:  # one of none is how it is loaded
                 self.count += 1
-                self.blocks.add(blocks)
+                self.threads.add(threads)
                 self.streams.add(stream)
-            launch(kernel, order, entries, first_place, stream, blocks)
+            launch(kernel, order, entries, first_place, stream, threads)
 
         patch.setattr(kernel, "launch", counted)
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvtier.cpu.cuda import window
 from kvtier.cpu.cuda.driver import CudaError
-from kvtier.cpu.cuda.page_kernel import Order
+from kvtier.cpu.cuda.page_kernel import Order, Threads
 from kvtier.cpu.cuda.page_table import ALIGNMENT
 
 Addresses = NDArray[np.uint64]
@@ -264,10 +264,6 @@ class SimulatedTorchCuda:
         finally:
             self._device.is_current = before
 
-    def current_device(self) -> int | None:
-        """None is the index of host memory."""
-        return None if self._device.is_current else 1
-
     def set_device(self, device: Any) -> None:
         self._device.is_current = True
 
@@ -294,11 +290,27 @@ class SimulatedTorchCuda:
             self._device.current_stream = before
 
 
+class SimulatedTorchC:
+    """What the worker uses of `torch._C`."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+
+    def _cuda_getDevice(self) -> int | None:  # noqa: N802
+        """None is the index of host memory."""
+        return None if self._device.is_current else 1
+
+    def _cuda_getCurrentRawStream(self, index: int | None) -> int:  # noqa: N802
+        assert index is None
+        return self._device.current_stream.cuda_stream
+
+
 class SimulatedTorch:
     """torch with another `cuda`, and memory that need not be pinned."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.cuda = SimulatedTorchCuda(device)
+        self._C = SimulatedTorchC(device)
 
     def empty(self, *size: int, pin_memory: bool = False, **options: Any) -> Any:
         return torch.empty(*size, **options)
@@ -414,7 +426,7 @@ class SimulatedKernel:
     """Does what it was told when its turn comes, as a kernel does. Its own launcher."""
 
     device: SimulatedDevice
-    num_multiprocessors = 132
+    all_threads = Threads(132, 512)
 
     def __init__(self, driver: SimulatedDriver, *_: object) -> None:
         self.device = driver._device
@@ -423,7 +435,7 @@ class SimulatedKernel:
         return self
 
     def launch(
-        self, order: Order, entries: memoryview, first_place: int, stream: int, *_: int
+        self, order: Order, entries: memoryview, first_place: int, stream: int, threads: Threads
     ) -> None:
         if not self.device.is_current:
             raise CudaError("cuLaunchKernel: a stream of another device")

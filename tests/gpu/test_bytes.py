@@ -216,7 +216,7 @@ def test_what_is_too_long_for_a_launch_is_copied_by_the_kernel_in_parts(
 
 
 @pytest.mark.parametrize(("blocks_per_chunk", "head"), [(1, 0), (3, 0), (3, 1), (3, 2)])
-@pytest.mark.parametrize(("least", "num_launches"), [(65, 1), (4001, 2)])
+@pytest.mark.parametrize(("least", "num_launches"), [(58, 1), (65, 3), (8003, 3)])
 def test_more_blocks_than_a_small_and_than_a_large_launch_take(
     device_place: Place,
     least: int,
@@ -226,7 +226,8 @@ def test_more_blocks_than_a_small_and_than_a_large_launch_take(
     shm: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those are 64 and 4,000. The next launch goes on in the middle of a slot."""
+    """Those are 64 and 4,000, and the first of several is half of one. The next launch goes on in
+    the middle of a slot."""
     device_place.use(CopyPath.KERNEL)
     num_slots = -(-(least + head) // blocks_per_chunk)
     num_blocks = num_slots * blocks_per_chunk - head

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from kvtier.cpu.cuda import streams
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
-from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS
+from kvtier.cpu.cuda.page_kernel import DIRECT_LOAD, DIRECT_STORE
 from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.lane import Lane
@@ -80,15 +80,18 @@ def test_the_kernel_takes_few_sms_for_the_bus_and_all_for_a_moment(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it speaks to the bus, the model cannot have its SMs."""
-    num_sms = SimulatedKernel.num_multiprocessors
+    num_sms = SimulatedKernel.all_threads.blocks
     if isinstance(device_place, CudaPlace):
         num_sms = torch.cuda.get_device_properties(device_place.device).multi_processor_count
-    for path, blocks in ((CopyPath.KERNEL, DIRECT_BLOCKS), (CopyPath.STAGED, num_sms)):
+    for path, blocks in (
+        (CopyPath.KERNEL, {DIRECT_LOAD.blocks, DIRECT_STORE.blocks}),
+        (CopyPath.STAGED, {num_sms}),
+    ):
         device_place.use(path)
         with open_rig(device_place, LAYOUT, shm) as rig, monkeypatch.context() as patch:
             launches = LaunchCount(patch)
             rig.do(store([1, 2], [3, 1]), load([3, 1], [4, 5]))
-        assert launches.blocks == {blocks}
+        assert {threads.blocks for threads in launches.threads} == blocks
 
 
 def test_jobs_one_after_the_other_need_no_new_events(

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvtier.cpu.cuda.page_kernel import KernelUnavailable, Launcher, Order, _machine_code
+from kvtier.cpu.cuda.page_kernel import (
+    DIRECT_LOAD,
+    KernelUnavailable,
+    Launcher,
+    Order,
+    Threads,
+    _machine_code,
+)
 
 NO_COMPILER = "no CUDA compiler: install the extra `cuda`"
 
@@ -112,11 +119,12 @@ def test_the_kernel_is_told_what_to_do(is_store: bool, is_packed: bool) -> None:
             is_packed=is_packed,
         )
         entries = entries_of(count, 1000 * turn)
-        launcher.launch(order, packed(entries), turn % 5, stream=70 + turn, blocks=4 + turn)
+        threads = Threads(4 + turn, 32 * turn)
+        launcher.launch(order, packed(entries), turn % 5, 70 + turn, threads)
         launch = driver.launches[-1]
         assert launch.function == ("few" if count <= 64 else "many")
-        assert (launch.blocks, launch.stream) == (4 + turn, 70 + turn)
-        assert launch.threads % 32 == 0
+        assert (launch.blocks, launch.threads) == threads
+        assert launch.stream == 70 + turn
         columns, base, row_bytes, num_columns, num_entries, *rest = launch.order
         assert (columns, base, row_bytes) == (order.columns, order.base, order.row_bytes)
         assert (num_columns, num_entries) == (order.num_columns, count)
@@ -135,7 +143,7 @@ def test_launchers_do_not_share_what_they_tell_the_kernel() -> None:
     order = Order(1, 1, 16, 1, 1, 1, True, False)
     for count in (3, 100):
         for launcher in launchers:
-            launcher.launch(order, packed(entries_of(count, 0)), 0, 7, 4)
+            launcher.launch(order, packed(entries_of(count, 0)), 0, 7, DIRECT_LOAD)
     ranges = sorted(
         (launch.address, launch.address + ORDER.size + ENTRY.size * CAPACITIES[launch.function])
         for launch in driver.launches
@@ -148,4 +156,4 @@ def test_a_launch_takes_no_more_than_its_parameters_have_room_for() -> None:
     order = Order(1, 1, 16, 1, 1, 1, True, False)
     assert order.max_entries == CAPACITIES["many"]
     with pytest.raises(ValueError, match="different structures"):
-        launcher.launch(order, packed(entries_of(order.max_entries + 1, 0)), 0, 7, 4)
+        launcher.launch(order, packed(entries_of(order.max_entries + 1, 0)), 0, 7, DIRECT_LOAD)

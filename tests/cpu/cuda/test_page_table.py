@@ -19,7 +19,6 @@ from kvtier.cpu.cuda.page_table import (
     Grid,
     HostCell,
     PageTable,
-    Run,
 )
 from kvtier.cpu.transfer_plan import Asked, GroupTransfer, plan_transfer
 
@@ -46,9 +45,9 @@ class Case:
     def grids(self) -> list[Grid]:
         return self.table().grids(self.transfers, is_store=self.is_store)
 
-    def run(self) -> Run | None:
+    def run_bytes(self) -> int:
         """Of the only group."""
-        return self.grids()[0].run
+        return self.grids()[0].run_bytes
 
     def is_aligned(self) -> bool:
         return all(grid.columns.is_aligned for grid in self.grids())
@@ -188,22 +187,19 @@ def test_a_kernel_finds_the_same_pages(case: Case) -> None:
 
 
 @given(cases())
-def test_pages_that_lie_together_fill_their_slots(case: Case) -> None:
+def test_what_is_copied_as_a_whole_is_the_pages_and_little_else(case: Case) -> None:
     for grid in case.grids():
-        if grid.run is None:
+        if not grid.run_bytes:
             continue
         pages = entries_of([grid])
         cells = grid.slot_addresses().tolist()
-        assert len(pages) == len(cells) * grid.run.num_pages
+        per_cell, rest = divmod(len(pages), len(cells))
+        assert rest == 0
         for number, cell in enumerate(cells):
-            start = number * grid.run.num_pages
-            places = sorted(page[1:] for page in pages[start : start + grid.run.num_pages])
-            assert len({size for _, size in places}) == 1
-            end = cell
-            for host, size in places:
-                assert host == end
-                end += size
-            assert end == cell + grid.run.num_bytes
+            places = pages[number * per_cell : (number + 1) * per_cell]
+            assert min(host for _, host, _ in places) >= cell
+            assert max(host + size for _, host, size in places) <= cell + grid.run_bytes
+            assert sum(size for _, _, size in places) >= 0.75 * grid.run_bytes
 
 
 @given(cases())
@@ -277,7 +273,7 @@ def simple_case(page: int, num_tensors: int, chunk: int = 1, offset: int = 0) ->
 def test_the_usual_caches_are_for_the_kernel_and_for_staging() -> None:
     case = simple_case(page=4096, num_tensors=32)
     assert case.is_aligned()
-    assert case.run() == (32, 32 * 4096)
+    assert case.run_bytes() == 32 * 4096
     assert [grid.num_pages for grid in case.grids()] == [4 * 32]
 
 
@@ -312,7 +308,7 @@ def test_nor_are_those_that_lie_between_others_at_odd_steps() -> None:
 
 def test_pages_of_several_blocks_lie_together_in_slots_that_are_filled() -> None:
     case = simple_case(page=4096, num_tensors=2, chunk=2)
-    assert case.run() == (4, 4 * 4096)
+    assert case.run_bytes() == 4 * 4096
     (transfer,) = case.transfers
     head = replace(
         transfer,
@@ -320,7 +316,7 @@ def test_pages_of_several_blocks_lie_together_in_slots_that_are_filled() -> None
         block_slots=transfer.block_slots[1:],
         first_place=1,
     )
-    assert replace(case, transfers=[head]).run() is None
+    assert replace(case, transfers=[head]).run_bytes() == 0
 
 
 @pytest.mark.parametrize("num_blocks", [_SIZES_KEPT, _SIZES_KEPT + 1, _SIZES_KEPT + 1000])
@@ -355,7 +351,7 @@ def test_pages_lie_together_in_whatever_order_they_are_named_but_not_without_one
         for is_store in (True, False):
             grids = replace(case, is_store=is_store).grids()
             assert [entry for entry in entries_of(grids) if entry[0] != ZEROS] == case.data()
-            assert grids[0].run == ((3, 3 * 4096) if len(order) == 3 else None)
+            assert grids[0].run_bytes == (3 * 4096 if len(order) == 3 else 0)
 
 
 def test_each_group_of_a_job_is_for_itself() -> None:
@@ -363,23 +359,29 @@ def test_each_group_of_a_job_is_for_itself() -> None:
     (transfer,) = case.transfers
     transfers = [replace(transfer, group_idx=group_idx) for group_idx in range(2)]
     both = replace(
-        case, groups=[{0: 64, 1: 64}, {0: 64, 1: 32}], transfers=transfers, is_store=False
+        case, groups=[{0: 64, 1: 64}, {0: 64, 1: 16}], transfers=transfers, is_store=False
     )
-    assert [grid.run for grid in both.grids()] == [(2, 128), None]
+    assert [grid.run_bytes for grid in both.grids()] == [128, 0]
 
 
-def test_pages_of_several_sizes_or_with_zeros_between_them_do_not_lie_together() -> None:
-    for refs in ([(0, 64), (1, 48)], [(0, 64)], [(0, 32), (1, 32)]):
+def test_pages_may_be_of_several_sizes_with_some_zeros_between_them_but_not_too_many() -> None:
+    for refs, run_bytes in (
+        ([(0, 64), (1, 48)], 128),
+        ([(0, 64), (1, 32)], 128),
+        ([(0, 64), (1, 31)], 0),
+        ([(0, 64)], 0),
+        ([(0, 32), (1, 32)], 0),
+    ):
         case = simple_case(page=64, num_tensors=2)
         table = PageTable(
             case.tensors, [[CanonicalKVCacheRef(*ref) for ref in refs]], case.cell, ZEROS
         )
         for is_store in (True, False):
-            assert table.grids(case.transfers, is_store=is_store)[0].run is None
+            assert table.grids(case.transfers, is_store=is_store)[0].run_bytes == run_bytes
     case = simple_case(page=64, num_tensors=2)
     case.tensors[1] = case.tensors[1]._replace(page_bytes=32)
     case.groups[0][1] = 32
-    assert case.run() is None
+    assert case.run_bytes() == 96
 
 
 def test_layers_that_share_a_tensor_are_copied_once_with_the_larger_page() -> None:

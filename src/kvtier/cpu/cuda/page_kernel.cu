@@ -118,9 +118,9 @@ __device__ __forceinline__ void copy_all(const Launch<CAPACITY>& launch) {
 
 // Entries come with the launch itself. The driver copies as much as the type holds, so there are
 // two: most launches have few.
-extern "C" __global__ void copy_few_blocks(const __grid_constant__ Launch<FEW> launch) {
+extern "C" __global__ void __launch_bounds__(1024) copy_few_blocks(const __grid_constant__ Launch<FEW> launch) {
     copy_all(launch);
 }
-extern "C" __global__ void copy_many_blocks(const __grid_constant__ Launch<MANY> launch) {
+extern "C" __global__ void __launch_bounds__(1024) copy_many_blocks(const __grid_constant__ Launch<MANY> launch) {
     copy_all(launch);
 }

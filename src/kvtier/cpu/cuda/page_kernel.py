@@ -10,26 +10,40 @@ from typing import Any, NamedTuple
 from kvtier.cpu.cuda.driver import CudaDriver
 
 __all__ = [
-    "DIRECT_BLOCKS",
+    "DIRECT_LOAD",
+    "DIRECT_STORE",
     "ENTRY_BYTES",
     "MOST_ENTRIES",
     "KernelUnavailable",
     "Launcher",
     "Order",
     "PageKernel",
+    "Threads",
     "max_entries",
 ]
 
-DIRECT_BLOCKS = 4
-"""For pages in host memory, as many SMs as it takes. On an H200, 4 blocks of 512 threads have
-64 x 2 KiB under way: enough for 92 % of the bus in both directions, and more are not faster."""
-_NUM_THREADS = 512
 _PIECE_BYTES = 4096
 """What a warp copies at a time: twice what it has under way."""
 ENTRY_BYTES = 8
 _FEW_ENTRIES, MOST_ENTRIES = 64, 4000
 """Of a launch. They are its parameters: the device takes 32,764 bytes of these."""
 _MOST_ITEMS = 1 << 31
+
+
+class Threads(NamedTuple):
+    """How many a launch has. A block of them takes an SM from the model."""
+
+    blocks: int
+    of_block: int
+
+
+DIRECT_LOAD, DIRECT_STORE = Threads(2, 1024), Threads(1, 288)
+"""For pages in host memory; there are two such launches at a time. What is read is waited for: it
+takes as many threads as the bus is long. What is written is not: more threads than the bus is
+quick would fill all queues on the way, and kernels that only want to read the device's own memory
+would take up to five times as long (H200)."""
+_ON_DEVICE = 512
+"""Threads of a block, where nothing has to wait for the bus."""
 
 
 class KernelUnavailable(RuntimeError):
@@ -77,7 +91,8 @@ class PageKernel:
         Raises `KernelUnavailable` or `CudaError`.
         """
         self._driver = driver
-        self.num_multiprocessors: int = properties.multi_processor_count
+        self.all_threads = Threads(properties.multi_processor_count, _ON_DEVICE)
+        """For what is over soon."""
         capability = (properties.major, properties.minor)
         module = driver.load_module(_machine_code(capability, _FEW_ENTRIES, MOST_ENTRIES))
         self._functions = [
@@ -87,7 +102,7 @@ class PageKernel:
         launcher = self.launcher()
         for count in (_FEW_ENTRIES, MOST_ENTRIES):
             nothing = Order(0, 0, _PIECE_BYTES, 0, 0, 1, False, False)
-            launcher.launch(nothing, memoryview(bytes(ENTRY_BYTES * count)), 0, stream, 1)
+            launcher.launch(nothing, memoryview(bytes(ENTRY_BYTES * count)), 0, stream, DIRECT_LOAD)
 
     def launcher(self) -> Launcher:
         return Launcher(self._driver, self._functions)
@@ -102,9 +117,9 @@ class Launcher:
         self._functions = functions
 
     def launch(
-        self, order: Order, entries: memoryview, first_place: int, stream: int, blocks: int
+        self, order: Order, entries: memoryview, first_place: int, stream: int, threads: Threads
     ) -> None:
-        """Copy pages in stream order, by so many blocks of threads. Never waits.
+        """Copy pages in stream order. Never waits.
 
         Addresses and sizes are multiples of `ALIGNMENT`. `entries`: for each block its number and
         that of its slot, as unsigned integers of four bytes, `order.max_entries` at most; they may
@@ -113,9 +128,7 @@ class Launcher:
         is_many = len(entries) > ENTRY_BYTES * _FEW_ENTRIES
         parameters = self._sizes[is_many]
         parameters.fill(order, entries, first_place)
-        self._driver.launch(
-            self._functions[is_many], blocks, _NUM_THREADS, stream, parameters.pointers
-        )
+        self._driver.launch(self._functions[is_many], *threads, stream, parameters.pointers)
 
 
 class _Order(ctypes.Structure):

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,16 @@ from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY
 from kvtier.cpu.cuda.copy_paths import Path, choose_path
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.event import Event
-from kvtier.cpu.cuda.page_kernel import DIRECT_BLOCKS, ENTRY_BYTES, Order, PageKernel, max_entries
-from kvtier.cpu.cuda.page_table import Addresses, Columns, Grid, Run
+from kvtier.cpu.cuda.page_kernel import (
+    DIRECT_LOAD,
+    DIRECT_STORE,
+    ENTRY_BYTES,
+    Order,
+    PageKernel,
+    Threads,
+    max_entries,
+)
+from kvtier.cpu.cuda.page_table import Addresses, Columns, Grid
 from kvtier.cpu.cuda.window import Window
 
 __all__ = ["STAGING_BYTES", "Choice", "PageMover", "Plan", "by_size", "by_size_if_large"]
@@ -35,21 +44,20 @@ _LAUNCH_COPIES = 64
 """As many slots are in a buffer at most, and go with a launch. One without takes the device long
 enough to count for as many."""
 
+_FEW_BLOCKS = 64
+"""Are one launch of a kernel that speaks to the bus."""
+
 Choice = Callable[[Grid], Path]
 
 
 def by_size(grid: Grid) -> Path:
     """The quickest path for its pages."""
-    return _quickest(grid.columns, grid.num_pages, grid.run)
+    return choose_path(grid.columns.page_bytes, grid.num_pages, grid.run_bytes)
 
 
 def by_size_if_large(columns: Columns) -> Path:
     """The same, for a large job of such blocks."""
-    return _quickest(columns, sys.maxsize, columns.run)
-
-
-def _quickest(columns: Columns, num_pages: int, run: Run | None) -> Path:
-    return choose_path(columns.page_bytes, num_pages, 0 if run is None else run.num_bytes)
+    return choose_path(columns.page_bytes, sys.maxsize, columns.run_bytes)
 
 
 class Plan(NamedTuple):
@@ -188,8 +196,7 @@ class PageMover:
     def _has_room_for(self, grid: Grid) -> bool:
         return (
             self._staging is not None
-            and grid.run is not None
-            and grid.run.num_bytes <= STAGING_BYTES
+            and 0 < grid.run_bytes <= STAGING_BYTES
             and max_entries(len(grid.columns), grid.columns.largest) >= grid.cell.blocks_per_chunk
         )
 
@@ -205,40 +212,43 @@ class PageMover:
             yield True  # the rest takes the driver a while
             half = first + (end - first) // 2 if is_twice else end
             if half < end:
-                self._forked.record(self.stream)
-                self._forked.hold(self._second_stream)
+                self._fork()
                 self._copy(pages, slice(half, end), self._second_stream)
-                self._joined.record(self._second_stream)
             self._copy(pages, slice(first, half), self.stream)
             if half < end:
-                self._joined.hold(self.stream)
+                self._join()
             self._window.add(end, self.stream)
 
     def _by_kernel(self, plan: Plan) -> Iterator[bool]:
+        """While a launch ends, another is in its midst, in the other stream."""
         cell = plan.grid.cell
         order = self._order(plan.grid, cell.address)
-        for part in _parts(len(plan.grid.blocks), order.max_entries):
+        threads = DIRECT_STORE if self._is_store else DIRECT_LOAD
+        streams = cycle((self.stream, self._second_stream))
+        self._fork()
+        for part in _staggered(len(plan.grid.blocks), order.max_entries):
+            stream = next(streams)
             self._window.await_room(_LAUNCH_COPIES)
             first_place = (plan.grid.first_place + part.start) % cell.blocks_per_chunk
-            self._launch(order, _of(plan.entries, part), first_place, self.stream, DIRECT_BLOCKS)
-            self._window.add(_LAUNCH_COPIES, self.stream)
+            self._launch(order, _of(plan.entries, part), first_place, stream, threads)
+            self._window.add(_LAUNCH_COPIES, stream)
             yield self._window.is_full(_LAUNCH_COPIES)
+        self._join()
 
     def _staged(self, plan: Plan) -> Iterator[bool]:
         """A kernel moves pages between their places and a buffer on the device, where those of a
         slot lie as they do in the slot; the copy engines move whole slots. One fills a buffer while
         the other empties the other."""
-        run, chunk = plan.grid.run, plan.grid.cell.blocks_per_chunk
-        assert run is not None
+        run_bytes, chunk = plan.grid.run_bytes, plan.grid.cell.blocks_per_chunk
         assert self._kernel is not None
         buffers = [self._staging.data_ptr() + turn * STAGING_BYTES for turn in range(2)]
         orders = [self._order(plan.grid, base) for base in buffers]
         slots_at_once = min(
-            STAGING_BYTES // run.num_bytes, _LAUNCH_COPIES, orders[0].max_entries // chunk
+            STAGING_BYTES // run_bytes, _LAUNCH_COPIES, orders[0].max_entries // chunk
         )
-        offsets = np.arange(slots_at_once, dtype=np.uint64) * np.uint64(run.num_bytes)
+        offsets = np.arange(slots_at_once, dtype=np.uint64) * np.uint64(run_bytes)
         in_buffer = [offsets + np.uint64(base) for base in buffers]
-        sizes = np.full(slots_at_once, run.num_bytes, np.uint64)
+        sizes = np.full(slots_at_once, run_bytes, np.uint64)
         filling, emptying = self._second_stream, self.stream
         # The one may collect pages while the other still has to do with the job before: that one
         # writes nothing that is read here.
@@ -255,7 +265,7 @@ class PageMover:
             blocks = _of(plan.entries, slice(part.start * chunk, part.stop * chunk))
             self._emptied[turn].hold(filling)
             if self._is_store:
-                self._launch(orders[turn], blocks, 0, filling, self._kernel.num_multiprocessors)
+                self._launch(orders[turn], blocks, 0, filling, self._kernel.all_threads)
             else:
                 self._copy(slots, slice(count), filling, is_quick=True)
             self._filled[turn].record(filling)
@@ -263,17 +273,27 @@ class PageMover:
             if self._is_store:
                 self._copy(slots, slice(count), emptying, is_quick=True)
             else:
-                self._launch(orders[turn], blocks, 0, emptying, self._kernel.num_multiprocessors)
+                self._launch(orders[turn], blocks, 0, emptying, self._kernel.all_threads)
             self._emptied[turn].record(emptying)
             self._num_staged += 1
             self._window.add(_LAUNCH_COPIES, emptying)
             yield self._window.is_full(_LAUNCH_COPIES)
 
+    def _fork(self) -> None:
+        """From here on the second stream does what comes after what the first was given."""
+        self._forked.record(self.stream)
+        self._forked.hold(self._second_stream)
+
+    def _join(self) -> None:
+        """And from here on the first again waits for the second."""
+        self._joined.record(self._second_stream)
+        self._joined.hold(self.stream)
+
     def _order(self, grid: Grid, base: int) -> Order:
         """`base`: of the slots; if it is not that of the host's, they lie one after the other."""
-        cell, columns, run = grid.cell, grid.columns, grid.run
+        cell, columns = grid.cell, grid.columns
         is_packed = base != cell.address
-        row_bytes = run.num_bytes if is_packed and run is not None else cell.row_bytes
+        row_bytes = grid.run_bytes if is_packed else cell.row_bytes
         return Order(
             self._tables[columns].data_ptr(),
             len(columns),
@@ -286,10 +306,10 @@ class PageMover:
         )
 
     def _launch(
-        self, order: Order, entries: memoryview, first_place: int, stream: int, blocks: int
+        self, order: Order, entries: memoryview, first_place: int, stream: int, threads: Threads
     ) -> None:
         assert self._launcher is not None
-        self._launcher.launch(order, entries, first_place, stream, blocks)
+        self._launcher.launch(order, entries, first_place, stream, threads)
 
     def _copy(
         self,
@@ -309,6 +329,19 @@ class PageMover:
 
 def _of(entries: memoryview, blocks: slice) -> memoryview:
     return entries[blocks.start * ENTRY_BYTES : blocks.stop * ENTRY_BYTES]
+
+
+def _staggered(count: int, most: int) -> Iterator[slice]:
+    """For two streams in turns. The first is half as long as the others: if they began and ended
+    together, the bus would have nothing to do in between. Few are not worth it."""
+    if count <= min(most, _FEW_BLOCKS):
+        yield slice(0, count)
+        return
+    size = min(most, -(-count // 2))
+    first = -(-size // 2)
+    yield slice(0, first)
+    for part in _parts(count - first, size):
+        yield slice(first + part.start, first + part.stop)
 
 
 def _parts(count: int, most: int) -> Iterator[slice]:

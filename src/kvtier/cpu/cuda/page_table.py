@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from kvtier.base import CanonicalKVCacheRef
 from kvtier.cpu.transfer_plan import GroupTransfer
 
-__all__ = ["ALIGNMENT", "Columns", "DeviceTensor", "Grid", "HostCell", "PageTable", "Pages", "Run"]
+__all__ = ["ALIGNMENT", "Columns", "DeviceTensor", "Grid", "HostCell", "PageTable", "Pages"]
 
 Addresses = NDArray[np.uint64]
 
 ALIGNMENT = 16
 """Of what a thread of the device reads or writes at once."""
+_RUN_SHARE = 0.75
+"""So much of a slot must be pages to be copied, or it is not worth copying as a whole."""
 _SIZES_KEPT = 1 << 10
 """For so many blocks, the sizes of their pages are kept ready."""
 
@@ -49,13 +51,6 @@ class HostCell(NamedTuple):
     blocks_per_chunk: int
 
 
-class Run(NamedTuple):
-    """Pages that lie together in a slot and fill a rank's part of it, all of one size."""
-
-    num_pages: int
-    num_bytes: int
-
-
 class Pages(NamedTuple):
     """Entry i is `sizes[i]` bytes from the device's side to or from the host's."""
 
@@ -73,8 +68,8 @@ class Columns:
     cell, steps from one place of a slot to the next, and sizes."""
     is_aligned: bool
     """Whether all addresses and sizes are multiples of `ALIGNMENT`."""
-    run: Run | None = None
-    """If all pages of a slot lie together."""
+    run_bytes: int = 0
+    """Of a rank's part of a slot, if they are most of it; otherwise 0."""
 
     def __len__(self) -> int:
         return len(self.table[0])
@@ -130,9 +125,11 @@ class Grid(NamedTuple):
         return len(self.blocks) * self.columns.bytes_per_block
 
     @property
-    def run(self) -> Run | None:
-        """If all pages are in such runs, one for each slot."""
-        return self.columns.run if self.has_whole_slots else None
+    def run_bytes(self) -> int:
+        """Of a rank's part of a slot, if the pages are most of all those parts; otherwise 0. To
+        copy such parts as a whole is no waste. In a store, what else they hold is zeroed by the
+        grids that follow."""
+        return self.columns.run_bytes if self.has_whole_slots else 0
 
     def entries(self) -> NDArray[np.uint32]:
         """Blocks and slots in pairs, as the kernel has them."""
@@ -272,10 +269,10 @@ def _group(
     offsets = np.cumsum([0, *(page * cell.blocks_per_chunk for page in pages)]).tolist()
     padded = [t for t in used if data_bytes[t] < pages[t]]
 
-    def columns(rows: Sequence[tuple[int, int, int, int, int]], run: Run | None = None) -> Columns:
+    def columns(rows: Sequence[tuple[int, int, int, int, int]], run_bytes: int = 0) -> Columns:
         table = np.array(rows, np.uint64).reshape(-1, 5).T.copy()
         numbers = (cell.address, cell.row_bytes, *table.ravel().tolist())
-        return Columns(table, not any(number % ALIGNMENT for number in numbers), run)
+        return Columns(table, not any(number % ALIGNMENT for number in numbers), run_bytes)
 
     data = [
         (tensors[t].address, tensors[t].stride_bytes, offsets[t], pages[t], data_bytes[t])
@@ -286,10 +283,9 @@ def _group(
     ]
     of_others = [(zeros, 0, offsets[t], pages[t], pages[t]) for t in unused]
     left_out = [(zeros, 0, offsets[t], pages[t], data_bytes[t]) for t in used]
-    is_run = bool(used) and not unused and not padded and len(set(pages)) == 1
-    num_pages = len(used) * cell.blocks_per_chunk
+    is_run = sum(data_bytes.values()) >= _RUN_SHARE * sum(pages)
     return _Group(
-        data=columns(data, Run(num_pages, num_pages * pages[0]) if is_run else None),
+        data=columns(data, sum(pages) * cell.blocks_per_chunk if is_run else 0),
         zeros=[columns(rows) for rows in (padding, of_others) if rows],
         unused_places=columns(left_out),
         num_blocks=min((tensors[t].num_blocks for t in used), default=0),
