@@ -13,6 +13,7 @@ constexpr u32 VECTOR_BYTES = 16;
 constexpr u32 WARP = 32;
 constexpr u32 STEP_BYTES = WARP * VECTOR_BYTES;
 constexpr u32 UNROLL = 4;
+constexpr u32 MOST_THREADS = 1024;  // of a block
 
 struct alignas(VECTOR_BYTES) Vector {
     u32 x, y, z, w;
@@ -118,9 +119,11 @@ __device__ __forceinline__ void copy_all(const Launch<CAPACITY>& launch) {
 
 // Entries come with the launch itself. The driver copies as much as the type holds, so there are
 // two: most launches have few.
-extern "C" __global__ void __launch_bounds__(1024) copy_few_blocks(const __grid_constant__ Launch<FEW> launch) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS)
+    copy_few_blocks(const __grid_constant__ Launch<FEW> launch) {
     copy_all(launch);
 }
-extern "C" __global__ void __launch_bounds__(1024) copy_many_blocks(const __grid_constant__ Launch<MANY> launch) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS)
+    copy_many_blocks(const __grid_constant__ Launch<MANY> launch) {
     copy_all(launch);
 }
