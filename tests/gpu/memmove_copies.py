@@ -35,6 +35,10 @@ class MemmoveCopies(Copies):
         undo.callback(self.close)
         return self
 
+    def make_zeros(self, num_bytes: int) -> int:
+        self._zeros = ctypes.create_string_buffer(num_bytes)
+        return ctypes.addressof(self._zeros)
+
     def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         assert not self.is_closed
         if self.refusal is not None:

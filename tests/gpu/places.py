@@ -14,7 +14,7 @@ import torch
 
 from kvtier.base import CanonicalKVCaches, OffloadingWorker
 from kvtier.cpu import gpu_worker
-from kvtier.cpu.cuda import page_kernel, page_mover, streams, unpinned
+from kvtier.cpu.cuda import page_kernel, streams, unpinned
 from kvtier.cpu.cuda.copies import Copies
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, cuda_driver
@@ -170,7 +170,7 @@ class SimulatedPlace(Place):
         self._others: list[Any] = []
         self._torch = SimulatedTorch(self.simulated)
         self._driver = driver = SimulatedDriver(self.simulated)
-        for module in (gpu_worker, page_mover, streams, unpinned):
+        for module in (gpu_worker, streams, unpinned):
             self._patch.setattr(module, "torch", self._torch)
         self._patch.setattr(gpu_worker, "cuda_driver", lambda: driver)
         self._patch.setattr(gpu_worker, "PageKernel", SimulatedKernel)
@@ -260,6 +260,7 @@ def finish_everything(place: Place) -> None:
 _DEVICE_CALLS = {
     "copy_batch": (CudaDriver, SimulatedDriver),
     "register_host": (CudaDriver, SimulatedDriver),
+    "allocate": (CudaDriver, SimulatedDriver),
     "launch": (page_kernel.Launcher, SimulatedKernel),
 }
 
@@ -306,6 +307,30 @@ class LaunchCount:
             launch(kernel, order, entries, first_place, stream, threads)
 
         patch.setattr(kernel, "launch", counted)
+
+
+class Allocations(set[int]):
+    """Addresses of the memory that the driver has given out since this was made."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        for driver in (CudaDriver, SimulatedDriver):
+            self._watch(patch, driver)
+
+    def _watch(self, patch: pytest.MonkeyPatch, driver: Any) -> None:
+        allocate, free = driver.allocate, driver.free
+
+        def noted(driver: Any, num_bytes: int) -> int:
+            address: int = allocate(driver, num_bytes)
+            self.add(address)
+            return address
+
+        def forgotten(driver: Any, address: int) -> None:
+            free(driver, address)
+            self.remove(address)
+
+        patch.setattr(driver, "allocate", noted)
+        patch.setattr(driver, "free", forgotten)
 
 
 class BatchStreams(set[int]):

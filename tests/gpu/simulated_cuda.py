@@ -63,6 +63,8 @@ class SimulatedDevice:
         """What a thread finds that has another device for its current one."""
         self.failure: Exception | None = None
         """Told by every question once it is set: by a test, or by work that faults."""
+        self.allocated: dict[int, Any] = {}
+        """Address to memory."""
         self.pinned: dict[int, int] = {}
         """Address to size."""
         self.num_steps = 0
@@ -306,14 +308,11 @@ class SimulatedTorchC:
 
 
 class SimulatedTorch:
-    """torch with another `cuda`, and memory that need not be pinned."""
+    """torch with another `cuda`."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.cuda = SimulatedTorchCuda(device)
         self._C = SimulatedTorchC(device)
-
-    def empty(self, *size: int, pin_memory: bool = False, **options: Any) -> Any:
-        return torch.empty(*size, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -330,6 +329,20 @@ class SimulatedDriver:
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._own_streams: set[int] = set()
+
+    def allocate(self, num_bytes: int) -> int:
+        assert self._device.is_current, "memory of another device"
+        assert num_bytes > 0, "the driver does not give that"
+        memory = np.full(num_bytes + ALIGNMENT, 0xA5, np.uint8)  # what somebody has left behind
+        address = -(-memory.ctypes.data // ALIGNMENT) * ALIGNMENT
+        self._device.allocated[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        del self._device.allocated[address]
+
+    def upload(self, content: memoryview, address: int) -> None:
+        ctypes.memmove(address, bytes(content), content.nbytes)
 
     def create_stream(self, priority: int) -> int:
         stream = self._device.new_stream(priority).cuda_stream

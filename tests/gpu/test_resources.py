@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvtier.cpu.cuda import streams
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
@@ -22,6 +21,7 @@ from kvtier.cpu.lane import Lane
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import load, store
 from tests.gpu.places import (
+    Allocations,
     BatchStreams,
     CudaPlace,
     LaunchCount,
@@ -200,20 +200,11 @@ def test_whoever_keeps_a_worker_keeps_no_memory_and_no_thread_after_its_end(
     """Neither on the device nor pinned: an engine keeps it until its process ends."""
     if not is_pinned:
         refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
-    taken: list[Any] = []  # of memory: views of it keep it as well
-    for name in ("empty", "zeros"):
-        make = getattr(torch, name)
-
-        def noted(*arguments: Any, make: Any = make, **options: Any) -> Any:
-            tensor = make(*arguments, **options)
-            taken.append(StorageWeakRef(tensor.untyped_storage()))
-            return tensor
-
-        monkeypatch.setattr(torch, name, noted)
+    taken = Allocations(monkeypatch)
     device_place.use(*CopyPath)
     threads_before = set(threading.enumerate())
     with open_rig(device_place, LAYOUT, shm) as rig:
-        assert sum(not memory.expired() for memory in taken) >= (3 if is_pinned else 1)
+        assert len(taken) >= (3 if is_pinned else 1)
         jobs = [job for i in range(len(CopyPath)) for job in (store([i], [i]), load([i], [i]))]
         rig.do(*jobs)
         for job_id, job in enumerate(jobs):
@@ -222,5 +213,55 @@ def test_whoever_keeps_a_worker_keeps_no_memory_and_no_thread_after_its_end(
         assert all(result.success for result in finish(rig.worker, range(len(jobs))))
         if isinstance(device_place, SimulatedPlace):
             assert len(set(device_place.simulated.destroyed)) == (4 if is_pinned else 2)
-        assert all(memory.expired() for memory in taken)
+        assert not taken
         assert set(threading.enumerate()) == threads_before
+
+
+@pytest.mark.parametrize("num_given", range(3))
+def test_a_worker_that_finds_no_room_on_the_device_leaves_nothing_there(
+    num_given: int, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wants zeros, and to tell the kernel of each direction what blocks consist of."""
+    taken = Allocations(monkeypatch)
+    refuse_device_call(monkeypatch, "allocate", CudaError("injected"), after=num_given)
+    with pytest.raises(CudaError, match="injected"), open_rig(device_place, LAYOUT, shm):
+        pass
+    gc.collect()
+    assert not taken
+
+
+def test_nothing_is_taken_of_the_memory_that_torch_has(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an engine makes its caches, that may be a pool whose contents are lost in a sleep."""
+    made: list[str] = []
+    for name in ("empty", "zeros", "full", "tensor", "as_tensor", "from_numpy"):
+        make = getattr(torch, name)
+
+        def noted(*arguments: Any, make: Any = make, **options: Any) -> Any:
+            made.append(make.__name__)
+            return make(*arguments, **options)
+
+        monkeypatch.setattr(torch, name, noted)
+
+    def num_taken() -> int:
+        if isinstance(device_place, CudaPlace):
+            return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+        return len(made)
+
+    grown: list[int] = []
+    open_worker = device_place.open_worker
+
+    def watched(*arguments: Any) -> Any:
+        before = num_taken()
+        worker = open_worker(*arguments)
+        grown.append(num_taken() - before)
+        return worker
+
+    monkeypatch.setattr(device_place, "open_worker", watched)
+    device_place.use(*CopyPath)
+    with open_rig(device_place, LAYOUT, shm) as rig:
+        before = num_taken()
+        rig.do(*[job for i in range(len(CopyPath)) for job in (store([i], [i]), load([i], [i]))])
+        assert num_taken() == before
+    assert grown == [0]

@@ -77,19 +77,17 @@ class GPUOffloadingWorker(SlotWorker):
             raise ValueError("the region was opened for the scheduler, which has no cell")
         device = device_of(kv_caches)
         self._tensors = [canonical.tensor for canonical in kv_caches.tensors]
-        self._zeros = torch.zeros(
-            max(tensor.page_bytes for tensor in tensors), dtype=torch.uint8, device=device
-        )
         cell = HostCell(
             region.address + region.rank * region.cpu_page_size,
             region.row_bytes,
             region.num_blocks,
             blocks_per_chunk,
         )
-        self._table = PageTable(tensors, kv_caches.group_data_refs, cell, self._zeros.data_ptr())
         with ExitStack() as undo:
             self.copies = (open_copies or open_pinned)(device, region, undo)
             """What does the copying."""
+            zeros = self.copies.make_zeros(max(tensor.page_bytes for tensor in tensors))
+            self._table = PageTable(tensors, kv_caches.group_data_refs, cell, zeros)
             self.copies.expect(self._table.columns)
             self._undo = undo.pop_all()
         self._stores: deque[_Job] = deque()
@@ -143,7 +141,6 @@ class GPUOffloadingWorker(SlotWorker):
             logger.exception("The device could not be let go of in order")
         finally:
             self._tensors.clear()
-            del self._zeros
             self._region.cleanup()
 
     def _submit(

@@ -42,6 +42,10 @@ class Copies(ABC):
     overwrites nothing that is still being read.
     """
 
+    @abstractmethod
+    def make_zeros(self, num_bytes: int) -> int:
+        """Address of so many bytes on the device that are zero, until `close`. Once."""
+
     def expect(self, columns: Sequence[Columns]) -> None:
         """Be ready for grids of these. Before the first job."""
         return

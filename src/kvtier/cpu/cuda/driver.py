@@ -28,6 +28,7 @@ _RELAXED = 2
 """The mode of a thread that others' captures do not concern."""
 _SLEEP, _NO_TIMES = 0x01, 0x02
 _NOT_READY = 600
+_LEGACY_STREAM = 0
 _NON_BLOCKING = 0x01
 """Does not wait for the legacy default stream, nor that one for it."""
 
@@ -131,6 +132,30 @@ class CudaDriver:
         self._check(
             self._library.cuMemHostUnregister(ctypes.c_void_p(address)), "cuMemHostUnregister"
         )
+
+    def allocate(self, num_bytes: int) -> int:
+        """Memory of the current device; its address."""
+        address = ctypes.c_uint64()
+        self._check(
+            self._library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)),
+            "cuMemAlloc",
+        )
+        return address.value
+
+    def free(self, address: int) -> None:
+        """May wait for the device."""
+        self._check(self._library.cuMemFree_v2(ctypes.c_uint64(address)), "cuMemFree")
+
+    def upload(self, content: memoryview, address: int) -> None:
+        """Write to the device's memory. Returns when it is there, for all streams."""
+        held = (ctypes.c_char * content.nbytes).from_buffer_copy(content)
+        self._check(
+            self._library.cuMemcpyHtoD_v2(
+                ctypes.c_uint64(address), held, ctypes.c_size_t(content.nbytes)
+            ),
+            "cuMemcpyHtoD",
+        )
+        self.synchronize_stream(_LEGACY_STREAM)
 
     def create_stream(self, priority: int) -> int:
         """A stream of the current device that is nobody else's; -1 comes before 0. Torch's own come

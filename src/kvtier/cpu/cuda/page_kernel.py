@@ -37,11 +37,11 @@ class Threads(NamedTuple):
     of_block: int
 
 
-DIRECT_LOAD, DIRECT_STORE = Threads(2, 1024), Threads(1, 288)
-"""For pages in host memory; there are two such launches at a time. What is read is waited for: it
-takes as many threads as the bus is long. What is written is not: more threads than the bus is
-quick would fill all queues on the way, and kernels that only want to read the device's own memory
-would take up to five times as long (H200)."""
+DIRECT_LOAD, DIRECT_STORE = Threads(4, 512), Threads(2, 288)
+"""For pages in host memory. What is read is waited for: it takes as many threads as the bus is
+long, and more are not faster. What is written is not: with more threads than it takes to keep the
+bus busy, writes fill the queues on the way, and the model's kernels, which only want their own
+memory, take up to five times as long (H200)."""
 _ON_DEVICE = 512
 """Threads of a block, where nothing has to wait for the bus."""
 

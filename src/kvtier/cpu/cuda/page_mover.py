@@ -7,14 +7,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY
 from kvtier.cpu.cuda.copy_paths import Path, choose_path
+from kvtier.cpu.cuda.device_memory import DeviceMemory
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import (
@@ -43,9 +42,6 @@ _MOST_COPIES = 512
 _LAUNCH_COPIES = 64
 """As many slots are in a buffer at most, and go with a launch. One without takes the device long
 enough to count for as many."""
-
-_FEW_BLOCKS = 64
-"""Are one launch of a kernel that speaks to the bus."""
 
 Choice = Callable[[Grid], Path]
 
@@ -83,7 +79,6 @@ class PageMover:
 
     def __init__(
         self,
-        device: Any,
         driver: CudaDriver,
         kernel: PageKernel | None,
         choose: Choice,
@@ -92,7 +87,6 @@ class PageMover:
     ) -> None:
         self.taken: Counter[Path] = Counter()
         """How many grids went which way."""
-        self._device = device
         self._driver = driver
         self._kernel = kernel
         self._launcher = None if kernel is None else kernel.launcher()
@@ -100,8 +94,8 @@ class PageMover:
         self._is_store = is_store
         priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
         self.stream, self._second_stream = (driver.create_stream(priority) for _ in range(2))
-        self._tables: dict[Columns, Any] = {}
-        self._staging: Any = None
+        self._tables: dict[Columns, DeviceMemory] = {}
+        self._staging: DeviceMemory | None = None
         self._num_staged = 0
         """Parts that went through a buffer so far: they take turns, in all jobs."""
         self._forked, self._joined = (Event(driver) for _ in range(2))
@@ -113,14 +107,14 @@ class PageMover:
     def expect(self, columns: Sequence[Columns]) -> None:
         """Have the kernel know what blocks consist of. Before the first job."""
         if self._kernel is not None:
-            for each in columns:
-                table = torch.from_numpy(each.table.view(np.int64))
-                self._tables[each] = table.to(self._device)
+            for each in filter(len, columns):
+                self._tables[each] = table = DeviceMemory(self._driver, each.table.nbytes)
+                table.write(each.table.data)
 
     def make_staging(self) -> None:
-        """Raises `torch.OutOfMemoryError`."""
+        """Raises `CudaError` if there is no room."""
         if self._kernel is not None:
-            self._staging = torch.empty(2 * STAGING_BYTES, dtype=torch.uint8, device=self._device)
+            self._staging = DeviceMemory(self._driver, 2 * STAGING_BYTES)
 
     def plan(self, grid: Grid) -> Plan:
         """How it is copied. Any thread, also while another one has copies made."""
@@ -171,6 +165,9 @@ class PageMover:
             self._synchronize()
         finally:
             # Whoever keeps the worker does not keep what it had on the device.
+            for memory in (self._staging, *self._tables.values()):
+                if memory is not None:
+                    memory.free()
             self._staging = None
             self._tables.clear()
             with suppress(CudaError):
@@ -212,28 +209,25 @@ class PageMover:
             yield True  # the rest takes the driver a while
             half = first + (end - first) // 2 if is_twice else end
             if half < end:
-                self._fork()
+                self._forked.record(self.stream)
+                self._forked.hold(self._second_stream)
                 self._copy(pages, slice(half, end), self._second_stream)
+                self._joined.record(self._second_stream)
             self._copy(pages, slice(first, half), self.stream)
             if half < end:
-                self._join()
+                self._joined.hold(self.stream)
             self._window.add(end, self.stream)
 
     def _by_kernel(self, plan: Plan) -> Iterator[bool]:
-        """While a launch ends, another is in its midst, in the other stream."""
         cell = plan.grid.cell
         order = self._order(plan.grid, cell.address)
         threads = DIRECT_STORE if self._is_store else DIRECT_LOAD
-        streams = cycle((self.stream, self._second_stream))
-        self._fork()
-        for part in _staggered(len(plan.grid.blocks), order.max_entries):
-            stream = next(streams)
+        for part in _parts(len(plan.grid.blocks), order.max_entries):
             self._window.await_room(_LAUNCH_COPIES)
             first_place = (plan.grid.first_place + part.start) % cell.blocks_per_chunk
-            self._launch(order, _of(plan.entries, part), first_place, stream, threads)
-            self._window.add(_LAUNCH_COPIES, stream)
+            self._launch(order, _of(plan.entries, part), first_place, self.stream, threads)
+            self._window.add(_LAUNCH_COPIES, self.stream)
             yield self._window.is_full(_LAUNCH_COPIES)
-        self._join()
 
     def _staged(self, plan: Plan) -> Iterator[bool]:
         """A kernel moves pages between their places and a buffer on the device, where those of a
@@ -241,7 +235,8 @@ class PageMover:
         the other empties the other."""
         run_bytes, chunk = plan.grid.run_bytes, plan.grid.cell.blocks_per_chunk
         assert self._kernel is not None
-        buffers = [self._staging.data_ptr() + turn * STAGING_BYTES for turn in range(2)]
+        assert self._staging is not None
+        buffers = [self._staging.address + turn * STAGING_BYTES for turn in range(2)]
         orders = [self._order(plan.grid, base) for base in buffers]
         slots_at_once = min(
             STAGING_BYTES // run_bytes, _LAUNCH_COPIES, orders[0].max_entries // chunk
@@ -279,23 +274,13 @@ class PageMover:
             self._window.add(_LAUNCH_COPIES, emptying)
             yield self._window.is_full(_LAUNCH_COPIES)
 
-    def _fork(self) -> None:
-        """From here on the second stream does what comes after what the first was given."""
-        self._forked.record(self.stream)
-        self._forked.hold(self._second_stream)
-
-    def _join(self) -> None:
-        """And from here on the first again waits for the second."""
-        self._joined.record(self._second_stream)
-        self._joined.hold(self.stream)
-
     def _order(self, grid: Grid, base: int) -> Order:
         """`base`: of the slots; if it is not that of the host's, they lie one after the other."""
         cell, columns = grid.cell, grid.columns
         is_packed = base != cell.address
         row_bytes = grid.run_bytes if is_packed else cell.row_bytes
         return Order(
-            self._tables[columns].data_ptr(),
+            self._tables[columns].address,
             len(columns),
             columns.largest,
             base,
@@ -329,19 +314,6 @@ class PageMover:
 
 def _of(entries: memoryview, blocks: slice) -> memoryview:
     return entries[blocks.start * ENTRY_BYTES : blocks.stop * ENTRY_BYTES]
-
-
-def _staggered(count: int, most: int) -> Iterator[slice]:
-    """For two streams in turns. The first is half as long as the others: if they began and ended
-    together, the bus would have nothing to do in between. Few are not worth it."""
-    if count <= min(most, _FEW_BLOCKS):
-        yield slice(0, count)
-        return
-    size = min(most, -(-count // 2))
-    first = -(-size // 2)
-    yield slice(0, first)
-    for part in _parts(count - first, size):
-        yield slice(first + part.start, first + part.stop)
 
 
 def _parts(count: int, most: int) -> Iterator[slice]:

@@ -13,7 +13,8 @@ import torch
 
 from kvtier.cpu.cuda.copies import Copies, FindGrids, Ticket
 from kvtier.cpu.cuda.copy_paths import Path
-from kvtier.cpu.cuda.driver import CudaDriver
+from kvtier.cpu.cuda.device_memory import DeviceMemory, zeros_of
+from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import PageKernel
 from kvtier.cpu.cuda.page_mover import (
@@ -59,11 +60,13 @@ class StreamCopies(Copies):
         """`kernel`: None if it is not to be had; the copy engines do it all then. `choose`: the
         path for a job, if it is not to be the quickest."""
         self._device = device
+        self._driver = driver
+        self._zeros: DeviceMemory | None = None
         self._is_by_size = choose is None
         with torch.cuda.device(device):
             self._stores, self._loads = (
                 _Direction(
-                    PageMover(device, driver, kernel, choose or by_size, is_store=is_store),
+                    PageMover(driver, kernel, choose or by_size, is_store=is_store),
                     driver,
                     device,
                     Lane("kvtier-store" if is_store else "kvtier-load"),
@@ -76,6 +79,11 @@ class StreamCopies(Copies):
         """How many grids went which way."""
         return self._stores.mover.taken + self._loads.mover.taken
 
+    def make_zeros(self, num_bytes: int) -> int:
+        with torch.cuda.device(self._device):
+            self._zeros = zeros_of(self._driver, num_bytes)
+        return self._zeros.address
+
     def expect(self, columns: Sequence[Columns]) -> None:
         in_runs = [each for each in columns if each.run_bytes]
         with torch.cuda.device(self._device):
@@ -83,8 +91,6 @@ class StreamCopies(Copies):
                 direction.mover.expect(columns)
             if any(not self._is_by_size or _is_staged(each) for each in in_runs):
                 self._make_staging()
-            # Whoever had that memory before may still be using it, in a stream of its own.
-            torch.cuda.current_stream().synchronize()
         for each in columns:
             if not each.are_zeros:
                 logger.info(
@@ -99,12 +105,13 @@ class StreamCopies(Copies):
         try:
             for direction in (self._stores, self._loads):
                 direction.mover.make_staging()
-        except torch.OutOfMemoryError:
+        except CudaError as error:
             logger.warning(
-                "No %d MiB of device memory are left to collect pages in: they are copied by a "
-                "kernel that disturbs the model's more. Lower the engine's share of the memory "
+                "No %d MiB of device memory are left to collect pages in (%s): they are copied by "
+                "a kernel that disturbs the model's more. Lower the engine's share of the memory "
                 "(vLLM: --gpu-memory-utilization)",
                 4 * STAGING_BYTES >> 20,
+                error,
             )
 
     def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
@@ -123,9 +130,11 @@ class StreamCopies(Copies):
         self._loads.flush()
 
     def close(self) -> None:
-        with ExitStack() as both:
-            both.callback(self._loads.close)
-            both.callback(self._stores.close)
+        with ExitStack() as all_of_it:
+            if self._zeros is not None:
+                all_of_it.callback(self._zeros.free)
+            all_of_it.callback(self._loads.close)
+            all_of_it.callback(self._stores.close)
 
 
 class _Events(NamedTuple):

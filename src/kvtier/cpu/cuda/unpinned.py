@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY, Copies, FindGrids, Ticket
+from kvtier.cpu.cuda.device_memory import DeviceMemory, zeros_of
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.lane import Lane
 
@@ -29,6 +30,12 @@ class UnpinnedCopies(Copies):
                 for is_store, priority in ((True, STORE_PRIORITY), (False, LOAD_PRIORITY))
             }
         self._lanes = {True: Lane("kvtier-store"), False: Lane("kvtier-load")}
+        self._zeros: DeviceMemory | None = None
+
+    def make_zeros(self, num_bytes: int) -> int:
+        with torch.cuda.device(self._device):
+            self._zeros = zeros_of(self._driver, num_bytes)
+        return self._zeros.address
 
     def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         with torch.cuda.device(self._device):
@@ -49,6 +56,8 @@ class UnpinnedCopies(Copies):
             with suppress(CudaError):
                 if is_store in self._streams:
                     self._driver.destroy_stream(self._streams.pop(is_store).cuda_stream)
+        if self._zeros is not None:
+            self._zeros.free()
 
     def _run(self, ticket: _ThreadTicket, find: FindGrids, computed: Any, is_store: bool) -> None:
         stream = self._streams[is_store]
