@@ -166,9 +166,6 @@ class Rounds:
         device: what every later answer is held against."""
         for process in list(self._processes.values()):
             self._attempt(process, self._fill)
-        for process in list(self._processes.values()):
-            if process.engine.has_guard:
-                self._attempt(process, self._teach)
 
     def _attempt(self, process: EngineProcess, work: Callable[[EngineProcess], None]) -> bool:
         try:
@@ -211,6 +208,14 @@ class Rounds:
         question = {"blocks": wanted, "seconds": _STORED_WITHIN_S}
         return int(process.ask("stored_blocks", question))
 
+    def _teach_those_of(self, samples: PhaseSamples) -> None:
+        """Before their first round, not when they have just been filled: a disk may be busy for a
+        while with what was written."""
+        for name in samples.phase.engines:
+            process = self._processes.get(name)
+            if process is not None and process.engine.has_guard and name not in self.learning:
+                self._attempt(process, self._teach)
+
     def _teach(self, process: EngineProcess) -> None:
         """Let the guard see loads of every length, and prefills."""
         engine, settings = process.engine, self._settings
@@ -244,6 +249,7 @@ class Rounds:
 
     def take(self, samples: PhaseSamples) -> None:
         """One round of a phase: every figure once, the order of the engines turned each time."""
+        self._teach_those_of(samples)
         length, round_ = samples.phase.length, samples.num_rounds
         processes = [
             self._processes[name] for name in samples.phase.engines if name in self._processes

@@ -161,16 +161,48 @@ def test_a_slow_tier_is_still_explored_and_nobody_waits_for_that() -> None:
     assert rig.manager.lookup_prefix(prompt, request) == (0, True)
     rig.step()
     (job,) = rig.tiers[0].loads()
-    assert job.keys == prompt[:8]
+    assert job.keys == prompt  # it takes less than a quarter of a second
     rig.manager.on_request_finished(request)
-    rig.tiers[0].finish(job, transfer_time=SHORT_BLOCK_S / 100)
+    rig.tiers[0].finish(job, transfer_time=engine.load_time(len(prompt)))
     rig.step()
     after = rig.begin("asks again", num_prompt_tokens=SHORT)
-    assert rig.manager.lookup_prefix(prompt[:8], after) == (8, True)
+    assert rig.manager.lookup_prefix(prompt, after) == (len(prompt), True)
+    another = engine.new_prompt(SHORT)
+    rig.keep_below(another)
     other = rig.begin("asks for another", num_prompt_tokens=SHORT)
-    assert rig.manager.lookup_prefix(prompt, other)[0] == 8
+    assert rig.manager.lookup_prefix(another, other) == (0, True)
     rig.step()
     assert rig.tiers[0].loads() == []  # not so soon
+
+
+def test_a_tier_that_was_slow_once_is_found_to_be_quick_again() -> None:
+    """Though nobody has waited for it since."""
+    engine = learnt(LONG_BLOCK_S * 1.2, SHORT, LONG)
+    rig = engine.rig
+    for _ in range(4):
+        for link in rig.manager._links:
+            link.estimate.note(LONG // TOKENS, engine.load_time(LONG // TOKENS))
+    assert not engine.loads_again(LONG)
+    engine.block_s = SHORT_BLOCK_S / 2
+    num_explored = 0
+    for _ in range(40):
+        rig.clock.now += 1e7  # past the time that it was not to be explored before
+        if engine.loads_again(LONG):
+            break
+        num_explored += 1
+    assert 1 <= num_explored < 25
+
+
+def test_what_is_explored_takes_little_of_a_slow_disk() -> None:
+    engine = learnt(0.02, SHORT)
+    rig, prompt = engine.rig, engine.new_prompt(LONG)
+    rig.keep_below(prompt)
+    rig.clock.now += 2e6
+    request = rig.begin("asks", num_prompt_tokens=LONG)
+    assert rig.manager.lookup_prefix(prompt, request) == (0, True)
+    rig.step()
+    (job,) = rig.tiers[0].loads()
+    assert job.keys == prompt[:8]
 
 
 def test_where_one_tier_is_declined_the_next_one_is_asked() -> None:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from kvtier.tiering.step import Step
     from kvtier.tiering.transfers import TransferFactory
 
-_EXPLORED_BLOCKS = 8
-"""How many blocks are brought up to see whether a tier is still slower than computing."""
+_EXPLORED_BLOCKS, _EXPLORED_S = 8, 0.25
+"""So many blocks are brought up to see whether a tier is still slower than computing; more of them,
+up to all, if they take so long at most. Few say little about the time that many take."""
 
 
 class Promotions:
@@ -103,11 +104,14 @@ class Promotions:
         return True
 
     def _decline(self, keys: list[OffloadKey], link: TierLink, request: TierRequest) -> None:
-        """They are computed. A few are brought up all the same, now and then, which nobody waits
+        """They are computed. Some are brought up all the same, now and then, which nobody waits
         for: or a tier that was slow once would be taken to be slow forever."""
         link.count("hit_blocks", len(keys))
         link.count("declined_blocks", len(keys))
-        self._declined.append((link, keys[:_EXPLORED_BLOCKS], request))
+        count, expect = _EXPLORED_BLOCKS, link.estimate.predict
+        while count < len(keys) and (expect(2 * count) or _EXPLORED_S) < _EXPLORED_S:
+            count *= 2
+        self._declined.append((link, keys[:count], request))
         request.decline(link)
 
     def _by_link(self, request: TierRequest) -> dict[TierLink, list[OffloadKey]]:
