@@ -28,7 +28,7 @@ def parsed(tmp_path: Path, parallel: OffloadingParallelConfig = ONE, **given: An
 
 
 def test_a_path_is_enough(tmp_path: Path) -> None:
-    assert parsed(tmp_path) == DiskOptions(tmp_path / "kv.slab", None, "lru", 4, None)
+    assert parsed(tmp_path) == DiskOptions(tmp_path / "kv.slab", None, "lru", None, None)
 
 
 def test_everything_can_be_set(tmp_path: Path) -> None:

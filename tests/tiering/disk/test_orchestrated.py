@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.factory import TierStartError
 from tests.tiering.disk.engine import configured_engine, engine_with_faults
-from tests.tiering.disk.rig import bytes_for, du, is_mapped, silent_disk
+from tests.tiering.disk.rig import bytes_for, disk_harness, du, is_mapped, silent_disk
 from tests.tiering.engine import Engine
 from tests.tiering.patience import wait_until
 
@@ -146,3 +147,17 @@ def test_a_start_that_fails_says_which_tier(tmp_path: Path) -> None:
     with pytest.raises(TierStartError, match=r"secondary_tiers\[0\].*max_bytes"):
         configured_engine(tmp_path / "kv.slab", max_bytes="64TiB")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "told", "num_threads"),
+    [(4096, {}, 2), ((512 << 10) - 4096, {}, 2), (512 << 10, {}, 4), (4096, {"io_threads": 3}, 3)],
+)
+def test_large_blocks_have_more_threads_unless_told(
+    tmp_path: Path, row_bytes: int, told: dict[str, Any], num_threads: int
+) -> None:
+    with disk_harness(tmp_path / "kv.slab", 4, row_bytes=row_bytes, num_rows=2, **told):
+        names = {thread.name for thread in threading.enumerate()}
+    assert {name for name in names if name.removeprefix("kvtier-disk-").isdigit()} == {
+        f"kvtier-disk-{number}" for number in range(num_threads)
+    }

@@ -117,7 +117,9 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             namespace_tag(self.fingerprint),
         )
 
-    def _start(self, policy_cls: type[CachePolicy], rows_address: int, io_threads: int) -> None:
+    def _start(
+        self, policy_cls: type[CachePolicy], rows_address: int, io_threads: int | None
+    ) -> None:
         started = time.monotonic()
         slab = self._slab
         geometry = slab.geometry

@@ -13,7 +13,6 @@ from kvtier.config.redaction import describe
 
 __all__ = ["DiskOptions"]
 
-_DEFAULT_IO_THREADS = 4
 _MOST_IO_THREADS = 64
 
 
@@ -67,7 +66,7 @@ class DiskOptions:
     path: Path
     max_bytes: int | None
     eviction_policy: str
-    io_threads: int
+    io_threads: int | None
     use_o_direct: bool | None
 
     @classmethod
@@ -93,7 +92,7 @@ class DiskOptions:
             path,
             parsed.get("max_bytes"),
             parsed.get("eviction_policy", "lru"),
-            parsed.get("io_threads", _DEFAULT_IO_THREADS),
+            parsed.get("io_threads"),
             parsed.get("use_o_direct"),
         )
 

@@ -12,7 +12,7 @@ from kvtier.tiering.disk.layout import encode_stamp, has_stamp, write_slot_heade
 from kvtier.tiering.disk.slab import Slab
 from kvtier.tiering.disk.transfer import SlabBlock
 from kvtier.tiering.io.errors import ErrorLog
-from kvtier.tiering.io.lane import Ended, Lane
+from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES, Ended, Lane
 from kvtier.tiering.io.page import is_intact
 from kvtier.tiering.io.transfer import Piece, Unit
 from kvtier.tiering.io.work import WorkQueue
@@ -33,6 +33,9 @@ _IN_FLIGHT_BYTES = 64 << 20
 """How much all threads together keep under way: the disk must have enough to do while they wait for
 the interpreter. A load waits behind less than half of that in stores."""
 _LEAST_DEPTH, _MOST_DEPTH = 4, 32
+_THREADS_FOR_LARGE, _THREADS_FOR_SMALL = 4, 2
+"""With large blocks, so many that the disk has something to do while they wait for Python. With
+small ones they have so much to do that more of them would keep the scheduler from its turns."""
 
 _Outcome: TypeAlias = tuple[Unit[SlabBlock], Sequence[Piece[SlabBlock]], Sequence[Piece[SlabBlock]]]
 """A unit, and which of its pieces were moved and which were not."""
@@ -46,9 +49,10 @@ class SlabIO:
     """
 
     def __init__(
-        self, tier: SecondaryTierManager, slab: Slab, rows_address: int, io_threads: int
+        self, tier: SecondaryTierManager, slab: Slab, rows_address: int, io_threads: int | None
     ) -> None:
-        """`tier`: whose rows are moved, and who counts what was refused."""
+        """`tier`: whose rows are moved, and who counts what was refused. `io_threads`: None for as
+        many as blocks of that size need."""
         self.rows = tier.rows
         self.rows_address = rows_address
         self._tier = tier
@@ -58,6 +62,9 @@ class SlabIO:
         self.errors = ErrorLog(self.where)
         """Of reads and writes."""
         geometry = slab.geometry
+        if io_threads is None:
+            is_large = geometry.payload_bytes >= LARGE_BLOCK_BYTES
+            io_threads = _THREADS_FOR_LARGE if is_large else _THREADS_FOR_SMALL
         max_pieces = 1
         if geometry.slot_bytes < _LARGE_BYTES:
             max_pieces = min(_UNIT_BYTES // geometry.slot_bytes, _MAX_PIECES)

@@ -17,7 +17,7 @@ from kvtier.tiering.io.page import PAGE_BYTES
 from kvtier.tiering.io.transfer import Unit
 from kvtier.tiering.io.work import WorkQueue
 
-__all__ = ["CannotBegin", "Ended", "Lane", "Mover"]
+__all__ = ["LARGE_BLOCK_BYTES", "CannotBegin", "Ended", "Lane", "Mover"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ large ones without waiting for the next to be sealed. Loads are ready at once, a
 call lets other threads have the interpreter, and waits to get it back."""
 
 
-_PROMPT_FROM_BYTES = 512 << 10
+LARGE_BLOCK_BYTES = 512 << 10
 """With such blocks a thread has little to do and the disk much: it gets its turns soon. With small
 ones it has so much to do that the scheduler would wait for it."""
 _WOKEN_BY = 4
@@ -145,7 +145,7 @@ class Lane(Generic[B]):
     # --- on the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        is_large = self._payload_bytes >= _PROMPT_FROM_BYTES
+        is_large = self._payload_bytes >= LARGE_BLOCK_BYTES
         with prompt_turns if is_large else nullcontext():
             self._work_on()
 
