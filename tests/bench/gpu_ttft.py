@@ -110,7 +110,7 @@ def _take_rounds(
             until = deadline - sum(
                 later.phase.seconds for later in behind if rounds.has_engines_for(later)
             )
-            while samples.num_rounds < settings.rounds and rounds.has_engines_for(samples):
+            while samples.num_rounds < samples.phase.rounds and rounds.has_engines_for(samples):
                 if time.monotonic() > until:
                     say(f"no time is left for rounds of {samples.phase.length:,} tokens")
                     break

@@ -149,8 +149,8 @@ def _show_checks(samples: PhaseSamples, settings: Settings) -> None:
     tokens = f"{samples.phase.length:,} tokens"
     for (engine, figure), runs in samples.by_figure.items():
         what = f"{tokens}, {engine}, {figure}"
-        if len(runs) < settings.rounds:
-            print(f"  {what}: {len(runs)} runs, not {settings.rounds}")
+        if len(runs) < samples.phase.rounds:
+            print(f"  {what}: {len(runs)} runs, not {samples.phase.rounds}")
         if figure == EMPTIED:
             loaded = sum(run.cached_tokens > samples.phase.length / 2 for run in runs)
             print(f"  {what}: loaded {loaded} times, computed {len(runs) - loaded} times")
