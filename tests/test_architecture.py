@@ -67,6 +67,7 @@ LIGHT_ROOMS = ("base", "config", "factory", "misuse", "seal", "cpu", "tiering", 
 LIGHT_DISTRIBUTIONS = frozenset({"numpy", "xxhash"})
 NEED_TORCH = {
     "kvtier.cpu.cuda.bandwidth",
+    "kvtier.cpu.cuda.device_memory",
     "kvtier.cpu.cuda.page_mover",
     "kvtier.cpu.cuda.rig",
     "kvtier.cpu.cuda.streams",

@@ -115,10 +115,10 @@ def _products(device: Any, shape: tuple[int, int, int]) -> Callable[[], float]:
 class _Copies:
     """What goes on beside the products. Here: nothing."""
 
-    num_enough = int(_LOOP_S * 2 * 60e9 / _JOB_BYTES) + 2
-    """Jobs under way, for a bus of 60 GB/s and products that take twice as long as alone."""
+    num_enough = int(2 * _LOOP_S * 2 * 60e9 / _JOB_BYTES) + 2
+    """Jobs, for two loops, a bus of 60 GB/s, and products that take twice as long as alone."""
 
-    def go_on(self) -> None:
+    def begin(self) -> None:
         """Have enough under way."""
 
     def end(self, rates: list[float]) -> bool:
@@ -130,9 +130,8 @@ class _Copies:
 def _beside(copies: _Copies, products: Callable[[], float], rates: list[float]) -> float:
     """Milliseconds of a product. Raises `RuntimeError` if nothing can be said."""
     for _ in range(5):
-        copies.go_on()
-        products()  # what it was like before does not matter any more
-        copies.go_on()
+        copies.begin()
+        products()  # what it was like before, and the pause, do not matter any more
         took = products()
         if copies.end(rates):
             return took
@@ -153,18 +152,17 @@ class _Jobs(_Copies):
         """GB/s of one at a time."""
         return _JOB_BYTES / median(self._rig.finish([self._submit()]) for _ in range(5)) / 1e9
 
-    def go_on(self) -> None:
-        self._collect()
-        self._jobs |= {self._submit() for _ in range(self.num_enough - len(self._jobs))}
+    def begin(self) -> None:
+        self._jobs = {self._submit() for _ in range(self.num_enough)}
 
     def end(self, rates: list[float]) -> bool:
         self._collect()
         is_enough = bool(self._jobs)
-        beside_products = self._seconds.copy()
+        num_beside = max(1, len(self._seconds))
         self._rig.worker.wait(self._jobs)
         self._collect()
         if is_enough:
-            rates.append(_JOB_BYTES / median(beside_products or self._seconds) / 1e9)
+            rates.append(_JOB_BYTES / median(self._seconds[:num_beside]) / 1e9)
         self._seconds.clear()
         return is_enough
 
@@ -188,20 +186,15 @@ class _PlainCopies(_Copies):
         self._source, self._target = (on_device, host) if is_store else (host, on_device)
         priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
         self._stream = torch.cuda.Stream(device, priority=priority)
-        self._ends: list[Any] = []
+        self._end: Any = None
 
-    def go_on(self) -> None:
-        self._forget_ended()
+    def begin(self) -> None:
         with torch.cuda.stream(self._stream):
-            for _ in range(self.num_enough - len(self._ends)):
+            for _ in range(self.num_enough):
                 self._target.copy_(self._source, non_blocking=True)
-                self._ends.append(self._stream.record_event())
+            self._end = self._stream.record_event()
 
     def end(self, rates: list[float]) -> bool:
-        self._forget_ended()
-        is_enough = bool(self._ends)
+        is_enough = not self._end.query()
         self._stream.synchronize()
         return is_enough
-
-    def _forget_ended(self) -> None:
-        self._ends = [end for end in self._ends if not end.query()]

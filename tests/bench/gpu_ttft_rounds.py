@@ -254,6 +254,8 @@ class Rounds:
         processes = [
             self._processes[name] for name in samples.phase.engines if name in self._processes
         ]
+        if not processes:
+            return
         num_bytes = max(
             self._settings.served_bytes(process.engine, length) for process in processes
         )

@@ -14,7 +14,7 @@ import torch
 
 from kvtier.base import CanonicalKVCaches, OffloadingWorker
 from kvtier.cpu import gpu_worker
-from kvtier.cpu.cuda import page_kernel, streams, unpinned
+from kvtier.cpu.cuda import device_memory, page_kernel, streams, unpinned
 from kvtier.cpu.cuda.copies import Copies
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, cuda_driver
@@ -170,7 +170,7 @@ class SimulatedPlace(Place):
         self._others: list[Any] = []
         self._torch = SimulatedTorch(self.simulated)
         self._driver = driver = SimulatedDriver(self.simulated)
-        for module in (gpu_worker, streams, unpinned):
+        for module in (device_memory, gpu_worker, streams, unpinned):
             self._patch.setattr(module, "torch", self._torch)
         self._patch.setattr(gpu_worker, "cuda_driver", lambda: driver)
         self._patch.setattr(gpu_worker, "PageKernel", SimulatedKernel)
@@ -261,6 +261,7 @@ _DEVICE_CALLS = {
     "copy_batch": (CudaDriver, SimulatedDriver),
     "register_host": (CudaDriver, SimulatedDriver),
     "allocate": (CudaDriver, SimulatedDriver),
+    "upload": (CudaDriver, SimulatedDriver),
     "launch": (page_kernel.Launcher, SimulatedKernel),
 }
 

@@ -31,9 +31,15 @@ class Rig:
     """One rank's worker, and all bytes it could touch: as they are, and as they have to be."""
 
     def __init__(
-        self, place: Place, layout: CacheLayout, worker: OffloadingWorker, rows: Bytes, memory: Any
+        self,
+        place: Place,
+        layout: CacheLayout,
+        worker: OffloadingWorker,
+        rows: Bytes,
+        memory: Any,
+        rank: int,
     ) -> None:
-        self.place, self.layout, self.worker = place, layout, worker
+        self.place, self.layout, self.worker, self.rank = place, layout, worker, rank
         self.rows = rows
         """All rows of the region, without a copy, as another process sees them."""
         self.memory: list[Any] = memory
@@ -44,7 +50,7 @@ class Rig:
     def apply(self, *jobs: Job) -> None:
         """Tell the oracle that these jobs were done, in this order."""
         for job in jobs:
-            job.apply(self.layout, RANK, self.expected_rows, self.expected_memory)
+            job.apply(self.layout, self.rank, self.expected_rows, self.expected_memory)
 
     def check(self) -> None:
         """Every byte of the region, other ranks' cells included, and of all allocations."""
@@ -80,14 +86,20 @@ class Rig:
 
 @contextmanager
 def open_rig(
-    place: Place, layout: CacheLayout, directory: Path, *, num_slots: int = 4, seed: int = 1
+    place: Place,
+    layout: CacheLayout,
+    directory: Path,
+    *,
+    num_slots: int = 4,
+    seed: int = 1,
+    rank: int = RANK,
 ) -> Iterator[Rig]:
     """All rows are poisoned, all allocations random."""
     row, cell = row_bytes(layout), layout.cell_bytes
     with ExitStack() as undo:
         others, region = (
-            SharedOffloadRegion("engine", num_slots, rank, row, cell, directory=str(directory))
-            for rank in (None, RANK)
+            SharedOffloadRegion("engine", num_slots, whose, row, cell, directory=str(directory))
+            for whose in (None, rank)
         )
         undo.callback(others.cleanup)
         undo.callback(region.cleanup)
@@ -96,7 +108,7 @@ def open_rig(
         undo.callback(worker.shutdown)
         rows = np.asarray(others.create_kv_memoryview())
         rows[:] = POISON
-        rig = Rig(place, layout, worker, rows, memory)
+        rig = Rig(place, layout, worker, rows, memory, rank)
         del rows
         undo.callback(rig.let_go)
         yield rig

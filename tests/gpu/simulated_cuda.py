@@ -33,6 +33,7 @@ Work = Callable[[], object]
 
 _FEW_COPIES = 64
 """The driver takes a microsecond for each, and nobody else has the interpreter meanwhile."""
+_ANOTHER_DEVICE = 1
 _EVENTS_OF_A_JOB = 8
 """What a job's first wait and mark are, and what a part has besides its copies: given to the device
 before, or after, it is made sure that there is room."""
@@ -266,8 +267,15 @@ class SimulatedTorchCuda:
         finally:
             self._device.is_current = before
 
+    def current_device(self) -> int | None:
+        """None is the index of host memory."""
+        return None if self._device.is_current else _ANOTHER_DEVICE
+
     def set_device(self, device: Any) -> None:
-        self._device.is_current = True
+        self._device.is_current = device != _ANOTHER_DEVICE
+
+    def empty_cache(self) -> None:
+        """There is none."""
 
     def get_device_properties(self, device: Any) -> Any:
         return SimpleNamespace(major=9, minor=0, multi_processor_count=132)
@@ -300,7 +308,7 @@ class SimulatedTorchC:
 
     def _cuda_getDevice(self) -> int | None:  # noqa: N802
         """None is the index of host memory."""
-        return None if self._device.is_current else 1
+        return None if self._device.is_current else _ANOTHER_DEVICE
 
     def _cuda_getCurrentRawStream(self, index: int | None) -> int:  # noqa: N802
         assert index is None
@@ -339,7 +347,8 @@ class SimulatedDriver:
         return address
 
     def free(self, address: int) -> None:
-        del self._device.allocated[address]
+        assert self._device.is_current, "no context to free memory in"
+        self._device.allocated.pop(address).fill(0x5A)  # whoever still uses it will notice
 
     def upload(self, content: memoryview, address: int) -> None:
         ctypes.memmove(address, bytes(content), content.nbytes)

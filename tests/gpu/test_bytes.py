@@ -315,3 +315,68 @@ def test_a_large_job_of_small_pages_is_staged_without_being_told(
             rig.check()
     staged_at_once = page_mover.STAGING_BYTES // (32 * 16 * KIB)
     assert launches.count == 4 * -(-num_slots // staged_at_once)
+
+
+def test_zeros_come_after_what_is_staged(device_place: Place, shm: Path) -> None:
+    """A slot is copied as a whole, with what was in the buffer before where pages are padded."""
+    page, num_tensors = 4096, 4
+    layout = CacheLayout(
+        8,
+        (8 * page,) * num_tensors,
+        tuple(PagedTensor(i, 0, page, page) for i in range(num_tensors)),
+        ({0: page, 1: page, 2: page, 3: page // 2},),
+        1,
+    )
+    device_place.use(CopyPath.STAGED)
+    with open_rig(device_place, layout, shm) as rig:
+        for first in range(3):
+            rig.do(store([first + 1, first + 2, first + 3], [0, 1, 2]))
+            rig.check()
+        rig.do(load([2, 0], [6, 7]))
+        rig.check()
+        assert isinstance(rig.worker, GPUOffloadingWorker)
+        assert isinstance(rig.worker.copies, StreamCopies)
+        assert rig.worker.copies.taken[CopyPath.STAGED] >= 4
+
+
+@pytest.mark.parametrize("is_by_size", [False, True])
+def test_slots_that_a_thread_cannot_reach_at_once_in_a_buffer_are_not_staged(
+    is_by_size: bool, device_place: Place, shm: Path
+) -> None:
+    """Though all pages of the group are aligned: behind them is a page of another group."""
+    page, odd, num_tensors, num_blocks = 64 << 10, 24, 6, 32
+    layout = CacheLayout(
+        num_blocks,
+        (page * num_blocks,) * num_tensors + (odd * num_blocks,),
+        (
+            *(PagedTensor(i, 0, page, page) for i in range(num_tensors)),
+            PagedTensor(num_tensors, 0, odd, odd),
+        ),
+        (dict.fromkeys(range(num_tensors), page), {num_tensors: odd}),
+        1,
+    )
+    if not is_by_size:
+        device_place.use(CopyPath.STAGED)
+    blocks, others, slots = (list(range(start, start + 12)) for start in (0, 12, 0))
+    with open_rig(device_place, layout, shm, num_slots=16, rank=0) as rig:
+        rig.do(Job(True, [Part(0, 0, blocks, slots), Part(1, 0, [], [])]))
+        rig.check()
+        rig.do(Job(False, [Part(0, 0, others, slots), Part(1, 0, [], [])]))
+        rig.check()
+
+
+def test_a_launch_takes_whole_slots_of_a_buffer(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as it has room for."""
+    monkeypatch.setattr(page_kernel, "MOST_ENTRIES", 7)
+    device_place.use(CopyPath.STAGED)
+    layout = plain_layout(64, 64, num_blocks=15, blocks_per_chunk=3)
+    launches = LaunchCount(monkeypatch)
+    with open_rig(device_place, layout, shm, num_slots=5) as rig:
+        rig.do(store(range(15), range(5)))
+        rig.check()
+        assert launches.count == 3
+        rig.do(load(range(5), [*range(7, 15), *range(7)]))
+        rig.check()
+        assert launches.count == 6

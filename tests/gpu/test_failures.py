@@ -68,7 +68,9 @@ def test_a_job_that_cannot_be_right_fails_and_copies_nothing(
         rig.check()
         rig.do(store([3], [2]), load([4], [5]), first_id=7)
         rig.check()
-    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is None  # it would keep the job's memory
+    message = record.getMessage()
     assert message.startswith(f"{'Store' if is_store else 'Load'} job 7 failed: ")
 
 

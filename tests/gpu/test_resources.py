@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.cpu.cuda import streams
+from kvtier.cpu.cuda import page_table, streams
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import DIRECT_LOAD, DIRECT_STORE
@@ -83,15 +83,17 @@ def test_the_kernel_takes_few_sms_for_the_bus_and_all_for_a_moment(
     num_sms = SimulatedKernel.all_threads.blocks
     if isinstance(device_place, CudaPlace):
         num_sms = torch.cuda.get_device_properties(device_place.device).multi_processor_count
-    for path, blocks in (
-        (CopyPath.KERNEL, {DIRECT_LOAD.blocks, DIRECT_STORE.blocks}),
-        (CopyPath.STAGED, {num_sms}),
+    for path, job, blocks in (
+        (CopyPath.KERNEL, store([1, 2], [3, 1]), DIRECT_STORE.blocks),
+        (CopyPath.KERNEL, load([3, 1], [4, 5]), DIRECT_LOAD.blocks),
+        (CopyPath.STAGED, store([1, 2], [3, 1]), num_sms),
+        (CopyPath.STAGED, load([3, 1], [4, 5]), num_sms),
     ):
         device_place.use(path)
         with open_rig(device_place, LAYOUT, shm) as rig, monkeypatch.context() as patch:
             launches = LaunchCount(patch)
-            rig.do(store([1, 2], [3, 1]), load([3, 1], [4, 5]))
-        assert {threads.blocks for threads in launches.threads} == blocks
+            rig.do(job)
+        assert {threads.blocks for threads in launches.threads} == {blocks}
 
 
 def test_jobs_one_after_the_other_need_no_new_events(
@@ -226,7 +228,6 @@ def test_a_worker_that_finds_no_room_on_the_device_leaves_nothing_there(
     refuse_device_call(monkeypatch, "allocate", CudaError("injected"), after=num_given)
     with pytest.raises(CudaError, match="injected"), open_rig(device_place, LAYOUT, shm):
         pass
-    gc.collect()
     assert not taken
 
 
@@ -265,3 +266,71 @@ def test_nothing_is_taken_of_the_memory_that_torch_has(
         rig.do(*[job for i in range(len(CopyPath)) for job in (store([i], [i]), load([i], [i]))])
         assert num_taken() == before
     assert grown == [0]
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_thread_that_never_had_to_do_with_the_device_can_end_a_worker(
+    is_pinned: bool, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_pinned:
+        refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
+    taken = Allocations(monkeypatch)
+    with open_rig(device_place, LAYOUT, shm) as rig:
+        rig.do(store([1, 2], [3, 1]))
+        thread = threading.Thread(target=rig.worker.shutdown)
+        thread.start()
+        thread.join()
+        assert not taken
+
+
+def test_what_cannot_be_written_to_the_device_is_given_back(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Allocations(monkeypatch)
+    refuse_device_call(monkeypatch, "upload", CudaError("injected"))
+    with pytest.raises(CudaError, match="injected"), open_rig(device_place, LAYOUT, shm):
+        pass
+    assert not taken
+
+
+def test_memory_is_freed_once(
+    device_place: Place, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its address may be another's by then."""
+    with open_rig(device_place, LAYOUT, shm) as rig:
+        memory = stream_copies(rig)._zeros
+        assert memory is not None
+        rig.worker.shutdown()
+        memory.free()
+    assert "could not be given back" not in caplog.text
+
+
+def test_a_little_memory_that_is_not_to_be_had_is_told_with_the_remedy(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_device_call(monkeypatch, "allocate", CudaError("injected"))
+    with (
+        pytest.raises(CudaError, match=r"device memory .*injected.*--gpu-memory-utilization"),
+        open_rig(device_place, LAYOUT, shm),
+    ):
+        pass
+
+
+def test_the_engines_thread_plans_large_jobs_and_another_one_small_ones(
+    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once."""
+    planned: list[bool] = []
+    grids = page_table.PageTable.grids
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        planned.append(threading.current_thread() is threading.main_thread())
+        return grids(*arguments, **options)
+
+    monkeypatch.setattr(page_table.PageTable, "grids", noted)
+    monkeypatch.setattr(streams, "_SMALL_JOB_PAGES", 4)
+    with open_rig(device_place, LAYOUT, shm) as rig:
+        rig.do(store([1, 2], [3, 1]))
+        assert planned == [False]
+        rig.do(store([1, 2, 3], [3, 1, 2]))
+        assert planned == [False, True]

@@ -98,7 +98,7 @@ class GuardedEngine:
 
     def stop_exploring(self) -> None:
         for link in self.rig.manager._links:
-            link.explores(self.rig.clock.now + 1e6)
+            link.explored(self.rig.clock.now + 1e6)
 
 
 def learnt(block_s: float, *lengths: int, latency_s: float = 0.0) -> GuardedEngine:
@@ -162,6 +162,8 @@ def test_a_slow_tier_is_still_explored_and_nobody_waits_for_that() -> None:
     rig.step()
     (job,) = rig.tiers[0].loads()
     assert job.keys == prompt  # it takes less than a quarter of a second
+    for asks in (request, rig.begin("has the same prompt", num_prompt_tokens=SHORT)):
+        assert rig.manager.lookup_prefix(prompt, asks) == (0, True)
     rig.manager.on_request_finished(request)
     rig.tiers[0].finish(job, transfer_time=engine.load_time(len(prompt)))
     rig.step()

@@ -14,6 +14,7 @@ class Job:
 
     __slots__ = (
         "deadline",
+        "is_awaited",
         "is_done",
         "is_late",
         "submitted",
@@ -25,6 +26,8 @@ class Job:
         self.transfer = transfer
         self.submitted = submitted
         self.deadline = deadline
+        self.is_awaited = True
+        """Whether requests may wait for it; not for what only explores a tier."""
         self.is_late = False
         """Whether it has missed its deadline: nobody waits for it any more."""
         self.is_done = False

@@ -458,12 +458,13 @@ class TierLink:
                 self.name,
             )
 
-    def explores(self, now: float) -> bool:
+    def may_explore(self, now: float) -> bool:
         """Whether to try a tier again that was found slower than computing. Now and then."""
-        if now < self._explore_at:
-            return False
+        return now >= self._explore_at
+
+    def explored(self, now: float) -> None:
+        """It is tried now."""
         self._explore_at = now + _EXPLORE_EVERY_S
-        return True
 
     def step_ended(self, step: int) -> None:
         """A scheduling step has ended."""

@@ -58,10 +58,10 @@ class Promotions:
         job_id = self._primary.writer_of(key)
         if job_id is None:
             return LookupResult.HIT_PENDING  # from the device
-        step = self._step
-        if not request.may_wait(step.now, step.number):
+        step, job = self._step, self.jobs[job_id]
+        if not job.is_awaited or not request.may_wait(step.now, step.number):
             return LookupResult.MISS
-        self.jobs[job_id].wanters[request] = None
+        job.wanters[request] = None
         request.waits(step.now, step.number)
         return LookupResult.HIT_PENDING
 
@@ -77,10 +77,13 @@ class Promotions:
                     break  # what comes behind would be of no use
         self.wanting = {}
         declined, self._declined = self._declined, []
+        now = self._step.now
         for link, found, request in declined:
+            if not link.may_explore(now) or request.is_withdrawn or not link.lets(request, now):
+                continue
             keys = [key for key in found if not self._primary.has(key)]
-            is_open = not request.is_withdrawn and link.lets(request, self._step.now)
-            if keys and is_open and link.explores(self._step.now):
+            if keys:
+                link.explored(now)
                 self._bring_up(keys, link, request, is_awaited=False)
 
     def declines(self, group: bytes, request: TierRequest) -> bool:
@@ -162,6 +165,7 @@ class Promotions:
         placed_keys, spec = placed
         transfer = self._transfers.make(job_id, placed_keys, spec, True, request.context)
         job = self.jobs[job_id] = link.expect_load(transfer, self._step.now)
+        job.is_awaited = is_awaited
         if is_awaited:
             job.wanters[request] = None
         link.submit_load(job)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
+
+import torch
 
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 
-__all__ = ["DeviceMemory", "zeros_of"]
+__all__ = ["DeviceMemory"]
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceMemory:
@@ -17,29 +21,41 @@ class DeviceMemory:
     """
 
     def __init__(self, driver: CudaDriver, num_bytes: int) -> None:
-        """Raises `CudaError`."""
+        """Holds anything. Raises `CudaError`, with the remedy."""
         self._driver = driver
-        self.address = driver.allocate(num_bytes)
+        try:
+            self.address = driver.allocate(num_bytes)
+        except CudaError:
+            torch.cuda.empty_cache()  # it may have some to spare
+            self.address = self._last_chance(num_bytes)
         self._is_free = False
 
-    def write(self, content: memoryview) -> None:
-        """Returns when it is there, for all streams."""
-        self._driver.upload(content, self.address)
+    @classmethod
+    def of(cls, driver: CudaDriver, content: memoryview) -> DeviceMemory:
+        """Holds this, for all streams. Raises `CudaError`."""
+        memory = cls(driver, content.nbytes)
+        try:
+            driver.upload(content, memory.address)
+        except CudaError:
+            memory.free()
+            raise
+        return memory
+
+    def _last_chance(self, num_bytes: int) -> int:
+        try:
+            return self._driver.allocate(num_bytes)
+        except CudaError as error:
+            raise CudaError(
+                f"{num_bytes} bytes of device memory are not to be had ({error}). Lower the "
+                "engine's share of it (vLLM: --gpu-memory-utilization)"
+            ) from error
 
     def free(self) -> None:
-        """While nobody uses it any more. Idempotent."""
-        if not self._is_free:
-            self._is_free = True
-            with suppress(CudaError):  # a device that has failed has none any more
-                self._driver.free(self.address)
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # at the end of a process there may be no driver any more
-            self.free()
-
-
-def zeros_of(driver: CudaDriver, num_bytes: int) -> DeviceMemory:
-    """So many bytes, all of them zero. Raises `CudaError`."""
-    memory = DeviceMemory(driver, num_bytes)
-    memory.write(memoryview(bytes(num_bytes)))
-    return memory
+        """When nobody uses it any more. The thread has to do with the device. Idempotent."""
+        if self._is_free:
+            return
+        self._is_free = True
+        try:
+            self._driver.free(self.address)
+        except CudaError as error:  # a device that has failed has none any more
+            logger.warning("Memory of the device could not be given back: %s", error)

@@ -108,13 +108,18 @@ class PageMover:
         """Have the kernel know what blocks consist of. Before the first job."""
         if self._kernel is not None:
             for each in filter(len, columns):
-                self._tables[each] = table = DeviceMemory(self._driver, each.table.nbytes)
-                table.write(each.table.data)
+                self._tables[each] = DeviceMemory.of(self._driver, each.table.data)
 
     def make_staging(self) -> None:
         """Raises `CudaError` if there is no room."""
         if self._kernel is not None:
             self._staging = DeviceMemory(self._driver, 2 * STAGING_BYTES)
+
+    def free_staging(self) -> None:
+        """Do without. Before the first job, or after the last."""
+        if self._staging is not None:
+            self._staging.free()
+            self._staging = None
 
     def plan(self, grid: Grid) -> Plan:
         """How it is copied. Any thread, also while another one has copies made."""
@@ -165,10 +170,9 @@ class PageMover:
             self._synchronize()
         finally:
             # Whoever keeps the worker does not keep what it had on the device.
-            for memory in (self._staging, *self._tables.values()):
-                if memory is not None:
-                    memory.free()
-            self._staging = None
+            self.free_staging()
+            for table in self._tables.values():
+                table.free()
             self._tables.clear()
             with suppress(CudaError):
                 for stream in (self.stream, self._second_stream):

@@ -283,9 +283,11 @@ def _group(
     ]
     of_others = [(zeros, 0, offsets[t], pages[t], pages[t]) for t in unused]
     left_out = [(zeros, 0, offsets[t], pages[t], data_bytes[t]) for t in used]
-    is_run = sum(data_bytes.values()) >= _RUN_SHARE * sum(pages)
+    run_bytes = sum(pages) * cell.blocks_per_chunk
+    # In a buffer, such parts lie one after the other.
+    is_run = run_bytes % ALIGNMENT == 0 and sum(data_bytes.values()) >= _RUN_SHARE * sum(pages)
     return _Group(
-        data=columns(data, sum(pages) * cell.blocks_per_chunk if is_run else 0),
+        data=columns(data, run_bytes if is_run else 0),
         zeros=[columns(rows) for rows in (padding, of_others) if rows],
         unused_places=columns(left_out),
         num_blocks=min((tensors[t].num_blocks for t in used), default=0),

@@ -13,7 +13,7 @@ import torch
 
 from kvtier.cpu.cuda.copies import Copies, FindGrids, Ticket
 from kvtier.cpu.cuda.copy_paths import Path
-from kvtier.cpu.cuda.device_memory import DeviceMemory, zeros_of
+from kvtier.cpu.cuda.device_memory import DeviceMemory
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import PageKernel
@@ -27,6 +27,7 @@ from kvtier.cpu.cuda.page_mover import (
 )
 from kvtier.cpu.cuda.page_table import Columns
 from kvtier.cpu.lane import Lane
+from kvtier.cpu.transfer_plan import TransferRefused
 
 __all__ = ["StreamCopies"]
 
@@ -81,7 +82,7 @@ class StreamCopies(Copies):
 
     def make_zeros(self, num_bytes: int) -> int:
         with torch.cuda.device(self._device):
-            self._zeros = zeros_of(self._driver, num_bytes)
+            self._zeros = DeviceMemory.of(self._driver, memoryview(bytes(num_bytes)))
         return self._zeros.address
 
     def expect(self, columns: Sequence[Columns]) -> None:
@@ -107,12 +108,13 @@ class StreamCopies(Copies):
                 direction.mover.make_staging()
         except CudaError as error:
             logger.warning(
-                "No %d MiB of device memory are left to collect pages in (%s): they are copied by "
-                "a kernel that disturbs the model's more. Lower the engine's share of the memory "
-                "(vLLM: --gpu-memory-utilization)",
+                "No %d MiB of device memory are left to collect pages in, and they are copied by "
+                "a kernel that disturbs the model's more: %s",
                 4 * STAGING_BYTES >> 20,
                 error,
             )
+            for direction in (self._stores, self._loads):
+                direction.mover.free_staging()
 
     def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         direction = self._stores if is_store else self._loads
@@ -131,10 +133,14 @@ class StreamCopies(Copies):
 
     def close(self) -> None:
         with ExitStack() as all_of_it:
+            all_of_it.callback(torch.cuda.set_device, torch.cuda.current_device())
             if self._zeros is not None:
                 all_of_it.callback(self._zeros.free)
             all_of_it.callback(self._loads.close)
             all_of_it.callback(self._stores.close)
+            # First of all: a thread that never had to do with the device has no context to free
+            # memory in.
+            all_of_it.callback(torch.cuda.set_device, self._device)
 
 
 class _Events(NamedTuple):
@@ -261,7 +267,11 @@ class _Direction:
 
     def _steps(self, ticket: _StreamTicket, find_plans: Callable[[], list[Plan]]) -> Iterator[bool]:
         """Any one thread at a time."""
-        plans = find_plans()
+        try:
+            plans = find_plans()
+        except TransferRefused as refusal:
+            # Its frames would keep the job's memory, and be kept by it.
+            raise refusal.with_traceback(None) from None
         computed, started, ended = ticket.events
         self.mover.wait_for(computed)
         started.record(self.mover.stream)
@@ -281,7 +291,8 @@ class _Direction:
             ticket.is_handed_over = True
 
     def _fail(self, ticket: _StreamTicket, error: BaseException) -> None:
-        """Some of a failed job may be on its way, and whoever hears of it may reuse the memory."""
+        """Some of a failed job may be on its way, and whoever hears of it may reuse the memory. And
+        when a job is done, so are all before it."""
         # For the thread that asks.
         ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
         try:

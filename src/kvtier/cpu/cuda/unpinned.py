@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 
 from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY, Copies, FindGrids, Ticket
-from kvtier.cpu.cuda.device_memory import DeviceMemory, zeros_of
+from kvtier.cpu.cuda.device_memory import DeviceMemory
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.lane import Lane
 
@@ -25,6 +25,7 @@ class UnpinnedCopies(Copies):
         self._device = device
         self._driver = driver
         with torch.cuda.device(device):
+            torch.cuda.set_device(device)  # its context is this thread's now
             self._streams = {
                 is_store: torch.cuda.ExternalStream(driver.create_stream(priority))
                 for is_store, priority in ((True, STORE_PRIORITY), (False, LOAD_PRIORITY))
@@ -34,7 +35,7 @@ class UnpinnedCopies(Copies):
 
     def make_zeros(self, num_bytes: int) -> int:
         with torch.cuda.device(self._device):
-            self._zeros = zeros_of(self._driver, num_bytes)
+            self._zeros = DeviceMemory.of(self._driver, memoryview(bytes(num_bytes)))
         return self._zeros.address
 
     def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
@@ -51,13 +52,21 @@ class UnpinnedCopies(Copies):
             lane.flush()
 
     def close(self) -> None:
-        for is_store, lane in self._lanes.items():
+        for lane in self._lanes.values():
             lane.close()
+        with ExitStack() as rest:
+            rest.callback(torch.cuda.set_device, torch.cuda.current_device())
+            if self._zeros is not None:
+                rest.callback(self._zeros.free)
+            rest.callback(self._destroy_streams)
+            # First of all: a thread that never had to do with the device has no context.
+            rest.callback(torch.cuda.set_device, self._device)
+
+    def _destroy_streams(self) -> None:
+        for stream in self._streams.values():
             with suppress(CudaError):
-                if is_store in self._streams:
-                    self._driver.destroy_stream(self._streams.pop(is_store).cuda_stream)
-        if self._zeros is not None:
-            self._zeros.free()
+                self._driver.destroy_stream(stream.cuda_stream)
+        self._streams.clear()
 
     def _run(self, ticket: _ThreadTicket, find: FindGrids, computed: Any, is_store: bool) -> None:
         stream = self._streams[is_store]
