@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.tiering.base import TransferJob
 from kvtier.tiering.manager import GroupShape
 from tests.tiering.rig import Rig, key, keys
 
@@ -152,15 +153,22 @@ def test_what_is_looked_up_as_a_whole_is_awaited_if_it_is_worth_it() -> None:
     assert [job.keys for job in rig.tiers[0].loads()] == [prompt]
 
 
-def test_a_slow_tier_is_still_explored_and_nobody_waits_for_that() -> None:
-    engine = learnt(SHORT_BLOCK_S * 1.5, SHORT)
-    rig, prompt = engine.rig, engine.new_prompt(SHORT)
+def explored(engine: GuardedEngine, prompt: list[OffloadKey]) -> tuple[ReqContext, TransferJob]:
+    """A request whose prompt is declined when it is time to explore, and the job that does."""
+    rig = engine.rig
     rig.keep_below(prompt)
     rig.clock.now += 2e6
-    request = rig.begin("asks", num_prompt_tokens=SHORT)
+    request = rig.begin("asks", num_prompt_tokens=len(prompt) * TOKENS)
     assert rig.manager.lookup_prefix(prompt, request) == (0, True)
     rig.step()
     (job,) = rig.tiers[0].loads()
+    return request, job
+
+
+def test_a_slow_tier_is_still_explored_and_nobody_waits_for_that() -> None:
+    engine = learnt(SHORT_BLOCK_S * 1.5, SHORT)
+    rig, prompt = engine.rig, engine.new_prompt(SHORT)
+    request, job = explored(engine, prompt)
     assert job.keys == prompt  # it takes less than a quarter of a second
     for asks in (request, rig.begin("has the same prompt", num_prompt_tokens=SHORT)):
         assert rig.manager.lookup_prefix(prompt, asks) == (0, True)
@@ -197,13 +205,8 @@ def test_a_tier_that_was_slow_once_is_found_to_be_quick_again() -> None:
 
 def test_what_is_explored_takes_little_of_a_slow_disk() -> None:
     engine = learnt(0.02, SHORT)
-    rig, prompt = engine.rig, engine.new_prompt(LONG)
-    rig.keep_below(prompt)
-    rig.clock.now += 2e6
-    request = rig.begin("asks", num_prompt_tokens=LONG)
-    assert rig.manager.lookup_prefix(prompt, request) == (0, True)
-    rig.step()
-    (job,) = rig.tiers[0].loads()
+    prompt = engine.new_prompt(LONG)
+    _, job = explored(engine, prompt)
     assert job.keys == prompt[:8]
 
 
