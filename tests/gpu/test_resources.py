@@ -219,13 +219,14 @@ def test_whoever_keeps_a_worker_keeps_no_memory_and_no_thread_after_its_end(
         assert set(threading.enumerate()) == threads_before
 
 
-@pytest.mark.parametrize("num_given", range(3))
-def test_a_worker_that_finds_no_room_on_the_device_leaves_nothing_there(
-    num_given: int, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["allocate", "upload"])
+@pytest.mark.parametrize("num_done", range(3))
+def test_a_worker_that_cannot_have_its_memory_on_the_device_leaves_nothing_there(
+    call: str, num_done: int, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It wants zeros, and to tell the kernel of each direction what blocks consist of."""
     taken = Allocations(monkeypatch)
-    refuse_device_call(monkeypatch, "allocate", CudaError("injected"), after=num_given)
+    refuse_device_call(monkeypatch, call, CudaError("injected"), after=num_done)
     with pytest.raises(CudaError, match="injected"), open_rig(device_place, LAYOUT, shm):
         pass
     assert not taken
@@ -281,16 +282,6 @@ def test_a_thread_that_never_had_to_do_with_the_device_can_end_a_worker(
         thread.start()
         thread.join()
         assert not taken
-
-
-def test_what_cannot_be_written_to_the_device_is_given_back(
-    device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = Allocations(monkeypatch)
-    refuse_device_call(monkeypatch, "upload", CudaError("injected"))
-    with pytest.raises(CudaError, match="injected"), open_rig(device_place, LAYOUT, shm):
-        pass
-    assert not taken
 
 
 def test_memory_is_freed_once(

@@ -238,15 +238,24 @@ def open_pinned(
         undo.callback(_unpin, region, driver)
         kernel = _open_kernel(device, driver)
         copies = StreamCopies(device, driver, kernel, choose)
-    undo.callback(copies.close)
+    undo.callback(_close, copies, device)
     return copies
 
 
 def open_unpinned(device: Any, _region: SharedOffloadRegion, undo: ExitStack) -> Copies:
     """What there is for a region that cannot be pinned."""
     copies = UnpinnedCopies(device, cuda_driver())
-    undo.callback(copies.close)
+    undo.callback(_close, copies, device)
     return copies
+
+
+def _close(copies: Copies, device: Any) -> None:
+    with ExitStack() as steps:
+        steps.callback(torch.cuda.set_device, torch.cuda.current_device())
+        steps.callback(copies.close)
+        # First of all: a thread that never had to do with the device has no context to free memory
+        # in. Closed it is even if the device has failed.
+        steps.callback(torch.cuda.set_device, device)
 
 
 def _open_kernel(device: Any, driver: CudaDriver) -> PageKernel | None:

@@ -49,7 +49,7 @@ class Promotions:
         """Those that are under way, late ones included."""
         self.leases = Leases(primary)
         self._declined: list[tuple[TierLink, list[OffloadKey], TierRequest]] = []
-        """What was found to be too slow in this step, the first blocks of each."""
+        """What was found to be too slow in this step."""
         self.num_given_up = 0
         """Requests that did not wait any longer for a promotion."""
 
@@ -81,7 +81,7 @@ class Promotions:
         for link, found, request in declined:
             if not link.may_explore(now) or request.is_withdrawn or not link.lets(request, now):
                 continue
-            keys = [key for key in found if not self._primary.has(key)]
+            keys = [key for key in _head(found, link) if not self._primary.has(key)]
             if keys:
                 link.explored(now)
                 self._bring_up(keys, link, request, is_awaited=False)
@@ -111,10 +111,7 @@ class Promotions:
         for: or a tier that was slow once would be taken to be slow forever."""
         link.count("hit_blocks", len(keys))
         link.count("declined_blocks", len(keys))
-        count, expect = _EXPLORED_BLOCKS, link.estimate.predict
-        while count < len(keys) and (expect(2 * count) or _EXPLORED_S) < _EXPLORED_S:
-            count *= 2
-        self._declined.append((link, keys[:count], request))
+        self._declined.append((link, keys, request))
         request.decline(link)
 
     def _by_link(self, request: TierRequest) -> dict[TierLink, list[OffloadKey]]:
@@ -227,6 +224,14 @@ class Promotions:
         self.wanting = {}
         self._declined = []
         self.leases.end_all()
+
+
+def _head(keys: list[OffloadKey], link: TierLink) -> list[OffloadKey]:
+    """The first of them, as many as are brought up to explore the tier."""
+    count, expect = _EXPLORED_BLOCKS, link.estimate.predict
+    while count < len(keys) and (expect(2 * count) or _EXPLORED_S) < _EXPLORED_S:
+        count *= 2
+    return keys[:count]
 
 
 def _least_start(request: TierRequest, num_tokens: int) -> int:

@@ -66,4 +66,4 @@ class Copies(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all jobs and release everything. Idempotent."""
+        """End all jobs and release everything, on a thread whose device is the one. Idempotent."""

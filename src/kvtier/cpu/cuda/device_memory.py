@@ -41,6 +41,12 @@ class DeviceMemory:
             raise
         return memory
 
+    @classmethod
+    def zeros(cls, driver: CudaDriver, device: torch.device, num_bytes: int) -> DeviceMemory:
+        """Of that device, so many bytes. Raises `CudaError`."""
+        with torch.cuda.device(device):
+            return cls.of(driver, memoryview(bytes(num_bytes)))
+
     def _last_chance(self, num_bytes: int) -> int:
         try:
             return self._driver.allocate(num_bytes)

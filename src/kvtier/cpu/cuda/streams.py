@@ -81,8 +81,7 @@ class StreamCopies(Copies):
         return self._stores.mover.taken + self._loads.mover.taken
 
     def make_zeros(self, num_bytes: int) -> int:
-        with torch.cuda.device(self._device):
-            self._zeros = DeviceMemory.of(self._driver, memoryview(bytes(num_bytes)))
+        self._zeros = DeviceMemory.zeros(self._driver, self._device, num_bytes)
         return self._zeros.address
 
     def expect(self, columns: Sequence[Columns]) -> None:
@@ -133,14 +132,10 @@ class StreamCopies(Copies):
 
     def close(self) -> None:
         with ExitStack() as all_of_it:
-            all_of_it.callback(torch.cuda.set_device, torch.cuda.current_device())
             if self._zeros is not None:
                 all_of_it.callback(self._zeros.free)
             all_of_it.callback(self._loads.close)
             all_of_it.callback(self._stores.close)
-            # First of all: a thread that never had to do with the device has no context to free
-            # memory in.
-            all_of_it.callback(torch.cuda.set_device, self._device)
 
 
 class _Events(NamedTuple):

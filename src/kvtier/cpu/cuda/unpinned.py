@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,8 +34,7 @@ class UnpinnedCopies(Copies):
         self._zeros: DeviceMemory | None = None
 
     def make_zeros(self, num_bytes: int) -> int:
-        with torch.cuda.device(self._device):
-            self._zeros = DeviceMemory.of(self._driver, memoryview(bytes(num_bytes)))
+        self._zeros = DeviceMemory.zeros(self._driver, self._device, num_bytes)
         return self._zeros.address
 
     def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
@@ -54,19 +53,12 @@ class UnpinnedCopies(Copies):
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close()
-        with ExitStack() as rest:
-            rest.callback(torch.cuda.set_device, torch.cuda.current_device())
-            if self._zeros is not None:
-                rest.callback(self._zeros.free)
-            rest.callback(self._destroy_streams)
-            # First of all: a thread that never had to do with the device has no context.
-            rest.callback(torch.cuda.set_device, self._device)
-
-    def _destroy_streams(self) -> None:
         for stream in self._streams.values():
             with suppress(CudaError):
                 self._driver.destroy_stream(stream.cuda_stream)
         self._streams.clear()
+        if self._zeros is not None:
+            self._zeros.free()
 
     def _run(self, ticket: _ThreadTicket, find: FindGrids, computed: Any, is_store: bool) -> None:
         stream = self._streams[is_store]
