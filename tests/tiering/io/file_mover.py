@@ -16,6 +16,8 @@ from kvtier.tiering.base import PrimaryRows, TransferJob
 from kvtier.tiering.io.aio import address_of
 from kvtier.tiering.io.lane import Ended, Lane
 from kvtier.tiering.io.page import PAGE_BYTES, close_page, is_intact
+from kvtier.tiering.io.payload import Payload
+from kvtier.tiering.io.route import Routes
 from kvtier.tiering.io.transfer import Transfer, Unit
 from kvtier.tiering.io.work import WorkQueue
 
@@ -36,6 +38,7 @@ class FileMover:
         self.rows = PrimaryRows(memoryview(self.memory).cast("B", (NUM_ROWS, ROW_BYTES)))
         self.max_pieces = max_pieces
         self.work: WorkQueue[int] = WorkQueue(max_pieces)
+        self.routes = Routes.of(path)
         self.lanes: list[Lane[int]] = []
         self.lock = threading.Lock()
         self.begun: list[Unit[int]] = []
@@ -52,6 +55,7 @@ class FileMover:
             name=f"lane-{len(self.lanes)}",
             work=self.work,
             mover=self,
+            routes=self.routes,
             depth=depth,
             max_loads=max_loads,
             max_stores=max_stores,
@@ -99,13 +103,14 @@ class FileMover:
     # --- what lanes ask ------------------------------------------------------------------------
 
     def begin(
-        self, unit: Unit[int], pages: Sequence[memoryview], payloads: Sequence[memoryview]
+        self, unit: Unit[int], pages: Sequence[memoryview], payloads: Sequence[Payload]
     ) -> tuple[int, int]:
         first = unit.pieces[0][1]
         if (make_error := self.cannot_begin.get(first)) is not None:
             raise make_error()
         if not unit.transfer.job.is_promotion:
-            for (_, number), page, _ in zip(unit.pieces, pages, payloads, strict=True):
+            for (_, number), page, payload in zip(unit.pieces, pages, payloads, strict=True):
+                payload.collect()
                 page[:_NUMBER_BYTES] = number.to_bytes(_NUMBER_BYTES)
                 close_page(page)
         with self.lock:
@@ -124,8 +129,11 @@ class FileMover:
                 continue
             done = []
             if not error:
-                found = zip(unit.pieces, pages, payloads, strict=True)
-                done = [piece for piece, page, _ in found if _number_in(page) == piece[1]]
+                for piece, page, payload in zip(unit.pieces, pages, payloads, strict=True):
+                    if _number_in(page) == piece[1]:
+                        if unit.transfer.job.is_promotion:
+                            payload.deliver()
+                        done.append(piece)
             failed = [piece for piece in unit.pieces if piece not in done]
             self.work.finish([(unit, done, failed)])
 

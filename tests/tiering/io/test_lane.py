@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from random import Random
 
@@ -17,16 +18,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.tiering.io import lane as lane_module
+from kvtier.tiering.io import route as route_module
 from kvtier.tiering.io.aio import AioQueue
 from kvtier.tiering.io.lane import CannotBegin
+from kvtier.tiering.io.route import Route
 from kvtier.tiering.io.transfer import Transfer
 from tests.tiering.io.file_mover import NUM_ROWS, PIECE_BYTES, ROW_BYTES, FileMover
 
 PATIENCE_S = 30.0
 
 
+@pytest.fixture(params=["through buffers", "straight"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How blocks go between file and row."""
+    if request.param == "straight":
+        monkeypatch.setattr(lane_module, "_MOST_BUFFER_BYTES", 0)
+    return str(request.param)
+
+
 @pytest.fixture
-def mover(tmp_path: Path) -> Iterator[FileMover]:
+def mover(tmp_path: Path, way: str) -> Iterator[FileMover]:
     mover = FileMover(tmp_path / "file")
     yield mover
     mover.close()
@@ -59,7 +70,7 @@ def wipe(mover: FileMover) -> None:
 
 
 @pytest.mark.parametrize("max_pieces", [1, 3])
-def test_what_is_stored_can_be_loaded(tmp_path: Path, max_pieces: int) -> None:
+def test_what_is_stored_can_be_loaded(tmp_path: Path, max_pieces: int, way: str) -> None:
     mover = FileMover(tmp_path / "file", max_pieces)
     mover.start()
     contents = [fill(mover, number) for number in range(20)]
@@ -76,6 +87,48 @@ def test_what_is_stored_can_be_loaded(tmp_path: Path, max_pieces: int) -> None:
     mover.check_rows_are_free()
     assert len(mover.begun) == 2 * -(-20 // max_pieces)
     assert mover.noted == {}
+
+
+@pytest.mark.parametrize("max_pieces", [1, 3])
+def test_both_ways_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_pieces: int
+) -> None:
+    """A unit keeps the way that it was begun with."""
+    ways = cycle([True, False])
+    monkeypatch.setattr(route_module, "_TRIAL_BYTES", 2 * PIECE_BYTES)
+    monkeypatch.setattr(Route, "_next_way", lambda _: next(ways))
+    mover = FileMover(tmp_path / "file", max_pieces)
+    mover.start()
+    contents = [fill(mover, number) for number in range(60)]
+    store = mover.store(*range(60))
+    mover.work.wait_until_idle()
+    wipe(mover)
+    loads = [mover.load(*range(start, start + 7)) for start in range(0, 49, 7)]
+    mover.work.wait_until_idle()
+    assert numbers_of(store.done) == list(range(60))
+    assert sum(len(load.done) for load in loads) == 49
+    assert [row_of(mover, number) for number in range(49)] == contents[:49]
+    mover.close()
+    mover.check_ends()
+    mover.check_rows_are_free()
+    for route in mover.routes:
+        assert route._num_open == 0
+
+
+def test_what_is_not_what_it_should_be_does_not_reach_its_row(tmp_path: Path) -> None:
+    mover = FileMover(tmp_path / "file")
+    mover.start()
+    for number in range(3):
+        fill(mover, number)
+    mover.store(*range(3))
+    mover.work.wait_until_idle()
+    os.pwrite(mover.fd, b"?", PIECE_BYTES + 17)
+    wipe(mover)
+    load = mover.load(*range(3))
+    mover.work.wait_until_idle()
+    assert numbers_of(load.failed) == [1]
+    assert row_of(mover, 1) == bytes(ROW_BYTES)
+    mover.close()
 
 
 def test_lanes_for_loads_alone_and_for_stores_alone(mover: FileMover) -> None:

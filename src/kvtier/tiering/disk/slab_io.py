@@ -14,6 +14,8 @@ from kvtier.tiering.disk.transfer import SlabBlock
 from kvtier.tiering.io.errors import ErrorLog
 from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES, Ended, Lane
 from kvtier.tiering.io.page import is_intact
+from kvtier.tiering.io.payload import Payload
+from kvtier.tiering.io.route import Routes
 from kvtier.tiering.io.transfer import Piece, Unit
 from kvtier.tiering.io.work import WorkQueue
 
@@ -29,10 +31,11 @@ _LARGE_BYTES = 256 << 10
 _UNIT_BYTES = 1 << 20
 """Smaller ones that are neighbours go together up to this size: it costs less of us."""
 _MAX_PIECES = 16
-_IN_FLIGHT_BYTES = 64 << 20
-"""How much all threads together keep under way: the disk must have enough to do while they wait for
-the interpreter. A load waits behind less than half of that in stores."""
-_LEAST_DEPTH, _MOST_DEPTH = 4, 32
+_LOADS_IN_FLIGHT, _STORES_IN_FLIGHT = 16 << 20, 24 << 20
+"""How many bytes all threads together keep under way: the disk must have enough to do while they
+wait for the interpreter, and the less memory it has to do with, the quicker it is."""
+_LEAST_DEPTH, _MOST_DEPTH = 2, 32
+"""Of a thread, of either kind."""
 _THREADS_FOR_LARGE, _THREADS_FOR_SMALL = 4, 2
 """With large blocks, so many that the disk has something to do while they wait for Python. With
 small ones they have so much to do that more of them would keep the scheduler from its turns."""
@@ -44,8 +47,8 @@ _Outcome: TypeAlias = tuple[Unit[SlabBlock], Sequence[Piece[SlabBlock]], Sequenc
 class SlabIO:
     """The lanes, threads with a kernel queue each, and what they do with a block.
 
-    A store seals a block where it lies and writes it; a load reads it into its row and checks
-    seal and stamp there. Nothing is copied.
+    A store seals a block and writes it; a load reads it and checks seal and stamp. A row holds a
+    block that is what it should be, or is told to have failed.
     """
 
     def __init__(
@@ -69,11 +72,14 @@ class SlabIO:
         if geometry.slot_bytes < _LARGE_BYTES:
             max_pieces = min(_UNIT_BYTES // geometry.slot_bytes, _MAX_PIECES)
         unit_bytes = max_pieces * geometry.slot_bytes
-        depth = _IN_FLIGHT_BYTES // io_threads // unit_bytes
-        depth = min(max(depth, _LEAST_DEPTH), _MOST_DEPTH)
+        max_loads, max_stores = (
+            min(max(in_flight // io_threads // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+            for in_flight in (_LOADS_IN_FLIGHT, _STORES_IN_FLIGHT)
+        )
         self.work: WorkQueue[SlabBlock] = WorkQueue(max_pieces)
         """What is to be moved, and what has been."""
         self.lanes: list[Lane[SlabBlock]] = []
+        routes = Routes.of(self.where)
         try:
             for number in range(io_threads):
                 self.lanes.append(
@@ -81,11 +87,12 @@ class SlabIO:
                         name=f"kvtier-{tier.tier_type}-{number}",
                         work=self.work,
                         mover=self,
-                        depth=depth,
-                        max_loads=depth,
+                        routes=routes,
+                        depth=max_loads + max_stores,
+                        max_loads=max_loads,
                         # The first of several is for loads alone: file systems can make writes
                         # wait, and the thread with them.
-                        max_stores=depth // 2 if number or io_threads == 1 else 0,
+                        max_stores=max_stores if number or io_threads == 1 else 0,
                         max_pieces=max_pieces,
                         payload_bytes=geometry.payload_bytes,
                     )
@@ -106,7 +113,7 @@ class SlabIO:
         self,
         unit: Unit[SlabBlock],
         pages: Sequence[memoryview],
-        payloads: Sequence[memoryview],
+        payloads: Sequence[Payload],
     ) -> tuple[int, int]:
         transfer, pieces = unit
         if not transfer.job.is_promotion:
@@ -135,18 +142,22 @@ class SlabIO:
             done: list[Piece[SlabBlock]] = []
             failed: list[Piece[SlabBlock]] = []
             for piece, page, payload in zip(pieces, pages, payloads, strict=True):
-                is_valid = self._is_valid(transfer.job, piece[1], page, payload)
-                (done if is_valid else failed).append(piece)
+                if self._is_valid(transfer.job, piece[1], page, payload.memory):
+                    payload.deliver()
+                    done.append(piece)
+                else:
+                    failed.append(piece)
         except Exception:
             logger.exception("%s: a block could not be checked", self.where)
             return unit, (), pieces
         return unit, done, failed
 
     def _seal(
-        self, job: TransferJob, block: SlabBlock, header: memoryview, payload: memoryview
+        self, job: TransferJob, block: SlabBlock, header: memoryview, payload: Payload
     ) -> None:
         self._slab.index.clear(block.block_id)  # who was there is about to be overwritten
-        block_seal = self._tier.seal_block(job, block.key, payload)
+        payload.collect()
+        block_seal = self._tier.seal_block(job, block.key, payload.memory)
         write_slot_header(header, block_seal, self._stamp_of(block))
 
     def _note_stored(self, job: TransferJob, pieces: Sequence[Piece[SlabBlock]]) -> None:

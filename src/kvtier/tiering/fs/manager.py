@@ -35,6 +35,7 @@ from kvtier.tiering.fs.uses import Uses
 from kvtier.tiering.io.aio import address_of
 from kvtier.tiering.io.errors import ErrorLog, error_counter
 from kvtier.tiering.io.lane import Lane
+from kvtier.tiering.io.route import Routes
 from kvtier.tiering.io.rows import require_movable
 from kvtier.tiering.io.transfer import Transfer, Unit
 from kvtier.tiering.io.work import WorkQueue
@@ -161,6 +162,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
     def _start_lanes(self, mover: FsMover, options: FsOptions) -> None:
         file_bytes = block_file_bytes(self.rows.row_bytes)
         depth = min(max(_IN_FLIGHT_BYTES // file_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+        routes = Routes.of(mover.where)
         for kind, count in (("read", options.n_read_threads), ("write", options.n_write_threads)):
             for number in range(count):
                 self._lanes.append(
@@ -168,6 +170,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
                         name=f"kvtier-{self.tier_type}-{kind}-{number}",
                         work=self._work,
                         mover=mover,
+                        routes=routes,
                         depth=depth,
                         max_loads=depth if kind == "read" else 0,
                         max_stores=depth if kind == "write" else 0,

@@ -22,6 +22,7 @@ from kvtier.tiering.fs.tree import BlockFile, bytes_taken
 from kvtier.tiering.io.errors import ErrorLog
 from kvtier.tiering.io.lane import CannotBegin, Ended
 from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.io.payload import Payload
 from kvtier.tiering.io.transfer import Piece, Transfer, Unit
 from kvtier.tiering.io.work import WorkQueue
 
@@ -105,7 +106,7 @@ class FsMover:
     # --- begin ---------------------------------------------------------------------------------
 
     def begin(
-        self, unit: _Unit, pages: Sequence[memoryview], payloads: Sequence[memoryview]
+        self, unit: _Unit, pages: Sequence[memoryview], payloads: Sequence[Payload]
     ) -> tuple[int, int]:
         ((_, key),) = unit.pieces
         transfer = _transfer_of(unit)
@@ -115,7 +116,8 @@ class FsMover:
             self._work.finish([(unit, unit.pieces, ())])
             raise CannotBegin  # and need not
         (page,), (payload,) = pages, payloads
-        write_header(page, self._tier.seal_block(transfer.job, key, payload))
+        payload.collect()
+        write_header(page, self._tier.seal_block(transfer.job, key, payload.memory))
         return self._open_to_write(transfer, key), 0
 
     def _open_to_read(self, transfer: FsTransfer, key: OffloadKey) -> int:
@@ -221,8 +223,9 @@ class FsMover:
             elif error:
                 return unit, (), unit.pieces
             else:
-                found = check_block(page, payload, key, transfer.job.fingerprint)
+                found = check_block(page, payload.memory, key, transfer.job.fingerprint)
                 if found is None:
+                    payload.deliver()
                     return unit, unit.pieces, ()
                 failure = found
             if not self._is_damaged(fd, block_path(transfer.namespace, key), failure):

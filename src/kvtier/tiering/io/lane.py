@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -13,7 +12,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from kvtier.cpu.prompt_turns import prompt_turns
 from kvtier.tiering.base import PrimaryRows
 from kvtier.tiering.io.aio import AioQueue, address_of
+from kvtier.tiering.io.buffers import make_buffers
 from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.io.payload import Payload
+from kvtier.tiering.io.route import Routes, Trial
 from kvtier.tiering.io.transfer import Unit
 from kvtier.tiering.io.work import WorkQueue
 
@@ -34,6 +36,8 @@ LARGE_BLOCK_BYTES = 512 << 10
 ones it has so much to do that the scheduler would wait for it."""
 _WOKEN_BY = 4
 """A thread is woken when such a part of what it has under way has ended: a quarter."""
+_MOST_BUFFER_BYTES = 4 << 20
+"""Larger units never pass through buffers: these would take much memory, and stay in no cache."""
 
 
 class CannotBegin(Exception):
@@ -49,8 +53,8 @@ class Ended(NamedTuple, Generic[B]):
     """What `Mover.begin` has said."""
     pages: Sequence[memoryview]
     """The header page of each piece."""
-    payloads: Sequence[memoryview]
-    """The row of each piece."""
+    payloads: Sequence[Payload]
+    """The bytes of each piece."""
     error: int
     """0: every byte was moved."""
 
@@ -70,16 +74,18 @@ class Mover(Protocol[B]):
         """For log lines: the path."""
 
     def begin(
-        self, unit: Unit[B], pages: Sequence[memoryview], payloads: Sequence[memoryview]
+        self, unit: Unit[B], pages: Sequence[memoryview], payloads: Sequence[Payload]
     ) -> tuple[int, int]:
         """The descriptor of the file that the unit is read from or written to, and the offset
-        there. A store: fills in the header pages, too. Whatever is raised, the unit is not passed
-        to `end`, and has failed unless it was finished here. All but `CannotBegin` is logged."""
+        there. A store: fills in header pages and payloads, too. Whatever is raised, the unit is not
+        passed to `end`, and has failed unless it was finished here. All but `CannotBegin` is
+        logged."""
 
     def end(self, ended: Sequence[Ended[B]]) -> None:
         """Comes once for every unit that was begun, also if it was refused by the kernel or given
-        up. Sees to it that each is finished at the work queue, now or later. Must not raise: those
-        not finished by then fail."""
+        up. A load: delivers payloads that are what they should be. Sees to it that each unit is
+        finished at the work queue, now or later. Must not raise: those not finished by then
+        fail."""
 
     def note_error(self, error: int, is_write: bool) -> None:
         """A read or write has failed with this error number; `end` follows."""
@@ -95,6 +101,7 @@ class Lane(Generic[B]):
         name: str,
         work: WorkQueue[B],
         mover: Mover[B],
+        routes: Routes,
         depth: int,
         max_loads: int,
         max_stores: int,
@@ -105,6 +112,7 @@ class Lane(Generic[B]):
         them may be 0. `payload_bytes`: of one piece, which is as long as a row."""
         self._work = work
         self._mover = mover
+        self._routes = routes
         self._depth = depth
         self._max_loads = max_loads
         self._max_stores = max_stores
@@ -124,11 +132,16 @@ class Lane(Generic[B]):
         # holds a row keeps the memory behind it: the kernel may write there even after an engine
         # has ended that would not wait for a dead disk.
         self._begun: dict[int, Ended[B]] = {}
-        self._headers = mmap.mmap(-1, num_tags * max_pieces * PAGE_BYTES)
-        self._headers_address = address_of(self._headers)
-        view = memoryview(self._headers)
-        self._pages = [
-            view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)
+        self._trials: dict[int, Trial] = {}
+        self._has_buffers = max_pieces * self._piece_bytes <= _MOST_BUFFER_BYTES
+        # Of each piece the header page, and behind it, as in the file, room for its payload.
+        self._stride = self._piece_bytes if self._has_buffers else PAGE_BYTES
+        view = make_buffers(num_tags * max_pieces * self._stride)
+        self._buffers_address = address_of(view)
+        starts = range(0, len(view), self._stride)
+        self._pages = [view[start : start + PAGE_BYTES] for start in starts]
+        self._payload_buffers = [
+            view[start + PAGE_BYTES : start + self._stride] for start in starts
         ]
         # A daemon: an engine that ends without a shutdown must not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -222,25 +235,22 @@ class Lane(Generic[B]):
         pieces = unit.pieces
         is_write = not unit.transfer.job.is_promotion
         tag = self._free_tags.pop()
+        route = self._routes.stores if is_write else self._routes.loads
+        trial = self._trials[tag] = route.begin(len(pieces) * self._piece_bytes)
+        is_buffered = trial.is_buffered and self._has_buffers
         position = tag * self._max_pieces
         pages = self._pages[position : position + len(pieces)]
         try:
-            payloads = [self._mover.rows[row] for row, _ in pieces]
+            payloads = self._payloads(unit, position, is_buffered)
             fd, offset = self._mover.begin(unit, pages, payloads)
         except Exception as error:
             if not isinstance(error, CannotBegin):
                 logger.exception("%s: a block could not be moved", self._mover.where)
-            self._free_tags.append(tag)
+            self._release([tag], [is_write])
             self._fail([unit])
             return None
         self._begun[tag] = Ended(unit, fd, pages, payloads, 0)
-        header = self._headers_address + position * PAGE_BYTES
-        payload_bytes = self._payload_bytes
-        rows = self._mover.rows_address
-        segments: list[int] = []
-        for row, _ in pieces:
-            segments += (header, PAGE_BYTES, rows + row * payload_bytes, payload_bytes)
-            header += PAGE_BYTES
+        segments = self._segments(unit, position, is_buffered)
         try:
             self._queue.prepare(tag, fd, is_write, offset, segments)
         except Exception:  # no such file or place can be
@@ -250,6 +260,26 @@ class Lane(Generic[B]):
         self._num_under_way += 1
         self._num_stores += is_write
         return tag
+
+    def _payloads(self, unit: Unit[B], position: int, is_buffered: bool) -> list[Payload]:
+        rows = [self._mover.rows[row] for row, _ in unit.pieces]
+        memory = rows
+        if is_buffered:
+            memory = self._payload_buffers[position : position + len(rows)]
+        return [Payload(*each) for each in zip(memory, rows, strict=True)]
+
+    def _segments(self, unit: Unit[B], position: int, is_buffered: bool) -> list[int]:
+        """Addresses and lengths of what the kernel moves, in the order of the file."""
+        header = self._buffers_address + position * self._stride
+        if is_buffered:
+            return [header, len(unit.pieces) * self._stride]
+        payload_bytes = self._payload_bytes
+        rows = self._mover.rows_address
+        segments: list[int] = []
+        for row, _ in unit.pieces:
+            segments += (header, PAGE_BYTES, rows + row * payload_bytes, payload_bytes)
+            header += self._stride
+        return segments
 
     def _submit(self, tags: Sequence[int]) -> None:
         """Hand prepared reads and writes to the kernel. What it refuses has failed."""
@@ -278,6 +308,12 @@ class Lane(Generic[B]):
         except Exception:
             logger.exception("%s: blocks could not be checked", self._mover.where)
             self._fail([each.unit for each in ended])
+        self._release(tags, [not each.unit.transfer.job.is_promotion for each in ended])
+
+    def _release(self, tags: Sequence[int], are_writes: Sequence[bool]) -> None:
+        """These tags can be used again."""
+        for tag, is_write in zip(tags, are_writes, strict=True):
+            (self._routes.stores if is_write else self._routes.loads).end(self._trials.pop(tag))
         self._free_tags += tags
 
     def _fail(self, units: Sequence[Unit[B]]) -> None:
