@@ -122,7 +122,7 @@ def beside_gemm(device: Any) -> dict[str, Any]:
     for way, (page_bytes, num_tensors, path) in PATHS.items():
         for is_store in (False, True):
             for shape in SHAPES:
-                num_rounds = 9 if shape == SHAPES[0] else 6
+                num_rounds = 15 if shape == SHAPES[0] else 6
                 found = beside(device, shape, (page_bytes, num_tensors), path, is_store, num_rounds)
                 direction = "store" if is_store else "load"
                 name = f"{way}, {direction}, {'x'.join(map(str, shape))}"

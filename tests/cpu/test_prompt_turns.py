@@ -28,9 +28,9 @@ def test_as_long_as_anyone_is_within() -> None:
     with ExitStack() as first:
         first.enter_context(prompt_turns)
         with prompt_turns:
-            assert sys.getswitchinterval() == pytest.approx(0.0005)
+            assert sys.getswitchinterval() == pytest.approx(0.0001)
             first.close()
-            assert sys.getswitchinterval() == pytest.approx(0.0005)
+            assert sys.getswitchinterval() == pytest.approx(0.0001)
         assert sys.getswitchinterval() == pytest.approx(PYTHONS)
 
 
@@ -57,4 +57,4 @@ def test_a_lane_asks_for_it_while_it_works() -> None:
         assert time.monotonic() < deadline, "it waits for work, and keeps the interval"
         time.sleep(0.001)
     lane.close()
-    assert seen == [pytest.approx(0.0005)]
+    assert seen == [pytest.approx(0.0001)]

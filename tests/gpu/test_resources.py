@@ -14,7 +14,7 @@ import torch
 from kvtier.cpu.cuda import page_table, streams
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
-from kvtier.cpu.cuda.page_kernel import DIRECT_LOAD, DIRECT_STORE
+from kvtier.cpu.cuda.page_kernel import direct_threads
 from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.lane import Lane
@@ -84,8 +84,8 @@ def test_the_kernel_takes_few_sms_for_the_bus_and_all_for_a_moment(
     if isinstance(device_place, CudaPlace):
         num_sms = torch.cuda.get_device_properties(device_place.device).multi_processor_count
     for path, job, blocks in (
-        (CopyPath.KERNEL, store([1, 2], [3, 1]), DIRECT_STORE.blocks),
-        (CopyPath.KERNEL, load([3, 1], [4, 5]), DIRECT_LOAD.blocks),
+        (CopyPath.KERNEL, store([1, 2], [3, 1]), direct_threads(4096, is_store=True).blocks),
+        (CopyPath.KERNEL, load([3, 1], [4, 5]), direct_threads(4096, is_store=False).blocks),
         (CopyPath.STAGED, store([1, 2], [3, 1]), num_sms),
         (CopyPath.STAGED, load([3, 1], [4, 5]), num_sms),
     ):

@@ -50,7 +50,7 @@ _STORE_BYTES = 128 << 20
 """Of one store, at most. The slots of a burst come back little by little then, and the tier has the
 next store when one has ended, however long the engine's steps are."""
 
-_EXPLORE_EVERY_S = 5.0
+_EXPLORE_EVERY_S = 20.0
 
 _MOST_TOLD = 64
 """How many requests that have ended a tier is told of in one step, after a rest."""

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from kvtier.cpu.cuda.page_kernel import (
-    DIRECT_LOAD,
     KernelUnavailable,
     Launcher,
     Order,
     Threads,
     _machine_code,
+    direct_threads,
 )
 
 NO_COMPILER = "no CUDA compiler: install the extra `cuda`"
@@ -143,7 +143,7 @@ def test_launchers_do_not_share_what_they_tell_the_kernel() -> None:
     order = Order(1, 1, 16, 1, 1, 1, True, False)
     for count in (3, 100):
         for launcher in launchers:
-            launcher.launch(order, packed(entries_of(count, 0)), 0, 7, DIRECT_LOAD)
+            launcher.launch(order, packed(entries_of(count, 0)), 0, 7, Threads(4, 512))
     ranges = sorted(
         (launch.address, launch.address + ORDER.size + ENTRY.size * CAPACITIES[launch.function])
         for launch in driver.launches
@@ -156,4 +156,16 @@ def test_a_launch_takes_no_more_than_its_parameters_have_room_for() -> None:
     order = Order(1, 1, 16, 1, 1, 1, True, False)
     assert order.max_entries == CAPACITIES["many"]
     with pytest.raises(ValueError, match="different structures"):
-        launcher.launch(order, packed(entries_of(order.max_entries + 1, 0)), 0, 7, DIRECT_LOAD)
+        launcher.launch(order, packed(entries_of(order.max_entries + 1, 0)), 0, 7, Threads(4, 512))
+
+
+def test_a_store_takes_few_threads_and_more_for_small_pages() -> None:
+    """Those that write are in the way of everybody else."""
+    threads = [
+        direct_threads(kib << 10, is_store=is_store)
+        for is_store, kib in ((False, 16), (False, 64), (True, 16), (True, 64))
+    ]
+    loads, stores = threads[:2], threads[2:]
+    assert loads[0] == loads[1]
+    assert all(t.blocks <= 2 and t.of_block % 32 == 0 for t in stores)
+    assert stores[1].of_block < stores[0].of_block < loads[0].blocks * loads[0].of_block

@@ -36,11 +36,11 @@ def measure(device: Any, page_bytes: int, num_tensors: int, num_bytes: int) -> B
         loads, stores = (_jobs(rig, is_store) for is_store in (False, True))
         return Bandwidth(
             *(
-                _rate(part, num_bytes * count, device)
+                _rate(part, num_bytes * count, device, rig)
                 for part, count in (
-                    (lambda: rig.finish(loads()), 1),
-                    (lambda: rig.finish(stores()), 1),
-                    (lambda: rig.finish(loads(2) + stores(2)), 4),
+                    (loads, 1),
+                    (stores, 1),
+                    (lambda: loads(2) + stores(2), 4),
                 )
             )
         )
@@ -53,18 +53,18 @@ def measure_plain_copy(device: Any, num_bytes: int) -> Bandwidth:
     on_device = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def load() -> None:
+    def load() -> list[int]:
         with torch.cuda.stream(streams[0]):
             on_device[0].copy_(host, non_blocking=True)
+        return []
 
-    def store() -> None:
+    def store() -> list[int]:
         with torch.cuda.stream(streams[1]):
             other.copy_(on_device[1], non_blocking=True)
+        return []
 
-    def both() -> None:
-        for _ in range(2):
-            load()
-            store()
+    def both() -> list[int]:
+        return load() + store() + load() + store()
 
     return Bandwidth(
         _rate(load, num_bytes, device),
@@ -88,12 +88,19 @@ def _jobs(rig: Rig, is_store: bool) -> Callable[..., list[int]]:
     return submit
 
 
-def _rate(work: Callable[[], object], num_bytes: int, device: Any) -> float:
+def _rate(
+    start: Callable[[], list[int]], num_bytes: int, device: Any, rig: Rig | None = None
+) -> float:
+    """`rig`: whose jobs are started."""
     seconds = []
     for _ in range(1 + _NUM_ROUNDS):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        work()
+        jobs = start()
+        if rig is not None:
+            rig.worker.flush()  # the device has them all now
         torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
+        if rig is not None:
+            rig.finish(jobs)
     return num_bytes / median(seconds[1:]) / 1e9

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from kvtier.cpu.cuda.driver import CudaDriver
 
 __all__ = [
-    "DIRECT_LOAD",
-    "DIRECT_STORE",
     "ENTRY_BYTES",
     "MOST_ENTRIES",
     "KernelUnavailable",
@@ -19,6 +17,7 @@ __all__ = [
     "Order",
     "PageKernel",
     "Threads",
+    "direct_threads",
     "max_entries",
 ]
 
@@ -37,13 +36,24 @@ class Threads(NamedTuple):
     of_block: int
 
 
-DIRECT_LOAD, DIRECT_STORE = Threads(4, 512), Threads(2, 288)
-"""For pages in host memory. What is read is waited for: it takes as many threads as the bus is
-long, and more are not faster. What is written is not: with more threads than it takes to keep the
+_DIRECT_LOAD = Threads(4, 512)
+"""From host memory. What is read is waited for: it takes as many threads as the bus is long, and
+more are not faster."""
+_DIRECT_STORE, _DIRECT_STORE_OF_SMALL = Threads(2, 288), Threads(2, 352)
+"""To host memory. What is written is not waited for: with more threads than it takes to keep the
 bus busy, writes fill the queues on the way, and the model's kernels, which only want their own
-memory, take up to five times as long (H200)."""
+memory, take up to five times as long (H200). Pages below `_SMALL_PAGE_BYTES` take some more, since
+each has to be found in the host's page tables."""
+_SMALL_PAGE_BYTES = 32 << 10
 _ON_DEVICE = 512
 """Threads of a block, where nothing has to wait for the bus."""
+
+
+def direct_threads(page_bytes: float, *, is_store: bool) -> Threads:
+    """For pages of that size in host memory."""
+    if not is_store:
+        return _DIRECT_LOAD
+    return _DIRECT_STORE_OF_SMALL if page_bytes < _SMALL_PAGE_BYTES else _DIRECT_STORE
 
 
 class KernelUnavailable(RuntimeError):
@@ -102,7 +112,9 @@ class PageKernel:
         launcher = self.launcher()
         for count in (_FEW_ENTRIES, MOST_ENTRIES):
             nothing = Order(0, 0, _PIECE_BYTES, 0, 0, 1, False, False)
-            launcher.launch(nothing, memoryview(bytes(ENTRY_BYTES * count)), 0, stream, DIRECT_LOAD)
+            launcher.launch(
+                nothing, memoryview(bytes(ENTRY_BYTES * count)), 0, stream, _DIRECT_LOAD
+            )
 
     def launcher(self) -> Launcher:
         return Launcher(self._driver, self._functions)

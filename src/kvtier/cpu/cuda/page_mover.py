@@ -17,12 +17,11 @@ from kvtier.cpu.cuda.device_memory import DeviceMemory
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import (
-    DIRECT_LOAD,
-    DIRECT_STORE,
     ENTRY_BYTES,
     Order,
     PageKernel,
     Threads,
+    direct_threads,
     max_entries,
 )
 from kvtier.cpu.cuda.page_table import Addresses, Columns, Grid
@@ -225,7 +224,7 @@ class PageMover:
     def _by_kernel(self, plan: Plan) -> Iterator[bool]:
         cell = plan.grid.cell
         order = self._order(plan.grid, cell.address)
-        threads = DIRECT_STORE if self._is_store else DIRECT_LOAD
+        threads = direct_threads(plan.grid.columns.page_bytes, is_store=self._is_store)
         for part in _parts(len(plan.grid.blocks), order.max_entries):
             self._window.await_room(_LAUNCH_COPIES)
             first_place = (plan.grid.first_place + part.start) % cell.blocks_per_chunk

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _TRIAL_BYTES = 32 << 20
 _FIRST_TRIALS = 3
 """Of each way, before one is preferred."""
-_EVERY = 32
+_EVERY = 128
 """One of so many trials is for the way that was slower."""
 _WEIGHT = 0.25
 """Of the newest trial."""
