@@ -8,13 +8,13 @@ from types import TracebackType
 
 __all__ = ["prompt_turns"]
 
-_INTERVAL_S = 0.0001
+_INTERVAL_S = 0.0002
 
 
 class _PromptTurns:
-    """Within, whoever wants the interpreter has it after a tenth of a millisecond at most.
+    """Within, whoever wants the interpreter has it after a fifth of a millisecond at most.
 
-    Python's own interval is fifty times as long. A thread that moves large blocks has some
+    Python's own interval is 25 times as long. A thread that moves large blocks has some
     microseconds to do between two waits for a disk or a device, and would wait for its turn a
     hundred times as long beside an engine that computes; the engine loses no more than those
     microseconds. Not for threads that have much to do. For the whole process; what was set before
@@ -24,13 +24,15 @@ class _PromptTurns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_within = 0
-        self._interval_before = _INTERVAL_S
+        self._interval_before: float | None = None
+        """None: it is not ours."""
 
     def __enter__(self) -> None:
         with self._lock:
             if self._num_within == 0:
-                self._interval_before = sys.getswitchinterval()
-                if self._interval_before > _INTERVAL_S:
+                before = sys.getswitchinterval()
+                if before > _INTERVAL_S:
+                    self._interval_before = before
                     sys.setswitchinterval(_INTERVAL_S)
             self._num_within += 1
 
@@ -42,10 +44,12 @@ class _PromptTurns:
     ) -> None:
         with self._lock:
             self._num_within -= 1
+            if self._num_within or self._interval_before is None:
+                return
             # Unless somebody else has changed it meanwhile.
-            is_ours = abs(sys.getswitchinterval() - _INTERVAL_S) < _INTERVAL_S / 100
-            if self._num_within == 0 and is_ours:
+            if abs(sys.getswitchinterval() - _INTERVAL_S) < _INTERVAL_S / 50:
                 sys.setswitchinterval(self._interval_before)
+            self._interval_before = None
 
 
 prompt_turns = _PromptTurns()
