@@ -8,13 +8,13 @@ from types import TracebackType
 
 __all__ = ["prompt_turns"]
 
-_INTERVAL_S = 0.0002
+_INTERVAL_S = 0.0001
 
 
 class _PromptTurns:
-    """Within, whoever wants the interpreter has it after a fifth of a millisecond at most.
+    """Within, whoever wants the interpreter has it after a tenth of a millisecond at most.
 
-    Python's own interval is 25 times as long. A thread that moves large blocks has some
+    Python's own interval is 50 times as long. A thread that moves large blocks has some
     microseconds to do between two waits for a disk or a device, and would wait for its turn a
     hundred times as long beside an engine that computes; the engine loses no more than those
     microseconds. Not for threads that have much to do. For the whole process; what was set before

@@ -47,7 +47,7 @@ __all__ = ["FsSecondaryTierManager"]
 
 logger = logging.getLogger(__name__)
 
-_IN_FLIGHT_BYTES = 32 << 20
+_IN_FLIGHT_BYTES = 16 << 20
 _LEAST_DEPTH, _MOST_DEPTH = 2, 32
 _EXTENT_BYTES = 4096
 """What a file system may need to remember where a file's bytes are."""
