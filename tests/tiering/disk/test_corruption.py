@@ -32,6 +32,7 @@ from tests.engine.models import FULL, random_tokens
 from tests.engine.oracle import assert_same
 from tests.tiering.disk.crash.image import Image, write
 from tests.tiering.disk.rig import bytes_for, disk_harness, du
+from tests.tiering.ways import demand_rows_hold_whole_blocks_or_nothing
 
 NUM_BLOCKS = 70
 """More than one page of the index."""
@@ -129,6 +130,13 @@ def test_any_bit_of_slots(
 
     with opened_copy(pristine, spoilt, spoil) as harness:
         demand_exactly_lost(harness, {key_in(image, slot) for slot in flips})
+
+
+def test_a_damaged_block_does_not_reach_its_row(pristine: Path, spoilt: Path) -> None:
+    image = Image(pristine)
+    offset = image.geometry.slot_offset(3) + image.geometry.slot_bytes - 1
+    with opened_copy(pristine, spoilt, lambda copy: flip(copy, offset, 0)) as harness:
+        demand_rows_hold_whole_blocks_or_nothing(harness, key_in(image, 4), key_in(image, 3))
 
 
 @SOME

@@ -28,6 +28,7 @@ from tests.tiering.fs.accounts import load_some, store_all, wait_until_the_gauge
 from tests.tiering.fs.pauses import shorten_pauses
 from tests.tiering.fs.rig import ROW_BYTES, block_files, fs_harness, fs_of
 from tests.tiering.patience import wait_until
+from tests.tiering.ways import demand_rows_hold_whole_blocks_or_nothing
 
 FILE_BYTES = PAGE_BYTES + ROW_BYTES
 KEYS = TierHarness.keys(8)
@@ -117,6 +118,11 @@ def test_any_bit(running: TierHarness, offset: int, bit: int) -> None:
     flip(path_of(running, VICTIM), offset, bit)
     (reason,) = demand_refused(running, VICTIM)
     assert reason in expected_for_bit(offset)
+
+
+def test_a_damaged_block_does_not_reach_its_row(harness: TierHarness) -> None:
+    flip(path_of(harness, VICTIM), FILE_BYTES - 1, 0)
+    demand_rows_hold_whole_blocks_or_nothing(harness, OTHER, VICTIM)
 
 
 def test_a_bit_in_each_part_of_every_block_at_once(harness: TierHarness) -> None:

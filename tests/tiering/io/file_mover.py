@@ -39,6 +39,8 @@ class FileMover:
         self.max_pieces = max_pieces
         self.work: WorkQueue[int] = WorkQueue(max_pieces)
         self.routes = Routes.of(path)
+        self.max_buffer_bytes = 1 << 20
+        self.went_through_buffers: Counter[bool] = Counter()
         self.lanes: list[Lane[int]] = []
         self.lock = threading.Lock()
         self.begun: list[Unit[int]] = []
@@ -61,6 +63,7 @@ class FileMover:
             max_stores=max_stores,
             max_pieces=self.max_pieces,
             payload_bytes=ROW_BYTES,
+            max_buffer_bytes=self.max_buffer_bytes,
         )
         self.lanes.append(lane)
         return lane
@@ -115,6 +118,8 @@ class FileMover:
                 close_page(page)
         with self.lock:
             self.begun.append(unit)
+            for payload in payloads:
+                self.went_through_buffers[payload.memory is not payload.row] += 1
         return self.places.get(first, (self.fd, first * PIECE_BYTES))
 
     def end(self, ended: Sequence[Ended[int]]) -> None:
@@ -151,6 +156,7 @@ class FileMover:
     def check_ends(self) -> None:
         """Every unit that was begun has been ended, once."""
         assert Counter(map(id, self.begun)) == Counter(id(unit) for unit, _ in self.ended)
+        assert [route._num_open for route in self.routes] == [0, 0]
         assert all(count == 1 for count in Counter(map(id, self.begun)).values())
 
 

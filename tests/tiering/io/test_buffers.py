@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 
 import pytest
@@ -12,15 +13,29 @@ from kvtier.tiering.io.payload import Payload
 
 
 @pytest.mark.parametrize("num_bytes", [4096, 3 << 20])
-def test_buffers_are_zero_aligned_and_not_for_children(num_bytes: int) -> None:
+def test_buffers_are_zero_aligned_and_in_large_pieces(num_bytes: int) -> None:
     memory = make_buffers(num_bytes)
     assert len(memory) == num_bytes
     assert address_of(memory) % (2 << 20) == 0
     assert bytes(memory) == bytes(num_bytes)
-    memory[0] = 1
-    flags = _flags_of(address_of(memory))
-    assert "dc" in flags, "a fork would share it"
-    assert "hg" in flags or not os.path.exists("/sys/kernel/mm/transparent_hugepage")
+    is_huge = num_bytes > 2 << 20 and os.path.exists("/sys/kernel/mm/transparent_hugepage")
+    assert ("hg" in _flags_of(address_of(memory))) == is_huge
+
+
+def test_a_child_has_zeros_and_may_let_go_of_them() -> None:
+    """Not a copy, which would be the parent's as soon as it writes, while the disk has the page."""
+    memory = make_buffers(1 << 20)
+    memory[:] = b"?" * len(memory)
+    child = os.fork()
+    if child == 0:
+        has_zeros = bytes(memory) == bytes(len(memory))
+        others = [mmap.mmap(-1, 1 << 20) for _ in range(8)]
+        del memory
+        for other in others:
+            other[:] = b"!" * len(other)
+        os._exit(0 if has_zeros else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bytes(memory) == b"?" * len(memory)
 
 
 def _flags_of(address: int) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -18,22 +20,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.tiering.io import lane as lane_module
-from kvtier.tiering.io import route as route_module
 from kvtier.tiering.io.aio import AioQueue
 from kvtier.tiering.io.lane import CannotBegin
 from kvtier.tiering.io.route import Route
 from kvtier.tiering.io.transfer import Transfer
 from tests.tiering.io.file_mover import NUM_ROWS, PIECE_BYTES, ROW_BYTES, FileMover
+from tests.tiering.ways import ways
 
 PATIENCE_S = 30.0
 
 
 @pytest.fixture(params=["through buffers", "straight"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """How blocks go between file and row."""
-    if request.param == "straight":
-        monkeypatch.setattr(lane_module, "_MOST_BUFFER_BYTES", 0)
-    return str(request.param)
+    with ways(lambda: request.param == "through buffers"):
+        yield str(request.param)
 
 
 @pytest.fixture
@@ -90,13 +91,13 @@ def test_what_is_stored_can_be_loaded(tmp_path: Path, max_pieces: int, way: str)
 
 
 @pytest.mark.parametrize("max_pieces", [1, 3])
-def test_both_ways_in_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_pieces: int
-) -> None:
+def test_both_ways_in_turns(tmp_path: Path, max_pieces: int) -> None:
     """A unit keeps the way that it was begun with."""
-    ways = cycle([True, False])
-    monkeypatch.setattr(route_module, "_TRIAL_BYTES", 2 * PIECE_BYTES)
-    monkeypatch.setattr(Route, "_next_way", lambda _: next(ways))
+    with ways(cycle([True, True, False]).__next__):
+        go_both_ways(tmp_path, max_pieces)
+
+
+def go_both_ways(tmp_path: Path, max_pieces: int) -> None:
     mover = FileMover(tmp_path / "file", max_pieces)
     mover.start()
     contents = [fill(mover, number) for number in range(60)]
@@ -108,27 +109,66 @@ def test_both_ways_in_turns(
     assert numbers_of(store.done) == list(range(60))
     assert sum(len(load.done) for load in loads) == 49
     assert [row_of(mover, number) for number in range(49)] == contents[:49]
+    assert mover.went_through_buffers[True] > mover.went_through_buffers[False] > 20
     mover.close()
     mover.check_ends()
     mover.check_rows_are_free()
-    for route in mover.routes:
-        assert route._num_open == 0
 
 
-def test_what_is_not_what_it_should_be_does_not_reach_its_row(tmp_path: Path) -> None:
+def test_buffers_take_no_more_memory_than_they_may(tmp_path: Path, way: str) -> None:
+    """Then blocks are moved as they lie, and nobody is asked for the way."""
+    for most, is_enough in ((2 * 4 * PIECE_BYTES, True), (2 * 4 * PIECE_BYTES - 1, False)):
+        mover = FileMover(tmp_path / "file")
+        mover.max_buffer_bytes = most
+        mover.start(depth=4)
+        fill(mover, 1)
+        mover.store(1)
+        mover.work.wait_until_idle()
+        assert mover.went_through_buffers == {is_enough and way == "through buffers": 1}
+        mover.close()
+        mover.check_ends()
+
+
+def test_what_is_measured_is_what_was_moved(
+    mover: FileMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[int] = []
+    end = Route.end
+
+    def noted(route: Route, num_bytes: int) -> None:
+        moved.append(num_bytes)
+        end(route, num_bytes)
+
+    monkeypatch.setattr(Route, "end", noted)
+    mover.start()
+    mover.cannot_begin[2] = CannotBegin
+    mover.places[5] = 1 << 20, 0  # no such file
+    mover.store(*range(8))
+    mover.work.wait_until_idle()
+    assert sorted(moved) == [0, 0] + 6 * [PIECE_BYTES]
+
+
+def test_large_units_have_no_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(lane_module, "_MOST_UNIT_BYTES", PIECE_BYTES - 1)
     mover = FileMover(tmp_path / "file")
     mover.start()
-    for number in range(3):
-        fill(mover, number)
-    mover.store(*range(3))
+    mover.store(1)
     mover.work.wait_until_idle()
-    os.pwrite(mover.fd, b"?", PIECE_BYTES + 17)
-    wipe(mover)
-    load = mover.load(*range(3))
-    mover.work.wait_until_idle()
-    assert numbers_of(load.failed) == [1]
-    assert row_of(mover, 1) == bytes(ROW_BYTES)
     mover.close()
+    assert mover.went_through_buffers == {False: 1}
+
+
+def test_memory_is_given_back_when_the_thread_ends(mover: FileMover) -> None:
+    lane = mover.start()
+    mover.store(*range(20))
+    mover.work.wait_until_idle()
+    memory = weakref.ref(lane._pages[0].obj)
+    assert memory() is not None
+    mover.stop()
+    gc.collect()
+    assert memory() is None
 
 
 def test_lanes_for_loads_alone_and_for_stores_alone(mover: FileMover) -> None:

@@ -12,7 +12,7 @@ from kvtier.tiering.disk.layout import encode_stamp, has_stamp, write_slot_heade
 from kvtier.tiering.disk.slab import Slab
 from kvtier.tiering.disk.transfer import SlabBlock
 from kvtier.tiering.io.errors import ErrorLog
-from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES, Ended, Lane
+from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES, MOST_BUFFER_BYTES, Ended, Lane
 from kvtier.tiering.io.page import is_intact
 from kvtier.tiering.io.payload import Payload
 from kvtier.tiering.io.route import Routes
@@ -82,19 +82,21 @@ class SlabIO:
         routes = Routes.of(self.where)
         try:
             for number in range(io_threads):
+                # The first of several is for loads alone: file systems can make writes wait, and
+                # the thread with them.
+                stores = max_stores if number or io_threads == 1 else 0
                 self.lanes.append(
                     Lane(
                         name=f"kvtier-{tier.tier_type}-{number}",
                         work=self.work,
                         mover=self,
                         routes=routes,
-                        depth=max_loads + max_stores,
+                        depth=max_loads + stores,
                         max_loads=max_loads,
-                        # The first of several is for loads alone: file systems can make writes
-                        # wait, and the thread with them.
-                        max_stores=max_stores if number or io_threads == 1 else 0,
+                        max_stores=stores,
                         max_pieces=max_pieces,
                         payload_bytes=geometry.payload_bytes,
+                        max_buffer_bytes=MOST_BUFFER_BYTES // io_threads,
                     )
                 )
         except BaseException:

@@ -34,7 +34,7 @@ from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.uses import Uses
 from kvtier.tiering.io.aio import address_of
 from kvtier.tiering.io.errors import ErrorLog, error_counter
-from kvtier.tiering.io.lane import Lane
+from kvtier.tiering.io.lane import MOST_BUFFER_BYTES, Lane
 from kvtier.tiering.io.route import Routes
 from kvtier.tiering.io.rows import require_movable
 from kvtier.tiering.io.transfer import Transfer, Unit
@@ -163,6 +163,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         file_bytes = block_file_bytes(self.rows.row_bytes)
         depth = min(max(_IN_FLIGHT_BYTES // file_bytes, _LEAST_DEPTH), _MOST_DEPTH)
         routes = Routes.of(mover.where)
+        num_lanes = options.n_read_threads + options.n_write_threads
         for kind, count in (("read", options.n_read_threads), ("write", options.n_write_threads)):
             for number in range(count):
                 self._lanes.append(
@@ -176,6 +177,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
                         max_stores=depth if kind == "write" else 0,
                         max_pieces=1,
                         payload_bytes=self.rows.row_bytes,
+                        max_buffer_bytes=MOST_BUFFER_BYTES // num_lanes,
                     )
                 )
 

@@ -15,11 +15,11 @@ from kvtier.tiering.io.aio import AioQueue, address_of
 from kvtier.tiering.io.buffers import make_buffers
 from kvtier.tiering.io.page import PAGE_BYTES
 from kvtier.tiering.io.payload import Payload
-from kvtier.tiering.io.route import Routes, Trial
+from kvtier.tiering.io.route import Route, Routes
 from kvtier.tiering.io.transfer import Unit
 from kvtier.tiering.io.work import WorkQueue
 
-__all__ = ["LARGE_BLOCK_BYTES", "CannotBegin", "Ended", "Lane", "Mover"]
+__all__ = ["LARGE_BLOCK_BYTES", "MOST_BUFFER_BYTES", "CannotBegin", "Ended", "Lane", "Mover"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,10 @@ LARGE_BLOCK_BYTES = 512 << 10
 ones it has so much to do that the scheduler would wait for it."""
 _WOKEN_BY = 4
 """A thread is woken when such a part of what it has under way has ended: a quarter."""
-_MOST_BUFFER_BYTES = 4 << 20
-"""Larger units never pass through buffers: these would take much memory, and stay in no cache."""
+MOST_BUFFER_BYTES = 256 << 20
+"""Of all lanes of a tier together: those whose buffers would take more have none."""
+_MOST_UNIT_BYTES = 4 << 20
+"""Larger units never pass through buffers: these would stay in no cache."""
 
 
 class CannotBegin(Exception):
@@ -107,9 +109,11 @@ class Lane(Generic[B]):
         max_stores: int,
         max_pieces: int,
         payload_bytes: int,
+        max_buffer_bytes: int,
     ) -> None:
         """`max_loads`, `max_stores`: how many of those under way may be reads, and writes. One of
-        them may be 0. `payload_bytes`: of one piece, which is as long as a row."""
+        them may be 0. `payload_bytes`: of one piece, which is as long as a row. `max_buffer_bytes`:
+        if more were needed, there are no buffers, and all units are moved as they lie."""
         self._work = work
         self._mover = mover
         self._routes = routes
@@ -121,7 +125,6 @@ class Lane(Generic[B]):
         self._piece_bytes = PAGE_BYTES + payload_bytes
         # A unit keeps its tag until it has been verified: by then as many others may be in flight.
         num_tags = 2 * depth
-        self._queue = AioQueue(num_tags, 2 * max_pieces)
         self._free_tags = list(range(num_tags))
         # Prepared, or at the kernel; and how many of those are writes.
         self._num_under_way = 0
@@ -132,8 +135,10 @@ class Lane(Generic[B]):
         # holds a row keeps the memory behind it: the kernel may write there even after an engine
         # has ended that would not wait for a dead disk.
         self._begun: dict[int, Ended[B]] = {}
-        self._trials: dict[int, Trial] = {}
-        self._has_buffers = max_pieces * self._piece_bytes <= _MOST_BUFFER_BYTES
+        unit_bytes = max_pieces * self._piece_bytes
+        self._has_buffers = (
+            unit_bytes <= _MOST_UNIT_BYTES and num_tags * unit_bytes <= max_buffer_bytes
+        )
         # Of each piece the header page, and behind it, as in the file, room for its payload.
         self._stride = self._piece_bytes if self._has_buffers else PAGE_BYTES
         view = make_buffers(num_tags * max_pieces * self._stride)
@@ -143,6 +148,7 @@ class Lane(Generic[B]):
         self._payload_buffers = [
             view[start + PAGE_BYTES : start + self._stride] for start in starts
         ]
+        self._queue = AioQueue(num_tags, 2 * max_pieces)
         # A daemon: an engine that ends without a shutdown must not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
@@ -174,6 +180,9 @@ class Lane(Generic[B]):
             self._queue.close()  # waits: the kernel may still write into rows
             self._end(list(self._begun), dict.fromkeys(self._begun, errno.ECANCELED))
             self._fail(self._taken)
+            # Whoever keeps the tier does not keep its memory.
+            self._pages.clear()
+            self._payload_buffers.clear()
 
     def _step(self) -> None:
         """Start what can be started, then handle what has ended."""
@@ -235,9 +244,7 @@ class Lane(Generic[B]):
         pieces = unit.pieces
         is_write = not unit.transfer.job.is_promotion
         tag = self._free_tags.pop()
-        route = self._routes.stores if is_write else self._routes.loads
-        trial = self._trials[tag] = route.begin(len(pieces) * self._piece_bytes)
-        is_buffered = trial.is_buffered and self._has_buffers
+        is_buffered = self._has_buffers and self._route(is_write).begin()
         position = tag * self._max_pieces
         pages = self._pages[position : position + len(pieces)]
         try:
@@ -246,7 +253,7 @@ class Lane(Generic[B]):
         except Exception as error:
             if not isinstance(error, CannotBegin):
                 logger.exception("%s: a block could not be moved", self._mover.where)
-            self._release([tag], [is_write])
+            self._release(tag, is_write, 0)
             self._fail([unit])
             return None
         self._begun[tag] = Ended(unit, fd, pages, payloads, 0)
@@ -308,13 +315,18 @@ class Lane(Generic[B]):
         except Exception:
             logger.exception("%s: blocks could not be checked", self._mover.where)
             self._fail([each.unit for each in ended])
-        self._release(tags, [not each.unit.transfer.job.is_promotion for each in ended])
+        for tag, (unit, _, _, _, error) in zip(tags, ended, strict=True):
+            is_write = not unit.transfer.job.is_promotion
+            self._release(tag, is_write, 0 if error else len(unit.pieces) * self._piece_bytes)
 
-    def _release(self, tags: Sequence[int], are_writes: Sequence[bool]) -> None:
-        """These tags can be used again."""
-        for tag, is_write in zip(tags, are_writes, strict=True):
-            (self._routes.stores if is_write else self._routes.loads).end(self._trials.pop(tag))
-        self._free_tags += tags
+    def _release(self, tag: int, is_write: bool, num_bytes: int) -> None:
+        """A tag can be used again; of its unit, so many bytes were moved."""
+        if self._has_buffers:
+            self._route(is_write).end(num_bytes)
+        self._free_tags.append(tag)
+
+    def _route(self, is_write: bool) -> Route:
+        return self._routes.stores if is_write else self._routes.loads
 
     def _fail(self, units: Sequence[Unit[B]]) -> None:
         self._work.finish([(unit, (), unit.pieces) for unit in units])

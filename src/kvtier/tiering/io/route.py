@@ -11,44 +11,35 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Route", "Routes", "Trial"]
+__all__ = ["Route", "Routes"]
 
 logger = logging.getLogger(__name__)
 
-_TRIAL_BYTES = 32 << 20
-_FIRST_TRIALS = 3
+_WINDOW_BYTES = 32 << 20
+"""So much is moved for one measurement."""
+_FIRST_WINDOWS = 3
 """Of each way, before one is preferred."""
 _EVERY = 128
-"""One of so many trials is for the way that was slower."""
+"""After so many measurements, one of the way that was slower."""
+_MOST_TRIED_BYTES = 8 * _WINDOW_BYTES
+"""That way is given up if there was no measurement by then: there is too little to do."""
 _WEIGHT = 0.25
-"""Of the newest trial."""
-_WORTH = 1.1
-"""So much quicker must buffers be: to copy costs the processor something."""
+"""Of the newest measurement."""
+_TO_BUFFERS, _TO_STRAIGHT = 1.1, 1.0
+"""What buffers are taken from, as often as quick as straight, and what they are left below: to copy
+costs the processor something, and chance alone should change nothing."""
 _BUSY = 2
-"""With fewer under way, it is not the disk that is measured."""
-
-
-@dataclass(slots=True, eq=False)
-class Trial:
-    """Units that are begun one after the other, all in one way."""
-
-    is_buffered: bool
-    num_bytes: int = 0
-    num_open: int = 0
-    is_full: bool = False
-    is_valid: bool = True
+"""With fewer units under way, it is not the disk that is measured."""
 
 
 class Route:
     """The way of loads, or of stores. Any thread; one for all lanes of a tier.
 
-    The time of a trial is that between the end of its last unit and the end of the last one of the
-    trial before. It counts if there was always enough under way.
+    When the way changes, as many units as are under way have to end before anything is measured.
+    What ends from then on, in whatever order, is what the disk does in that time.
     """
 
     def __init__(self, what: str, now: Callable[[], float] = time.perf_counter) -> None:
@@ -58,58 +49,66 @@ class Route:
         self._lock = threading.Lock()
         self._rates: dict[bool, float] = {}
         self._num_measured = {False: 0, True: 0}
-        self._num_trials = 0
         self._preferred: bool | None = None
-        self._trials = deque([Trial(is_buffered=True)])
-        """Those that are not over; the last one is still being filled."""
+        """Whether buffers are. None: not known yet."""
+        self._is_buffered = False
         self._num_open = 0
+        self._num_to_skip = 0
+        """Units that have to end before the way of today is measured."""
         self._since: float | None = None
-        """When the last trial ended, if the disk has been busy ever since."""
+        """When what is being measured began."""
+        self._num_bytes = 0
+        """That were moved since then."""
+        self._num_since_other = 0
+        """Measurements since the other way was tried."""
+        self._tried_bytes = 0
+        """Moved since the way that is not preferred was taken."""
 
-    def begin(self, num_bytes: int) -> Trial:
-        """The next unit, of so many bytes, goes the way of this trial."""
+    def begin(self) -> bool:
+        """Whether the next unit passes through buffers. `end` follows."""
         with self._lock:
-            trial = self._trials[-1]
-            if trial.is_full:
-                trial = Trial(self._next_way())
-                self._trials.append(trial)
-            trial.num_bytes += num_bytes
-            trial.num_open += 1
-            trial.is_full = trial.num_bytes >= _TRIAL_BYTES
             self._num_open += 1
-            return trial
+            return self._is_buffered
 
-    def end(self, trial: Trial) -> None:
-        """A unit of that trial has ended, well or not."""
+    def end(self, num_bytes: int) -> None:
+        """A unit has ended, and so many bytes of it were moved."""
         with self._lock:
-            trial.num_open -= 1
             self._num_open -= 1
-            is_busy = self._num_open >= _BUSY
-            if not is_busy:
-                for each in self._trials:
-                    each.is_valid = False
-            while self._trials[0].is_full and not self._trials[0].num_open:
-                self._close(self._trials.popleft())
-                if not self._trials:
-                    self._trials.append(Trial(self._next_way()))
-            if not is_busy:
+            if self._is_buffered is not self._preferred:
+                self._tried_bytes += num_bytes
+            if self._num_to_skip:
+                self._num_to_skip -= 1
+                return
+            if self._num_open < _BUSY:
                 self._since = None
+            elif self._since is None:
+                self._since, self._num_bytes = self._now(), 0
+            else:
+                self._num_bytes += num_bytes
+                if self._num_bytes >= _WINDOW_BYTES:
+                    self._measured(self._num_bytes, self._since, self._now())
+            if self._preferred is not None and self._tried_bytes >= _MOST_TRIED_BYTES:
+                self._go(self._preferred)
 
-    def _close(self, trial: Trial) -> None:
-        began, self._since = self._since, self._now()
-        if began is None or not trial.is_valid or self._since <= began:
-            return
-        way = trial.is_buffered
-        rate = trial.num_bytes / (self._since - began)
+    def _measured(self, num_bytes: int, began: float, ended: float) -> None:
+        self._since, self._num_bytes = ended, 0
+        way = self._is_buffered
+        rate = num_bytes / max(ended - began, 1e-9)
         before = self._rates.get(way, rate)
         self._rates[way] = before + _WEIGHT * (rate - before)
         self._num_measured[way] += 1
+        self._num_since_other += 1
+        if min(self._num_measured.values()) < _FIRST_WINDOWS:
+            self._go(not way)
+            return
         self._prefer()
+        assert self._preferred is not None
+        is_turn_of_other = self._num_since_other >= _EVERY
+        self._go(self._preferred is not is_turn_of_other)
 
     def _prefer(self) -> None:
-        if min(self._num_measured.values()) < _FIRST_TRIALS:
-            return
-        is_buffered = self._rates[True] > _WORTH * self._rates[False]
+        ratio = self._rates[True] / self._rates[False]
+        is_buffered = ratio > (_TO_STRAIGHT if self._preferred else _TO_BUFFERS)
         if is_buffered is not self._preferred:
             self._preferred = is_buffered
             logger.info(
@@ -120,11 +119,14 @@ class Route:
                 self._rates[False] / 1e9,
             )
 
-    def _next_way(self) -> bool:
-        self._num_trials += 1
-        if self._preferred is None:
-            return self._num_measured[True] <= self._num_measured[False]
-        return self._preferred is (self._num_trials % _EVERY != 0)
+    def _go(self, is_buffered: bool) -> None:
+        """That way from now on."""
+        self._tried_bytes = 0
+        if is_buffered is not self._is_buffered:
+            self._is_buffered = is_buffered
+            self._num_to_skip = self._num_open
+            self._since = None
+            self._num_since_other = 0
 
 
 class Routes(NamedTuple):
