@@ -148,18 +148,6 @@ def test_what_is_measured_is_what_was_moved(
     assert sorted(moved) == [0, 0] + 6 * [PIECE_BYTES]
 
 
-def test_large_units_have_no_buffers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setattr(lane_module, "_MOST_UNIT_BYTES", PIECE_BYTES - 1)
-    mover = FileMover(tmp_path / "file")
-    mover.start()
-    mover.store(1)
-    mover.work.wait_until_idle()
-    mover.close()
-    assert mover.went_through_buffers == {False: 1}
-
-
 def test_memory_is_given_back_when_the_thread_ends(mover: FileMover) -> None:
     lane = mover.start()
     mover.store(*range(20))

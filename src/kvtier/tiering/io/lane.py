@@ -38,8 +38,6 @@ _WOKEN_BY = 4
 """A thread is woken when such a part of what it has under way has ended: a quarter."""
 MOST_BUFFER_BYTES = 256 << 20
 """Of all lanes of a tier together: those whose buffers would take more have none."""
-_MOST_UNIT_BYTES = 4 << 20
-"""Larger units never pass through buffers: these would stay in no cache."""
 
 
 class CannotBegin(Exception):
@@ -135,10 +133,7 @@ class Lane(Generic[B]):
         # holds a row keeps the memory behind it: the kernel may write there even after an engine
         # has ended that would not wait for a dead disk.
         self._begun: dict[int, Ended[B]] = {}
-        unit_bytes = max_pieces * self._piece_bytes
-        self._has_buffers = (
-            unit_bytes <= _MOST_UNIT_BYTES and num_tags * unit_bytes <= max_buffer_bytes
-        )
+        self._has_buffers = num_tags * max_pieces * self._piece_bytes <= max_buffer_bytes
         # Of each piece the header page, and behind it, as in the file, room for its payload.
         self._stride = self._piece_bytes if self._has_buffers else PAGE_BYTES
         view = make_buffers(num_tags * max_pieces * self._stride)
