@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvtier.cpu.cuda.rig import Rig, open_rig
+from kvtier.cpu.cuda.rig import OpenCopies, Rig, open_rig
 
 __all__ = ["Bandwidth", "measure", "measure_plain_copy"]
 
@@ -29,10 +29,17 @@ class Bandwidth(NamedTuple):
     """At the same time, added up."""
 
 
-def measure(device: Any, page_bytes: int, num_tensors: int, num_bytes: int) -> Bandwidth:
-    """Of the worker, with scattered pages of that size and a few jobs under way."""
+def measure(
+    device: Any,
+    page_bytes: int,
+    num_tensors: int,
+    num_bytes: int,
+    open_copies: OpenCopies | None = None,
+) -> Bandwidth:
+    """Of the worker, with scattered pages of that size and a few jobs under way. `open_copies`: as
+    for the worker."""
     num_blocks = num_bytes // (page_bytes * num_tensors)
-    with open_rig(device, page_bytes, num_tensors, num_blocks) as rig:
+    with open_rig(device, page_bytes, num_tensors, num_blocks, open_copies) as rig:
         loads, stores = (_jobs(rig, is_store) for is_store in (False, True))
         return Bandwidth(
             *(

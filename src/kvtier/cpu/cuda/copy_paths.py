@@ -2,7 +2,7 @@
 
 Two things can move a page: the copy engines, which disturb no kernel but need some time for every
 page, and a kernel, which does not care about the size of a page but takes some SMs from the model
-and, since it speaks to the bus in smaller packets, reaches 92 % of it at most. GB/s of scattered
+and, since it speaks to the bus in smaller packets, reaches 94 % of it at most. GB/s of scattered
 pages, host to device / device to host; a plain copy reaches 55.2 / 55.1:
 
 | page    | copy engines, 1 stream | 2 streams   | 4 streams   | kernel      |
@@ -16,7 +16,7 @@ pages, host to device / device to host; a plain copy reaches 55.2 / 55.1:
 A small job is over before a kernel is at full speed: 16 pages of 64 KiB take the engines as long.
 
 A kernel that speaks to the bus stays on its SMs for as long as the copy takes, and matrix products
-become 8 to 20 % slower beside it, whether it takes one SM or eight. So where the pages of a block
+become 3 to 15 % slower beside it, however few SMs it takes. So where the pages of a block
 lie together in its slot, as they do when an engine has a tensor for each layer, a kernel only
 collects them on the device, which is over in no time, and the copy engines move whole slots.
 """

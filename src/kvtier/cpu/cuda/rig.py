@@ -25,7 +25,7 @@ from kvtier.cpu.cuda.jobs_failed import JobsFailed
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
-__all__ = ["Rig", "open_rig"]
+__all__ = ["OpenCopies", "Rig", "open_rig"]
 
 OpenCopies = Callable[[Any, SharedOffloadRegion, ExitStack], Copies]
 
