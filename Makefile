@@ -43,8 +43,9 @@ test-vllm: $(VENV)/.ready vllm-env ## only the tests with stock vLLM; of another
 	@$(VENV)/bin/python -m pytest tests/e2e/vllm tests/integrations/vllm
 
 # With the machine's own Python: its torch fits its driver. Installs nothing.
-HAS_GPU = $(PYTHON) -c 'import pytest, hypothesis, numpy, xxhash, torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)' \
-	|| { echo "make $@: needs an NVIDIA GPU and a Python with torch (CUDA), numpy, xxhash, hypothesis and pytest 9; name it: make $@ PYTHON=/path/to/vllm/bin/python" >&2; exit 1; }
+HAS_GPU = said=$$($(PYTHON) -c 'import pytest, hypothesis, numpy, xxhash, torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)' 2>&1) \
+	&& echo "$$said" || { echo "make $@: $$(tail -n 1 <<< "$$said")" >&2; \
+	echo "make $@: needs an NVIDIA GPU and a Python with torch (CUDA), numpy, xxhash, hypothesis and pytest 9; name it: make $@ PYTHON=/path/to/vllm/bin/python" >&2; exit 1; }
 
 .PHONY: test-gpu
 test-gpu: ## on a machine with an NVIDIA GPU, its torch, pytest and hypothesis: tests of the CUDA worker

@@ -44,7 +44,7 @@ BENCHMARKS = {
     "vllm_ttft": (vllm_ttft.run, "time to first token in vLLM, by where the prompt was"),
     "gpu_copy": (gpu_copy.run, "the CUDA worker beside a plain copy, and a model beside it"),
     "gpu_threads": (gpu_threads.run, "how many threads a copying kernel should have (a minute)"),
-    "gpu_ttft": (gpu_ttft.run, "time to first token in vLLM on a GPU (eight minutes)"),
+    "gpu_ttft": (gpu_ttft.run, "time to first token in vLLM on a GPU (a quarter of an hour)"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
 }
 

@@ -1,6 +1,6 @@
 """Time to first token in stock vLLM on a GPU, by where a prompt's blocks were before.
 
-    python -m tests.bench gpu_ttft            on the H200, eight minutes
+    python -m tests.bench gpu_ttft            on the H200, ten to fifteen minutes
     python -m tests.bench.gpu_ttft rehearse   the same with a tiny model on the CPU, two minutes
 
 Five engines are alive at the same time, and one of them works: `plain` vLLM; vLLM's own offloading,

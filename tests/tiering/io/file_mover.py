@@ -39,7 +39,7 @@ class FileMover:
         self.max_pieces = max_pieces
         self.work: WorkQueue[int] = WorkQueue(max_pieces)
         self.routes = Routes.of(path)
-        self.max_buffer_bytes = 1 << 20
+        self.has_buffers = True
         self.went_through_buffers: Counter[bool] = Counter()
         self.lanes: list[Lane[int]] = []
         self.lock = threading.Lock()
@@ -63,7 +63,7 @@ class FileMover:
             max_stores=max_stores,
             max_pieces=self.max_pieces,
             payload_bytes=ROW_BYTES,
-            max_buffer_bytes=self.max_buffer_bytes,
+            has_buffers=self.has_buffers,
         )
         self.lanes.append(lane)
         return lane

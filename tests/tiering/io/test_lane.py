@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from kvtier.tiering.io import lane as lane_module
 from kvtier.tiering.io.aio import AioQueue
-from kvtier.tiering.io.lane import CannotBegin
+from kvtier.tiering.io.lane import CannotBegin, may_have_buffers
 from kvtier.tiering.io.route import Route
 from kvtier.tiering.io.transfer import Transfer
 from tests.tiering.io.file_mover import NUM_ROWS, PIECE_BYTES, ROW_BYTES, FileMover
@@ -115,18 +115,31 @@ def go_both_ways(tmp_path: Path, max_pieces: int) -> None:
     mover.check_rows_are_free()
 
 
-def test_buffers_take_no_more_memory_than_they_may(tmp_path: Path, way: str) -> None:
-    """Then blocks are moved as they lie, and nobody is asked for the way."""
-    for most, is_enough in ((2 * 4 * PIECE_BYTES, True), (2 * 4 * PIECE_BYTES - 1, False)):
-        mover = FileMover(tmp_path / "file")
-        mover.max_buffer_bytes = most
-        mover.start(depth=4)
-        fill(mover, 1)
-        mover.store(1)
-        mover.work.wait_until_idle()
-        assert mover.went_through_buffers == {is_enough and way == "through buffers": 1}
-        mover.close()
-        mover.check_ends()
+def test_without_buffers_nobody_is_asked_for_the_way(mover: FileMover) -> None:
+    mover.has_buffers = False
+    mover.start()
+    mover.store(1)
+    mover.work.wait_until_idle()
+    assert mover.went_through_buffers == {False: 1}
+
+
+@pytest.mark.parametrize(
+    ("sum_of_depths", "unit_mib", "may"),
+    [
+        (14, 2, True),
+        (16, 8, True),
+        (17, 8, False),
+        (1024, 1, False),
+        (1, 128, True),
+        (2, 128, False),
+    ],
+)
+def test_buffers_of_all_lanes_take_a_quarter_of_a_gib_at_most(
+    sum_of_depths: int, unit_mib: int, may: bool
+) -> None:
+    assert may_have_buffers(sum_of_depths, unit_mib << 20) is may
+    if may:
+        assert not may_have_buffers(sum_of_depths, 256 << 20)
 
 
 def test_what_is_measured_is_what_was_moved(

@@ -154,6 +154,19 @@ def test_a_way_that_cannot_be_measured_is_given_up() -> None:
     assert is_mostly(went[-300:], False)
 
 
+def test_before_anything_is_known_what_cannot_be_measured_is_given_up_too() -> None:
+    disk = Disk(4.0, 1.0)
+    while disk.move(1) == [False]:
+        pass
+    disk.idle()
+    went: list[bool] = []
+    for _ in range(200):  # far too little in a burst
+        went += disk.move(3)
+        disk.idle()
+    assert 0 < went.count(True) < 100
+    assert is_mostly(went[-300:], False)
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_what_waits_for_something_else_says_nothing_of_the_disk(in_flight: int) -> None:
     disk = Disk(0.5, 1.0, in_flight)

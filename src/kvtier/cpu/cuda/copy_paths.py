@@ -2,8 +2,8 @@
 
 Two things can move a page: the copy engines, which disturb no kernel but need some time for every
 page, and a kernel, which does not care about the size of a page but takes some SMs from the model
-and, since it speaks to the bus in smaller packets, reaches 94 % of it at most. GB/s of scattered
-pages, host to device / device to host; a plain copy reaches 55.2 / 55.1:
+and, since it speaks to the bus in smaller packets, reaches 92 to 94 % of it at most. GB/s of
+scattered pages, host to device / device to host; a plain copy reaches 55.2 / 55.1:
 
 | page    | copy engines, 1 stream | 2 streams   | 4 streams   | kernel      |
 |---------|------------------------|-------------|-------------|-------------|

@@ -12,7 +12,7 @@ from kvtier.tiering.disk.layout import encode_stamp, has_stamp, write_slot_heade
 from kvtier.tiering.disk.slab import Slab
 from kvtier.tiering.disk.transfer import SlabBlock
 from kvtier.tiering.io.errors import ErrorLog
-from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES, MOST_BUFFER_BYTES, Ended, Lane
+from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES, Ended, Lane, may_have_buffers
 from kvtier.tiering.io.page import is_intact
 from kvtier.tiering.io.payload import Payload
 from kvtier.tiering.io.route import Routes
@@ -80,11 +80,14 @@ class SlabIO:
         """What is to be moved, and what has been."""
         self.lanes: list[Lane[SlabBlock]] = []
         routes = Routes.of(self.where)
+        # The first of several is for loads alone: file systems can make writes wait, and the thread
+        # with them.
+        stores_of_lanes = [max_stores] * io_threads
+        if io_threads > 1:
+            stores_of_lanes[0] = 0
+        sum_of_depths = io_threads * max_loads + sum(stores_of_lanes)
         try:
-            for number in range(io_threads):
-                # The first of several is for loads alone: file systems can make writes wait, and
-                # the thread with them.
-                stores = max_stores if number or io_threads == 1 else 0
+            for number, stores in enumerate(stores_of_lanes):
                 self.lanes.append(
                     Lane(
                         name=f"kvtier-{tier.tier_type}-{number}",
@@ -96,7 +99,7 @@ class SlabIO:
                         max_stores=stores,
                         max_pieces=max_pieces,
                         payload_bytes=geometry.payload_bytes,
-                        max_buffer_bytes=MOST_BUFFER_BYTES // io_threads,
+                        has_buffers=may_have_buffers(sum_of_depths, unit_bytes),
                     )
                 )
         except BaseException:

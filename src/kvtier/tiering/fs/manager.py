@@ -34,7 +34,7 @@ from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.uses import Uses
 from kvtier.tiering.io.aio import address_of
 from kvtier.tiering.io.errors import ErrorLog, error_counter
-from kvtier.tiering.io.lane import MOST_BUFFER_BYTES, Lane
+from kvtier.tiering.io.lane import Lane, may_have_buffers
 from kvtier.tiering.io.route import Routes
 from kvtier.tiering.io.rows import require_movable
 from kvtier.tiering.io.transfer import Transfer, Unit
@@ -177,7 +177,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
                         max_stores=depth if kind == "write" else 0,
                         max_pieces=1,
                         payload_bytes=self.rows.row_bytes,
-                        max_buffer_bytes=MOST_BUFFER_BYTES // num_lanes,
+                        has_buffers=may_have_buffers(num_lanes * depth, file_bytes),
                     )
                 )
 

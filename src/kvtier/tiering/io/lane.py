@@ -19,7 +19,7 @@ from kvtier.tiering.io.route import Route, Routes
 from kvtier.tiering.io.transfer import Unit
 from kvtier.tiering.io.work import WorkQueue
 
-__all__ = ["LARGE_BLOCK_BYTES", "MOST_BUFFER_BYTES", "CannotBegin", "Ended", "Lane", "Mover"]
+__all__ = ["LARGE_BLOCK_BYTES", "CannotBegin", "Ended", "Lane", "Mover", "may_have_buffers"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,18 @@ call lets other threads have the interpreter, and waits to get it back."""
 LARGE_BLOCK_BYTES = 512 << 10
 """With such blocks a thread has little to do and the disk much: it gets its turns soon. With small
 ones it has so much to do that the scheduler would wait for it."""
+_TAGS_PER_UNIT = 2
+"""A unit keeps its tag until it has been verified: by then as many others may be in flight."""
 _WOKEN_BY = 4
 """A thread is woken when such a part of what it has under way has ended: a quarter."""
-MOST_BUFFER_BYTES = 256 << 20
-"""Of all lanes of a tier together: those whose buffers would take more have none."""
+_MOST_BUFFER_BYTES = 256 << 20
+"""Of all lanes of a tier together."""
+
+
+def may_have_buffers(sum_of_depths: int, unit_bytes: int) -> bool:
+    """Whether the lanes of a tier may, with so much under way in all of them, in units of so many
+    bytes. If not, all units are moved as they lie."""
+    return _TAGS_PER_UNIT * sum_of_depths * unit_bytes <= _MOST_BUFFER_BYTES
 
 
 class CannotBegin(Exception):
@@ -107,11 +115,11 @@ class Lane(Generic[B]):
         max_stores: int,
         max_pieces: int,
         payload_bytes: int,
-        max_buffer_bytes: int,
+        has_buffers: bool,
     ) -> None:
         """`max_loads`, `max_stores`: how many of those under way may be reads, and writes. One of
-        them may be 0. `payload_bytes`: of one piece, which is as long as a row. `max_buffer_bytes`:
-        if more were needed, there are no buffers, and all units are moved as they lie."""
+        them may be 0. `payload_bytes`: of one piece, which is as long as a row. `has_buffers`:
+        whether units may pass through buffers, see `may_have_buffers`."""
         self._work = work
         self._mover = mover
         self._routes = routes
@@ -121,8 +129,7 @@ class Lane(Generic[B]):
         self._max_pieces = max_pieces
         self._payload_bytes = payload_bytes
         self._piece_bytes = PAGE_BYTES + payload_bytes
-        # A unit keeps its tag until it has been verified: by then as many others may be in flight.
-        num_tags = 2 * depth
+        num_tags = _TAGS_PER_UNIT * depth
         self._free_tags = list(range(num_tags))
         # Prepared, or at the kernel; and how many of those are writes.
         self._num_under_way = 0
@@ -133,7 +140,7 @@ class Lane(Generic[B]):
         # holds a row keeps the memory behind it: the kernel may write there even after an engine
         # has ended that would not wait for a dead disk.
         self._begun: dict[int, Ended[B]] = {}
-        self._has_buffers = num_tags * max_pieces * self._piece_bytes <= max_buffer_bytes
+        self._has_buffers = has_buffers
         # Of each piece the header page, and behind it, as in the file, room for its payload.
         self._stride = self._piece_bytes if self._has_buffers else PAGE_BYTES
         view = make_buffers(num_tags * max_pieces * self._stride)

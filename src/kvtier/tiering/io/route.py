@@ -25,7 +25,7 @@ _FIRST_WINDOWS = 3
 _EVERY = 128
 """After so many measurements, one of the way that was slower."""
 _MOST_TRIED_BYTES = 8 * _WINDOW_BYTES
-"""That way is given up if there was no measurement by then: there is too little to do."""
+"""What is tried is given up if there was no measurement by then: there is too little to do."""
 _WEIGHT = 0.25
 """Of the newest measurement."""
 _TO_BUFFERS, _TO_STRAIGHT = 1.1, 1.0
@@ -62,7 +62,7 @@ class Route:
         self._num_since_other = 0
         """Measurements since the other way was tried."""
         self._tried_bytes = 0
-        """Moved since the way that is not preferred was taken."""
+        """Moved since a way that is not preferred, or not yet, was taken."""
 
     def begin(self) -> bool:
         """Whether the next unit passes through buffers. `end` follows."""
@@ -87,8 +87,8 @@ class Route:
                 self._num_bytes += num_bytes
                 if self._num_bytes >= _WINDOW_BYTES:
                     self._measured(self._num_bytes, self._since, self._now())
-            if self._preferred is not None and self._tried_bytes >= _MOST_TRIED_BYTES:
-                self._go(self._preferred)
+            if self._tried_bytes >= _MOST_TRIED_BYTES:
+                self._go(self._preferred or False)
 
     def _measured(self, num_bytes: int, began: float, ended: float) -> None:
         self._since, self._num_bytes = ended, 0
