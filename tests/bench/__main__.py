@@ -43,7 +43,7 @@ BENCHMARKS = {
     "vllm_step": (vllm_step.run, "time in the manager per step of vLLM (three minutes)"),
     "vllm_ttft": (vllm_ttft.run, "time to first token in vLLM, by where the prompt was"),
     "gpu_copy": (gpu_copy.run, "the CUDA worker beside a plain copy, and a model beside it"),
-    "gpu_threads": (gpu_threads.run, "how many threads a copying kernel should have (a minute)"),
+    "gpu_threads": (gpu_threads.run, "how many threads a copying kernel should have (two minutes)"),
     "gpu_ttft": (gpu_ttft.run, "time to first token in vLLM on a GPU (a quarter of an hour)"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cpu.cuda.copy_paths import choose_path
-from tests.bench.gpu_here import why_no_gpu
+from tests.bench.gpu_here import gpu_for
 from tests.bench.report import RESULTS, print_table, save, verdict, verdict_at_least
 
 KIB = 1 << 10
@@ -21,13 +21,10 @@ MAX_ENQUEUE_US = 100.0
 
 
 def run(results: Path = RESULTS) -> None:
-    if (missing := why_no_gpu()) is not None:
-        print(f"\ngpu_copy: not measured, {missing}")
+    if (device := gpu_for("gpu_copy")) is None:
         return
     import torch
 
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
     document: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device)}
     for name, part in (
         ("bandwidth", bandwidth),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
-__all__ = ["why_no_gpu"]
+__all__ = ["gpu_for", "why_no_gpu"]
 
 
 def why_no_gpu() -> str | None:
@@ -19,3 +20,16 @@ def why_no_gpu() -> str | None:
             "`make bench-gpu PYTHON=...` names another"
         )
     return None
+
+
+def gpu_for(benchmark: str) -> Any | None:
+    """The first GPU, which is the current one from now on. None: there is none, and it has been
+    said what is missing."""
+    if (missing := why_no_gpu()) is not None:
+        print(f"\n{benchmark}: not measured, {missing}")
+        return None
+    import torch
+
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    return device

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.page_kernel import Threads, direct_threads
-from tests.bench.gpu_here import why_no_gpu
+from tests.bench.gpu_here import gpu_for
 from tests.bench.report import RESULTS, print_table, save
 
 LOADS = (Threads(2, 512), Threads(4, 256), Threads(2, 1024), Threads(4, 512), Threads(8, 256))
@@ -30,15 +30,10 @@ NUM_BYTES = 1 << 30
 
 
 def run(results: Path = RESULTS) -> None:
-    if (missing := why_no_gpu()) is not None:
-        print(f"\ngpu_threads: not measured, {missing}")
+    if (device := gpu_for("gpu_threads")) is None:
         return
-    import torch
-
     from kvtier.cpu.cuda.bandwidth import measure_plain_copy
 
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
     peaks = measure_plain_copy(device, NUM_BYTES)
     rows, result = [], {}
     for is_store, candidates in ((False, LOADS), (True, STORES)):

@@ -22,9 +22,10 @@ import pytest
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import TransferJob
-from kvtier.tiering.disk import metrics, slab_io
+from kvtier.tiering.disk import metrics
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.io import lane
 from kvtier.tiering.io.aio import AioUnavailable
 from kvtier.tiering.io.errors import error_counter
 from tests.tiering.descriptors import no_more_descriptors
@@ -322,8 +323,8 @@ def test_no_room_in_the_kernel_is_refused_at_start(
     most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     threads = set(threading.enumerate())
     with monkeypatch.context() as patch:
-        patch.setattr(slab_io, "_LEAST_DEPTH", most)
-        patch.setattr(slab_io, "_MOST_DEPTH", most)
+        patch.setattr(lane, "_LEAST_DEPTH", most)
+        patch.setattr(lane, "_MOST_DEPTH", most)
         with pytest.raises(AioUnavailable, match=r"fs\.aio-max-nr"):
             disk_harness(path, 4, row_bytes=1 << 20, num_rows=4)
     assert set(threading.enumerate()) <= threads

@@ -17,9 +17,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.config import ConfigError
 from kvtier.testing.sample_spec import sample_spec
-from kvtier.tiering.fs import manager
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from kvtier.tiering.fs.refusal import RootRefused
+from kvtier.tiering.io import lane
 from kvtier.tiering.io.aio import AioUnavailable
 from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.descriptors import no_more_descriptors
@@ -111,8 +111,8 @@ def test_no_room_in_the_kernel_is_refused_at_start(
     most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     threads = set(threading.enumerate())
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_LEAST_DEPTH", most)
-        patch.setattr(manager, "_MOST_DEPTH", most)
+        patch.setattr(lane, "_LEAST_DEPTH", most)
+        patch.setattr(lane, "_MOST_DEPTH", most)
         with pytest.raises(AioUnavailable, match=r"fs\.aio-max-nr"):
             fs_harness(root, row_bytes=1 << 20, num_rows=4)
     assert set(threading.enumerate()) <= threads

@@ -94,25 +94,21 @@ def test_what_is_stored_can_be_loaded(tmp_path: Path, max_pieces: int, way: str)
 def test_both_ways_in_turns(tmp_path: Path, max_pieces: int) -> None:
     """A unit keeps the way that it was begun with."""
     with ways(cycle([True, True, False]).__next__):
-        go_both_ways(tmp_path, max_pieces)
-
-
-def go_both_ways(tmp_path: Path, max_pieces: int) -> None:
-    mover = FileMover(tmp_path / "file", max_pieces)
-    mover.start()
-    contents = [fill(mover, number) for number in range(60)]
-    store = mover.store(*range(60))
-    mover.work.wait_until_idle()
-    wipe(mover)
-    loads = [mover.load(*range(start, start + 7)) for start in range(0, 49, 7)]
-    mover.work.wait_until_idle()
-    assert numbers_of(store.done) == list(range(60))
-    assert sum(len(load.done) for load in loads) == 49
-    assert [row_of(mover, number) for number in range(49)] == contents[:49]
-    assert mover.went_through_buffers[True] > mover.went_through_buffers[False] > 20
-    mover.close()
-    mover.check_ends()
-    mover.check_rows_are_free()
+        mover = FileMover(tmp_path / "file", max_pieces)
+        mover.start()
+        contents = [fill(mover, number) for number in range(60)]
+        store = mover.store(*range(60))
+        mover.work.wait_until_idle()
+        wipe(mover)
+        loads = [mover.load(*range(start, start + 7)) for start in range(0, 49, 7)]
+        mover.work.wait_until_idle()
+        assert numbers_of(store.done) == list(range(60))
+        assert sum(len(load.done) for load in loads) == 49
+        assert [row_of(mover, number) for number in range(49)] == contents[:49]
+        assert mover.went_through_buffers[True] > mover.went_through_buffers[False] > 20
+        mover.close()
+        mover.check_ends()
+        mover.check_rows_are_free()
 
 
 def test_without_buffers_nobody_is_asked_for_the_way(mover: FileMover) -> None:

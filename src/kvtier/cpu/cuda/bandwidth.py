@@ -41,15 +41,15 @@ def measure(
     num_blocks = num_bytes // (page_bytes * num_tensors)
     with open_rig(device, page_bytes, num_tensors, num_blocks, open_copies) as rig:
         loads, stores = (_jobs(rig, is_store) for is_store in (False, True))
+
+        def handed_over(jobs: list[int]) -> list[int]:
+            rig.worker.flush()
+            return jobs
+
         return Bandwidth(
-            *(
-                _rate(part, num_bytes * count, device, rig)
-                for part, count in (
-                    (loads, 1),
-                    (stores, 1),
-                    (lambda: loads(2) + stores(2), 4),
-                )
-            )
+            _rate(lambda: handed_over(loads()), num_bytes, device, rig.finish),
+            _rate(lambda: handed_over(stores()), num_bytes, device, rig.finish),
+            _rate(lambda: handed_over(loads(2) + stores(2)), 4 * num_bytes, device, rig.finish),
         )
 
 
@@ -60,18 +60,18 @@ def measure_plain_copy(device: Any, num_bytes: int) -> Bandwidth:
     on_device = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def load() -> list[int]:
+    def load() -> None:
         with torch.cuda.stream(streams[0]):
             on_device[0].copy_(host, non_blocking=True)
-        return []
 
-    def store() -> list[int]:
+    def store() -> None:
         with torch.cuda.stream(streams[1]):
             other.copy_(on_device[1], non_blocking=True)
-        return []
 
-    def both() -> list[int]:
-        return load() + store() + load() + store()
+    def both() -> None:
+        for _ in range(2):
+            load()
+            store()
 
     return Bandwidth(
         _rate(load, num_bytes, device),
@@ -96,18 +96,19 @@ def _jobs(rig: Rig, is_store: bool) -> Callable[..., list[int]]:
 
 
 def _rate(
-    start: Callable[[], list[int]], num_bytes: int, device: Any, rig: Rig | None = None
+    start: Callable[[], Any],
+    num_bytes: int,
+    device: Any,
+    finish: Callable[[Any], object] = lambda _: None,
 ) -> float:
-    """`rig`: whose jobs are started."""
+    """`start`: returns when the device has all that is measured. `finish`: is told what that said,
+    when it is over and its time known."""
     seconds = []
     for _ in range(1 + _NUM_ROUNDS):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        jobs = start()
-        if rig is not None:
-            rig.worker.flush()  # the device has them all now
+        started = start()
         torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-        if rig is not None:
-            rig.finish(jobs)
+        finish(started)
     return num_bytes / median(seconds[1:]) / 1e9

@@ -12,7 +12,7 @@ from kvtier.tiering.disk.layout import encode_stamp, has_stamp, write_slot_heade
 from kvtier.tiering.disk.slab import Slab
 from kvtier.tiering.disk.transfer import SlabBlock
 from kvtier.tiering.io.errors import ErrorLog
-from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES, Ended, Lane, may_have_buffers
+from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES, Ended, Lane, depth_for, may_have_buffers
 from kvtier.tiering.io.page import is_intact
 from kvtier.tiering.io.payload import Payload
 from kvtier.tiering.io.route import Routes
@@ -34,8 +34,6 @@ _MAX_PIECES = 16
 _LOADS_IN_FLIGHT, _STORES_IN_FLIGHT = 16 << 20, 24 << 20
 """How many bytes all threads together keep under way: the disk must have enough to do while they
 wait for the interpreter, and the less memory it has to do with, the quicker it is."""
-_LEAST_DEPTH, _MOST_DEPTH = 2, 32
-"""Of a thread, of either kind."""
 _THREADS_FOR_LARGE, _THREADS_FOR_SMALL = 4, 2
 """With large blocks, so many that the disk has something to do while they wait for Python. With
 small ones they have so much to do that more of them would keep the scheduler from its turns."""
@@ -73,7 +71,7 @@ class SlabIO:
             max_pieces = min(_UNIT_BYTES // geometry.slot_bytes, _MAX_PIECES)
         unit_bytes = max_pieces * geometry.slot_bytes
         max_loads, max_stores = (
-            min(max(in_flight // io_threads // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+            depth_for(in_flight // io_threads, unit_bytes)
             for in_flight in (_LOADS_IN_FLIGHT, _STORES_IN_FLIGHT)
         )
         self.work: WorkQueue[SlabBlock] = WorkQueue(max_pieces)
@@ -86,6 +84,7 @@ class SlabIO:
         if io_threads > 1:
             stores_of_lanes[0] = 0
         sum_of_depths = io_threads * max_loads + sum(stores_of_lanes)
+        has_buffers = may_have_buffers(sum_of_depths, unit_bytes)
         try:
             for number, stores in enumerate(stores_of_lanes):
                 self.lanes.append(
@@ -99,7 +98,7 @@ class SlabIO:
                         max_stores=stores,
                         max_pieces=max_pieces,
                         payload_bytes=geometry.payload_bytes,
-                        has_buffers=may_have_buffers(sum_of_depths, unit_bytes),
+                        has_buffers=has_buffers,
                     )
                 )
         except BaseException:

@@ -34,7 +34,7 @@ from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.uses import Uses
 from kvtier.tiering.io.aio import address_of
 from kvtier.tiering.io.errors import ErrorLog, error_counter
-from kvtier.tiering.io.lane import Lane, may_have_buffers
+from kvtier.tiering.io.lane import Lane, depth_for, may_have_buffers
 from kvtier.tiering.io.route import Routes
 from kvtier.tiering.io.rows import require_movable
 from kvtier.tiering.io.transfer import Transfer, Unit
@@ -48,7 +48,6 @@ __all__ = ["FsSecondaryTierManager"]
 logger = logging.getLogger(__name__)
 
 _IN_FLIGHT_BYTES = 16 << 20
-_LEAST_DEPTH, _MOST_DEPTH = 2, 32
 _EXTENT_BYTES = 4096
 """What a file system may need to remember where a file's bytes are."""
 
@@ -161,9 +160,10 @@ class FsSecondaryTierManager(SecondaryTierManager):
 
     def _start_lanes(self, mover: FsMover, options: FsOptions) -> None:
         file_bytes = block_file_bytes(self.rows.row_bytes)
-        depth = min(max(_IN_FLIGHT_BYTES // file_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+        depth = depth_for(_IN_FLIGHT_BYTES, file_bytes)
         routes = Routes.of(mover.where)
         num_lanes = options.n_read_threads + options.n_write_threads
+        has_buffers = may_have_buffers(num_lanes * depth, file_bytes)
         for kind, count in (("read", options.n_read_threads), ("write", options.n_write_threads)):
             for number in range(count):
                 self._lanes.append(
@@ -177,7 +177,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
                         max_stores=depth if kind == "write" else 0,
                         max_pieces=1,
                         payload_bytes=self.rows.row_bytes,
-                        has_buffers=may_have_buffers(num_lanes * depth, file_bytes),
+                        has_buffers=has_buffers,
                     )
                 )
 

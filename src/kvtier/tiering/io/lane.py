@@ -19,7 +19,15 @@ from kvtier.tiering.io.route import Route, Routes
 from kvtier.tiering.io.transfer import Unit
 from kvtier.tiering.io.work import WorkQueue
 
-__all__ = ["LARGE_BLOCK_BYTES", "CannotBegin", "Ended", "Lane", "Mover", "may_have_buffers"]
+__all__ = [
+    "LARGE_BLOCK_BYTES",
+    "CannotBegin",
+    "Ended",
+    "Lane",
+    "Mover",
+    "depth_for",
+    "may_have_buffers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +48,12 @@ _WOKEN_BY = 4
 """A thread is woken when such a part of what it has under way has ended: a quarter."""
 _MOST_BUFFER_BYTES = 256 << 20
 """Of all lanes of a tier together."""
+_LEAST_DEPTH, _MOST_DEPTH = 2, 32
+
+
+def depth_for(in_flight_bytes: int, unit_bytes: int) -> int:
+    """How many units a lane keeps under way that is to have so many bytes under way."""
+    return min(max(in_flight_bytes // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
 
 
 def may_have_buffers(sum_of_depths: int, unit_bytes: int) -> bool:

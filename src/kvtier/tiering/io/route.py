@@ -101,12 +101,11 @@ class Route:
         if min(self._num_measured.values()) < _FIRST_WINDOWS:
             self._go(not way)
             return
-        self._prefer()
-        assert self._preferred is not None
         is_turn_of_other = self._num_since_other >= _EVERY
-        self._go(self._preferred is not is_turn_of_other)
+        self._go(self._prefer() is not is_turn_of_other)
 
-    def _prefer(self) -> None:
+    def _prefer(self) -> bool:
+        """Whether buffers are preferred by all that is known now."""
         ratio = self._rates[True] / self._rates[False]
         is_buffered = ratio > (_TO_STRAIGHT if self._preferred else _TO_BUFFERS)
         if is_buffered is not self._preferred:
@@ -118,6 +117,7 @@ class Route:
                 self._rates[True] / 1e9,
                 self._rates[False] / 1e9,
             )
+        return is_buffered
 
     def _go(self, is_buffered: bool) -> None:
         """That way from now on."""
