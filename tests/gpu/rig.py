@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import time
 from collections.abc import Collection, Iterator
@@ -61,7 +62,18 @@ class Rig:
             require_equal(self.place.download(allocation), expected, f"allocation {index}")
 
     def do(self, *jobs: Job, first_id: int = 0, by_polling: bool = False) -> list[TransferResult]:
-        """Submit jobs, see them end well, and return what was reported, by job id."""
+        """Submit jobs, see them end well, and return what was reported, by job id.
+
+        Stores and loads do not wait for each other: not those that touch the same memory.
+        """
+        stores, loads = (
+            [part for job in jobs if job.is_store is is_store for part in job.parts]
+            for is_store in (True, False)
+        )
+        for stored, loaded in itertools.product(stores, loads):
+            assert not {*stored.slots} & {*loaded.slots}, "which of them is first, nobody says"
+            if stored.group_idx == loaded.group_idx:
+                assert not {*stored.blocks} & {*loaded.blocks}
         ids = range(first_id, first_id + len(jobs))
         for job_id, job in zip(ids, jobs, strict=True):
             assert job.submit(self.worker, job_id)

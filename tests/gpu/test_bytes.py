@@ -275,7 +275,8 @@ def test_without_room_for_staging_the_kernel_does_it_directly(
     monkeypatch.setattr(page_mover.PageMover, "make_staging", no_memory)
     launches = LaunchCount(monkeypatch)
     with open_rig(device_place, plain_layout(64, 64, num_blocks=8), shm) as rig:
-        rig.do(store([1, 2], [3, 1]), store([4, 5], [0, 2]), load([3], [7]))
+        rig.do(store([1, 2], [3, 1]), store([4, 5], [0, 2]))
+        rig.do(load([3], [7]))
         rig.check()
     assert launches.count == 3
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]

@@ -377,7 +377,7 @@ def test_asking_never_waits(held_place: CPUPlace, shm: Path) -> None:
 
 def test_asking_never_waits_for_the_device(device_place: Place, shm: Path) -> None:
     with open_rig(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
-        rig.do(store([5], [5]), load([5], [4]))
+        rig.do(store([5], [5]), load([3], [4]))
         for _ in range(8):
             device_place.delay()
         for job_id in range(4):

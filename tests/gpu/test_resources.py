@@ -123,7 +123,7 @@ def test_all_events_are_given_back(
     caplog.set_level(logging.CRITICAL, "kvtier")  # records of failures keep the frames of jobs
     simulated_place.use(*CopyPath)
     with open_rig(simulated_place, LAYOUT, shm) as rig:
-        jobs = [store([1, 2], [3, 1]), load([3, 1], [4, 5])] * len(CopyPath)
+        jobs = [store([1, 2], [3, 1]), load([0, 2], [4, 5])] * len(CopyPath)
         rig.do(*jobs)
         with monkeypatch.context() as patch:
             for call in ("launch", "copy_batch"):
@@ -207,7 +207,7 @@ def test_whoever_keeps_a_worker_keeps_no_memory_and_no_thread_after_its_end(
     threads_before = set(threading.enumerate())
     with open_rig(device_place, LAYOUT, shm) as rig:
         assert len(taken) >= (3 if is_pinned else 1)
-        jobs = [job for i in range(len(CopyPath)) for job in (store([i], [i]), load([i], [i]))]
+        jobs = [store([0, 1], [0, 1]), load([2, 3], [2, 3])] * len(CopyPath)
         rig.do(*jobs)
         for job_id, job in enumerate(jobs):
             assert job.submit(rig.worker, job_id)
@@ -264,7 +264,8 @@ def test_nothing_is_taken_of_the_memory_that_torch_has(
     device_place.use(*CopyPath)
     with open_rig(device_place, LAYOUT, shm) as rig:
         before = num_taken()
-        rig.do(*[job for i in range(len(CopyPath)) for job in (store([i], [i]), load([i], [i]))])
+        rig.do(*[store([i], [i]) for i in range(len(CopyPath))])
+        rig.do(*[load([i], [i]) for i in range(len(CopyPath))])
         assert num_taken() == before
     assert grown == [0]
 

@@ -234,6 +234,53 @@ def test_a_few_steps_deep_in_a_prompt_do_not_count_yet() -> None:
     assert per_token(rate, 13000) == per_token(rate, 3072) == pytest.approx(true_cost(3072))
 
 
+def test_every_length_is_known_after_a_few_prompts() -> None:
+    """Whoever is taken to be dear to compute is loaded, and not heard of any more."""
+    rate = PrefillRate(None)
+    chunk = 8192
+    for num_tokens in (2048, 32768, 32768, 8191, 8191, 2047, 2047, 32767):
+        compute(rate, num_tokens, chunk)
+        if rate.is_known and num_tokens < 32768:
+            for position in (num_tokens / 2, 4096):
+                assert per_token(rate, position) == pytest.approx(true_cost(position), rel=0.02)
+    for position in (1024, 4096, 16384, 28672):
+        assert per_token(rate, position) == pytest.approx(true_cost(position), rel=0.01)
+
+
+def test_the_first_step_near_the_start_counts_at_once() -> None:
+    rate = PrefillRate(None)
+    for _ in range(8):
+        rate.note_prefill(8192, 28672, 8192 * true_cost(28672))
+    before = per_token(rate, 1024)
+    assert before < true_cost(28672)
+    rate.note_prefill(2048, 1024, 2048 * true_cost(1024))
+    assert per_token(rate, 1024) == pytest.approx(true_cost(1024))
+    assert per_token(rate, 28672) == pytest.approx(true_cost(28672))
+
+
+@given(factor=st.floats(1e-6, 1e6), shallow=st.floats(0, 4095))
+def test_one_step_near_the_start_lowers_nothing_behind_it(factor: float, shallow: float) -> None:
+    """Nor raises it, nor anything."""
+    rate = PrefillRate(None)
+    for _ in range(8):
+        compute(rate, 32768, 8192)
+    rate.note_prefill(2048, shallow, 2048 * true_cost(shallow) * factor)
+    for _ in range(8):
+        rate.note_prefill(8192, 20480, 8192 * true_cost(20480))
+    assert per_token(rate, 28672) == pytest.approx(true_cost(28672), rel=0.15)
+    assert per_token(rate, shallow) <= true_cost(4096) * 1.01
+
+
+@pytest.mark.parametrize("position", [0, 1, 500, 4096])
+def test_before_the_one_position_that_is_known_a_token_may_cost_less(position: float) -> None:
+    """Otherwise it would never be computed there, and never be known."""
+    rate = PrefillRate(None)
+    for _ in range(8):
+        rate.note_prefill(2048, 4096, 2048 * 1e-4)
+    assert per_token(rate, position) == pytest.approx(1e-4 * (0.5 + 0.5 * position / 4096))
+    assert per_token(rate, 10**6) == pytest.approx(1e-4)
+
+
 def test_what_is_known_is_not_lost_when_steps_become_much_larger() -> None:
     rate = PrefillRate(None)
     for _ in range(8):

@@ -23,6 +23,10 @@ _FADE = 0.999
 """For each step: by how much what it says counts less, and how the largest step is forgotten."""
 _FORGOTTEN_AFTER = 10_000
 _DRAWN_EVERY = 8
+_EARLY_STEPS = 64
+"""Up to here each step may be the first to tell of its position: the line is drawn after each."""
+_DOUBT = 0.5
+"""Where one position is all that is known, a token at the start may cost this part of one there."""
 _MOST_TOKENS = 1e9
 """More than any prompt has."""
 
@@ -33,7 +37,7 @@ class CostLine(NamedTuple):
     at_start: float
     per_position: float
     deepest: float
-    """No position behind this one was seen: what is there is taken to cost as much as here."""
+    """What is behind this position is taken to cost as much as here."""
 
     def seconds_per_token(self, position: float) -> float:
         return self.at_start + self.per_position * min(position, self.deepest)
@@ -46,6 +50,18 @@ _Sample = tuple[float, float, int]
 """One step: seconds for each token, mean position, tokens. Plain: one is made in every step."""
 
 
+class _Point(NamedTuple):
+    """What is known of an octave."""
+
+    seconds_per_token: float
+    position: float
+    weight: float
+    deepest: float
+    """No position of its is behind this one."""
+    is_sure: bool
+    """There were enough steps."""
+
+
 class _Octave:
     """The last steps whose mean position lies between one power of two and the next."""
 
@@ -55,19 +71,20 @@ class _Octave:
         self.samples: deque[_Sample] = deque(maxlen=_KEPT_IN_OCTAVE)
         self.last_step = 0
 
-    def point(self, least_tokens: float, line: CostLine) -> _Sample | None:
-        """The sample that stands for it, with the tokens of all; None: there are too few.
+    def point(self, least_tokens: float, line: CostLine) -> _Point | None:
+        """What stands for it; None: it has no steps that count.
 
         `line`: what is quick at one position is slow at another.
         """
         heavy = [sample for sample in self.samples if sample[2] >= least_tokens]
-        if len(heavy) < _MIN_IN_OCTAVE:
+        if not heavy:
             return None
         start, slope, _ = line
         heavy.sort(key=lambda sample: sample[0] / (start + slope * sample[1] or 1e-9))
         sums = list(accumulate(tokens for _, _, tokens in heavy))
         seconds_per_token, position, _ = heavy[bisect_right(sums, sums[-1] * _QUICK_SHARE)]
-        return seconds_per_token, position, sums[-1]
+        deepest = max(position for _, position, _ in self.samples)
+        return _Point(seconds_per_token, position, sums[-1], deepest, len(heavy) >= _MIN_IN_OCTAVE)
 
 
 class PrefillLine:
@@ -81,7 +98,9 @@ class PrefillLine:
     more recent ones counting more; it neither falls nor begins below zero.
 
     It errs on the low side, and deliberately so: what is computed because of that is measured, and
-    mends the line; what is loaded because it is thought dear to compute never would be.
+    mends the line; what is loaded because it is thought dear to compute never would be. So a single
+    step counts where nothing is known any nearer to the start, while a few behind all that is known
+    do not; and where one position is all that is known, what is before it may cost less.
     """
 
     def __init__(self) -> None:
@@ -91,7 +110,6 @@ class PrefillLine:
         self._largest = 0.0
         self._num_steps = 0
         self._num_undrawn = 0
-        self._deepest = 0.0
         self._line: CostLine | None = None
 
     def note(self, num_tokens: int, mean_position: float, seconds: float) -> None:
@@ -112,7 +130,8 @@ class PrefillLine:
 
     def get(self) -> CostLine | None:
         """The line; None while it is not known."""
-        if self._num_undrawn >= _DRAWN_EVERY:
+        is_early = self._line is not None and self._num_steps <= _EARLY_STEPS
+        if self._num_undrawn >= (1 if is_early else _DRAWN_EVERY):
             self._num_undrawn = 0
             self._line = self._draw() or self._line
         return self._line
@@ -121,8 +140,9 @@ class PrefillLine:
         points = self._points()
         if not points:
             return None
+        deepest = points[-1].deepest
         weight = p = pp = t = pt = 0.0
-        for seconds_per_token, position, w in points:
+        for seconds_per_token, position, w, _, _ in points:
             weight += w
             p += w * position
             pp += w * position * position
@@ -130,19 +150,43 @@ class PrefillLine:
             pt += w * position * seconds_per_token
         spread = weight * pp - p * p
         if spread <= 1e-6 * weight * pp:  # all of it at one position
-            return CostLine(t / weight, 0.0, self._deepest)
+            position, here = points[0].position, t / weight
+            if not position:
+                return CostLine(here, 0.0, deepest)
+            return CostLine(_DOUBT * here, (1 - _DOUBT) * here / position, position)
         # Neither can be negative, points being what they are, but for rounding.
         slope = max(0.0, (weight * pt - p * t) / spread)
-        return CostLine(max(0.0, (t - slope * p) / weight), slope, self._deepest)
+        return CostLine(max(0.0, (t - slope * p) / weight), slope, deepest)
 
-    def _points(self) -> list[tuple[float, float, float]]:
-        """Cost, position and weight, for each octave of which enough is known, by position.
+    def _points(self) -> list[_Point]:
+        """Of each octave of which enough is known, and of those before them all; by position.
 
         On a line that neither falls nor begins below zero, a cost is not above those behind it, and
         does not grow faster than in proportion to the position. A point that does is lowered: all
-        steps of that octave were slow.
+        steps of that octave were slow. But one that few steps speak for lowers no other, and is
+        raised instead.
         """
-        seconds, positions, weights = [], [], []
+        found = self._found()
+        num_unsure = next((n for n, point in enumerate(found) if point.is_sure), len(found))
+        if num_unsure == len(found):
+            return []
+        found[num_unsure:] = filter(_is_sure, found[num_unsure:])
+        seconds, positions = ([point[column] for point in found] for column in (0, 1))
+        for n in range(len(found) - 2, -1, -1):
+            seconds[n] = min(seconds[n], seconds[n + 1])
+        for n in range(num_unsure - 1, -1, -1):
+            seconds[n] = max(seconds[n], seconds[n + 1] * positions[n] / positions[n + 1])
+        for n in range(1, len(found)):
+            if positions[n - 1]:
+                most = seconds[n - 1] * positions[n] / positions[n - 1]
+                seconds[n] = min(seconds[n], most)
+        return [
+            point._replace(seconds_per_token=s) for s, point in zip(seconds, found, strict=True)
+        ]
+
+    def _found(self) -> list[_Point]:
+        """Of all octaves, by position. Those of long ago are forgotten."""
+        found = []
         least_tokens, line = self._largest * _LEAST_SHARE, self._line or _LEVEL
         for number in sorted(self._octaves):
             octave = self._octaves[number]
@@ -150,17 +194,12 @@ class PrefillLine:
             if age > _FORGOTTEN_AFTER:
                 del self._octaves[number]
             elif (point := octave.point(least_tokens, line)) is not None:
-                seconds.append(point[0])
-                positions.append(point[1])
-                weights.append(point[2] * _FADE**age)
-                self._deepest = max(position for _, position, _ in octave.samples)
-        for n in range(len(seconds) - 2, -1, -1):
-            seconds[n] = min(seconds[n], seconds[n + 1])
-        for n in range(1, len(seconds)):
-            if positions[n - 1]:
-                most = seconds[n - 1] * positions[n] / positions[n - 1]
-                seconds[n] = min(seconds[n], most)
-        return list(zip(seconds, positions, weights, strict=True))
+                found.append(point._replace(weight=point.weight * _FADE**age))
+        return found
+
+
+def _is_sure(point: _Point) -> bool:
+    return point.is_sure
 
 
 class PrefillRate:
