@@ -40,7 +40,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 WHAT_IS_COMPARED = """
 Stock vLLM, one prompt at a time, {answer_tokens} tokens of answer, no CUDA graphs, made-up weights
 of the size of trained ones. Prompts have one token fewer than said, so that what is computed in the
-end is the same wherever the rest comes from. A host hit begins with an empty device cache, a disk
+end is the same wherever the rest comes from. Engines take turns, and each begins its turn with a
+short request that is not counted. A host hit begins with an empty device cache, a disk
 hit also with empty host memory and an empty page cache. `tokens` were not computed (median);
 `elsewhere` counts the runs that were not served from where they should have been, and are in no
 figure. With the guard on, kvtier loads or lets compute, as it sees fit. The bus is one copy from

@@ -38,7 +38,11 @@ COUNTERS = (
 )
 """Of kvtier's figures, those that say what a request was served from."""
 
+LOAD_SECONDS = "tier_0_disk_load_seconds"
+"""How long the tier has taken, by its own clock."""
+
 _WARM_UP = "warm-up"
+_SHORT_TOKENS = 8
 _KEPT_NOWHERE = {"skip": True, "max_offload_tokens": 0}
 """The hints for that of kvtier, and of vLLM."""
 _SETTLED_WITHIN_S = 60.0
@@ -71,19 +75,24 @@ class Session:
         self._engine.settle(_SETTLED_WITHIN_S)
 
     def generate(self, what: dict[str, Any]) -> dict[str, Any]:
-        """Run a prompt, after what was known of it is forgotten as far as `forget` says."""
+        """Run a prompt, after what was known of it is forgotten as far as `forget` says, and, with
+        `wake`, after a short request."""
         self._forget(what["forget"])
-        before = self._engine.figures()
+        if what["wake"]:
+            self._run(_SHORT_TOKENS, _WARM_UP, _KEPT_NOWHERE)
+        before = self._figures()
         answer = self._run(what["tokens"], what["number"], what.get("hints"))
         self._engine.settle(_SETTLED_WITHIN_S)
-        after = self._engine.figures()
+        after = self._figures()
         return {
             "seconds": answer.time_to_first_token,
             "cached_tokens": answer.cached_tokens,
             "answer": answer.tokens,
             "logprobs": answer.logprobs,
             "counted": {
-                name: after.get(name, 0) - before.get(name, 0) for name in COUNTERS if name in after
+                name: after.get(name, 0) - before.get(name, 0)
+                for name in (*COUNTERS, LOAD_SECONDS)
+                if name in after
             },
         }
 
@@ -96,7 +105,7 @@ class Session:
             if stored >= what["blocks"] or time.monotonic() > deadline:
                 return stored
             # vLLM hands on what was computed, and takes in what was stored, with further steps.
-            self._run(8, _WARM_UP, None)
+            self._run(_SHORT_TOKENS, _WARM_UP, None)
             time.sleep(_PAUSE_S)
 
     def figures(self, _: object) -> dict[str, float]:
@@ -105,6 +114,14 @@ class Session:
 
     def end(self) -> None:
         self._engine.close()
+
+    def _figures(self) -> dict[str, float]:
+        times = {
+            metric.name.removeprefix("vllm:kvtier_"): metric.sum
+            for metric in self._engine.metrics()
+            if metric.name.endswith(LOAD_SECONDS)
+        }
+        return self._engine.figures() | times
 
     def _run(self, tokens: int, number: object, hints: dict[str, Any] | None) -> Any:
         self._num_requests += 1

@@ -284,7 +284,7 @@ H200 = Settings(
         Phase(32_768, _MAIN, 210),
         Phase(8_192, _MAIN, 90),
         # A device hit takes 15 or 27 ms here, whoever serves it: more runs for a steady median.
-        Phase(2_048, _MAIN, 110, rounds=25),
+        Phase(2_048, _MAIN, 100, rounds=20),
         Phase(32_768, (FP8, LARGER), 80),
     ),
     engine_args={
