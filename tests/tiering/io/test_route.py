@@ -107,6 +107,16 @@ def test_the_other_way_is_noticed_when_it_becomes_quicker(
     ]
 
 
+@pytest.mark.parametrize(("slower_s", "share"), [(1.05, 0.03), (2.0, 0.005), (100.0, 0.005)])
+def test_the_slower_way_is_tried_the_more_rarely_the_slower_it_is(
+    slower_s: float, share: float
+) -> None:
+    disk = Disk(slower_s, 1.0)
+    disk.move(40 * WINDOW)
+    went = disk.move(5000 * WINDOW)
+    assert 0 < went.count(True) < share * len(went)
+
+
 def test_the_way_that_is_taken_is_left_when_it_becomes_slower() -> None:
     disk = Disk(0.5, 1.0)
     disk.move(40 * WINDOW)

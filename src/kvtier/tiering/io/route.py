@@ -23,7 +23,10 @@ _WINDOW_BYTES = 32 << 20
 _FIRST_WINDOWS = 3
 """Of each way, before one is preferred."""
 _EVERY = 128
-"""After so many measurements, one of the way that was slower."""
+"""After so many measurements, one of the way that was a little slower."""
+_MOST_RARELY = 8
+"""So many times rarer, if it was twice as slow or slower: to try it costs more then, and it is less
+likely to be the quicker one now."""
 _MOST_TRIED_BYTES = 8 * _WINDOW_BYTES
 """What is tried is given up if there was no measurement by then: there is too little to do."""
 _WEIGHT = 0.25
@@ -101,8 +104,10 @@ class Route:
         if min(self._num_measured.values()) < _FIRST_WINDOWS:
             self._go(not way)
             return
-        is_turn_of_other = self._num_since_other >= _EVERY
-        self._go(self._prefer() is not is_turn_of_other)
+        is_buffered = self._prefer()
+        slowness = self._rates[is_buffered] / self._rates[not is_buffered] - 1
+        rarely = min(max(_MOST_RARELY * slowness, 1), _MOST_RARELY)
+        self._go(is_buffered is not (self._num_since_other >= _EVERY * rarely))
 
     def _prefer(self) -> bool:
         """Whether buffers are preferred by all that is known now."""
