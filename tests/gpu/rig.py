@@ -72,7 +72,10 @@ class Rig:
         )
         for stored, loaded in itertools.product(stores, loads):
             assert not {*stored.slots} & {*loaded.slots}, "which of them is first, nobody says"
-            if stored.group_idx == loaded.group_idx:
+            tensors, others = (
+                self.layout.groups[part.group_idx].keys() for part in (stored, loaded)
+            )
+            if tensors & others:
                 assert not {*stored.blocks} & {*loaded.blocks}
         ids = range(first_id, first_id + len(jobs))
         for job_id, job in zip(ids, jobs, strict=True):

@@ -227,6 +227,86 @@ def test_where_one_tier_is_declined_the_next_one_is_asked() -> None:
     assert [job.keys for job in unknown.loads()] == [prompt]
 
 
+MIDDLE = 8192
+TAIL = 65
+
+
+def answer(engine: GuardedEngine, overhead_s: float) -> bool:
+    """A prompt on disk, and a few tokens behind it that are computed. Whether it was loaded."""
+    is_loaded = engine.loads_again(MIDDLE)
+    if not is_loaded:
+        engine.compute(MIDDLE)
+    tail_s = overhead_s + compute_time(TAIL, MIDDLE)
+    engine.rig.manager.note_prefill(TAIL, MIDDLE + TAIL / 2, tail_s)
+    engine.rig.step(seconds=tail_s)
+    return is_loaded
+
+
+def test_what_few_tokens_cost_is_found_out_not_to_be_what_many_cost() -> None:
+    """All that is ever computed is what is behind the prompts: mostly overhead."""
+    engine = GuardedEngine(TOKENS * 80e-6)
+    engine.learn_disk()
+    loaded = [answer(engine, overhead_s=0.012) for _ in range(400)]
+    assert all(loaded[:8])
+    assert sum(loaded[-100:]) < 5
+    assert 1 <= engine.rig.stat("trial_requests") < loaded.count(False)
+
+
+def test_where_loading_is_quicker_by_far_hardly_anything_is_computed() -> None:
+    engine = GuardedEngine(TOKENS * 8e-6)
+    engine.learn_disk()
+    engine.learn_computing(MIDDLE)
+    loaded = [answer(engine, overhead_s=0.0) for _ in range(300)]
+    assert all(loaded)
+
+
+def test_a_trial_is_computed_whoever_else_could_bring_it() -> None:
+    engine = GuardedEngine(TOKENS * 20e-6, num_tiers=2)
+    rig = engine.rig
+    engine.learn_disk()
+    engine.rig.manager._promotions._trials.note_load(1e6)
+    engine.learn_computing(SHORT)
+    prompt = engine.new_prompt(MIDDLE)
+    for tier in rig.tiers:
+        rig.keep_below(prompt, tier)
+    request = rig.begin("is tried", num_prompt_tokens=MIDDLE)
+    assert rig.look_up(prompt, request) == "P" * len(prompt)
+    for _ in range(3):
+        rig.step()
+        assert rig.look_up(prompt, request) == "M" * len(prompt)
+    assert [tier.loads() for tier in rig.tiers] == [[], []]
+    assert rig.stat("trial_requests") == 1
+    assert engine.is_loaded(prompt, num_prompt_tokens=MIDDLE)
+
+
+def test_what_cannot_be_loaded_spares_nothing_for_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = learnt(TOKENS * 20e-6, MIDDLE)
+    rig, prompt = engine.rig, engine.new_prompt(MIDDLE)
+    rig.keep_below(prompt)
+    monkeypatch.setattr(rig.manager._links[0], "num_loadable", lambda _: 0)
+    request = rig.begin("waits for room", num_prompt_tokens=MIDDLE)
+    before = rig.manager._promotions._trials._spared_s
+    for _ in range(10):
+        rig.look_up(prompt, request)
+        rig.step()
+    assert rig.manager._promotions._trials._spared_s == before
+
+
+@pytest.mark.parametrize("configured", [0, 1000.0])
+def test_what_is_configured_is_not_doubted(configured: float) -> None:
+    rig = Rig(num_blocks=4096, groups={0: GroupShape(TOKENS)}, prefill_tokens_per_s=configured)
+    rig.manager._promotions._trials.note_load(1e6)
+    link = rig.manager._links[0]
+    for number in range(1, 13):
+        link.estimate.note(number, number * 0.001)
+    rig.manager.note_prefill(CHUNK, CHUNK / 2, 0.05)
+    prompt = keys(*range(500))
+    rig.keep_below(prompt)
+    assert rig.look_up(prompt, rig.begin("asks")) == "P" * len(prompt)
+    rig.step()
+    assert [job.keys for job in rig.tiers[0].loads()] == [prompt]
+
+
 def test_before_it_has_learnt_everything_is_loaded() -> None:
     engine = GuardedEngine(block_s=1.0)
     engine.learn_disk()

@@ -2,204 +2,24 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
-from itertools import accumulate
 from math import inf
-from typing import NamedTuple
+
+from kvtier.tiering.prefill_line import PrefillLine
 
 _MIN_SAMPLES = 8
 _DECAY = 0.95
 _STEPS_AROUND = 3
 
-_KEPT_IN_OCTAVE = 16
-_QUICK_SHARE = 0.25
-"""Of an octave's tokens, so many were computed as quickly as its point says, or quicker."""
-_LEAST_SHARE = 1 / 8
-"""Of the largest step of late: one with fewer tokens is mostly overhead, and is left out."""
-_MIN_IN_OCTAVE = 4
-"""Three quick steps, however light, outweigh a slow one, however heavy."""
-_FADE = 0.999
-"""For each step: by how much what it says counts less, and how the largest step is forgotten."""
-_FORGOTTEN_AFTER = 10_000
-_DRAWN_EVERY = 8
-_EARLY_STEPS = 64
-"""Up to here each step may be the first to tell of its position: the line is drawn after each."""
-_DOUBT = 0.5
-"""Where one position is all that is known, a token at the start may cost this part of one there."""
 _MOST_TOKENS = 1e9
 """More than any prompt has."""
 
-
-class CostLine(NamedTuple):
-    """Seconds that a prompt token takes, by its position: a straight line."""
-
-    at_start: float
-    per_position: float
-    deepest: float
-    """What is behind this position is taken to cost as much as here."""
-
-    def seconds_per_token(self, position: float) -> float:
-        return self.at_start + self.per_position * min(position, self.deepest)
-
-
-_LEVEL = CostLine(1.0, 0.0, 0.0)
-"""Any one that does not rise, for as long as no better one is known."""
-
-_Sample = tuple[float, float, int]
-"""One step: seconds for each token, mean position, tokens. Plain: one is made in every step."""
-
-
-class _Point(NamedTuple):
-    """What is known of an octave."""
-
-    seconds_per_token: float
-    position: float
-    weight: float
-    deepest: float
-    """No position of its is behind this one."""
-    is_sure: bool
-    """There were enough steps."""
-
-
-class _Octave:
-    """The last steps whose mean position lies between one power of two and the next."""
-
-    __slots__ = ("last_step", "samples")
-
-    def __init__(self) -> None:
-        self.samples: deque[_Sample] = deque(maxlen=_KEPT_IN_OCTAVE)
-        self.last_step = 0
-
-    def point(self, least_tokens: float, line: CostLine) -> _Point | None:
-        """What stands for it; None: it has no steps that count.
-
-        `line`: what is quick at one position is slow at another.
-        """
-        heavy = [sample for sample in self.samples if sample[2] >= least_tokens]
-        if not heavy:
-            return None
-        start, slope, _ = line
-        heavy.sort(key=lambda sample: sample[0] / (start + slope * sample[1] or 1e-9))
-        sums = list(accumulate(tokens for _, _, tokens in heavy))
-        seconds_per_token, position, _ = heavy[bisect_right(sums, sums[-1] * _QUICK_SHARE)]
-        deepest = max(position for _, position, _ in self.samples)
-        return _Point(seconds_per_token, position, sums[-1], deepest, len(heavy) >= _MIN_IN_OCTAVE)
-
-
-class PrefillLine:
-    """Learns from engine steps what a prompt token costs, by its position. Scheduler thread only.
-
-    Attention makes a token dearer the more tokens are before it, in a straight line. Positions are
-    gathered in octaves, so that the few steps deep in long prompts are not crowded out by the many
-    at the start of short ones. Of each octave the last steps are kept, and its quick quartile, by
-    tokens, stands for it: whatever made the others slow (a compilation, a pause, decoding beside)
-    is no cost of the prompt. The line is the best one through these points, the heavier and the
-    more recent ones counting more; it neither falls nor begins below zero.
-
-    It errs on the low side, and deliberately so: what is computed because of that is measured, and
-    mends the line; what is loaded because it is thought dear to compute never would be. So a single
-    step counts where nothing is known any nearer to the start, while a few behind all that is known
-    do not; and where one position is all that is known, what is before it may cost less.
-    """
-
-    def __init__(self) -> None:
-        self.last_position = 0.0
-        """Where the last step that counted was."""
-        self._octaves: dict[int, _Octave] = {}
-        self._largest = 0.0
-        self._num_steps = 0
-        self._num_undrawn = 0
-        self._line: CostLine | None = None
-
-    def note(self, num_tokens: int, mean_position: float, seconds: float) -> None:
-        """A step has computed so many prompt tokens, in so long."""
-        self._largest *= _FADE
-        if num_tokens > self._largest:
-            self._largest = num_tokens
-        elif num_tokens < self._largest * _LEAST_SHARE:
-            return
-        number = int(mean_position).bit_length()
-        octave = self._octaves.get(number)
-        if octave is None:
-            octave = self._octaves[number] = _Octave()
-        octave.samples.append((seconds / num_tokens, mean_position, num_tokens))
-        octave.last_step = self._num_steps = self._num_steps + 1
-        self._num_undrawn += 1
-        self.last_position = mean_position
-
-    def get(self) -> CostLine | None:
-        """The line; None while it is not known."""
-        is_early = self._line is not None and self._num_steps <= _EARLY_STEPS
-        if self._num_undrawn >= (1 if is_early else _DRAWN_EVERY):
-            self._num_undrawn = 0
-            self._line = self._draw() or self._line
-        return self._line
-
-    def _draw(self) -> CostLine | None:
-        points = self._points()
-        if not points:
-            return None
-        deepest = points[-1].deepest
-        weight = p = pp = t = pt = 0.0
-        for seconds_per_token, position, w, _, _ in points:
-            weight += w
-            p += w * position
-            pp += w * position * position
-            t += w * seconds_per_token
-            pt += w * position * seconds_per_token
-        spread = weight * pp - p * p
-        if spread <= 1e-6 * weight * pp:  # all of it at one position
-            position, here = points[0].position, t / weight
-            if not position:
-                return CostLine(here, 0.0, deepest)
-            return CostLine(_DOUBT * here, (1 - _DOUBT) * here / position, position)
-        # Neither can be negative, points being what they are, but for rounding.
-        slope = max(0.0, (weight * pt - p * t) / spread)
-        return CostLine(max(0.0, (t - slope * p) / weight), slope, deepest)
-
-    def _points(self) -> list[_Point]:
-        """Of each octave of which enough is known, and of those before them all; by position.
-
-        On a line that neither falls nor begins below zero, a cost is not above those behind it, and
-        does not grow faster than in proportion to the position. A point that does is lowered: all
-        steps of that octave were slow. But one that few steps speak for lowers no other, and is
-        raised instead.
-        """
-        found = self._found()
-        num_unsure = next((n for n, point in enumerate(found) if point.is_sure), len(found))
-        if num_unsure == len(found):
-            return []
-        found[num_unsure:] = filter(_is_sure, found[num_unsure:])
-        seconds, positions = ([point[column] for point in found] for column in (0, 1))
-        for n in range(len(found) - 2, -1, -1):
-            seconds[n] = min(seconds[n], seconds[n + 1])
-        for n in range(num_unsure - 1, -1, -1):
-            seconds[n] = max(seconds[n], seconds[n + 1] * positions[n] / positions[n + 1])
-        for n in range(1, len(found)):
-            if positions[n - 1]:
-                most = seconds[n - 1] * positions[n] / positions[n - 1]
-                seconds[n] = min(seconds[n], most)
-        return [
-            point._replace(seconds_per_token=s) for s, point in zip(seconds, found, strict=True)
-        ]
-
-    def _found(self) -> list[_Point]:
-        """Of all octaves, by position. Those of long ago are forgotten."""
-        found = []
-        least_tokens, line = self._largest * _LEAST_SHARE, self._line or _LEVEL
-        for number in sorted(self._octaves):
-            octave = self._octaves[number]
-            age = self._num_steps - octave.last_step
-            if age > _FORGOTTEN_AFTER:
-                del self._octaves[number]
-            elif (point := octave.point(least_tokens, line)) is not None:
-                found.append(point._replace(weight=point.weight * _FADE**age))
-        return found
-
-
-def _is_sure(point: _Point) -> bool:
-    return point.is_sure
+_TRIAL_SHARE = 1 / 32
+"""What trials may cost, of the time that loads take."""
+_MEASURED_FACTOR = 8
+"""So many times as much has to be spared for a trial of what was measured before."""
+_LEAST_TRIED_S = 0.05
+"""For less, nobody waits long enough that it would matter."""
 
 
 class PrefillRate:
@@ -249,6 +69,15 @@ class PrefillRate:
         assert self._flat_rate is not None, "ask `is_known` first"
         return num_tokens / self._flat_rate
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the engine tells what it computes, and that is gone by."""
+        return self._heeds_engine and not self.heeds_stores
+
+    def is_measured(self, num_tokens: int, mean_position: float) -> bool:
+        """Whether the engine has told of such steps, so that what they take is not guessed."""
+        return self._told.is_measured(num_tokens, mean_position)
+
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
         """One step has computed so many prompt tokens, there on average, in so long.
 
@@ -281,6 +110,32 @@ class PrefillRate:
         self._samples.append(before / longest)
         if len(self._samples) >= _MIN_SAMPLES:
             self._flat_rate = sorted(self._samples)[len(self._samples) * 9 // 10]
+
+
+class Trials:
+    """When to compute what is thought to be loaded more quickly. Scheduler thread only.
+
+    A prompt that is loaded is not computed, and if it was thought too dear to compute, that would
+    never come to light. So one of many is computed, and measured. What that is thought to cost is
+    spared before: all loads together lose at most a thirty-second of their time by it.
+    """
+
+    def __init__(self) -> None:
+        self._spared_s = 0.0
+
+    def note_load(self, load_s: float) -> None:
+        """Something is loaded, in so long."""
+        self._spared_s += load_s * _TRIAL_SHARE
+
+    def are_due(self, load_s: float, compute_s: float, *, is_measured: bool) -> bool:
+        """Whether to compute what would be loaded in so long, and is thought to be computed in so
+        long. `is_measured`: and not guessed."""
+        cost = max(compute_s - load_s, load_s) * (_MEASURED_FACTOR if is_measured else 1)
+        return load_s >= _LEAST_TRIED_S and self._spared_s >= cost
+
+    def note_trial(self) -> None:
+        """It is computed."""
+        self._spared_s = 0.0
 
 
 class TransferEstimate:

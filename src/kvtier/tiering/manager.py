@@ -416,6 +416,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingStats:
         stats = self.primary_tier.get_stats()
+        if self._promotions.num_trials:
+            stats.counters["kvtier_tiering_trial_requests"] = self._promotions.num_trials
+            self._promotions.num_trials = 0
         if self._promotions.num_given_up or self._search.num_without_room:
             stats.counters["kvtier_tiering_given_up_requests"] = self._promotions.num_given_up
             stats.counters["kvtier_tiering_no_room_blocks"] = self._search.num_without_room

@@ -12,6 +12,9 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
     "kvtier_tiering_given_up_requests": MetricDefinition(
         MetricKind.COUNTER, "Requests that did not wait any longer for a tier."
     ),
+    "kvtier_tiering_trial_requests": MetricDefinition(
+        MetricKind.COUNTER, "Requests let compute what could be loaded, to see how long it takes."
+    ),
     "kvtier_tiering_no_room_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks found below that do not fit into the primary tier."
     ),

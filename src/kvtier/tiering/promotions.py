@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.base import LookupResult
+from kvtier.tiering.guard import Trials
 from kvtier.tiering.leases import Leases
 
 if TYPE_CHECKING:
@@ -22,6 +23,21 @@ if TYPE_CHECKING:
 _EXPLORED_BLOCKS, _EXPLORED_S = 8, 0.25
 """So many blocks are brought up to see whether a tier is still slower than computing; more of them,
 up to all, if they take so long at most. Few say little about the time that many take."""
+
+
+class _Expected(NamedTuple):
+    """Of blocks that are to be brought up."""
+
+    load_s: float | None
+    compute_s: float | None
+    """None, as above: not known."""
+    is_measured: bool
+    """Whether the latter was seen there, and not guessed."""
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether loading is not slower than computing, as far as is known."""
+        return self.load_s is None or self.compute_s is None or self.load_s <= self.compute_s
 
 
 class Promotions:
@@ -50,6 +66,9 @@ class Promotions:
         self.leases = Leases(primary)
         self._declined: list[tuple[TierLink, list[OffloadKey], TierRequest]] = []
         """What was found to be too slow in this step."""
+        self._trials = Trials()
+        self.num_trials = 0
+        """Requests that were let compute what is thought to be loaded more quickly."""
         self.num_given_up = 0
         """Requests that did not wait any longer for a promotion."""
 
@@ -99,7 +118,7 @@ class Promotions:
         if first is None or not first.lets(request, now):
             return False
         keys = [key for key, link in wanted.items() if link is first]
-        if self._is_worth_it(keys, first, request):
+        if self._expect(keys, first, request).is_worth_it:
             return False
         self._decline(keys, first, request)
         self.wanting.pop(request, None)
@@ -109,10 +128,24 @@ class Promotions:
     def _decline(self, keys: list[OffloadKey], link: TierLink, request: TierRequest) -> None:
         """They are computed. Some are brought up all the same, now and then, which nobody waits
         for: or a tier that was slow once would be taken to be slow forever."""
-        link.count("hit_blocks", len(keys))
-        link.count("declined_blocks", len(keys))
+        _count_declined(keys, link)
         self._declined.append((link, keys, request))
         request.decline(link)
+
+    def _is_trial_due(self, expected: _Expected) -> bool:
+        load_s, compute_s, is_measured = expected
+        if load_s is None or compute_s is None:
+            return False
+        return self._trials.are_due(load_s, compute_s, is_measured=is_measured)
+
+    def _try_computing(self, keys: list[OffloadKey], link: TierLink, request: TierRequest) -> None:
+        """They are computed, whatever any tier has of them: or what was thought dear to compute
+        would be taken to be dear forever."""
+        _count_declined(keys, link)
+        for source in request.sources:
+            request.decline(source)
+        self._trials.note_trial()
+        self.num_trials += 1
 
     def _by_link(self, request: TierRequest) -> dict[TierLink, list[OffloadKey]]:
         """What to bring up for a request, in prompt order, by tier."""
@@ -139,11 +172,17 @@ class Promotions:
         now = self._step.now
         if not link.lets(request, now):
             return False
-        if not self._is_worth_it(keys, link, request):
+        expected = self._expect(keys, link, request)
+        if not expected.is_worth_it:
             self._decline(keys, link, request)
+            return False
+        if self._prefill.is_told and self._is_trial_due(expected):
+            self._try_computing(keys, link, request)
             return False
         num_sent = self._bring_up(keys, link, request, is_awaited=True)
         link.count("hit_blocks", num_sent)
+        if num_sent and expected.load_s is not None:
+            self._trials.note_load(expected.load_s)
         return num_sent == len(keys)
 
     def _bring_up(
@@ -170,23 +209,25 @@ class Promotions:
             self.give_up(job)
         return len(placed_keys)
 
-    def _is_worth_it(
+    def _expect(
         self, keys: Sequence[OffloadKey], link: TierLink, request: TierRequest
-    ) -> bool:
-        """Whether loading is not slower than computing, as far as is known."""
-        if not self._prefill.is_known:
-            return True
-        load_time = link.estimate.predict(len(keys) + link.num_loading)
+    ) -> _Expected:
+        """How long it will take to load blocks, and to compute them, as far as is known."""
+        load_s = link.estimate.predict(len(keys) + link.num_loading) or None
         num_tokens = self._groups.num_tokens(keys)
-        if not load_time or not num_tokens:
-            return True
+        if load_s is None or not num_tokens or not self._prefill.is_known:
+            return _Expected(load_s, None, False)
         num_below = num_tokens
         if request.num_wanted > len(keys):  # from several tiers
             num_below = self._groups.num_tokens(
                 [key for run in request.wanted.values() for key in run]
             )
         mean_position = _least_start(request, num_below) + num_tokens / 2
-        return load_time <= self._prefill.seconds_for(num_tokens, mean_position)
+        return _Expected(
+            load_s,
+            self._prefill.seconds_for(num_tokens, mean_position),
+            self._prefill.is_measured(num_tokens, mean_position),
+        )
 
     def end(self, job: Job, moved: Sequence[OffloadKey], link: TierLink) -> None:
         """A tier has reported a promotion; `moved` are the blocks that it has verified."""
@@ -232,6 +273,11 @@ def _head(keys: list[OffloadKey], link: TierLink) -> list[OffloadKey]:
     while count < len(keys) and (expect(2 * count) or _EXPLORED_S) < _EXPLORED_S:
         count *= 2
     return keys[:count]
+
+
+def _count_declined(keys: list[OffloadKey], link: TierLink) -> None:
+    link.count("hit_blocks", len(keys))
+    link.count("declined_blocks", len(keys))
 
 
 def _least_start(request: TierRequest, num_tokens: int) -> int:

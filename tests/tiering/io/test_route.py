@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -107,14 +108,43 @@ def test_the_other_way_is_noticed_when_it_becomes_quicker(
     ]
 
 
-@pytest.mark.parametrize(("slower_s", "share"), [(1.05, 0.03), (2.0, 0.005), (100.0, 0.005)])
+@pytest.mark.parametrize(
+    ("is_buffered", "slower_s", "rarely"),
+    [
+        (False, 1.01, 1),
+        (False, 1.11, 1),
+        *((way, *slower) for way in (True, False) for slower in ((1.3, 2.4), (1.5, 4), (2.0, 8))),
+        (True, 5.0, 32),
+        (False, 5.0, 32),
+    ],
+)
 def test_the_slower_way_is_tried_the_more_rarely_the_slower_it_is(
-    slower_s: float, share: float
+    is_buffered: bool, slower_s: float, rarely: float
 ) -> None:
+    disk = Disk(1.0, slower_s) if is_buffered else Disk(slower_s, 1.0)
+    disk.move(40 * WINDOW)
+    went = disk.move(20_000 * WINDOW)
+    num_trials = sum(a is is_buffered is not b for a, b in pairwise(went))
+    assert num_trials == pytest.approx(20_000 / (128 * rarely), rel=0.25, abs=1)
+
+
+@pytest.mark.parametrize("slower_s", [10.0, 100.0])
+def test_a_very_slow_way_costs_little(slower_s: float) -> None:
     disk = Disk(slower_s, 1.0)
     disk.move(40 * WINDOW)
-    went = disk.move(5000 * WINDOW)
-    assert 0 < went.count(True) < share * len(went)
+    began = disk.time
+    disk.move(40_000 * WINDOW)
+    assert disk.time - began < 1.03 * 40_000 * WINDOW
+
+
+def test_a_way_that_was_measured_far_too_slow_is_found_out_with_its_next_trial() -> None:
+    disk = Disk(4.0, 1.0)
+    disk.move(40 * WINDOW)
+    disk.seconds[True] = 0.5
+    while disk.move(1) == [False]:
+        pass
+    disk.move(8 * WINDOW)
+    assert is_mostly(disk.move(WINDOW * _EVERY), True)
 
 
 def test_the_way_that_is_taken_is_left_when_it_becomes_slower() -> None:

@@ -24,9 +24,9 @@ _FIRST_WINDOWS = 3
 """Of each way, before one is preferred."""
 _EVERY = 128
 """After so many measurements, one of the way that was a little slower."""
-_MOST_RARELY = 8
-"""So many times rarer, if it was twice as slow or slower: to try it costs more then, and it is less
-likely to be the quicker one now."""
+_RARELY, _MOST_RARELY = 8, 64
+"""So many times rarer, if it was twice as slow, and in proportion: to try it costs more then, and
+it is less likely to be the quicker one now. So many times at most."""
 _MOST_TRIED_BYTES = 8 * _WINDOW_BYTES
 """What is tried is given up if there was no measurement by then: there is too little to do."""
 _WEIGHT = 0.25
@@ -106,7 +106,9 @@ class Route:
             return
         is_buffered = self._prefer()
         slowness = self._rates[is_buffered] / self._rates[not is_buffered] - 1
-        rarely = min(max(_MOST_RARELY * slowness, 1), _MOST_RARELY)
+        rarely = min(max(_RARELY * slowness, 1), _MOST_RARELY)
+        if way is not is_buffered and rate > _TO_BUFFERS * self._rates[is_buffered]:
+            return  # it has become the quicker one, or it was chance: the next ones will tell
         self._go(is_buffered is not (self._num_since_other >= _EVERY * rarely))
 
     def _prefer(self) -> bool:
