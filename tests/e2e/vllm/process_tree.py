@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -21,10 +23,10 @@ def descendants(pid: int) -> list[int]:
 def regions_of(pid: int) -> dict[Path, bool]:
     """kvtier's regions that the process has mapped, and whether they still have a name."""
     regions = {}
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        _, prefix, rest = line.partition(f"{SHARED_MEMORY}/kvtier-")
-        if prefix:
-            regions[Path(prefix + rest.removesuffix(_DELETED))] = not rest.endswith(_DELETED)
+    for line in _maps_of(pid):
+        path = Path(line[line.index(str(SHARED_MEMORY)) :].removesuffix(_DELETED))
+        if _is_ours(path):
+            regions[path] = not line.endswith(_DELETED)
     return regions
 
 
@@ -34,3 +36,34 @@ def regions_below(pid: int) -> dict[Path, bool]:
     for member in [pid, *descendants(pid)]:
         regions |= regions_of(member)
     return regions
+
+
+@contextmanager
+def vllms_own_removed(*pids: int) -> Iterator[None]:
+    """Processes are killed within. What vLLM and Python have in shared memory is left behind then,
+    which is none of kvtier's business, but nor should it stay."""
+    # By number: the C library opens a semaphore under one name and gives it another.
+    inodes = {
+        int(line.split()[4])
+        for pid in pids
+        for member in [pid, *descendants(pid)]
+        for line in _maps_of(member)
+    }
+    theirs = [
+        path
+        for path in SHARED_MEMORY.iterdir()
+        if path.stat().st_ino in inodes and not _is_ours(path)
+    ]
+    yield
+    for path in theirs:
+        path.unlink(missing_ok=True)
+
+
+def _maps_of(pid: int) -> list[str]:
+    """Lines about shared memory."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line for line in lines if f" {SHARED_MEMORY}/" in line]
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name.startswith("kvtier-")

@@ -17,7 +17,7 @@ from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
 from kvtier.integrations.vllm.tiny_model import LLAMA
 from tests.e2e.vllm.lasting_tiers import PATIENT
 from tests.e2e.vllm.openai_server import Completion, Server, Stop, random_words
-from tests.e2e.vllm.process_tree import regions_below
+from tests.e2e.vllm.process_tree import regions_below, vllms_own_removed
 from tests.e2e.vllm.processes import VLLM
 
 pytestmark = pytest.mark.vllm
@@ -255,8 +255,9 @@ def test_two_servers_share_a_directory_and_killing_them_leaves_nothing(
 
         regions = [*regions_below(first.process.pid), *regions_below(second.process.pid)]
         assert len(regions) == 2
-        first.kill_all()
-        # vLLM's engine does not notice that the process that takes requests is gone.
-        second.stop(signal.SIGKILL)
+        with vllms_own_removed(first.process.pid, second.process.pid):
+            first.kill_all()
+            # vLLM's engine does not notice that the process that takes requests is gone.
+            second.stop(signal.SIGKILL)
         assert not any(region.exists() for region in regions)
     assert not any(map(is_locked, slabs))

@@ -15,7 +15,7 @@ from kvtier.integrations.vllm.comparison import random_prompts
 from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Answer
 from kvtier.integrations.vllm.tiny_model import LLAMA
 from tests.e2e.vllm.lasting_tiers import disk_in, with_common_hashes
-from tests.e2e.vllm.process_tree import descendants, regions_below, regions_of
+from tests.e2e.vllm.process_tree import descendants, regions_below, regions_of, vllms_own_removed
 from tests.e2e.vllm.processes import VLLM, ScenarioFailedError
 from tests.e2e.vllm.reference import ROUNDING
 from tests.e2e.vllm.remote_engine import RemoteEngine
@@ -108,8 +108,9 @@ def test_an_engine_ends_when_a_rank_is_killed_and_leaves_nothing(two: Two) -> No
     regions = regions_below(pid)
     assert len(regions) == 1
     *_, rank = filter(regions_of, descendants(pid))
-    os.kill(rank, signal.SIGKILL)
-    with pytest.raises(ScenarioFailedError, match="Traceback"):
-        two.engine.generate(NOT_ANSWERED)
-    two.engine.process.end()
+    with vllms_own_removed(pid):
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(ScenarioFailedError, match="Traceback"):
+            two.engine.generate(NOT_ANSWERED)
+        two.engine.process.end()
     assert not any(region.exists() for region in regions)
