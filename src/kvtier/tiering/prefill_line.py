@@ -183,7 +183,7 @@ class PrefillLine:
         num_unsure = next((n for n, point in enumerate(found) if point.is_sure), len(found))
         if num_unsure == len(found):
             return []
-        found[num_unsure:] = filter(_is_sure, found[num_unsure:])
+        found[num_unsure:] = [point for point in found[num_unsure:] if point.is_sure]
         seconds, positions = ([point[column] for point in found] for column in (0, 1))
         for n in range(len(found) - 2, -1, -1):
             seconds[n] = min(seconds[n], seconds[n + 1])
@@ -211,7 +211,3 @@ class PrefillLine:
             elif (point := octave.point(least_tokens, line)) is not None:
                 found.append(point._replace(weight=point.weight * _FADE**age))
         return found
-
-
-def _is_sure(point: _Point) -> bool:
-    return point.is_sure

@@ -31,8 +31,9 @@ class _Expected(NamedTuple):
     load_s: float | None
     compute_s: float | None
     """None, as above: not known."""
-    is_measured: bool
-    """Whether the latter was seen there, and not guessed."""
+    num_tokens: int
+    mean_position: float
+    """Of these tokens. Means nothing while `compute_s` is not known."""
 
     @property
     def is_worth_it(self) -> bool:
@@ -133,9 +134,10 @@ class Promotions:
         request.decline(link)
 
     def _is_trial_due(self, expected: _Expected) -> bool:
-        load_s, compute_s, is_measured = expected
-        if load_s is None or compute_s is None:
+        load_s, compute_s, num_tokens, mean_position = expected
+        if load_s is None or compute_s is None or not self._prefill.is_told:
             return False
+        is_measured = self._prefill.is_measured(num_tokens, mean_position)
         return self._trials.are_due(load_s, compute_s, is_measured=is_measured)
 
     def _try_computing(self, keys: list[OffloadKey], link: TierLink, request: TierRequest) -> None:
@@ -176,7 +178,7 @@ class Promotions:
         if not expected.is_worth_it:
             self._decline(keys, link, request)
             return False
-        if self._prefill.is_told and self._is_trial_due(expected):
+        if self._is_trial_due(expected):
             self._try_computing(keys, link, request)
             return False
         num_sent = self._bring_up(keys, link, request, is_awaited=True)
@@ -216,18 +218,15 @@ class Promotions:
         load_s = link.estimate.predict(len(keys) + link.num_loading) or None
         num_tokens = self._groups.num_tokens(keys)
         if load_s is None or not num_tokens or not self._prefill.is_known:
-            return _Expected(load_s, None, False)
+            return _Expected(load_s, None, num_tokens, 0.0)
         num_below = num_tokens
         if request.num_wanted > len(keys):  # from several tiers
             num_below = self._groups.num_tokens(
                 [key for run in request.wanted.values() for key in run]
             )
         mean_position = _least_start(request, num_below) + num_tokens / 2
-        return _Expected(
-            load_s,
-            self._prefill.seconds_for(num_tokens, mean_position),
-            self._prefill.is_measured(num_tokens, mean_position),
-        )
+        compute_s = self._prefill.seconds_for(num_tokens, mean_position)
+        return _Expected(load_s, compute_s, num_tokens, mean_position)
 
     def end(self, job: Job, moved: Sequence[OffloadKey], link: TierLink) -> None:
         """A tier has reported a promotion; `moved` are the blocks that it has verified."""

@@ -105,10 +105,10 @@ class Route:
             self._go(not way)
             return
         is_buffered = self._prefer()
-        slowness = self._rates[is_buffered] / self._rates[not is_buffered] - 1
-        rarely = min(max(_RARELY * slowness, 1), _MOST_RARELY)
         if way is not is_buffered and rate > _TO_BUFFERS * self._rates[is_buffered]:
             return  # it has become the quicker one, or it was chance: the next ones will tell
+        slowness = self._rates[is_buffered] / self._rates[not is_buffered] - 1
+        rarely = min(max(_RARELY * slowness, 1), _MOST_RARELY)
         self._go(is_buffered is not (self._num_since_other >= _EVERY * rarely))
 
     def _prefer(self) -> bool:
