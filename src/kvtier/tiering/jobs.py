@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvtier.tiering.base import TransferJob
     from kvtier.tiering.request import TierRequest
+
+
+class JobCount(NamedTuple):
+    """Of the jobs of all tiers. Another one whenever one has begun or ended."""
+
+    last_id: int
+    """The newest number that was given to a job."""
+    num_open: int
+    """Those that a tier has not reported."""
 
 
 class Job:

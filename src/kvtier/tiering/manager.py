@@ -24,6 +24,7 @@ from kvtier.tiering.closing import close_tiers
 from kvtier.tiering.groups import Groups, GroupShape
 from kvtier.tiering.guard import PrefillRate
 from kvtier.tiering.health import TierSettings
+from kvtier.tiering.jobs import JobCount
 from kvtier.tiering.link import TierLink
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.promotions import Promotions
@@ -430,9 +431,9 @@ class TieringOffloadingManager(OffloadingManager):
         return stats
 
     @property
-    def has_jobs(self) -> bool:
-        """Whether a tier has not reported all that it was given."""
-        return any(link.num_jobs for link in self._links)
+    def job_count(self) -> JobCount:
+        """How many were given to tiers, and how many of those are open."""
+        return JobCount(self._transfers.last_id, sum(link.num_jobs for link in self._links))
 
     def open_work(self) -> dict[str, int]:
         """How many entries each table has that must be empty once everything has ended. For tests

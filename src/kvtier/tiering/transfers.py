@@ -17,12 +17,13 @@ class TransferFactory:
 
     def __init__(self, fingerprint: bytes) -> None:
         self.fingerprint = fingerprint
-        self._last_id = 0
+        self.last_id = 0
+        """The newest number."""
 
     def new_id(self) -> int:
         """A number that no other job has."""
-        self._last_id += 1
-        return self._last_id
+        self.last_id += 1
+        return self.last_id
 
     def make(
         self,

@@ -14,8 +14,9 @@ def reports(story: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What is reported at every moment of a story, and all warnings.
 
     `at`: seconds. `counts`: what others than the manager count then. `happened`: something that
-    may have changed figures. `counters`, `gauges`, `histograms`: what the manager would say, if it
-    is asked. `knows_nothing`: it would say that it has no figures.
+    may have changed figures. `may_change`: whether tiers are at work from then on. `counters`,
+    `gauges`, `histograms`: what the manager would say, if it is asked. `knows_nothing`: it would
+    say that it has no figures.
     """
     from kvtier.base import OffloadingStats
     from kvtier.integrations.vllm import figures
@@ -47,6 +48,7 @@ def reports(story: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for moment in story:
         if moment.get("happened"):
             reporter.is_quiet = False
+        reporter.may_change = moment.get("may_change", reporter.may_change)
         for name, n in moment.get("counts", {}).items():
             reporter.count(name, n)
         stats = reporter.report()

@@ -41,6 +41,29 @@ def test_steps_in_which_nothing_happens_cost_nothing(vllm: VLLM) -> None:
     assert report["num_asked"] == 2
 
 
+def test_tiers_at_work_are_asked_now_and_then(vllm: VLLM) -> None:
+    """A request that waits for them has the engine step every millisecond."""
+    steps = [{"at": 10.0 + n / 1000, "gauges": {"room": n}} for n in range(100)]
+    idle = told(vllm, *steps)
+    at_work = told(vllm, *(step | {"may_change": True} for step in steps))
+    over = told(vllm, *(step | {"may_change": n < 50} for n, step in enumerate(steps)))
+    assert [n for n, answer in enumerate(idle) if answer is not None] == [0]
+    asked = [n for n, answer in enumerate(at_work) if answer is not None]
+    assert 4 <= len(asked) <= 6
+    assert asked[-1] >= 75
+    assert max(n for n, answer in enumerate(over) if answer is not None) < 50
+
+
+def test_what_happens_while_tiers_are_at_work_is_told_at_once(vllm: VLLM) -> None:
+    answers = told(
+        vllm,
+        {"at": 10.0, "gauges": {"room": 5}, "may_change": True},
+        {"at": 10.001, "gauges": {"room": 4}},
+        {"at": 10.002, "gauges": {"room": 3}, "happened": True},
+    )
+    assert answers[1:] == [None, {"vllm:room": 3}]
+
+
 def test_what_has_changed_is_told(vllm: VLLM) -> None:
     answers = told(
         vllm,

@@ -15,6 +15,9 @@ __all__ = ["FigureReporter"]
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
+_PEEK_EVERY_S = 0.02
+"""While tiers are at work. A request that waits for them has the engine step after step, and every
+microsecond of it is taken from the threads that move its blocks."""
 
 
 class FigureReporter:
@@ -42,8 +45,11 @@ class FigureReporter:
         self._counted: Counter[str] = Counter()
         self._now = now
         self._look_at = 0.0
+        self._peek_at = 0.0
         self.is_quiet = False
         """Whether nothing has happened since the last report. Others set it to False."""
+        self.may_change = False
+        """Whether something may happen at any time that nobody tells of. Others set it."""
 
     def count(self, name: str, n: int) -> None:
         """Count something that the manager does not know of."""
@@ -57,8 +63,9 @@ class FigureReporter:
             # All of them, once in a while: whoever began to listen later has them, too.
             self._look_at = now + _LOOK_EVERY_S
             self._last.clear()
-        elif self.is_quiet:
+        elif self.is_quiet and not (self.may_change and now >= self._peek_at):
             return None
+        self._peek_at = now + _PEEK_EVERY_S
         self.is_quiet = True
         figures = self._manager.get_stats()
         if figures is None:

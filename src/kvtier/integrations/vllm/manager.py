@@ -30,6 +30,7 @@ from kvtier.integrations.vllm import differences, vllm_api
 from kvtier.integrations.vllm.figures import FigureReporter
 from kvtier.integrations.vllm.metrics import BLOCK_BYTES, FAILED_LOADS
 from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.jobs import JobCount
 from kvtier.tiering.manager import TieringOffloadingManager
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._slots_of = primary.slots_of
         self._board = board
         self._figures = FigureReporter(manager, metric_names, {BLOCK_BYTES: block_bytes})
-        self._had_tier_jobs = False
+        self._tier_jobs = JobCount(0, 0)
         self._num_storing = 0
         """Blocks that are being stored, but for those from before a reset."""
         self._sources_of: vllm_api.ReqContext | None = None
@@ -314,11 +315,11 @@ class ManagerAdapter(vllm_api.OffloadingManager):
             ScheduleEndContext(context.new_req_ids, context.preempted_req_ids)
         )
         if self._tiering is not None:
-            # One that has ended meanwhile has changed figures.
-            has_tier_jobs = self._tiering.has_jobs
-            if has_tier_jobs or self._had_tier_jobs:
+            jobs = self._tiering.job_count
+            if jobs != self._tier_jobs:
+                self._tier_jobs = jobs
                 self._figures.is_quiet = False
-            self._had_tier_jobs = has_tier_jobs
+                self._figures.may_change = jobs.num_open > 0
 
     def has_pending_work(self) -> bool:
         # A server's engine is asked this right after its start, before there are requests.
