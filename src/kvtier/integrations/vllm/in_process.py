@@ -235,8 +235,9 @@ class InProcessEngine:
         while self._unfinished:
             self.step()
 
-    def settle(self, timeout: float = 30.0) -> None:
-        """Step until nothing is under way any more, in particular no store.
+    def settle(self, timeout: float = 120.0) -> None:
+        """Step until nothing is under way any more, in particular no store. Raises `TimeoutError`,
+        which says what is.
 
         vLLM hands a store to the worker one step after the blocks were computed, and a step
         without requests is taken only while the connector says that it has work.
@@ -246,8 +247,19 @@ class InProcessEngine:
         queue = self._engine.engine_core.engine_core.batch_queue
         while self._scheduler.has_requests() or queue:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"vLLM still has work to do after {timeout} s")
+                raise TimeoutError(f"after {timeout} s there are still {self._open_work()}")
             self.step()
+
+    def _open_work(self) -> str:
+        from kvtier.tiering.manager import TieringOffloadingManager
+
+        scheduler = self._scheduler
+        counts = {"unfinished requests": scheduler.get_num_unfinished_requests()}
+        ours = getattr(scheduler.connector, "connector_scheduler", None)
+        manager = getattr(getattr(ours, "manager", None), "inner", None)
+        if isinstance(manager, TieringOffloadingManager):
+            counts |= manager.open_work()
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "steps"
 
     def generate(
         self,
