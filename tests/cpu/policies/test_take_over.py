@@ -55,6 +55,7 @@ class Life:
         for each in lists:
             assert len(each) == len(list(each))
             for run in each._runs:
+                assert run.blocks, "a run that holds nothing is forgotten"
                 assert run.idle == sum(block.ref_cnt == 0 for block in run.blocks.values())
                 assert all(block.place is run for block in run.blocks.values())
         return [list(each) for each in lists]

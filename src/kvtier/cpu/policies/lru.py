@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
 from kvtier.cpu.policies.base import BlockStatus
-from kvtier.cpu.policies.recency import RecencyList, RunKeepingPolicy, move
+from kvtier.cpu.policies.recency import RecencyList, RunKeepingPolicy, move, move_all
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
@@ -60,13 +60,9 @@ class LRUCachePolicy(RunKeepingPolicy):
         elif order.refresh_if_tail(own, keys, self.blocks):
             return
         run, former = order.reopen_run(req_context.req_id)
-        for key in keys:
-            block = self.blocks.get(key)
-            if block is not None and block.place is not run:
-                move(key, block, run)
+        move_all(keys, self.blocks, run)
         if former is not None:
-            for key, block in list(former.blocks.items()):
-                move(key, block, run)
+            move_all(list(former.blocks), self.blocks, run)
         order.close_if_empty(run)
 
     def on_use(

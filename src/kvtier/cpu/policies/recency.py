@@ -150,18 +150,12 @@ class RecencyList:
         """Take blocks over into a run, in front of and behind those that it has. These are all that
         its request uses."""
         num_own = len(run.blocks)
-        for key in before:
-            block = blocks.get(key)
-            if block is not None:
-                move(key, block, run)
+        move_all(before, blocks, run)
         if len(run.blocks) > num_own:
             in_order = list(run.blocks.items())
             run.blocks = dict(in_order[num_own:] + in_order[:num_own])
             run.num_dead = 0
-        for key in behind:
-            block = blocks.get(key)
-            if block is not None:
-                move(key, block, run)
+        move_all(behind, blocks, run)
         run.scattered = False
 
     def refresh(self, run: Run) -> None:
@@ -298,15 +292,47 @@ def move(key: OffloadKey, block: BlockStatus, target: Run) -> None:
     """Take a block over from the run it is in, which may be in another list, to `target`."""
     source: Run = block.place
     del source.blocks[key]
-    source.scattered = True
     target.blocks[key] = block
     block.place = target
-    if block.ref_cnt == 0:
-        source.idle -= 1
-        target.idle += 1
+    _account(source, target, 1, block.ref_cnt == 0)
+
+
+def move_all(
+    keys: Iterable[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus], target: Run
+) -> None:
+    """`move` for those of these blocks that there are, and that are not in `target`. What comes
+    out of one run costs little for each."""
+    find, moved = blocks.get, target.blocks
+    source, left, num_idle, num_moved = target, moved, 0, 0
+    for key in keys:
+        block = find(key)
+        if block is None:
+            continue
+        run: Run = block.place
+        if run is not source:
+            if num_moved:
+                _account(source, target, num_moved, num_idle)
+            source, left, num_idle, num_moved = run, run.blocks, 0, 0
+        if run is target:
+            continue
+        del left[key]
+        moved[key] = block
+        block.place = target
+        num_moved += 1
+        if block.ref_cnt == 0:
+            num_idle += 1
+    if num_moved:
+        _account(source, target, num_moved, num_idle)
+
+
+def _account(source: Run, target: Run, num_moved: int, num_idle: int) -> None:
+    """So many blocks were taken over, of which so many could be evicted."""
+    source.scattered = True
+    source.idle -= num_idle
+    target.idle += num_idle
     if source.recency is not target.recency:
-        source.recency._size -= 1
-        target.recency._size += 1
+        source.recency._size -= num_moved
+        target.recency._size += num_moved
     if not source.blocks:
         source.recency.close_if_empty(source)
 
