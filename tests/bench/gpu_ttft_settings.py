@@ -178,6 +178,8 @@ class Settings:
     """Since the start: after that, no round is begun."""
     start_limit_s: float = 240.0
     """Since the start: an engine that is not there by then is left out."""
+    is_judged: bool = True
+    """Whether ratios are held against what they should be."""
     raw_chunk: int = 2 * _MIB
     raw_threads: tuple[int, ...] = (4, 8)
     raw_trial_bytes: int = _GIB
@@ -370,6 +372,7 @@ REHEARSAL = Settings(
         "spec_name": "HostTieringSpec",
         "spec_module_path": "tests.bench.gpu_ttft_host_spec",
     },
+    is_judged=False,
     raw_chunk=1 << 18,
     raw_trial_bytes=4 * _MIB,
     bus_buffer=4 * _MIB,

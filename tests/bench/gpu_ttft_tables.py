@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
+from tests.bench.gpu_ttft_rounds import FIGURES
 from tests.bench.gpu_ttft_samples import (
     DEVICE,
     DISK,
@@ -52,7 +53,7 @@ def show(phases: list[PhaseSamples], settings: Settings) -> None:
     print()
     for samples in phases:
         for ratio in ratios(samples):
-            print("  " + _told(ratio))
+            print("  " + (_told(ratio) if settings.is_judged else _shown(ratio)))
         _show_checks(samples, settings)
 
 
@@ -134,13 +135,16 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return None if a is None or not b else a / b
 
 
+def _shown(ratio: Ratio) -> str:
+    return f"{ratio.what}: " + ("not measured" if ratio.value is None else f"{ratio.value:.2f}")
+
+
 def _told(ratio: Ratio) -> str:
-    if ratio.value is None:
-        if ratio.limit is not None:
-            missed.append(f"gpu_ttft, {ratio.what}")
-        return f"{ratio.what}: not measured"
     if ratio.limit is None:
-        return f"{ratio.what}: {ratio.value:.2f}"
+        return _shown(ratio)
+    if ratio.value is None:
+        missed.append(f"gpu_ttft, {ratio.what}")
+        return _shown(ratio)
     return verdict(f"gpu_ttft, {ratio.what}", ratio.value, ratio.limit)
 
 
@@ -149,8 +153,9 @@ def _show_checks(samples: PhaseSamples, settings: Settings) -> None:
     tokens = f"{samples.phase.length:,} tokens"
     for (engine, figure), runs in samples.by_figure.items():
         what = f"{tokens}, {engine}, {figure}"
-        if len(runs) < samples.phase.rounds:
-            print(f"  {what}: {len(runs)} runs, not {samples.phase.rounds}")
+        of_round = sum(each == figure for each, _ in FIGURES[engine])
+        if len(runs) < (expected := of_round * samples.phase.rounds):
+            print(f"  {what}: {len(runs)} runs, not {expected}")
         if figure == EMPTIED:
             loaded = sum(run.cached_tokens > samples.phase.length / 2 for run in runs)
             print(f"  {what}: loaded {loaded} times, computed {len(runs) - loaded} times")

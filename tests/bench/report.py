@@ -29,6 +29,22 @@ missed: list[str] = []
 """Figures of this run that are not what they should be."""
 
 
+unmeasured: list[str] = []
+"""Benchmarks of this run that could not be run here."""
+
+
+def not_measured(benchmark: str, why: str) -> None:
+    """Say that a benchmark cannot be run here, and the remedy."""
+    print(f"\n{benchmark}: not measured, {why}")
+    unmeasured.append(benchmark)
+
+
+def verdict_of_all() -> str:
+    """What the run has come to, if not all is well."""
+    parts = {"missed": missed, "not measured": unmeasured}
+    return "; ".join(f"{what}: {'; '.join(which)}" for what, which in parts.items() if which)
+
+
 def verdict(what: str, value: float, limit: float) -> str:
     """Whether a figure that should be small is small enough. If not, the run fails in the end."""
     if value <= limit:
@@ -47,7 +63,10 @@ def verdict_at_least(what: str, value: float, limit: float) -> str:
 
 def save(name: str, result: dict[str, Any], folder: Path = RESULTS) -> None:
     """Keep a result as JSON, with when and where it was measured."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"the results cannot be saved in {folder}: {error}") from error
     document = {
         "benchmark": name,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

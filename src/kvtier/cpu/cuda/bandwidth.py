@@ -36,9 +36,10 @@ def measure(
     num_bytes: int,
     open_copies: OpenCopies | None = None,
 ) -> Bandwidth:
-    """Of the worker, with scattered pages of that size and a few jobs under way. `open_copies`: as
-    for the worker."""
+    """Of the worker, with scattered pages of that size, as many as whole blocks of them have so
+    many bytes, and a few jobs under way. `open_copies`: as for the worker."""
     num_blocks = num_bytes // (page_bytes * num_tensors)
+    num_bytes = num_blocks * page_bytes * num_tensors
     with open_rig(device, page_bytes, num_tensors, num_blocks, open_copies) as rig:
         loads, stores = (_jobs(rig, is_store) for is_store in (False, True))
 
