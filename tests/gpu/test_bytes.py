@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,36 @@ def test_without_room_for_staging_the_kernel_does_it_directly(
     assert launches.count == 3
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "device memory" in warning.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("missing", "way"), [("nothing", "staged"), ("room", "kernel"), ("kernel", "engines")]
+)
+def test_the_log_says_which_way_is_taken(
+    missing: str,
+    way: str,
+    device_place: Place,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise CudaError("injected")
+
+    caplog.set_level(logging.INFO, "kvtier")
+    if missing == "room":
+        monkeypatch.setattr(page_mover.PageMover, "make_staging", no_memory)
+    elif missing == "kernel":
+        for kernel in (PageKernel, SimulatedKernel):
+            monkeypatch.setattr(kernel, "__init__", unavailable)
+    layout = plain_layout(*[16 * KIB] * 32, num_blocks=8)
+    with open_rig(device_place, layout, shm, num_slots=8) as rig:
+        rig.do(store(range(8), range(8)))
+        assert isinstance(rig.worker, GPUOffloadingWorker)
+        assert isinstance(rig.worker.copies, StreamCopies)
+        assert [path.words for path in rig.worker.copies.taken] == [way]
+    (line,) = [text for text in caplog.messages if "large jobs by" in text]
+    assert line.endswith(f"large jobs by: {way}")
 
 
 def test_what_a_buffer_cannot_hold_is_not_staged(

@@ -146,11 +146,20 @@ def test_without_pinning_no_other_way_is_said_to_be_right(
         assert lines[way].startswith("NOT TO BE HAD here, it became unpinned memory")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotEnoughMemory("injected"),
+        torch.OutOfMemoryError("injected: CUDA out of memory."),
+        CudaError("injected: CUDA_ERROR_OUT_OF_MEMORY (2), out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_too_little_memory_is_no_wrong_byte(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_room(_: object) -> int:
-        raise NotEnoughMemory("injected")
+        raise error
 
     monkeypatch.setattr(gpu_selftest, "_why_not", lambda _: None)
     monkeypatch.setattr(gpu_selftest, "_check_all", no_room)
@@ -160,6 +169,18 @@ def test_too_little_memory_is_no_wrong_byte(
     complaint = capsys.readouterr().err
     assert "No self-test: injected" in complaint
     assert "give a smaller --mib" in complaint
+
+
+def test_what_is_no_lack_of_memory_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> int:
+        raise CudaError("injected: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+
+    monkeypatch.setattr(gpu_selftest, "_why_not", lambda _: None)
+    monkeypatch.setattr(gpu_selftest, "_check_all", broken)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+        main(["--no-bandwidth"])
 
 
 def test_jobs_that_fail_are_counted_and_named(

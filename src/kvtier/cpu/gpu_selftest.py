@@ -1,8 +1,9 @@
 """Tries the copies between the GPU and host memory on this machine.
 
 Every way to copy is checked bit for bit, with pages of many sizes; then the bandwidth of each size
-is measured, beside that of one plain copy of pinned memory. Exits with 1 if a byte was wrong or a
-way is not to be had on this machine.
+is measured, beside that of one plain copy of pinned memory. Exits with 1 if a byte was wrong, a
+copy failed or a way is not to be had on this machine, and with 2 if there is nothing to try, or too
+little memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _ODD_SIZES = (16, 48, 4096 - 16, 4096 + 16, 20_000, 100_000 + 16)
 _UNALIGNED_SIZES = (1, 17, 4099)
 _SMALL_PAGE_BYTES = 64
 _UNPINNED = "unpinned memory"
-_CHECKED_MIB = 144
+_CHECKED_MIB, _CHECKED_MIB_OF_GPU = 144, 280
+"""What the largest pages take, and on the GPU the buffers and zeros beside them."""
 _LEAST_MIB = 64
 _NUM_TENSORS = 3
 _FEW_BLOCKS, _MANY_BLOCKS = 24, 8_400
@@ -46,7 +48,7 @@ the kernel takes."""
 def main(arguments: list[str] | None = None) -> int:
     """Runs it for these command-line arguments; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.cpu.gpu_selftest", description=__doc__)
-    parser.add_argument("--device", type=int, default=0, help="number of the GPU (default 0)")
+    parser.add_argument("--device", type=_number, default=0, help="number of the GPU (default 0)")
     parser.add_argument(
         "--mib",
         type=_mebibytes,
@@ -70,15 +72,23 @@ def main(arguments: list[str] | None = None) -> int:
             wrong = _check_all(device)
         if wrong == 0 and not options.no_bandwidth:
             _measure_all(device, options.mib * MIB)
-    except (NotEnoughMemory, torch.OutOfMemoryError) as error:
+    except (NotEnoughMemory, RuntimeError) as error:
+        if not isinstance(error, NotEnoughMemory) and "out of memory" not in str(error).lower():
+            raise
         print(
-            f"No self-test: {error}\nIt needs {_CHECKED_MIB} MiB of /dev/shm and of the GPU, and "
-            "--mib to measure: give a smaller --mib, or --no-bandwidth. Another process may hold "
-            "the GPU's memory",
+            f"No self-test: {error}\nIt needs {_CHECKED_MIB} MiB of /dev/shm and "
+            f"{_CHECKED_MIB_OF_GPU} MiB of the GPU, and --mib to measure: give a smaller --mib, or "
+            "--no-bandwidth. Another process may hold the GPU's memory",
             file=sys.stderr,
         )
         return 2
     return 1 if wrong else 0
+
+
+def _number(text: str) -> int:
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: give the GPU's number alone, such as 0")
+    return int(text)
 
 
 def _mebibytes(text: str) -> int:

@@ -51,7 +51,7 @@ def by_size(grid: Grid) -> Path:
 
 
 def by_size_if_large(columns: Columns) -> Path:
-    """The same, for a large job of such blocks."""
+    """The same, for a large job of such blocks, if there is a kernel and room for its buffers."""
     return choose_path(columns.page_bytes, sys.maxsize, columns.run_bytes)
 
 
@@ -120,9 +120,14 @@ class PageMover:
             self._staging.free()
             self._staging = None
 
+    def way_of_large(self, columns: Columns) -> Path:
+        """How a large job of such blocks is copied. After `make_staging`, if there is to be one."""
+        return self._possible(by_size_if_large(columns), columns, columns.run_bytes, 1)
+
     def plan(self, grid: Grid) -> Plan:
         """How it is copied. Any thread, also while another one has copies made."""
-        path = self._possible(self._choose(grid), grid)
+        chosen = self._choose(grid)
+        path = self._possible(chosen, grid.columns, grid.run_bytes, grid.cell.blocks_per_chunk)
         is_for_kernel = path in {Path.KERNEL, Path.STAGED}
         return Plan(
             grid,
@@ -183,22 +188,20 @@ class PageMover:
         finally:
             self._driver.synchronize_stream(self._second_stream)
 
-    def _possible(self, path: Path, grid: Grid) -> Path:
+    def _possible(
+        self, path: Path, columns: Columns, run_bytes: int, blocks_per_chunk: int
+    ) -> Path:
         """That one, or the next best."""
         if path not in {Path.KERNEL, Path.STAGED}:
             return path
-        if self._kernel is None or not grid.columns.is_aligned:
+        if self._kernel is None or not columns.is_aligned:
             return Path.ENGINES
-        if path is Path.STAGED and not self._has_room_for(grid):
-            return Path.KERNEL
-        return path
-
-    def _has_room_for(self, grid: Grid) -> bool:
-        return (
+        has_room = (
             self._staging is not None
-            and 0 < grid.run_bytes <= STAGING_BYTES
-            and max_entries(len(grid.columns), grid.columns.largest) >= grid.cell.blocks_per_chunk
+            and 0 < run_bytes <= STAGING_BYTES
+            and max_entries(len(columns), columns.largest) >= blocks_per_chunk
         )
+        return Path.KERNEL if path is Path.STAGED and not has_room else path
 
     def _by_engines(self, plan: Plan) -> Iterator[bool]:
         grid, is_twice = plan.grid, plan.path is Path.ENGINES_TWICE

@@ -98,7 +98,7 @@ class StreamCopies(Copies):
                     len(each),
                     each.page_bytes / 2**10,
                     self._device,
-                    by_size_if_large(each).words,
+                    self._loads.mover.way_of_large(each).words,
                 )
 
     def _make_staging(self) -> None:
