@@ -43,19 +43,21 @@ test-vllm: $(VENV)/.ready vllm-env ## only the tests with stock vLLM; of another
 	@$(VENV)/bin/python -m pytest tests/e2e/vllm tests/integrations/vllm
 
 # With the machine's own Python: its torch fits its driver. Installs nothing.
-HAS_GPU = said=$$($(PYTHON) -c 'import pytest, hypothesis, numpy, xxhash, torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)' 2>&1) \
+comma := ,
+HAS_GPU = said=$$($(PYTHON) -c 'import $(1), torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)' 2>&1) \
 	&& echo "$$said" || { echo "make $@: $$(tail -n 1 <<< "$$said")" >&2; \
-	echo "make $@: needs an NVIDIA GPU and a Python with torch (CUDA), numpy, xxhash, hypothesis and pytest 9; name it: make $@ PYTHON=/path/to/vllm/bin/python" >&2; exit 1; }
+	echo "make $@: needs an NVIDIA GPU and a Python with torch (CUDA) and: $(1). Name it: make $@ PYTHON=/path/to/vllm/bin/python; what it lacks, install with its pip" >&2; exit 1; }
 
 .PHONY: test-gpu
 test-gpu: ## on a machine with an NVIDIA GPU, its torch, pytest and hypothesis: tests of the CUDA worker
-	@$(HAS_GPU)
+	@$(call HAS_GPU,pytest$(comma) hypothesis$(comma) numpy$(comma) xxhash)
 	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -o minversion=9.0 -W default -rs tests/gpu tests/cpu/cuda
 
 .PHONY: bench-gpu
 bench-gpu: ## on such a machine: the figures of the CUDA worker; with vLLM beside this Python, also time to first token
-	@$(HAS_GPU)
-	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.bench gpu_copy gpu_ttft
+	@$(call HAS_GPU,numpy$(comma) xxhash)
+	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.bench gpu_copy \
+	$$($(PYTHON) -c 'from importlib.util import find_spec; print("gpu_ttft" if find_spec("vllm") else "")')
 
 .PHONY: soak
 soak: $(VENV)/.ready vllm-env ## the long proofs, with random examples

@@ -16,7 +16,7 @@ scattered pages, host to device / device to host; a plain copy reaches 55.2 / 55
 A small job is over before a kernel is at full speed: 16 pages of 64 KiB take the engines as long.
 
 A kernel that speaks to the bus stays on its SMs for as long as the copy takes, and matrix products
-become 3 to 15 % slower beside it, however few SMs it takes. So where the pages of a block
+become 2 to 17 % slower beside it, however few SMs it takes. So where the pages of a block
 lie together in its slot, as they do when an engine has a tensor for each layer, a kernel only
 collects them on the device, which is over in no time, and the copy engines move whole slots.
 """
