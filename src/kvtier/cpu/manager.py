@@ -760,10 +760,20 @@ class CPUOffloadingManager(OffloadingManager):
         self._unsettled.append(use)
 
     def _note_uses(self, blocks: Iterable[BlockStatus], use: RequestUse) -> None:
-        used = use.keys.get
+        """`_note_use` for those that are not noted yet: thousands, when a long prompt is offered
+        that the device has kept."""
+        keys = use.keys
         for block in blocks:
-            if used(block.key) != block.generation:
-                self._note_use(block, use)
+            key, generation = block.key, block.generation
+            known = keys.get(key)
+            if known == generation:
+                continue
+            if not use.fresh:
+                self._expect_fresh(use)
+            if known is not None:
+                use.out_of_order = True
+            keys[key] = generation
+            use.fresh.append(key)
 
     def _settle(self) -> None:
         """Tell the policy of all uses noted since the last time."""
