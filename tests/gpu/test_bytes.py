@@ -263,15 +263,16 @@ def test_staged_pages_pass_through_both_buffers_again_and_again(
             assert launches.count - before == 3 * -(-count // 2)
 
 
+def no_memory(*_: object, **__: object) -> None:
+    raise CudaError("injected")
+
+
 def test_without_room_for_staging_the_kernel_does_it_directly(
     device_place: Place,
     shm: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def no_memory(*_: object, **__: object) -> None:
-        raise CudaError("injected")
-
     device_place.use(CopyPath.STAGED)
     monkeypatch.setattr(page_mover.PageMover, "make_staging", no_memory)
     launches = LaunchCount(monkeypatch)
@@ -295,9 +296,6 @@ def test_the_log_says_which_way_is_taken(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def no_memory(*_: object, **__: object) -> None:
-        raise CudaError("injected")
-
     caplog.set_level(logging.INFO, "kvtier")
     if missing == "room":
         monkeypatch.setattr(page_mover.PageMover, "make_staging", no_memory)

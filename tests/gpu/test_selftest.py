@@ -146,6 +146,18 @@ def test_without_pinning_no_other_way_is_said_to_be_right(
         assert lines[way].startswith("NOT TO BE HAD here, it became unpinned memory")
 
 
+def check_ends_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that seems to have a device."""
+
+    def check(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(gpu_selftest, "_why_not", lambda _: None)
+    monkeypatch.setattr(gpu_selftest, "_check_all", check)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -158,13 +170,7 @@ def test_without_pinning_no_other_way_is_said_to_be_right(
 def test_too_little_memory_is_no_wrong_byte(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_room(_: object) -> int:
-        raise error
-
-    monkeypatch.setattr(gpu_selftest, "_why_not", lambda _: None)
-    monkeypatch.setattr(gpu_selftest, "_check_all", no_room)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    check_ends_with(error, monkeypatch)
     assert main(["--no-bandwidth"]) == 2
     complaint = capsys.readouterr().err
     assert "No self-test: injected" in complaint
@@ -172,13 +178,7 @@ def test_too_little_memory_is_no_wrong_byte(
 
 
 def test_what_is_no_lack_of_memory_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: object) -> int:
-        raise CudaError("injected: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
-
-    monkeypatch.setattr(gpu_selftest, "_why_not", lambda _: None)
-    monkeypatch.setattr(gpu_selftest, "_check_all", broken)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    check_ends_with(CudaError("injected: CUDA_ERROR_ILLEGAL_ADDRESS (700)"), monkeypatch)
     with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
         main(["--no-bandwidth"])
 
