@@ -18,6 +18,10 @@ _TRIAL_SHARE = 1 / 32
 """What trials may cost, of the time that loads take."""
 _MEASURED_FACTOR = 8
 """So many times as much has to be spared for a trial of what was measured before."""
+_EXPLORED_BLOCKS, _EXPLORED_S = 8, 0.25
+"""So many blocks are brought up at first to see whether a tier is still slower than computing; more
+of them, up to all, if they take so long at most."""
+
 _LEAST_TRIED_S = 0.05
 """For less, nobody waits long enough that it would matter."""
 
@@ -136,6 +140,39 @@ class Trials:
     def note_trial(self) -> None:
         """It is computed."""
         self._spared_s = 0.0
+
+
+class Exploration:
+    """How many blocks to bring up to see whether a tier is still slower than computing. Scheduler
+    thread only.
+
+    Few say little of the time that many take: a tier may take its time whatever their number, and
+    in proportion to a few blocks that looks like hours. So it is twice as many each time, for as
+    long as that takes little in fact, whatever it is thought to take.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        """`longest_s`: what may be expected to take longer is not tried."""
+        self._longest_s = longest_s
+        self._num_blocks = _EXPLORED_BLOCKS
+
+    def num_blocks(self, most: int, estimate: TransferEstimate) -> int:
+        """For the next time, of so many: more, up to all, if they are thought to take little."""
+        count = self._num_blocks
+        while count < most and (estimate.predict(2 * count) or _EXPLORED_S) < _EXPLORED_S:
+            count *= 2
+        return min(count, most)
+
+    def note(self, num_blocks: int, seconds: float) -> None:
+        """So many have taken so long."""
+        if seconds > self._longest_s:
+            self.begin_anew()
+        elif 2 * seconds <= self._longest_s:
+            self._num_blocks = max(self._num_blocks, 2 * num_blocks)
+
+    def begin_anew(self) -> None:
+        """What is known is of no use any more: blocks are loaded again, or were not in time."""
+        self._num_blocks = _EXPLORED_BLOCKS
 
 
 class TransferEstimate:

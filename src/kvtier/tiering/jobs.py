@@ -10,12 +10,14 @@ if TYPE_CHECKING:
 
 
 class JobCount(NamedTuple):
-    """Of the jobs of all tiers. Another one whenever one has begun or ended."""
+    """Of the jobs of all tiers. Another one whenever one has begun, ended or become late."""
 
     last_id: int
     """The newest number that was given to a job."""
     num_open: int
     """Those that a tier has not reported."""
+    num_late: int
+    """Of their blocks and stores, those that are late."""
 
 
 class Job:

@@ -24,7 +24,7 @@ from kvtier.base import (
 )
 from kvtier.seal import SealFailure
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
-from kvtier.tiering.guard import TransferEstimate
+from kvtier.tiering.guard import Exploration, TransferEstimate
 from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
 from kvtier.tiering.jobs import Job
 from kvtier.tiering.request import TierRequest
@@ -51,6 +51,9 @@ _STORE_BYTES = 128 << 20
 next store when one has ended, however long the engine's steps are."""
 
 _EXPLORE_EVERY_S = 20.0
+_LONGEST_EXPLORATION_S, _EXPLORATION_SHARE = 1.0, 0.5
+"""How long an exploration may be expected to take, and which part of the time that a load may: it
+must not be late, and the tier is there for others."""
 
 _MOST_TOLD = 64
 """How many requests that have ended a tier is told of in one step, after a rest."""
@@ -92,6 +95,9 @@ class TierLink:
         self.is_broken = False
         """Whether it must not be used any more, because its namespace could not be changed."""
         self.estimate = TransferEstimate()
+        self.exploration = Exploration(
+            min(_LONGEST_EXPLORATION_S, settings.load_timeout_s * _EXPLORATION_SHARE)
+        )
         self.num_pinned = 0
         """Slots that its stores are reading."""
         self.num_loading = 0
@@ -378,6 +384,10 @@ class TierLink:
             (self._load_seconds if is_promotion else self._store_seconds).append(seconds)
             if is_promotion and moved:
                 self.estimate.note(num_blocks, seconds)
+                if job.is_awaited:
+                    self.exploration.begin_anew()
+                else:
+                    self.exploration.note(num_blocks, seconds)
         if job.is_late:
             return
         timeout = self.settings.load_timeout_s if is_promotion else self.settings.store_timeout_s
@@ -405,6 +415,7 @@ class TierLink:
                 breaker.failed(now, job_id, is_timeout=True)
                 if job.transfer.is_promotion:
                     self._counters["late_loads"] += 1
+                    self.exploration.begin_anew()
                     yield job
                 else:
                     self._counters["late_stores"] += 1
@@ -420,6 +431,17 @@ class TierLink:
     def num_jobs(self) -> int:
         """Jobs that the tier has not reported."""
         return len(self._jobs)
+
+    @property
+    def num_late(self) -> int:
+        """Of those, blocks of loads and stores that are late: grows when another one is."""
+        return self._num_late_blocks + self._num_late_stores
+
+    @property
+    def num_loading_in_time(self) -> int:
+        """Slots that its loads are writing, but for those that are late: for the latter, the next
+        load may not have to wait."""
+        return self.num_loading - self._num_late_blocks
 
     def has_overdue_jobs(self, now: float) -> bool:
         """Whether a job has missed its deadline, and was not found to be late yet."""

@@ -432,8 +432,13 @@ class TieringOffloadingManager(OffloadingManager):
 
     @property
     def job_count(self) -> JobCount:
-        """How many were given to tiers, and how many of those are open."""
-        return JobCount(self._transfers.last_id, sum(link.num_jobs for link in self._links))
+        """How many were given to tiers, and how many of those are open, and late."""
+        links = self._links
+        return JobCount(
+            self._transfers.last_id,
+            sum(link.num_jobs for link in links),
+            sum(link.num_late for link in links),
+        )
 
     def open_work(self) -> dict[str, int]:
         """How many entries each table has that must be empty once everything has ended. For tests

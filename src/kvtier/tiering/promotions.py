@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from kvtier.tiering.step import Step
     from kvtier.tiering.transfers import TransferFactory
 
-_EXPLORED_BLOCKS, _EXPLORED_S = 8, 0.25
-"""So many blocks are brought up to see whether a tier is still slower than computing; more of them,
-up to all, if they take so long at most. Few say little about the time that many take."""
-
 
 class _Expected(NamedTuple):
     """Of blocks that are to be brought up."""
@@ -101,7 +97,8 @@ class Promotions:
         for link, found, request in declined:
             if not link.may_explore(now) or request.is_withdrawn or not link.lets(request, now):
                 continue
-            keys = [key for key in _head(found, link) if not self._primary.has(key)]
+            num_explored = link.exploration.num_blocks(len(found), link.estimate)
+            keys = [key for key in found[:num_explored] if not self._primary.has(key)]
             if keys:
                 link.explored(now)
                 self._bring_up(keys, link, request, is_awaited=False)
@@ -215,7 +212,7 @@ class Promotions:
         self, keys: Sequence[OffloadKey], link: TierLink, request: TierRequest
     ) -> _Expected:
         """How long it will take to load blocks, and to compute them, as far as is known."""
-        load_s = link.estimate.predict(len(keys) + link.num_loading) or None
+        load_s = link.estimate.predict(len(keys) + link.num_loading_in_time) or None
         num_tokens = self._groups.num_tokens(keys)
         if load_s is None or not num_tokens or not self._prefill.is_known:
             return _Expected(load_s, None, num_tokens, 0.0)
@@ -264,14 +261,6 @@ class Promotions:
         self.wanting = {}
         self._declined = []
         self.leases.end_all()
-
-
-def _head(keys: list[OffloadKey], link: TierLink) -> list[OffloadKey]:
-    """The first of them, as many as are brought up to explore the tier."""
-    count, expect = _EXPLORED_BLOCKS, link.estimate.predict
-    while count < len(keys) and (expect(2 * count) or _EXPLORED_S) < _EXPLORED_S:
-        count *= 2
-    return keys[:count]
 
 
 def _count_declined(keys: list[OffloadKey], link: TierLink) -> None:

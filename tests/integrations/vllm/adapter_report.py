@@ -43,3 +43,10 @@ def prefix_report() -> dict[str, Any]:
     from tests.integrations.vllm import prefix_probe
 
     return prefix_probe.report()
+
+
+def jobs_report() -> dict[str, Any]:
+    """All that `jobs_probe` finds out."""
+    from tests.integrations.vllm import jobs_probe
+
+    return {"stores": jobs_probe.stores(), "late_store": jobs_probe.late_store()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.vllm.processes import VLLM
-from tests.integrations.vllm import figures_probe
+from tests.integrations.vllm import adapter_report, figures_probe
 from tests.integrations.vllm.figures_probe import SIZE
 
 pytestmark = pytest.mark.vllm
@@ -133,3 +133,17 @@ def test_what_others_count_is_told_once_and_never_lost(vllm: VLLM) -> None:
         {"vllm:failures": 5, "vllm:loads": 1, "vllm:size": SIZE},
         {},
     ]
+
+
+def test_a_job_of_a_tier_is_told_when_it_begins_and_ends_and_now_and_then(vllm: VLLM) -> None:
+    told_of = vllm.once(adapter_report.jobs_report)["stores"]
+    assert told_of["begun"]
+    assert told_of["waiting"] == [False] * 5
+    assert told_of["later"]
+    assert told_of["ended"]
+    assert told_of["stored"] == 1
+    assert not told_of["idle"]
+
+
+def test_an_engine_goes_on_until_it_has_told_what_is_late(vllm: VLLM) -> None:
+    assert vllm.once(adapter_report.jobs_report)["late_store"] == {"late_stores": 1}

@@ -103,7 +103,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._slots_of = primary.slots_of
         self._board = board
         self._figures = FigureReporter(manager, metric_names, {BLOCK_BYTES: block_bytes})
-        self._tier_jobs = JobCount(0, 0)
+        self._tier_jobs = JobCount(0, 0, 0)
+        """As of the last figures."""
         self._num_storing = 0
         """Blocks that are being stored, but for those from before a reset."""
         self._sources_of: vllm_api.ReqContext | None = None
@@ -325,7 +326,10 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         # A server's engine is asked this right after its start, before there are requests.
         if self._check_hashes is not None and self._check_hashes():
             self._check_hashes = None
-        return self._manager.has_pending_work()
+        if self._manager.has_pending_work():
+            return True
+        # One more step, and vLLM is told what has become of the last jobs.
+        return self._tiering is not None and self._tiering.job_count != self._tier_jobs
 
     def take_events(self) -> Iterable[vllm_api.OffloadingEvent]:
         return [

@@ -1,0 +1,94 @@
+"""What vLLM is told while tiers are at work, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
+
+from kvtier.integrations.vllm.manager import ManagerAdapter
+from tests.integrations.vllm.adapter_probe import started, vllm_config
+from tests.integrations.vllm.held_tier import HELD, HeldTier
+
+_PATIENCE_S = 60.0
+
+
+class _Engine:
+    """As much of vLLM as asks for figures. Time, for these, passes when it is told to."""
+
+    def __init__(self, adapter: ManagerAdapter) -> None:
+        self.adapter = adapter
+        self.now = 10.0
+        adapter._figures._now = lambda: self.now
+        self.told: dict[str, float] = {}
+        """All counters so far, and the last gauges."""
+
+    def store(self, name: str) -> None:
+        """One block, which is left to the tier."""
+        context = ReqContext(name)
+        key = make_offload_key(name.encode().ljust(32), 0)
+        self.adapter.on_new_request(context)
+        assert self.adapter.prepare_store([key], context) is not None
+        self.adapter.complete_store({key}, context)
+        self.adapter.on_request_finished(context)
+
+    def step(self, after_s: float = 0.0) -> bool:
+        """Whether vLLM was told anything at its end."""
+        self.now += after_s
+        self.adapter.on_schedule_end(ScheduleEndContext((), ()))
+        stats = self.adapter.get_stats()
+        for name, value in ({} if stats is None else stats.reduce()).items():
+            is_gauge = name.endswith(("_blocks", "_state")) and "stored" not in name
+            self.told[name] = value if is_gauge else self.told.get(name, 0) + value
+        return stats is not None
+
+    def figure(self, name: str) -> float:
+        return self.told.get(f"vllm:kvtier_tier_0_heldtier_{name}", 0)
+
+
+@contextmanager
+def _engine(**tier_keys: Any) -> Iterator[_Engine]:
+    HeldTier.is_held = True
+    tier = HELD | {"max_pinned_share": 1, "store_timeout_ms": 60_000} | tier_keys
+    with started(vllm_config(secondary_tiers=[tier])) as (adapter, _):
+        try:
+            yield _Engine(adapter)
+        finally:
+            HeldTier.is_held = False
+
+
+def stores() -> dict[str, Any]:
+    """Two stores that end one after the other would be told apart; whether steps tell anything."""
+    with _engine() as engine:
+        engine.store("first")
+        begun = engine.step()
+        waiting = [engine.step(0.001) for _ in range(5)]
+        later = engine.step(0.03)
+        HeldTier.is_held = False
+        ended = engine.step(0.001)
+        stored = engine.figure("stored_blocks")
+        idle = engine.step(0.03)
+    return {
+        "begun": begun,
+        "waiting": waiting,
+        "later": later,
+        "ended": ended,
+        "stored": stored,
+        "idle": idle,
+    }
+
+
+def late_store() -> dict[str, float]:
+    """A store that is never reported, of an engine that has nothing else to do: what vLLM knows of
+    it when the engine takes no more steps."""
+    with _engine(store_timeout_ms=150) as engine:
+        engine.store("lost")
+        deadline = time.monotonic() + _PATIENCE_S
+        while engine.adapter.has_pending_work():
+            assert time.monotonic() < deadline
+            engine.step()
+            time.sleep(0.002)
+        return {"late_stores": engine.figure("late_stores")}
