@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from kvtier.tiering.guard import PrefillRate, TransferEstimate, Trials
+from kvtier.tiering.guard import Exploration, PrefillRate, TransferEstimate, Trials
 
 
 def test_a_configured_rate_is_taken_as_it_is() -> None:
@@ -624,3 +624,45 @@ def test_a_change_of_pace_is_followed() -> None:
     predicted = estimate.predict(10)
     assert predicted is not None
     assert predicted > 0.08
+
+
+# ---------------------------------------------------------------------------------------------
+# How much is explored
+# ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_explored_grows_while_it_takes_little() -> None:
+    exploration, nothing_known = Exploration(longest_s=1.0), TransferEstimate()
+    sizes = []
+    for seconds in (0.3, 0.3, 0.5, 0.6, 0.9):
+        sizes.append(exploration.num_blocks(1000, nothing_known))
+        exploration.note(sizes[-1], seconds)
+    sizes.append(exploration.num_blocks(1000, nothing_known))
+    assert sizes == [8, 16, 32, 64, 64, 64]  # twice as many could have taken too long
+    assert exploration.num_blocks(20, nothing_known) == 20
+
+
+@pytest.mark.parametrize("what", ["slow", "loaded again"])
+def test_what_is_explored_begins_anew(what: str) -> None:
+    exploration, nothing_known = Exploration(longest_s=1.0), TransferEstimate()
+    exploration.note(512, 0.1)
+    assert exploration.num_blocks(5000, nothing_known) == 1024
+    if what == "slow":
+        exploration.note(1024, 1.1)
+    else:
+        exploration.begin_anew()
+    assert exploration.num_blocks(5000, nothing_known) == 8
+
+
+def test_what_is_thought_to_take_little_is_explored_as_a_whole() -> None:
+    estimate = TransferEstimate()
+    for _ in range(10):
+        estimate.note(10, 0.001)
+    assert Exploration(longest_s=1.0).num_blocks(1000, estimate) == 1000
+
+
+def test_what_was_few_does_not_make_it_fewer() -> None:
+    exploration, nothing_known = Exploration(longest_s=1.0), TransferEstimate()
+    exploration.note(512, 0.1)
+    exploration.note(3, 0.1)
+    assert exploration.num_blocks(5000, nothing_known) == 1024

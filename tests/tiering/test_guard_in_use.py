@@ -210,6 +210,49 @@ def test_what_is_explored_takes_little_of_a_slow_disk() -> None:
     assert job.keys == prompt[:8]
 
 
+@pytest.mark.parametrize("latency_s", [0.05, 0.13, 0.3, 0.45])
+@pytest.mark.parametrize("known", [(8, 8, 8), (4, 6, 8)], ids=["alike", "some"])
+def test_a_tier_that_takes_its_time_for_any_number_is_not_taken_to_be_slow(
+    latency_s: float, known: tuple[int, ...]
+) -> None:
+    """In proportion to a few blocks, a prompt would take minutes."""
+    engine = GuardedEngine(1e-4, latency_s)
+    for turn in range(12):
+        assert engine.loads_again(known[turn % len(known)] * TOKENS)
+    engine.learn_computing(SHORT, LONG)
+    num_computed = 0
+    while not engine.loads_again(LONG):
+        engine.rig.clock.now += 20
+        num_computed += 1
+        assert num_computed < 15
+    assert all(engine.loads_again(LONG) for _ in range(10))
+
+
+def test_exploring_never_keeps_a_slow_tier_busy_for_long() -> None:
+    engine = learnt(0.02, LONG, latency_s=0.1)
+    longest = 0.0
+    for number in range(30):
+        engine.rig.clock.now += number * 2e6
+        before = engine.rig.stat("loaded_blocks")
+        assert not engine.loads_again(LONG)
+        longest = max(longest, engine.load_time(int(engine.rig.stat("loaded_blocks") - before)))
+    assert 0.3 < longest <= 1.0
+
+
+def test_what_a_tier_has_lost_is_no_queue_for_the_next_load() -> None:
+    engine = learnt(SHORT_BLOCK_S * 0.3, SHORT, LONG)
+    rig, prompt = engine.rig, engine.new_prompt(LONG // 2)
+    rig.keep_below(prompt)
+    request = rig.begin("loses", num_prompt_tokens=LONG // 2)
+    rig.look_up(prompt, request)
+    rig.step()
+    (lost,) = rig.tiers[0].loads()
+    rig.tiers[0].waiting.remove(lost)
+    rig.step(seconds=101.0)
+    rig.manager.on_request_finished(request)
+    assert all(engine.loads_again(SHORT) for _ in range(10))
+
+
 def test_where_one_tier_is_declined_the_next_one_is_asked() -> None:
     engine = GuardedEngine(SHORT_BLOCK_S * 1.5, num_tiers=2)
     rig = engine.rig

@@ -61,7 +61,7 @@ def _engine(**tier_keys: Any) -> Iterator[_Engine]:
 
 
 def stores() -> dict[str, Any]:
-    """Two stores that end one after the other would be told apart; whether steps tell anything."""
+    """A store that is held for a while: whether vLLM is told anything at the end of each step."""
     with _engine() as engine:
         engine.store("first")
         begun = engine.step()
