@@ -262,6 +262,8 @@ _DEVICE_CALLS = {
     "register_host": (CudaDriver, SimulatedDriver),
     "allocate": (CudaDriver, SimulatedDriver),
     "upload": (CudaDriver, SimulatedDriver),
+    "create_stream": (CudaDriver, SimulatedDriver),
+    "create_event": (CudaDriver, SimulatedDriver),
     "launch": (page_kernel.Launcher, SimulatedKernel),
 }
 

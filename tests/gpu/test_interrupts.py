@@ -6,6 +6,7 @@ The job at hand is lost, and nothing of it goes on. All others are done, and rep
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from kvtier.base import OffloadingWorker
 from kvtier.cpu.cuda import streams
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.driver import CudaError
-from kvtier.cpu.cuda.streams import _StreamTicket
+from kvtier.cpu.cuda.streams import StreamCopies, _StreamTicket
+from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.lane import Lane
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.jobs import Job, load, store
@@ -186,6 +188,34 @@ def test_an_interrupt_while_a_job_is_left_to_the_thread(
                 # The kernel's were given to the device at once, or the thread was there already.
                 reported.append(5)
         require_others_done(rig, is_store, *reported)
+
+
+class _InterruptedOnce(deque[_StreamTicket]):
+    """Right after something was put into it."""
+
+    is_interrupted = False
+
+    def append(self, ticket: _StreamTicket) -> None:
+        super().append(ticket)
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+
+
+@DIRECTIONS
+@PATHS
+def test_an_interrupt_when_a_job_is_noted(
+    path: CopyPath, is_store: bool, device_place: Place, shm: Path
+) -> None:
+    device_place.use(path)
+    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
+        assert isinstance(rig.worker, GPUOffloadingWorker)
+        assert isinstance(rig.worker.copies, StreamCopies)
+        copies = rig.worker.copies
+        (copies._stores if is_store else copies._loads)._under_way = _InterruptedOnce()
+        with pytest.raises(KeyboardInterrupt):
+            a_job(is_store).submit(rig.worker, 5)
+        require_others_done(rig, is_store)
 
 
 @DIRECTIONS

@@ -326,3 +326,22 @@ def test_the_engines_thread_plans_large_jobs_and_another_one_small_ones(
         assert planned == [False]
         rig.do(store([1, 2, 3], [3, 1, 2]))
         assert planned == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "num_granted"),
+    [("create_stream", n) for n in range(4)] + [("create_event", n) for n in (0, 3, 6, 11)],
+)
+def test_a_worker_that_cannot_be_made_leaves_no_stream(
+    call: str,
+    num_granted: int,
+    simulated_place: SimulatedPlace,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = simulated_place.simulated
+    num_before = len(device.streams)
+    refuse_device_call(monkeypatch, call, CudaError("injected"), after=num_granted)
+    with pytest.raises(CudaError, match="injected"), open_rig(simulated_place, LAYOUT, shm):
+        pass
+    assert set(device.destroyed) == set(device.streams[num_before:])

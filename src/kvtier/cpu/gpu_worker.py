@@ -152,8 +152,8 @@ class GPUOffloadingWorker(SlotWorker):
         if job_id in self._unreported:
             logger.warning("Job %d refused: a job of this id is not reported yet", job_id)
             return False
-        self._unreported.add(job_id)
         try:
+            self._unreported.add(job_id)
             job = self._start(job_id, device_spec, slot_spec, is_store)
         except Exception as error:
             self._ended.append(_failure(job_id, is_store, error))

@@ -91,8 +91,6 @@ class PageMover:
         self._launcher = None if kernel is None else kernel.launcher()
         self._choose = choose
         self._is_store = is_store
-        priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
-        self.stream, self._second_stream = (driver.create_stream(priority) for _ in range(2))
         self._tables: dict[Columns, DeviceMemory] = {}
         self._staging: DeviceMemory | None = None
         self._num_staged = 0
@@ -102,6 +100,14 @@ class PageMover:
         self._window = Window(driver)
         self._computed: Event | None = None
         """What the job at hand has to wait for."""
+        # Last of all: they are given back by `close` alone.
+        priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
+        self.stream = driver.create_stream(priority)
+        try:
+            self._second_stream = driver.create_stream(priority)
+        except BaseException:
+            driver.destroy_stream(self.stream)
+            raise
 
     def expect(self, columns: Sequence[Columns]) -> None:
         """Have the kernel know what blocks consist of. Before the first job."""

@@ -64,16 +64,17 @@ class StreamCopies(Copies):
         self._driver = driver
         self._zeros: DeviceMemory | None = None
         self._is_by_size = choose is None
-        with torch.cuda.device(device):
-            self._stores, self._loads = (
-                _Direction(
-                    PageMover(driver, kernel, choose or by_size, is_store=is_store),
-                    driver,
-                    device,
-                    Lane("kvtier-store" if is_store else "kvtier-load"),
-                )
-                for is_store in (True, False)
-            )
+        with torch.cuda.device(device), ExitStack() as undo:
+            movers = []
+            for is_store in (True, False):
+                mover = PageMover(driver, kernel, choose or by_size, is_store=is_store)
+                undo.callback(mover.close)
+                movers.append(mover)
+            undo.pop_all()
+        self._stores, self._loads = (
+            _Direction(mover, driver, device, Lane(name))
+            for mover, name in zip(movers, ("kvtier-store", "kvtier-load"), strict=True)
+        )
 
     @property
     def taken(self) -> Counter[Path]:
@@ -202,8 +203,8 @@ class _Direction:
         planned = None if is_small else self._plans(find)
         steps = self._steps(ticket, lambda: self._plans(find) if planned is None else planned)
         is_idle = not self._under_way
-        self._under_way.append(ticket)
         try:
+            self._under_way.append(ticket)
             if is_small or not is_idle:
                 self._lane.put(lambda: self._finish(ticket, steps))
             else:
@@ -225,10 +226,12 @@ class _Direction:
                 if not ended.is_reached():
                     return
                 ticket.elapsed_s = ended.seconds_since(started)
-                self._spare_events.append(ticket.events)
             else:
                 ticket.elapsed_s = 0.0
             self._under_way.popleft()
+            if ticket.error is None:
+                # Last of all: if this is interrupted, no two jobs are given the same ones.
+                self._spare_events.append(ticket.events)
 
     def flush(self) -> None:
         self._lane.flush()
