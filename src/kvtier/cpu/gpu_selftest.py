@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
             wrong = _check_all(device)
         if wrong == 0 and not options.no_bandwidth:
             _measure_all(device, options.mib * MIB)
-    except (NotEnoughMemory, RuntimeError) as error:
+    except RuntimeError as error:
         if not isinstance(error, NotEnoughMemory) and "out of memory" not in str(error).lower():
             raise
         print(

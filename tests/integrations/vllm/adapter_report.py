@@ -49,4 +49,8 @@ def jobs_report() -> dict[str, Any]:
     """All that `jobs_probe` finds out."""
     from tests.integrations.vllm import jobs_probe
 
-    return {"stores": jobs_probe.stores(), "late_store": jobs_probe.late_store()}
+    return {
+        "stores": jobs_probe.stores(),
+        "late_store": jobs_probe.late_store(),
+        "unsettled": jobs_probe.unsettled(),
+    }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
 
+from kvtier.integrations.vllm.in_process import InProcessEngine
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from tests.integrations.vllm.adapter_probe import started, vllm_config
 from tests.integrations.vllm.held_tier import HELD, HeldTier
@@ -92,3 +94,23 @@ def late_store() -> dict[str, float]:
             engine.step()
             time.sleep(0.002)
         return {"late_stores": engine.figure("late_stores")}
+
+
+def unsettled() -> str:
+    """What is said when a tier does not end what it was given."""
+    with _engine() as engine:
+        engine.store("held")
+        engine.step()
+        scheduler = SimpleNamespace(
+            has_requests=engine.adapter.has_pending_work,
+            get_num_unfinished_requests=lambda: 0,
+            connector=SimpleNamespace(connector_scheduler=SimpleNamespace(manager=engine.adapter)),
+        )
+        core = SimpleNamespace(scheduler=scheduler, batch_queue=None)
+        vllm = InProcessEngine.__new__(InProcessEngine)
+        vllm._engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+        try:
+            vllm.settle(timeout=0.0)
+        except TimeoutError as error:
+            return str(error)
+        return "it has settled"

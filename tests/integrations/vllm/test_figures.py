@@ -147,3 +147,8 @@ def test_a_job_of_a_tier_is_told_when_it_begins_and_ends_and_now_and_then(vllm: 
 
 def test_an_engine_goes_on_until_it_has_told_what_is_late(vllm: VLLM) -> None:
     assert vllm.once(adapter_report.jobs_report)["late_store"] == {"late_stores": 1}
+
+
+def test_an_engine_that_does_not_settle_says_what_is_open(vllm: VLLM) -> None:
+    said = vllm.once(adapter_report.jobs_report)["unsettled"]
+    assert said == "after 0.0 s there are still 1 jobs, 1 slots of tiers"
