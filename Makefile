@@ -43,19 +43,18 @@ test-vllm: $(VENV)/.ready vllm-env ## only the tests with stock vLLM; of another
 	@$(VENV)/bin/python -m pytest tests/e2e/vllm tests/integrations/vllm
 
 # With the machine's own Python: its torch fits its driver. Installs nothing.
-comma := ,
-HAS_GPU = said=$$($(PYTHON) -c 'import $(1), torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)' 2>&1) \
+HAS_GPU = said=$$($(PYTHON) -c '[__import__(name) for name in "$(1)".split()]; import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)' 2>&1) \
 	&& echo "$$said" || { echo "make $@: $$(tail -n 1 <<< "$$said")" >&2; \
 	echo "make $@: needs an NVIDIA GPU and a Python with torch (CUDA) and: $(1). Name it: make $@ PYTHON=/path/to/vllm/bin/python; what it lacks, install with its pip" >&2; exit 1; }
 
 .PHONY: test-gpu
 test-gpu: ## on a machine with an NVIDIA GPU, its torch, pytest and hypothesis: tests of the CUDA worker
-	@$(call HAS_GPU,pytest$(comma) hypothesis$(comma) numpy$(comma) xxhash)
+	@$(call HAS_GPU,pytest hypothesis numpy xxhash)
 	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -o minversion=9.0 -W default -rs tests/gpu tests/cpu/cuda
 
 .PHONY: bench-gpu
 bench-gpu: ## on such a machine: the figures of the CUDA worker; with vLLM beside this Python, also time to first token
-	@$(call HAS_GPU,numpy$(comma) xxhash)
+	@$(call HAS_GPU,numpy xxhash)
 	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.bench gpu_copy \
 	$$($(PYTHON) -c 'from importlib.util import find_spec; print("gpu_ttft" if find_spec("vllm") else "")')
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
-from kvtier.cpu.cuda.driver import CudaUnavailable, cuda_driver
+from kvtier.cpu import gpu_selftest
 from tests.bench.report import not_measured
 
 __all__ = ["gpu_for", "why_no_gpu"]
@@ -13,21 +12,10 @@ __all__ = ["gpu_for", "why_no_gpu"]
 
 def why_no_gpu() -> str | None:
     """What is missing, if anything is, and the remedy."""
-    if find_spec("torch") is None:
-        return "this Python has no torch: `make bench-gpu PYTHON=...` names another"
-    import torch
-
-    if not torch.cuda.is_available():
-        return (
-            f"torch {torch.__version__} of this Python finds no CUDA device: "
-            "`make bench-gpu PYTHON=...` names another Python, whose torch may. Otherwise "
-            "`python -m kvtier.cpu.gpu_selftest` says what to look at"
-        )
-    try:
-        cuda_driver()
-    except CudaUnavailable as error:
-        return str(error)
-    return None
+    missing = gpu_selftest.why_no_gpu(0)
+    if missing is None:
+        return None
+    return f"{missing}. `make bench-gpu PYTHON=...` names another Python"
 
 
 def gpu_for(benchmark: str) -> Any | None:

@@ -86,7 +86,9 @@ def run(
         settings = _fitting(settings, scratch, say)
         rounds = Rounds(settings, scratch, engine_id, say)
         report = Report(settings, rounds, output, began)
-        report.save()  # rather now than after ten minutes is it known that it cannot be
+        report.save()
+        if report.unsaved:  # rather now than after ten minutes
+            raise SystemExit("; ".join(report.unsaved.values()))
         try:
             rounds.launch()
             rounds.prepare_raw()
@@ -151,6 +153,8 @@ class Report:
     def __init__(self, settings: Settings, rounds: Rounds, output: Path, began: float) -> None:
         self.about: dict[str, Any] = {}
         """What else is worth keeping."""
+        self.unsaved: dict[Path, str] = {}
+        """Folders that the last results could not be saved in, and why."""
         self._settings = settings
         self._rounds = rounds
         self._began = began
@@ -162,6 +166,7 @@ class Report:
     def save(self) -> None:
         """Never leaves half a file."""
         text = json.dumps(self._document(), indent=1) + "\n"
+        self.unsaved = {}
         for folder in self._folders:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -169,10 +174,10 @@ class Report:
                 new.write_text(text)
                 new.replace(folder / f"{self._name}.json")
             except OSError as error:
-                raise SystemExit(
+                self.unsaved[folder] = (
                     f"the results cannot be saved in {folder}: {error}. --output names another "
                     "folder, and so does $OUT"
-                ) from error
+                )
 
     def _document(self) -> dict[str, Any]:
         rounds = self._rounds
@@ -204,11 +209,12 @@ class Report:
             print(f"  the page cache was not dropped: {self._rounds.page_cache.trouble}")
         for note in self._rounds.notes:
             print(f"  {note}")
-        for problem in self._rounds.problems:
+        for problem in (*self._rounds.problems, *self.unsaved.values()):
             print(f"  problem: {problem}")
             missed.append(f"gpu_ttft: {problem}")
-        places = ", ".join(str(folder / f"{self._name}.json") for folder in self._folders)
-        print(f"  saved in {places}", flush=True)
+        for folder in self._folders:
+            if folder not in self.unsaved:
+                print(f"  saved in {folder / self._name}.json", flush=True)
 
 
 def _versions() -> dict[str, str]:

@@ -152,7 +152,7 @@ def check_ends_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(_: object) -> int:
         raise error
 
-    monkeypatch.setattr(gpu_selftest, "_why_not", lambda _: None)
+    monkeypatch.setattr(gpu_selftest, "why_no_gpu", lambda _: None)
     monkeypatch.setattr(gpu_selftest, "_check_all", check)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
@@ -270,7 +270,7 @@ def test_what_is_wrong_is_the_exit_status_and_not_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured: list[tuple[str, int]] = []
-    monkeypatch.setattr(gpu_selftest, "_why_not", lambda _: None)
+    monkeypatch.setattr(gpu_selftest, "why_no_gpu", lambda _: None)
     monkeypatch.setattr(gpu_selftest, "_check_all", lambda _: num_wrong)
     monkeypatch.setattr(
         gpu_selftest, "_measure_all", lambda device, size: measured.append((str(device), size))

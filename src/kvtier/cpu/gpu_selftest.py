@@ -26,7 +26,7 @@ from kvtier.cpu.cuda.jobs_failed import JobsFailed
 from kvtier.cpu.host_memory import NotEnoughMemory
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
-__all__ = ["main"]
+__all__ = ["main", "why_no_gpu"]
 
 MIB = 1 << 20
 PAGE_SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20)
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-bandwidth", action="store_true", help="only check the bytes")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    if (reason := _why_not(options.device)) is not None:
+    if (reason := why_no_gpu(options.device)) is not None:
         print(f"No self-test: {reason}", file=sys.stderr)
         return 2
     import torch
@@ -119,8 +119,8 @@ def _messages_once() -> Iterator[None]:
             handler.removeFilter(is_new)
 
 
-def _why_not(device: int) -> str | None:
-    """What is missing, and the remedy."""
+def why_no_gpu(device: int) -> str | None:
+    """What is missing to use the GPU of that number, and the remedy; None: nothing."""
     try:
         import torch
     except ImportError:

@@ -18,12 +18,12 @@ _TRIAL_SHARE = 1 / 32
 """What trials may cost, of the time that loads take."""
 _MEASURED_FACTOR = 8
 """So many times as much has to be spared for a trial of what was measured before."""
+_LEAST_TRIED_S = 0.05
+"""For less, nobody waits long enough that it would matter."""
+
 _EXPLORED_BLOCKS, _EXPLORED_S = 8, 0.25
 """So many blocks are brought up at first to see whether a tier is still slower than computing; more
 of them, up to all, if they take so long at most."""
-
-_LEAST_TRIED_S = 0.05
-"""For less, nobody waits long enough that it would matter."""
 
 
 class PrefillRate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -25,8 +26,7 @@ class _Engine:
         self.adapter = adapter
         self.now = 10.0
         adapter._figures._now = lambda: self.now
-        self.told: dict[str, float] = {}
-        """All counters so far, and the last gauges."""
+        self._told: Counter[str] = Counter()
 
     def store(self, name: str) -> None:
         """One block, which is left to the tier."""
@@ -42,13 +42,14 @@ class _Engine:
         self.now += after_s
         self.adapter.on_schedule_end(ScheduleEndContext((), ()))
         stats = self.adapter.get_stats()
-        for name, value in ({} if stats is None else stats.reduce()).items():
-            is_gauge = name.endswith(("_blocks", "_state")) and "stored" not in name
-            self.told[name] = value if is_gauge else self.told.get(name, 0) + value
-        return stats is not None
+        if stats is None:
+            return False
+        self._told.update(stats.reduce())
+        return True
 
-    def figure(self, name: str) -> float:
-        return self.told.get(f"vllm:kvtier_tier_0_heldtier_{name}", 0)
+    def counted(self, name: str) -> float:
+        """What vLLM knows of one of the tier's counters."""
+        return self._told[f"vllm:kvtier_tier_0_heldtier_{name}"]
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def stores() -> dict[str, Any]:
         later = engine.step(0.03)
         HeldTier.is_held = False
         ended = engine.step(0.001)
-        stored = engine.figure("stored_blocks")
+        stored = engine.counted("stored_blocks")
         idle = engine.step(0.03)
     return {
         "begun": begun,
@@ -93,7 +94,7 @@ def late_store() -> dict[str, float]:
             assert time.monotonic() < deadline
             engine.step()
             time.sleep(0.002)
-        return {"late_stores": engine.figure("late_stores")}
+        return {"late_stores": engine.counted("late_stores")}
 
 
 def unsettled() -> str:

@@ -222,14 +222,12 @@ class _Direction:
         while self._under_way and self._under_way[0].is_handed_over:
             ticket = self._under_way[0]
             _, started, ended = ticket.events
-            if ticket.error is None:
-                if not ended.is_reached():
-                    return
-                ticket.elapsed_s = ended.seconds_since(started)
-            else:
-                ticket.elapsed_s = 0.0
+            has_failed = ticket.error is not None
+            if not has_failed and not ended.is_reached():
+                return
+            ticket.elapsed_s = 0.0 if has_failed else ended.seconds_since(started)
             self._under_way.popleft()
-            if ticket.error is None:
+            if not has_failed:
                 # Last of all: if this is interrupted, no two jobs are given the same ones.
                 self._spare_events.append(ticket.events)
 
