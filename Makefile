@@ -9,6 +9,10 @@ MAKEFLAGS += --jobs=2
 PYTHON ?= python3
 VENV := .venv
 
+# Tests run in two processes: most use one core each. `tests/shares.py` says which gets what.
+# Of a process that has died, the rest is not run by another: the run has failed.
+SIDE_BY_SIDE := -n 2 --dist loadfile --max-worker-restart=0
+
 # Tests and benchmarks live in $(VENV) and reach stock vLLM through interpreters of other
 # environments: of the release named here, and of an older one for a smoke test.
 VLLM ?= 0.32.0
@@ -36,7 +40,7 @@ demo-vllm: vllm-env ## stock vLLM serves a prompt from host memory, and the toke
 .PHONY: test
 test: export KVTIER_VLLM28_PYTHON := $(CURDIR)/$(call vllm_venv,$(OLDER_VLLM))/bin/python
 test: $(VENV)/.ready vllm-env $(call vllm_venv,$(OLDER_VLLM))/.ready ## all tests but the long ones, those with stock vLLM included
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 .PHONY: test-vllm
 test-vllm: $(VENV)/.ready vllm-env ## only the tests with stock vLLM; of another release: VLLM=0.28.0

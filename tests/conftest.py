@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -9,13 +10,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.e2e.vllm.processes import VLLM
+    from tests.shares import Shares
 
 # A broken contract raises instead of being counted, in this process and in those it starts.
 os.environ["KVTIER_STRICT"] = "1"
@@ -43,8 +45,36 @@ settings.load_profile("ci")
 
 SHARED_MEMORY = Path(os.environ.get("KVTIER_WATCHED_DIRECTORY", "/dev/shm"))
 PATIENCE_S = float(os.environ.get("KVTIER_WATCH_PATIENCE_S", "10"))
-"""Another run's processes may be killed by its tests; its next test reclaims their files."""
+"""Where /dev/shm is shared, another run's killed processes leave files that it reclaims soon."""
 _LOCKS = Path("/proc/locks")
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
+
+
+def _mount_own_shared_memory() -> bool:
+    """Give this process, and those it starts, a /dev/shm of their own. Only root may.
+
+    Tests that run beside these, in another worker or another run, then neither see what these
+    leave behind nor reclaim it before it is noticed.
+    """
+    libc = ctypes.CDLL(None)
+    return bool(
+        libc.unshare(_CLONE_NEWNS) == 0
+        and libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+        and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"mode=1777") == 0
+    )
+
+
+_IS_SHARED_WITH_OTHERS = not _mount_own_shared_memory() or "KVTIER_WATCHED_DIRECTORY" in os.environ
+if _IS_SHARED_WITH_OTHERS and "PYTEST_XDIST_WORKER" in os.environ:
+    os.setpgid(0, 0)  # `_is_anothers` tells the workers of one run apart by their groups
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
+    """How workers that run side by side share the tests."""
+    from tests.shares import Shares
+
+    return Shares(config, log)
 
 
 def _lock_holders(path: Path) -> set[int]:
@@ -57,6 +87,8 @@ def _lock_holders(path: Path) -> set[int]:
 
 def _is_anothers(path: Path) -> bool:
     """Whether only processes outside this test run use a region file: then it is not ours."""
+    if not _IS_SHARED_WITH_OTHERS:
+        return False
     try:
         holders = _lock_holders(path)
         return bool(holders) and all(os.getpgid(pid) != os.getpgrp() for pid in holders)

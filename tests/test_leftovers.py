@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -122,3 +123,37 @@ def test_a_thread_left_behind_is_named(complaints: dict[str, str]) -> None:
 
 def test_the_session_is_watched_as_well(complaints: dict[str, str]) -> None:
     assert complaints["last"] == "AssertionError: threads left behind: ['straggler']"
+
+
+PRIVATE = """
+import os
+def test():
+    assert not os.path.exists(OUTSIDE)
+    open(PATH, "w").close()
+"""
+
+
+def test_a_run_of_root_shares_its_memory_with_no_other(tmp_path: Path) -> None:
+    """No other run takes its files for its own, or reclaims them before they are noticed."""
+    if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no permission to mount anything")
+    name = f"/dev/shm/kvtier-{uuid.uuid4().hex}"
+    shutil.copy(HERE / "conftest.py", tmp_path)
+    test = PRIVATE.replace("OUTSIDE", repr(f"{name}-outside")).replace("PATH", repr(name))
+    (tmp_path / "test_private.py").write_text(test)
+    Path(f"{name}-outside").touch()
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=line", "-rE"],
+            cwd=tmp_path,
+            env={"COLUMNS": "1000", "KVTIER_WATCH_PATIENCE_S": "0.1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    finally:
+        os.unlink(f"{name}-outside")
+    assert "1 passed, 1 error" in run.stdout, run.stdout + run.stderr
+    assert f"files left behind in /dev/shm: ['{os.path.basename(name)}']" in run.stdout
+    assert not os.path.exists(name)
