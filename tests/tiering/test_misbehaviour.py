@@ -74,7 +74,7 @@ def test_a_method_that_raises_does_not_reach_the_engine(
 GARBAGE = [None, 42, "HIT", [], object()]
 
 
-@pytest.mark.parametrize("garbage", GARBAGE, ids=repr)
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: type(garbage).__name__)
 @pytest.mark.parametrize(
     "method", ["lookup", "lookup_batch", "get_finished_jobs", "on_new_request", "get_stats"]
 )
