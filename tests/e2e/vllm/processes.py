@@ -33,6 +33,8 @@ from tests.e2e.vllm.served_calls import call_line
 REPO = Path(__file__).resolve().parents[3]
 PATIENCE_S = 180.0
 """For one call. Nothing takes a tenth of it on an idle machine."""
+ORPHANS_PATIENCE_S = 30.0
+"""A helper of Python's `multiprocessing` ends by itself soon after the processes it helped."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,9 +62,10 @@ class Process:
     ) -> None:
         self.pid = pid
         self.folder = folder
+        self.patience = patience
+        """Seconds for one answer, or for its end."""
         self._zygote = zygote
         self._channel = channel
-        self._patience = patience
         self._received = b""
 
     def __enter__(self) -> Self:
@@ -114,11 +117,12 @@ class Process:
 
     def answer(self) -> Any:
         """The result of the call that was sent first and not answered yet."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self.patience
         while b"\n" not in self._received:
-            ready, _, _ = select.select([self._channel], [], [], deadline - time.monotonic())
+            left = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._channel], [], [], left)
             if not ready:
-                self._fail(f"has not answered within {self._patience:.0f} s")
+                self._fail(f"has not answered within {self.patience:.0f} s")
             if not (part := self._channel.recv(1 << 20)):
                 self._fail("ended too soon")
             self._received += part
@@ -130,9 +134,9 @@ class Process:
 
     def wait(self) -> End:
         """Wait until it has ended by itself."""
-        end = self._zygote.end_of(self.pid, self._patience)
+        end = self._zygote.end_of(self.pid, self.patience)
         if end is None:
-            self._fail(f"has not ended within {self._patience:.0f} s")
+            self._fail(f"has not ended within {self.patience:.0f} s")
         return end
 
     def end(self) -> None:
@@ -165,14 +169,23 @@ class Process:
     def _fail(self, what: str) -> NoReturn:
         """End it, and raise with what is known of it."""
         if self._zygote.end_of(self.pid, 0.5) is None:
-            # It writes the stack of every thread to its standard error.
-            os.kill(self.pid, signal.SIGUSR1)
-            time.sleep(0.5)
+            self._have_stacks_written()
         end = self._kill()
         tail = self.stderr[-6000:]
         self._channel.close()
         self._forget()
         raise ScenarioFailedError(f"process {self.pid} {what}: {end}\n{tail}")
+
+    def _have_stacks_written(self) -> None:
+        """The stack of every thread, to its standard error, unless it cannot even do that."""
+        before = written = len(self.stderr)
+        os.kill(self.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 10.0
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            so_far, written = written, len(self.stderr)
+            if before < so_far == written:
+                break
 
 
 class ZygoteProcess:
@@ -207,7 +220,11 @@ class ZygoteProcess:
         self.vllm_version = str(self._hear(PATIENCE_S)["vllm"])
 
     def fork(
-        self, environment: Mapping[str, str], command: Sequence[str], patience: float
+        self,
+        environment: Mapping[str, str],
+        command: Sequence[str],
+        patience: float,
+        orphans_patience: float,
     ) -> Process:
         """A new process; without a command, one that serves calls."""
         folder = self.folder / f"process-{next(self._numbers)}"
@@ -217,6 +234,7 @@ class ZygoteProcess:
             "folder": str(folder),
             "environment": dict(environment),
             "command": list(command),
+            "orphans_patience": orphans_patience,
         }
         with theirs:
             socket.send_fds(self._control, [json.dumps(order).encode()], [theirs.fileno()])
@@ -274,6 +292,7 @@ class VLLM:
     zygote: ZygoteProcess
     environment: Mapping[str, str] = field(default_factory=dict)
     patience: float = PATIENCE_S
+    orphans_patience: float = ORPHANS_PATIENCE_S
     fresh: bool = False
     _known: dict[str, Any] = field(default_factory=dict)
 
@@ -291,14 +310,18 @@ class VLLM:
         *,
         environment: Mapping[str, str] | None = None,
         patience: float | None = None,
+        orphans_patience: float | None = None,
         fresh: bool | None = None,
     ) -> VLLM:
-        """The same with further environment variables, with another patience for every call, or
-        with a new interpreter for every scenario instead of a fork."""
+        """The same with further environment variables, with another patience for every call or for
+        processes left behind, or with a new interpreter for every scenario instead of a fork."""
         return replace(
             self,
             environment={**self.environment, **(environment or {})},
             patience=self.patience if patience is None else patience,
+            orphans_patience=(
+                self.orphans_patience if orphans_patience is None else orphans_patience
+            ),
             fresh=self.fresh if fresh is None else fresh,
         )
 
@@ -308,7 +331,7 @@ class VLLM:
         Does not wait for a function: `answer` of the process does.
         """
         command = [str(self.python), "-m", "tests.e2e.vllm.served_calls", "CHANNEL"]
-        process = self.zygote.fork(self.environment, command if self.fresh else [], self.patience)
+        process = self._fork(command if self.fresh else [])
         try:
             process.begin(scenario.__module__, scenario.__qualname__, args, kwargs)
             if isinstance(scenario, type):
@@ -339,7 +362,10 @@ class VLLM:
 
     def command(self, *command: str | Path) -> Process:
         """Run a program in vLLM's environment: `vllm.command(vllm.python, "-m", ...)`."""
-        return self.zygote.fork(self.environment, list(map(str, command)), self.patience)
+        return self._fork(list(map(str, command)))
+
+    def _fork(self, command: Sequence[str]) -> Process:
+        return self.zygote.fork(self.environment, command, self.patience, self.orphans_patience)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from kvtier.integrations.vllm.in_process import Answer
 from tests.e2e.vllm.processes import VLLM, ScenarioFailedError
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.scenarios import misbehaving
+from tests.tiering.patience import wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -54,20 +55,25 @@ def test_a_scenario_that_hangs_is_killed_with_its_children_and_shows_where(
     vllm: VLLM, tmp_path: Path
 ) -> None:
     file = tmp_path / "child"
-    impatient = vllm.but(patience=2.0)
-    with pytest.raises(ScenarioFailedError, match="has not answered within 2 s") as failed:
-        impatient.run(misbehaving.hang, str(file))
+    with vllm.start(misbehaving.hang, str(file)) as process:
+        wait_until(lambda: file.exists() and file.read_text() != "", "it hangs")
+        process.patience = 1.0
+        with pytest.raises(ScenarioFailedError, match="has not answered within 1 s") as failed:
+            process.answer()
     assert "wait_in_vain" in str(failed.value)
     assert not is_running(int(file.read_text()))
 
 
 def test_a_process_that_does_not_end_is_killed(vllm: VLLM) -> None:
-    with pytest.raises(ScenarioFailedError, match="has not ended within 2 s"):
-        vllm.but(patience=2.0).run(misbehaving.leave_a_thread)
+    with vllm.start(misbehaving.leave_a_thread) as process:
+        process.answer()
+        process.patience = 1.0
+        with pytest.raises(ScenarioFailedError, match="has not ended within 1 s"):
+            process.end()
 
 
 def test_a_process_that_leaves_another_behind_is_noticed(vllm: VLLM) -> None:
-    process = vllm.start(misbehaving.leave_a_process)
+    process = vllm.but(orphans_patience=0.5).start(misbehaving.leave_a_process)
     left = process.answer()
     with pytest.raises(ScenarioFailedError, match="sleep 600"):
         process.end()

@@ -47,8 +47,6 @@ _MODELS = {
     "LlamaForCausalLM": "vllm.model_executor.models.llama",
     "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3",
 }
-_ORPHANS_PATIENCE_S = 5.0
-"""A helper of Python's `multiprocessing` ends by itself soon after those it helped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,8 @@ class Order:
     environment: dict[str, str]
     command: list[str]
     """To run instead of serving calls; its descriptor's number replaces `CHANNEL`."""
+    orphans_patience: float
+    """Seconds in which descendants that outlive it have to end by themselves."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -86,6 +86,8 @@ class Zygote:
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _running: dict[int, int] = field(default_factory=dict)
     """The pidfd of every process that has not ended, by process id."""
+    _orphans_patience: dict[int, float] = field(default_factory=dict)
+    """What was ordered for each of them."""
 
     def serve(self) -> Order | None:
         """Return in every new process with its order; in the zygote, None when all is over."""
@@ -110,6 +112,7 @@ class Zygote:
             folder=Path(message["folder"]),
             environment=message["environment"],
             command=message["command"],
+            orphans_patience=message["orphans_patience"],
         )
 
     def _fork(self, order: Order) -> int:
@@ -123,6 +126,7 @@ class Zygote:
                 os.close(descriptor)
             return 0
         self._running[pid] = os.pidfd_open(pid)
+        self._orphans_patience[pid] = order.orphans_patience
         self._selector.register(self._running[pid], selectors.EVENT_READ, pid)
         self._say({"forked": pid})
         return pid
@@ -136,13 +140,13 @@ class Zygote:
             {
                 "ended": pid,
                 "exit_code": os.waitstatus_to_exitcode(status),
-                "orphans": self._end_orphans(),
+                "orphans": self._end_orphans(self._orphans_patience.pop(pid)),
             }
         )
 
-    def _end_orphans(self) -> list[str]:
+    def _end_orphans(self, patience: float) -> list[str]:
         """Descendants of a process that has ended are this one's children then."""
-        deadline = time.monotonic() + _ORPHANS_PATIENCE_S
+        deadline = time.monotonic() + patience
         ended_by_force: list[str] = []
         while orphans := _children() - set(self._running):
             for pid in orphans:

@@ -36,17 +36,18 @@ def exit_with(code: int) -> None:
 def hang(file: str) -> None:
     """For longer than anyone waits, and with a child that does likewise."""
     child = subprocess.Popen(["sleep", "600"])
-    Path(file).write_text(str(child.pid))
-    wait_in_vain()
+    wait_in_vain(Path(file), str(child.pid))
 
 
-def wait_in_vain() -> None:
+def wait_in_vain(file: Path, text: str) -> None:
+    """Write the text when the waiting begins."""
+    file.write_text(text)
     time.sleep(600)
 
 
 def leave_a_thread() -> str:
     """One that keeps the process from ending."""
-    threading.Thread(target=wait_in_vain).start()
+    threading.Thread(target=time.sleep, args=(600,)).start()
     return "done"
 
 
