@@ -201,12 +201,16 @@ def import_everything() -> str:
     """What every scenario needs. Returns vLLM's version."""
     for name in _IMPORTED:
         import_module(name)
-    vllm = import_module("vllm")
-    for name, module in _MODELS.items():
-        # vLLM would ask another process, which takes 8 s, what it can see for itself here.
-        vllm.ModelRegistry.register_model(name, getattr(import_module(module), name))
-    version: str = vllm.__version__
+    register_models()
+    version: str = import_module("vllm").__version__
     return version
+
+
+def register_models() -> None:
+    """vLLM would ask another process, which takes 8 s, what it can see for itself here."""
+    registry = import_module("vllm").ModelRegistry
+    for name, module in _MODELS.items():
+        registry.register_model(name, getattr(import_module(module), name))
 
 
 def freeze() -> None:

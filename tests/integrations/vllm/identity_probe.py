@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 from kvtier.integrations.vllm.demo import stdout_for_the_result_alone
 from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, contained_environment
+from tests.e2e.vllm.zygote import register_models
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ def main() -> None:
     cases = {name: Case(**case) for name, case in json.load(sys.stdin).items()}
     with stdout_for_the_result_alone(), contained_environment():
         Path(os.environ["HF_HOME"], "hub").symlink_to(sys.argv[1])
+        register_models()
         report = {name: identity(case) for name, case in cases.items()}
     print(json.dumps(report))
 
