@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
 
 from tests.lives import LivesCommand
 
-__all__ = ["Outcome", "say", "sum_up", "told_by"]
+__all__ = ["Outcome", "Saga", "Violation", "live", "say", "sum_up", "told_by"]
+
+
+class Violation(Exception):
+    """Something that must not happen."""
 
 
 @dataclass(slots=True)
@@ -24,6 +33,49 @@ class Outcome:
     tally: Counter[str]
     violation: Exception | None
     trace: list[str]
+
+
+class Saga(Protocol):
+    """Several lives in one directory."""
+
+    num_lives: int
+    trace: list[str]
+    """The orders of each life, and what was done to its files."""
+    reports: list[list[Any]]
+
+    @property
+    def tally(self) -> Counter[str]: ...
+
+    def run(self) -> None:
+        """Raises `Violation`. Nothing of the saga runs afterwards."""
+
+    def keep(self) -> None:
+        """It went wrong: put into its directory whatever else helps to see why."""
+
+
+def live(
+    seed: int, make_saga: Callable[[Path], Saga], directory: Path | None, is_kept: bool
+) -> Outcome:
+    """Run a saga in a new directory inside `directory`. If it goes wrong and `is_kept`, the new
+    directory stays, with trace and reports, and the violation names it; otherwise it is removed."""
+    own = Path(tempfile.mkdtemp(prefix="kvtier-crash-", dir=directory))
+    violation: Violation | None = None
+    try:
+        saga = make_saga(own)
+        try:
+            saga.run()
+        except Violation as seen:
+            violation = seen
+            if is_kept:
+                saga.keep()
+                (own / "trace.txt").write_text("\n".join(saga.trace))
+                (own / "reports.jsonl").write_text("\n".join(map(json.dumps, saga.reports)))
+                violation = Violation(f"{seen} (files and reports: {own})")
+    finally:
+        if violation is None or not is_kept:
+            shutil.rmtree(own)
+    digest = crc32("\n".join(saga.trace).encode())
+    return Outcome(seed, saga.num_lives, digest, saga.tally, violation, saga.trace)
 
 
 def say(outcomes: Iterable[Outcome]) -> str:

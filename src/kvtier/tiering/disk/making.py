@@ -12,23 +12,33 @@ from pathlib import Path
 
 from kvtier.tiering.disk.file import SlabFile, lock_within
 from kvtier.tiering.disk.index import IndexTable
-from kvtier.tiering.disk.layout import CONTROL_OFFSET, Geometry, Superblock
+from kvtier.tiering.disk.layout import Geometry, Superblock
 from kvtier.tiering.disk.recovery import write_index
 from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.disk.room import allocate_within
-from kvtier.tiering.disk.superblocks import write_superblock
-from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.disk.superblocks import read_clear_request, write_superblock
 
 __all__ = ["format_slab", "make_if_missing"]
 
 _MAKING_PATIENCE_S = 60.0
 
 
-def format_slab(file: SlabFile, geometry: Geometry) -> Superblock:
-    """Let the file, whose room is allocated, be an empty slab."""
-    superblock = Superblock(uuid.uuid4().bytes, geometry, created_ns=time.time_ns())
+def format_slab(file: SlabFile, geometry: Geometry, former: Superblock | None = None) -> Superblock:
+    """Make an empty slab of the file, whose room is allocated. `former`: its superblock so far.
+
+    Revisions go on from the former one: should the write of a copy be lost, the copy that is back
+    in its place must not win against the new one and bring the former blocks back.
+    """
+    superblock = Superblock(
+        uuid.uuid4().bytes,
+        geometry,
+        revision=former.revision + 1 if former is not None else 0,
+        created_ns=time.time_ns(),
+        # Obeyed, since nothing is left. The request stays where it is: until the superblock is
+        # written, the former blocks are there, and the next engine must obey it.
+        last_clear=read_clear_request(file) or bytes(16),
+    )
     write_index(file, IndexTable(geometry, superblock.uuid))
-    file.write(CONTROL_OFFSET, bytes(PAGE_BYTES))
     write_superblock(file, superblock)
     return superblock
 

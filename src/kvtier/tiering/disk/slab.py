@@ -147,7 +147,7 @@ def _open(
             superblock.geometry.payload_bytes,
             payload_bytes,
         )
-        superblock = format_slab(file, wanted)
+        superblock = format_slab(file, wanted, superblock)
     if use_o_direct is not False:
         _use_o_direct(file, is_required=use_o_direct is True)
     index = read_index(file, superblock)
@@ -217,6 +217,7 @@ def _lock(file: SlabFile) -> None:
 
 def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
     """The superblock, or one for a slab whose own cannot be read any more."""
+    superblock = None
     try:
         superblock = read_superblock(file)
         mend_copies(file, superblock)
@@ -236,7 +237,8 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
             ) from None
         logger.warning("%s: %s; it is made anew", file.path, error)
         size = file.size if max_bytes is None else max_bytes
-        return format_slab(file, allocate_within(file, size, payload_bytes, file.path))
+        geometry = allocate_within(file, size, payload_bytes, file.path)
+        return format_slab(file, geometry, superblock)
 
 
 def _in_use(file: SlabFile) -> str:

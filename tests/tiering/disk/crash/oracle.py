@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 from tests.tiering.disk.crash.nursery import Report
 from tests.tiering.disk.crash.orders import Orders
-
-
-class Violation(Exception):
-    """Something that must not happen."""
+from tests.tiering.sagas import Violation
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,8 @@ class Oracle:
                 self.tally[f"killed: {point}"] += 1
             case ["shut down"]:
                 self.tally["clean ends"] += 1
-                self._first_live_epoch = self._epoch
+                # An epoch of an earlier life, killed before its cut was written, has no cut.
+                self._first_live_epoch = max(self._first_live_epoch, self._begun_epoch)
                 self._note_durable(self._acked)
             case ["wrong", text]:
                 raise Violation(text)
@@ -188,8 +186,10 @@ class Oracle:
     # --- between two lives ---------------------------------------------------------------------
 
     def expect_nothing(self) -> None:
-        """What is done to the file now may cost any block."""
+        """Writes were lost: any block may be gone, and an older copy of it be back in its slot. Key
+        and namespace being the same, that copy has the bytes that belong there, too."""
         self._durable.clear()
+        self._newest_durable.clear()
 
     def expect_after(self, former: Orders, next_one: Orders) -> None:
         """Which blocks the next life need not find."""

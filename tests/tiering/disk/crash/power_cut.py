@@ -39,14 +39,14 @@ class PowerCut:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._before = path.read_bytes() if path.exists() else b""
+        self.before = path.read_bytes() if path.exists() else b""
 
     def strike(self, kind: str, random: Random) -> Loss:
         """Do it to the file."""
-        if not self._before or not self._path.exists():
+        if not self.before or not self._path.exists():
             return Loss.NOTHING
         after = self._path.read_bytes()
-        before = superblocks_in(self._before)
+        before = superblocks_in(self.before)
         now = superblocks_in(after)
         if len(now) != 2 or not before:  # two copies are for one failure, not for two
             return Loss.NOTHING
@@ -57,7 +57,7 @@ class PowerCut:
             elif any(copy.geometry != geometry for copy in (*now, *before)):
                 return Loss.NOTHING
             elif kind == "lost slots":
-                slots = self._before[SLOTS_OFFSET : geometry.index_offset]
+                slots = self.before[SLOTS_OFFSET : geometry.index_offset]
                 os.pwrite(file.fileno(), slots, SLOTS_OFFSET)
                 return Loss.BLOCKS
             else:
@@ -65,7 +65,7 @@ class PowerCut:
                 pages = random.sample(all_pages, random.randint(1, len(all_pages)))
             loss = Loss.WRITES
             for offset in pages:
-                old = self._before[offset : offset + PAGE_BYTES]
+                old = self.before[offset : offset + PAGE_BYTES]
                 new = after[offset : offset + PAGE_BYTES]
                 page = old
                 if kind.startswith("torn"):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from zlib import crc32
 
 from kvtier.tiering.disk.layout import Geometry
 from tests.tiering.disk.crash.mutants import MUTANTS
-from tests.tiering.disk.crash.nursery import Nursery
-from tests.tiering.disk.crash.oracle import Oracle, Violation
+from tests.tiering.disk.crash.nursery import Nursery, Report
+from tests.tiering.disk.crash.oracle import Oracle
 from tests.tiering.disk.crash.orders import Bias, Orders
 from tests.tiering.disk.crash.points import (
     AFTER_CREATION_FAILED,
@@ -22,7 +21,7 @@ from tests.tiering.disk.crash.points import (
     POINTS,
 )
 from tests.tiering.disk.crash.power_cut import KINDS, Loss, PowerCut
-from tests.tiering.sagas import Outcome
+from tests.tiering.sagas import Outcome, Violation, live
 
 NUM_LIVES = 8
 _ROW_BYTES = (4096, 4096, 4096, 12288)
@@ -37,15 +36,12 @@ def tell(
     seed: int, nursery: Nursery, directory: Path | None = None, mutant: str | None = None
 ) -> Outcome:
     """Live all lives of one saga, in a directory of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-crash-", dir=directory) as own:
-        saga = Saga(seed, nursery, Path(own) / "kv.slab", mutant)
-        violation = None
-        try:
-            saga.run()
-        except Violation as seen:
-            violation = seen
-        digest = crc32("\n".join(saga.trace).encode())
-        return Outcome(seed, saga.num_lives, digest, saga.oracle.tally, violation, saga.trace)
+    return live(
+        seed,
+        lambda own: Saga(seed, nursery, own / "kv.slab", mutant),
+        directory,
+        is_kept=mutant is None,
+    )
 
 
 class Saga:
@@ -56,6 +52,9 @@ class Saga:
         self.oracle = Oracle()
         self.num_lives = 0
         self.trace: list[str] = []
+        self.reports: list[Report] = []
+        self._found_by_last_life = b""
+        """The slab before the last life."""
         self._seed = seed
         self._random = random = Random(seed)
         self._nursery = nursery
@@ -80,6 +79,14 @@ class Saga:
             ends_cleanly=False,
             mutant=mutant,
         )
+
+    @property
+    def tally(self) -> Counter[str]:
+        return self.oracle.tally
+
+    def keep(self) -> None:
+        """The slab is there as the last life left it; add it as that life found it."""
+        self._path.with_name("before.slab").write_bytes(self._found_by_last_life)
 
     def run(self) -> None:
         former = self._orders
@@ -141,8 +148,10 @@ class Saga:
         oracle.expect_after(former, orders)
         self._most_bytes = max(self._most_bytes, orders.max_bytes)
         power_cut = PowerCut(self._path)
+        self._found_by_last_life = power_cut.before
         violation: Violation | None = None
         for report in self._nursery.live(orders):
+            self.reports.append([orders.number, *report])
             try:
                 if report[0] == "opened":
                     self._check_file(orders, *report[3:])

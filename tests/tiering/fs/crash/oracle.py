@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.tiering.fs.ledger import Balance, Ledger, LedgerLost
-from tests.tiering.disk.crash.oracle import Violation
 from tests.tiering.fs.crash.nursery import Report
+from tests.tiering.sagas import Violation
 
 _PROBES_BYTES = 32_768
 """Of files by which engines that start try out the file system, for a moment."""

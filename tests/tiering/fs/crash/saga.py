@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from zlib import crc32
 
-from tests.tiering.disk.crash.oracle import Violation
 from tests.tiering.fs.crash.mutants import MUTANTS
-from tests.tiering.fs.crash.nursery import Nursery
+from tests.tiering.fs.crash.nursery import Nursery, Report
 from tests.tiering.fs.crash.oracle import Oracle
 from tests.tiering.fs.crash.orders import Bias, Orders
 from tests.tiering.fs.crash.points import (
@@ -25,7 +23,7 @@ from tests.tiering.fs.crash.points import (
     AT_WORK,
     POINTS,
 )
-from tests.tiering.sagas import Outcome
+from tests.tiering.sagas import Outcome, Violation, live
 
 NUM_LIVES = 8
 _LONGEST_SAGA_S = 120.0
@@ -46,17 +44,12 @@ def tell(
     seed: int, nursery: Nursery, directory: Path | None = None, mutant: str | None = None
 ) -> Outcome:
     """Live all lives of one saga, in a directory of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-fs-crash-", dir=directory) as own:
-        saga = Saga(seed, nursery, Path(own) / "root", mutant)
-        violation = None
-        try:
-            saga.run()
-        except Violation as seen:
-            violation = seen
-        finally:
-            nursery.end_all()
-        digest = crc32("\n".join(saga.trace).encode())
-        return Outcome(seed, saga.num_lives, digest, saga.oracle.tally, violation, saga.trace)
+    return live(
+        seed,
+        lambda own: Saga(seed, nursery, own / "root", mutant),
+        directory,
+        is_kept=mutant is None,
+    )
 
 
 class Saga:
@@ -71,6 +64,7 @@ class Saga:
         self._look_at = 0.0
         self.num_lives = 0
         self.trace: list[str] = []
+        self.reports: list[Report] = []
         num_blocks = bias.num_blocks or random.choice(_NUM_BLOCKS)
         self._epoch_rate = bias.epoch_rate or random.choice((0.0, 0.0, 0.05))
         self._num_at_once = random.randint(2, 4)
@@ -94,8 +88,21 @@ class Saga:
         )
         self.oracle = Oracle(root, max_bytes)
 
+    @property
+    def tally(self) -> Counter[str]:
+        return self.oracle.tally
+
+    def keep(self) -> None:
+        """The root is there as it was left."""
+
     def run(self) -> None:
-        """Raises `Violation`."""
+        """Raises `Violation`. Nobody is left running."""
+        try:
+            self._run()
+        finally:
+            self._nursery.end_all()
+
+    def _run(self) -> None:
         for _ in range(NUM_LIVES):
             self._listen_until(lambda: len(self._nursery.running) < self._num_at_once)
             orders = self._draw()
@@ -194,4 +201,5 @@ class Saga:
 
     def _follow(self, wait_s: float) -> None:
         for report in self._nursery.reports(wait_s):
+            self.reports.append(report)
             self.oracle.follow(report)
