@@ -317,6 +317,63 @@ def test_a_damaged_superblock_is_mended_first(
         assert loaded(harness, harness.keys(10)) == set(harness.keys(10))
 
 
+# --- writes that a power cut has lost ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["first copy", "second copy"])
+def test_a_lost_copy_of_the_superblock_does_not_bring_a_former_slab_back(
+    tmp_path: Path, lost: int
+) -> None:
+    """A slab that was emptied for blocks of another size and then reset. One copy of its superblock
+    is as before that: neither may the former blocks be found, nor the new ones be lost."""
+    path = tmp_path / "kv.slab"
+    with harness_of(path, 20) as harness:
+        old = harness.keys(10)
+        store(harness, old)
+        slab = disk_of(harness)._slab
+        while slab.superblock.revision < 10:
+            cut = slab.superblock.cut
+            harness.begin_epoch(harness.fingerprint)
+            wait_until(lambda cut=cut: slab.superblock.cut > cut, "the cut is in the file")
+            store(harness, old)
+    before = path.read_bytes()
+    with disk_harness(path, 20, row_bytes=2 * ROW_BYTES) as harness:
+        new = harness.keys(2, start=50)
+        harness.begin_epoch(harness.fingerprint)
+        store(harness, new)
+    at = SUPERBLOCK_OFFSETS[lost]
+    write(path, at, before[at : at + PAGE_BYTES])
+    copy = shutil.copy(path, tmp_path / "copy.slab")
+    with disk_harness(path, 20, row_bytes=2 * ROW_BYTES) as harness:
+        assert loaded(harness, new) == set(new)
+    with harness_of(Path(copy), 20) as harness:
+        assert not loaded(harness, old)
+
+
+@pytest.mark.parametrize("number", [1, 7], ids=["short key", "long key"])
+def test_an_older_copy_of_a_block_counts_where_the_newer_one_and_its_entry_are_lost(
+    tmp_path: Path, number: int
+) -> None:
+    """A block left, and was stored again in the same slot; that write is lost, and the page of the
+    index is torn. The copy from before is of the same block, so its bytes are right."""
+    path = tmp_path / "kv.slab"
+    key = long_key(number) if number == 7 else TierHarness.keys(1)[0]
+    with harness_of(path, 1) as harness:
+        store(harness, [key])
+        old = Image(path)
+        store(harness, harness.keys(1, start=100))  # the only slot is another block's now
+        store(harness, [key])
+        assert Image(path).header(0) != old.header(0)
+    image = Image(path)
+    image.write_slot(0, old.slot_bytes(0))
+    with_index = Path(shutil.copy(path, tmp_path / "with_index.slab"))
+    _zeroes(image)
+    with harness_of(path, 1) as harness:
+        assert loaded(harness, [key]) == {key}
+    with harness_of(with_index, 1) as harness:  # the index knows of the newer one
+        assert not loaded(harness, [key])
+
+
 # --- other namespaces, and blocks that are there twice ------------------------------------------
 
 

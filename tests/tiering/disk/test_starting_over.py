@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk import keeper
+from kvtier.tiering.disk import keeper, making
 from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
@@ -181,6 +181,28 @@ def test_an_old_request_means_nothing_to_a_slab_made_anew(
         keys = store(harness, 8)
         looks.wait_for_some()
         assert harness.hits(keys) == set(keys)
+
+
+class _Died(Exception):
+    """Where an engine was killed."""
+
+
+def test_a_request_outlives_an_engine_that_died_while_it_made_the_slab_anew(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk_harness(path) as harness:
+        old = store(harness, 8)
+    ask_to_clear(path)
+
+    def die(*_: object) -> NoReturn:
+        raise _Died
+
+    with monkeypatch.context() as dying:
+        dying.setattr(making, "write_superblock", die)
+        with pytest.raises(_Died):
+            disk_harness(path, 8, row_bytes=16384)
+    with disk_harness(path) as harness:
+        assert not harness.hits(old)
 
 
 def test_a_request_that_cannot_be_written_down_is_obeyed_once(path: Path, looks: Looks) -> None:
