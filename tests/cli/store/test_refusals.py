@@ -60,6 +60,14 @@ def _impossible(path: Path) -> None:
     overwrite(path, 0, page)
 
 
+def _sparse(path: Path) -> None:
+    """Two pages, which claim that the file has an index of 1 GiB. The rest is a hole."""
+    geometry = Geometry(PAGE_BYTES, 2**24)
+    page = Superblock(bytes(16), geometry, clock=10).encode()
+    path.write_bytes(page + page)
+    os.truncate(path, geometry.file_bytes)
+
+
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -77,6 +85,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "short": (lambda path: path.write_text("hello"), "is not a slab: give the path"),
     "damaged": (_damage_both_superblocks, "both copies of the superblock"),
     "newer": (_newer_version, "version 2; this kvtier reads 1. Use the kvtier that wrote it"),
+    "sparse": (_sparse, "has a hole where its index should be"),
     "impossible": (_impossible, "it was cut off; remove it"),
 }
 

@@ -251,6 +251,38 @@ def test_a_slab_of_someone_else_is_refused(public_directory: Path) -> None:
     assert str(path) in refusal
 
 
+def test_a_slab_that_belongs_to_another_user_is_refused_and_left_alone(
+    public_directory: Path,
+) -> None:
+    """Also by root, who may open it: whoever owns it can put blocks into it."""
+    path = public_directory / "kv.slab"
+    with disk_harness(path) as harness:
+        store_all(harness, 4)
+    os.chown(path, NOBODY, NOBODY)
+    before = path.read_bytes()
+    refusal = refusal_of(path)
+    assert f"{path} belongs to uid {NOBODY}, and this process runs as uid 0" in refusal
+    assert f"chown 0 {path}" in refusal
+    assert path.read_bytes() == before
+    os.chown(path, 0, 0)
+    with disk_harness(path) as harness:
+        load_all(harness, 4)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_slab_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "kv.slab"
+    with disk_harness(path) as harness:
+        store_all(harness, 4)
+    path.chmod(mode)
+    refusal = refusal_of(path)
+    assert f"may be written by others (mode {mode:o})" in refusal
+    assert f"chmod 600 {path}" in refusal
+    path.chmod(0o600)
+    with disk_harness(path) as harness:
+        load_all(harness, 4)
+
+
 def test_a_directory_of_someone_else_is_refused(public_directory: Path) -> None:
     path = public_directory / "kv.slab"
     with somebody_else():

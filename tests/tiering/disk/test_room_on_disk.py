@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from kvtier.base import OffloadKey
 from kvtier.testing import TierHarness
 from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.disk.layout import Geometry, Superblock
 from kvtier.tiering.io.page import PAGE_BYTES
-from tests.tiering.disk.rig import bytes_for, disk_harness, disk_of, du
+from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness, disk_of, du
 from tests.tiering.disk.small_disk import loop_disk
 
 _AT_ONCE = 25
@@ -91,6 +93,33 @@ def copy_sparsely(source: Path, target: Path) -> None:
                 file.seek(offset)
                 file.write(page)
         file.truncate(len(content))
+
+
+MANY_SLOTS = 4_000_000
+
+
+def sparse_slab(path: Path) -> None:
+    """A few pages, which claim that the file has an index of 256 MiB."""
+    geometry = Geometry(ROW_BYTES, MANY_SLOTS)
+    page = Superblock(bytes(range(16)), geometry, clock=10).encode()
+    with path.open("wb") as file:
+        file.write(page + page)
+        file.truncate(geometry.file_bytes)
+    path.chmod(0o600)
+
+
+def test_a_slab_that_is_one_large_hole_costs_an_engine_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "kv.slab"
+    sparse_slab(path)
+    tracemalloc.start()
+    try:
+        with disk_harness(path, 8) as harness:
+            store(harness, harness.keys(8))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 64 << 20
+    assert du(path) <= bytes_for(8)
 
 
 # --- what it keeps -----------------------------------------------------------------------------

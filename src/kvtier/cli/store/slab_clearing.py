@@ -90,6 +90,7 @@ def _clear_unheld(reader: SlabReader) -> int | None:
             max_bytes=None,
             engine_id=_OUR_NAME,
             use_o_direct=False,
+            may_be_foreign=True,
         )
     except (AioUnavailable, SlabUnreadable) as problem:
         raise StoreRefused(str(problem)) from None

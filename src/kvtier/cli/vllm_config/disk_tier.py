@@ -14,7 +14,7 @@ from kvtier.cli.vllm_config.o_direct import allows_o_direct
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.options import DiskOptions
 from kvtier.tiering.disk.reader import SlabReader, SlabUnreadable
-from kvtier.tiering.disk.refusal import refusal_for
+from kvtier.tiering.disk.refusal import foreign_refusal, refusal_for
 
 __all__ = ["DiskChecks"]
 
@@ -94,6 +94,7 @@ def _slab(at: str, path: Path, max_bytes: int | None) -> Finding:
         with SlabReader(path) as reader:
             is_held, holder = reader.is_held(), reader.holder()
             size = reader.file.allocated_bytes
+            refusal = foreign_refusal(reader.file)
     except SlabUnreadable as problem:
         return Finding.of_refusal(name, str(problem))
     except OSError as error:
@@ -114,6 +115,8 @@ def _slab(at: str, path: Path, max_bytes: int | None) -> Finding:
         )
     if not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
         return _not_writable(name, path)
+    if refusal is not None:
+        return Finding.of_refusal(name, str(refusal))
     found = f"{path} is a slab of {as_size(size)}, which nobody has open"
     if max_bytes is not None and max_bytes < size:
         found += f": it is made smaller, {as_size(max_bytes)}"

@@ -104,6 +104,23 @@ class SlabFile:
         """What `du` says."""
         return os.fstat(self.fd).st_blocks * 512
 
+    def data_bytes(self, start: int, end: int) -> int:
+        """How many of these bytes were ever written. All of them, if the file system cannot say."""
+        total = 0
+        while start < end:
+            try:
+                data = os.lseek(self.fd, start, os.SEEK_DATA)
+                hole = os.lseek(self.fd, data, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # nothing but a hole up to the end of the file
+                    return total
+                if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                    return total + end - start
+                raise
+            total += max(0, min(hole, end) - data)
+            start = hole
+        return total
+
     def allocate(self, length: int) -> None:
         """Make every byte up to `length` really there. If that fails, the file is as long as
         before."""

@@ -36,7 +36,7 @@ from kvtier.tiering.disk.layout import (
     read_stamp,
 )
 from kvtier.tiering.disk.scan import FoundBlock, scan_headers
-from kvtier.tiering.disk.superblocks import read_holder
+from kvtier.tiering.disk.superblocks import has_index, read_holder
 from kvtier.tiering.io.page import PAGE_BYTES, is_intact
 
 __all__ = ["CheckedSlot", "Entry", "SlabReader", "SlabUnreadable", "Snapshot", "check_slot"]
@@ -230,6 +230,11 @@ class SlabReader:
             raise SlabUnreadable(
                 f"{self.file.path} has {self.file.size} bytes and should have "
                 f"{geometry.file_bytes}: it was cut off; remove it, or let an engine mend it"
+            )
+        if not has_index(self.file, geometry):
+            raise SlabUnreadable(
+                f"{self.file.path} has a hole where its index should be, for {geometry.num_slots} "
+                "slots: it was damaged, or is no engine's; remove it, or let an engine mend it"
             )
         raw = self.file.read(start, length)
         table = IndexTable(geometry, superblock.uuid, raw)

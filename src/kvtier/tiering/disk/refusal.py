@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+import stat
 from pathlib import Path
 
 from kvtier.tiering.base import TierRefused
+from kvtier.tiering.disk.file import SlabFile
 
-__all__ = ["SlabRefused", "refusal_for"]
+__all__ = ["SlabRefused", "foreign_refusal", "refusal_for"]
 
 
 class SlabRefused(TierRefused):
@@ -28,3 +31,22 @@ def refusal_for(path: Path, error: OSError) -> SlabRefused:
     }
     remedy = remedies.get(error.errno or 0, "mend that, or give another path")
     return SlabRefused(f"{path}: {error.strerror or error}: {remedy}")
+
+
+def foreign_refusal(file: SlabFile) -> SlabRefused | None:
+    """Why this process should not load blocks from the file: other users may have written them. A
+    seal is a digest, not a signature. Root is trusted: it could do anything anyway."""
+    status = os.fstat(file.fd)
+    us, path = os.geteuid(), shlex.quote(str(file.path))
+    if status.st_uid not in (us, 0):
+        problem = f"belongs to uid {status.st_uid}, and this process runs as uid {us}"
+        remedy = f"chown {us} {path}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+        remedy = f"chmod 600 {path}"
+    else:
+        return None
+    return SlabRefused(
+        f"{file.path} {problem}, so its blocks may be anyone's: remove the file, give another "
+        f"path, or, if what is in it can be trusted, {remedy}"
+    )

@@ -25,9 +25,10 @@ from kvtier.tiering.disk.layout import (
 )
 from kvtier.tiering.disk.making import format_slab, make_if_missing
 from kvtier.tiering.disk.recovery import read_index, resize
-from kvtier.tiering.disk.refusal import SlabRefused, refusal_for
+from kvtier.tiering.disk.refusal import SlabRefused, foreign_refusal, refusal_for
 from kvtier.tiering.disk.room import allocate, allocate_within
 from kvtier.tiering.disk.superblocks import (
+    has_index,
     mend_copies,
     read_clear_request,
     read_holder,
@@ -93,12 +94,14 @@ def open_slab(
     engine_id: str,
     use_o_direct: bool | None,
     tag: int | None = None,
+    may_be_foreign: bool = False,
 ) -> Slab:
     """Open the slab at `path` for blocks of so many bytes, or make it. Waits for the disk.
 
     `max_bytes`: what it may take in all; None: as much as it has. `use_o_direct`: None: if it can
-    be had. `tag`: the namespace whose blocks are kept first. Whatever can be kept of an existing
-    slab is kept. Raises `SlabRefused`, and then nothing has changed but what could not be used
+    be had. `tag`: the namespace whose blocks are kept first. `may_be_foreign`: also if other users
+    may write to it, because no block is going to be read. Whatever can be kept of an existing slab
+    is kept. Raises `SlabRefused`, and then nothing has changed but what could not be used
     anyway.
     """
     path = path.resolve()  # a link to a file that is not there yet says where it is to be
@@ -112,7 +115,7 @@ def open_slab(
     except OSError as error:
         raise refusal_for(path, error) from error
     try:
-        return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct, tag)
+        return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct, tag, may_be_foreign)
     except OSError as error:
         file.close()
         raise refusal_for(path, error) from error
@@ -128,7 +131,10 @@ def _open(
     engine_id: str,
     use_o_direct: bool | None,
     tag: int | None,
+    may_be_foreign: bool,
 ) -> Slab:
+    if not may_be_foreign and (refusal := foreign_refusal(file)) is not None:
+        raise refusal
     _lock(file)
     if not file.path.exists() or not file.path.samefile(f"/proc/self/fd/{file.fd}"):
         raise SlabRefused(f"{file.path} was replaced while it was opened: start the engine again")
@@ -146,6 +152,13 @@ def _open(
             file.path,
             superblock.geometry.payload_bytes,
             payload_bytes,
+        )
+        superblock = format_slab(file, wanted, superblock)
+    elif wanted != superblock.geometry and not has_index(file, superblock.geometry):
+        logger.warning(
+            "%s has a hole where its index should be, for %d slots: it is emptied",
+            file.path,
+            superblock.geometry.num_slots,
         )
         superblock = format_slab(file, wanted, superblock)
     if use_o_direct is not False:

@@ -12,6 +12,7 @@ from kvtier.tiering.disk.layout import (
     HOLDER_OFFSET,
     SLOTS_OFFSET,
     SUPERBLOCK_OFFSETS,
+    Geometry,
     Holder,
     SlabFormatError,
     SlabVersionError,
@@ -21,6 +22,7 @@ from kvtier.tiering.disk.layout import (
 from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = [
+    "has_index",
     "mend_copies",
     "read_clear_request",
     "read_holder",
@@ -88,6 +90,13 @@ def within_file(file: SlabFile, superblock: Superblock) -> Superblock:
         superblock.geometry.num_slots,
     )
     return replace(superblock, geometry=replace(superblock.geometry, num_slots=num_slots))
+
+
+def has_index(file: SlabFile, geometry: Geometry) -> bool:
+    """Whether most of the index is really in the file. To read one takes memory for every slot, and
+    a superblock in a file that is one large hole may claim any number of them."""
+    length = geometry.file_bytes - geometry.index_offset
+    return file.data_bytes(geometry.index_offset, geometry.file_bytes) * 2 >= length
 
 
 def read_holder(file: SlabFile) -> Holder | None:
