@@ -300,7 +300,7 @@ class TransferResult:
 
 @dataclass(slots=True)
 class OffloadingEvent:
-    """Blocks that appeared in, or disappeared from, one medium.
+    """Blocks that appeared in, or disappeared from, one tier.
 
     There is no block size: keys of groups with different block sizes may share one event.
     """
@@ -309,6 +309,9 @@ class OffloadingEvent:
     medium: Medium
     removed: bool
     locality: Locality | None = None
+    tier: str | None = None
+    """Which tier below host memory, named as in its figures: `tier_0_disk`. None: host memory. The
+    orchestrator sets it, so that tiers of one medium can be told apart; a tier leaves it alone."""
 
 
 class MetricKind(Enum):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from kvtier.base import Locality, Medium, OffloadKey, make_offload_key
+from kvtier.base import OffloadKey, make_offload_key
 from kvtier.connector.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvtier.engine.block_hash import extend_chain
 from tests.e2e.violation import Violation, require
 
 __all__ = ["EventLedger", "Where"]
 
-Where = tuple[Medium, Locality | None]
-"""What tells tiers apart in events."""
+Where = str | None
+"""What tells tiers apart in events: the name of a tier, or None for host memory."""
 
 
 class EventLedger:
@@ -41,13 +41,13 @@ class EventLedger:
             if isinstance(event, AllBlocksCleared):
                 self.content.clear()
             elif isinstance(event, BlockRemoved):
-                where, keys = (event.medium, event.locality), _keys(event)
+                where, keys = event.tier, _keys(event)
                 here = self.content[where]
                 is_known = here.issuperset(keys) or where in self._untimely
                 require(is_known, f"removed, but never stored: {event}")
                 here.difference_update(keys)
             else:
-                where, keys = (event.medium, event.locality), _keys(event)
+                where, keys = event.tier, _keys(event)
                 here = self.content[where]
                 require(here.isdisjoint(keys), f"stored a second time: {event}")
                 here.update(keys)

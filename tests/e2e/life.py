@@ -19,13 +19,13 @@ from zlib import crc32
 import kvtier.engine.engine
 import kvtier.engine.offloading
 import kvtier.tiering.spec
-from kvtier.base import Medium
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.engine import Engine, RequestResult
 from kvtier.engine.hooks import Connector
 from kvtier.engine.offloading import make_connector, offloading_config
 from kvtier.engine.request import FinishReason, Request, RequestState
+from kvtier.tiering.link import event_name
 from kvtier.tiering.manager import TieringOffloadingManager
 from tests.e2e.event_ledger import EventLedger, Where
 from tests.e2e.parts import FaultyExampleTier, StepwiseWorker, VirtualClock, new_engine_id
@@ -54,7 +54,7 @@ _MOST_SECONDS = 60.0
 _IN_USE = ("pinned", "writing")
 _NUM_EXAM_QUESTIONS = 4
 _USED_ID = "again"
-_CPU: Where = (Medium.CPU, None)
+_HOST_MEMORY: Where = None
 _BASES = [[Random(base).randrange(VOCABULARY) for _ in range(MAX_PROMPT)] for base in range(3)]
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -130,8 +130,10 @@ class _Life:
             tuple(tokens * bpc for tokens in engine.block_tokens),
             self._setup.options["self_describing_kv_events"],
             untimely=[
-                (Medium.CPU, tier.locality)
-                for tier, its in zip(self._tiers, self._setup.tiers, strict=True)
+                event_name(place, tier.tier_type)
+                for place, (tier, its) in enumerate(
+                    zip(self._tiers, self._setup.tiers, strict=True)
+                )
                 if its.weather == "wild"
             ],
         )
@@ -335,7 +337,7 @@ class _Life:
         events = self._engine.take_events()
         self._ledger.hear(events)
         self._digest(events)
-        self._ledger.check(_CPU, self._primary.resident_keys())
+        self._ledger.check(_HOST_MEMORY, self._primary.resident_keys())
 
     def _digest(self, *what: object) -> None:
         self._outcome.digest = crc32(repr(what).encode(), self._outcome.digest)
@@ -399,12 +401,13 @@ class _Life:
         self._hear()
         if self._tiering is None:
             return
-        for tier, link in zip(self._tiers, self._tiering._links, strict=True):
+        for place, tier in enumerate(self._tiers):
+            link = self._tiering._links[place]
             if link.is_broken or link.is_resting(link._clock()):
                 self._tally["tiers that were not heard at the end"] += 1
             else:
                 self._tally["tiers compared with their events"] += 1
-                self._ledger.check((Medium.CPU, tier.locality), tier.example.blocks)
+                self._ledger.check(event_name(place, tier.tier_type), tier.example.blocks)
 
     def _count(self) -> None:
         self._tally["lives"] += 1

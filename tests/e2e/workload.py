@@ -251,7 +251,7 @@ def _draw_tier(chance: Random, place: int, is_real_time: bool) -> TierSetup:
         "type": "FaultyExampleTier",
         "module_path": "tests.e2e.parts",
         "enable_kv_events": True,
-        # So that events tell two tiers apart.
+        # So that requests can ask for one of two tiers.
         "locality": ("LOCAL", "REMOTE")[place],
         "max_blocks": chance.choice((12, 200, 200)),
         "lookup_timeout_ms": chance.choice((40, 250)),

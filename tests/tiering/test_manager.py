@@ -281,9 +281,36 @@ def test_events_of_all_tiers_in_one_stream() -> None:
         context = ReqContext("r")
         manager.prepare_store(keys(int(enabled)), context)
         manager.complete_store(keys(int(enabled)), context)
-        events = [(event.medium, event.removed) for event in manager.take_events()]
-        talk = [(Medium.STORAGE, True)] if enabled else []
-        assert events == [(Medium.CPU, False), *talk]
+        events = [(event.medium, event.removed, event.tier) for event in manager.take_events()]
+        talk = [(Medium.STORAGE, True, "tier_0_talking")] if enabled else []
+        assert events == [(Medium.CPU, False, None), *talk]
+
+
+def test_events_tell_tiers_of_one_medium_apart() -> None:
+    class Talking(HandTier):
+        def take_events(self) -> list[OffloadingEvent]:
+            return [OffloadingEvent(keys(9), Medium.CPU, removed=False)]
+
+    rig = Rig()
+    tiers = [
+        Talking(
+            offloading_spec=rig.tiers[0].offloading_spec,
+            primary_kv_view=rig.primary.get_kv_memoryview(),
+            tier_type="Talking-Tier",
+        )
+        for _ in range(2)
+    ]
+    settings = [TierSettings(enable_kv_events=True)] * 2
+    manager = TieringOffloadingManager(rig.primary, tiers, settings=settings)
+    context = ReqContext("r")
+    manager.prepare_store(keys(1), context)
+    manager.complete_store(keys(1), context)
+    # As in the names of their figures.
+    assert [event.tier for event in manager.take_events()] == [
+        None,
+        "tier_0_talking_tier",
+        "tier_1_talking_tier",
+    ]
 
 
 def test_promoted_blocks_are_announced() -> None:

@@ -44,6 +44,8 @@ class BlockStored:
     """What the block stands for, where the event describes itself."""
     group_kind: AttentionKind | None = None
     """Of the group, where the event describes itself."""
+    tier: str | None = None
+    """Which tier below host memory; None: host memory. As in `OffloadingEvent`."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class BlockRemoved:
     group_indices: list[int]
     medium: Medium
     locality: Locality | None = None
+    tier: str | None = None
+    """As in `BlockStored`."""
 
 
 @dataclass(slots=True)
@@ -106,7 +110,9 @@ class EventTranslator:
         translated: list[KVCacheEvent] = []
         for event in events:
             if event.removed:
-                translated.append(BlockRemoved(*_named(event.keys), event.medium, event.locality))
+                translated.append(
+                    BlockRemoved(*_named(event.keys), event.medium, event.locality, event.tier)
+                )
             else:
                 translated += self._stored(event)
         return translated
@@ -114,7 +120,7 @@ class EventTranslator:
     def _stored(self, event: OffloadingEvent) -> Iterable[BlockStored]:
         plain = [key for key in event.keys if key not in self._descriptions]
         if plain:
-            yield BlockStored(*_named(plain), event.medium, event.locality)
+            yield BlockStored(*_named(plain), event.medium, event.locality, tier=event.tier)
         for key in event.keys:
             described = self._descriptions.get(key)
             if described is not None:
@@ -126,6 +132,7 @@ class EventTranslator:
                     described.parent,
                     list(described.token_ids),
                     described.kind,
+                    event.tier,
                 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, TypeVar
@@ -84,6 +84,7 @@ class TierLink:
         tier.enable_kv_events = settings.enable_kv_events
         self.settings = settings
         self.name = f"tier {position} ({tier.tier_type})"
+        self._event_name = event_name(position, tier.tier_type)
         self.prefix = metric_prefix(position, tier.tier_type)
         self.max_pinned = max_pinned
         self._most_in_store = max(1, _STORE_BYTES // block_bytes)
@@ -520,12 +521,15 @@ class TierLink:
         """The tier's own events, if they are wanted."""
         if not self.settings.enable_kv_events or self.is_resting(self._clock()):
             return []
-        none: list[object] = []
-        events = self.call("take_events", self._taken_events, default=none)
-        return [event for event in events if isinstance(event, OffloadingEvent)]
+        none: list[OffloadingEvent] = []
+        return self.call("take_events", self._taken_events, default=none)
 
-    def _taken_events(self) -> list[object]:
-        return list(self.tier.take_events())
+    def _taken_events(self) -> list[OffloadingEvent]:
+        taken: Iterable[object] = self.tier.take_events()
+        events = [event for event in taken if isinstance(event, OffloadingEvent)]
+        for event in events:
+            event.tier = self._event_name
+        return events
 
     def add_stats(self, stats: OffloadingStats) -> None:
         """Add the tier's figures, and the tier's own, to those of the others."""
@@ -592,6 +596,11 @@ def _shown(thing: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
+def event_name(position: int, tier_type: str) -> str:
+    """How events name a tier."""
+    return f"tier_{position}_{re.sub('[^a-z0-9]+', '_', tier_type.lower())}"
+
+
 def metric_prefix(position: int, tier_type: str) -> str:
     """What the names of a tier's figures begin with."""
-    return f"kvtier_tier_{position}_{re.sub('[^a-z0-9]+', '_', tier_type.lower())}_"
+    return f"kvtier_{event_name(position, tier_type)}_"

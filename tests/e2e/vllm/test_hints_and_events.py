@@ -81,12 +81,14 @@ def test_a_request_is_loaded_from_where_it_says(
     options = over(disk_in(tmp_path), subject, slots=BLOCKS + 1)
     with HintedRemoteEngine(with_common_hashes(vllm), subject.path, options) as engine:
         engine.generate(*PROMPTS)
-        kept_out = engine.generate_with({"kv_load_tiers": [{"medium": "CPU"}]}, PROMPTS[0])
+        kept_out = engine.generate_with({"kv_load_tiers": [{"medium": "cpu"}]}, PROMPTS[0])
+        misread = engine.generate_with({"kv_load_tiers": [{"medium": "TAPE"}]}, PROMPTS[1])
         assert engine.figures().get("tier_0_disk_loaded_blocks", 0) == 0
-        let_in = engine.generate_with({"kv_load_tiers": [{"medium": "STORAGE"}]}, PROMPTS[1])
+        some = [{"medium": "TAPE"}, {"medium": "Storage", "locality": "local"}]
+        let_in = engine.generate_with({"kv_load_tiers": some}, PROMPTS[2])
         assert engine.figures()["tier_0_disk_loaded_blocks"] == BLOCKS
-    assert [kept_out.cached_tokens, let_in.cached_tokens] == [0, TOKENS]
-    subject.alone.check(PROMPTS[:2], [kept_out, let_in])
+    assert [answer.cached_tokens for answer in (kept_out, misread, let_in)] == [0, 0, TOKENS]
+    subject.alone.check(PROMPTS, [kept_out, misread, let_in])
 
 
 class AnnouncingRemoteEngine(RemoteEngine):
@@ -101,11 +103,11 @@ class AnnouncingRemoteEngine(RemoteEngine):
             self.generate(next(greetings))
         self._greeted = len(self.process.ask("events"))
 
-    def announced(self) -> dict[tuple[str, str], set[str]]:
+    def announced(self, by: str = "where") -> dict[tuple[str, str | None], set[str]]:
         """What was announced since it was first heard: the blocks, by what and where."""
-        blocks: dict[tuple[str, str], set[str]] = defaultdict(set)
+        blocks: dict[tuple[str, str | None], set[str]] = defaultdict(set)
         for event in self.process.ask("events")[self._greeted :]:
-            blocks[event["what"], event["where"]].add(event["block"])
+            blocks[event["what"], event[by]].add(event["block"])
         return blocks
 
 
@@ -133,3 +135,29 @@ def test_blocks_are_announced_where_they_come_and_go(
     assert announced["BlockStored", "CPU"] == announced["BlockStored", storage] == ours
     assert len(left_host) == all_blocks - in_host > 0
     assert len(left_disk) == all_blocks - on_disk > 0
+
+
+def test_events_name_the_tier_where_vllm_has_a_word_for_it(vllm: VLLM, subject: Subject) -> None:
+    example = {"type": "example", "enable_kv_events": True, "max_pinned_share": 1}
+    # Host memory has room for one prompt and a little more: blocks leave it, and stay below.
+    options = {
+        "cpu_bytes_to_use": (BLOCKS + 1) * subject.slot_bytes(),
+        "secondary_tiers": [example, example],
+    }
+    with AnnouncingRemoteEngine(vllm, subject.path, options) as engine:
+        engine.generate(*PROMPTS)
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            ours = engine.announced()["BlockStored", "GPU"]
+            owners = engine.announced(by="owner")
+            below = owners["BlockStored", "tier_0_example"], owners["BlockStored", "tier_1_example"]
+            if vllm.version < (0, 32) or min(map(len, below)) >= BLOCKS * len(PROMPTS):
+                break
+            assert time.monotonic() < deadline
+    if vllm.version < (0, 32):
+        assert {owner for (_, owner), blocks in owners.items() if blocks} == {None}
+        return
+    assert ours == below[0] == below[1]
+    left = owners["BlockRemoved", None] & ours
+    assert left, "host memory has room for fewer blocks"
+    assert left.isdisjoint(owners["BlockRemoved", "tier_0_example"])

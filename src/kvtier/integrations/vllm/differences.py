@@ -7,7 +7,7 @@ releases between the tested ones, and later ones, have a fair chance.
 |---|---|---|---|
 | offer new blocks only | `BLOCK_LEVEL` | `BLOCK_LEVEL` | `CHUNK_LEVEL` (since 0.30) |
 | a tier's medium in events | text, `FS` for storage | enum | enum |
-| `kv_load_tiers` of a request | not read by vLLM | `load_tier_filter` | `load_tier_filter` |
+| which tier an event is of | cannot be told | cannot be told | `ownership` |
 | a group's number | its place | its place | `group_id` (since 0.30) |
 | number of replicas | not told | told | told |
 | who reports what a request used | vLLM, by `touch` | vLLM, by `touch` | nobody (since 0.31) |
@@ -23,8 +23,7 @@ import os
 from collections.abc import Collection
 from typing import Any, get_args
 
-from kvtier.base import Locality, Medium, OffloadKey, TierFilter, TierMatcher, get_offload_group_idx
-from kvtier.connector.hints import RequestHints
+from kvtier.base import Medium, OffloadKey, get_offload_group_idx
 from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.block_hashes import HashRoot, HashSeed
 
@@ -52,8 +51,7 @@ __all__ = [
     "hash_root",
     "in_prompt_order",
     "keys_in_prompt_order",
-    "load_tiers",
-    "params_for_kvtier",
+    "owner_in_event",
 ]
 
 BLOCK_LEVEL_POLICY: vllm_api.OffloadPolicy = (
@@ -68,6 +66,14 @@ MEDIA: dict[Medium, Any] = (
     else {Medium.CPU: VllmMedium.CPU, Medium.STORAGE: VllmMedium.STORAGE}
 )
 """How vLLM's events name where a block is."""
+
+_EVENTS_NAME_TIERS = "ownership" in getattr(vllm_api.OffloadingEvent, "__dataclass_fields__", ())
+
+
+def owner_in_event(tier: str | None) -> dict[str, Any]:
+    """The argument of vLLM's event that names the tier below host memory; None for host memory."""
+    return {"ownership": tier} if _EVENTS_NAME_TIERS else {}
+
 
 REPORTS_USE = not hasattr(vllm_api.ReqContext("any"), "_offload_key_positions")
 """Whether vLLM's scheduler says which blocks a request used, those on the device included. Where
@@ -111,32 +117,6 @@ def in_prompt_order(
     ]
     placed.sort(key=lambda entry: entry[0])
     return [key for _, key in placed]
-
-
-def params_for_kvtier(req_context: vllm_api.ReqContext) -> dict[str, Any] | None:
-    """The request's hints but for those that vLLM reads itself."""
-    params: dict[str, Any] | None = req_context.kv_transfer_params
-    if not params or not hasattr(req_context, "load_tier_filter"):
-        return params
-    return {key: value for key, value in params.items() if key != "kv_load_tiers"}
-
-
-def load_tiers(req_context: vllm_api.ReqContext, hints: RequestHints) -> TierFilter:
-    """Where the request may load from."""
-    tier_filter = getattr(req_context, "load_tier_filter", None)
-    if tier_filter is None:
-        return hints.load_tiers
-    if tier_filter is type(tier_filter).ALL:
-        return TierFilter.ALL
-    return TierFilter(
-        tuple(
-            TierMatcher(
-                None if matcher.medium is None else Medium(matcher.medium.value),
-                None if matcher.locality is None else Locality(matcher.locality.value),
-            )
-            for matcher in tier_filter.matchers
-        )
-    )
 
 
 def group_id(group: vllm_api.OffloadingGroupConfig, place: int) -> int:

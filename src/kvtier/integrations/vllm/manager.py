@@ -128,12 +128,9 @@ class ManagerAdapter(vllm_api.OffloadingManager):
 
     def _adopt(self, req_context: vllm_api.ReqContext) -> _Adopted:
         """Make kvtier's context for a request, and leave it where later calls find it."""
-        hints = parse_hints(differences.params_for_kvtier(req_context))
-        context = ReqContext(
-            req_context.req_id,
-            req_context.kv_transfer_params,
-            differences.load_tiers(req_context, hints),
-        )
+        # Not vLLM's own reading of `kv_load_tiers`: where no entry is valid, it allows every tier.
+        hints = parse_hints(req_context.kv_transfer_params)
+        context = ReqContext(req_context.req_id, req_context.kv_transfer_params, hints.load_tiers)
         req_context.kvtier = adopted = _Adopted(context, skips=hints.skip)
         return adopted
 
@@ -338,6 +335,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
                 medium=differences.MEDIA[event.medium],
                 removed=event.removed,
                 locality=_VLLM_LOCALITIES[event.locality],
+                **differences.owner_in_event(event.tier),
             )
             for event in self._manager.take_events()
         ]

@@ -53,7 +53,12 @@ class AnnouncingEngine(Engine):
             _, _, payload = self._subscriber.recv_multipart()
             for event in decode(payload, type=batch_cls).events:
                 self._events += [
-                    {"what": type(event).__name__, "where": event.medium, "block": str(block)}
+                    {
+                        "what": type(event).__name__,
+                        "where": event.medium,
+                        "owner": getattr(event, "ownership", None),
+                        "block": str(block),
+                    }
                     for block in getattr(event, "block_hashes", ())
                 ]
         return self._events
