@@ -538,8 +538,17 @@ class OffloadingSpec(ABC):
     every worker process, where `get_worker` is called.
     """
 
+    engine: Any = None
+    """The engine's own configuration object, on the scheduler's side of an engine that gives it:
+    vLLM's `VllmConfig`, with KVTierConnector. None everywhere else. No part of `config` or of its
+    fingerprint. A tier that reads it runs in that engine alone."""
+
     def __init__(self, config: OffloadingConfig) -> None:
         self.config = config
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers must not be sent the engine's configuration, should someone pickle a spec.
+        return {name: value for name, value in vars(self).items() if name != "engine"}
 
     @classmethod
     def build_metric_definitions(

@@ -282,7 +282,8 @@ def test_a_tier_that_wants_vllms_configuration(spec: OffloadingSpec, name: str) 
     assert str(refusal_of(spec, {"type": name, "module_path": HERE})) == (
         f'secondary_tiers[1].type: got "{name}" ({HERE}.{name}); allowed: a tier whose '
         "constructor takes offloading_spec; this one takes vllm_config. Take offloading_spec "
-        "instead; what the engine wants to pass on is in offloading_spec.config.engine_config."
+        "instead; what the engine wants to pass on is in offloading_spec.config.engine_config, "
+        "and vLLM's own configuration is offloading_spec.engine."
     )
 
 

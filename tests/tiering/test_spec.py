@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import pickle
 import threading
 import time
 import uuid
@@ -626,3 +627,19 @@ def test_a_device_that_is_none_is_refused_as_without_tiers() -> None:
     with pytest.raises(ValueError, match="worker_kv_bytes_per_block"):
         spec.get_worker(caches)
     assert region_files(spec.config) == []
+
+
+def test_the_engines_configuration_is_for_tiers_and_stays_on_the_schedulers_side() -> None:
+    config = make_config({"type": "example"})
+    spec = TieringOffloadingSpec(config)
+    assert spec.engine is None
+    fingerprint = config.fingerprint()
+    spec.engine = threading.Lock()  # cannot be pickled, as little as much of an engine can
+    assert pickle.loads(pickle.dumps(spec)).engine is None
+    manager = spec.get_manager()
+    try:
+        (tier,) = manager.secondary_tiers
+        assert tier.offloading_spec.engine is spec.engine
+        assert tier.fingerprint == fingerprint
+    finally:
+        manager.shutdown()

@@ -175,7 +175,8 @@ def _require_fitting_class(tier_cls: type[SecondaryTierManager], config: TierCon
             config,
             "a tier whose constructor takes offloading_spec; this one takes vllm_config",
             "Take offloading_spec instead; what the engine wants to pass on is in "
-            "offloading_spec.config.engine_config",
+            "offloading_spec.config.engine_config, and vLLM's own configuration is "
+            "offloading_spec.engine",
         )
     by_name = {name for name, parameter in parameters.items() if parameter.kind not in _NOT_BY_NAME}
     missing = [name for name in _GIVEN_BY_THE_FACTORY if name not in by_name]

@@ -33,8 +33,12 @@ PATIENCE_S = 60.0
 class HintedRemoteEngine(RemoteEngine):
     """An engine whose requests have hints."""
 
-    def __init__(self, vllm: VLLM, model: Path, options: Mapping[str, Any]) -> None:
-        self.process = vllm.start(HintedEngine, str(model), dict(options), **ENGINE)
+    scenario: type[HintedEngine] = HintedEngine
+
+    def __init__(
+        self, vllm: VLLM, model: Path, options: Mapping[str, Any], **engine_args: Any
+    ) -> None:
+        self.process = vllm.start(self.scenario, str(model), dict(options), **ENGINE, **engine_args)
         self._numbers = count()
         self._hinted = count()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.config import OffloadingOptions
@@ -47,6 +47,8 @@ class EngineFacts:
     """Whether vLLM may unmap its caches."""
     cannot_tell: str | None = None
     """Why vLLM cannot be told of loads that failed, so that it would compute those blocks."""
+    engine: vllm_api.VllmConfig | None = field(default=None, repr=False, compare=False)
+    """vLLM's whole configuration, for tiers that want it; None in a rank's process."""
 
 
 def engine_facts(
@@ -73,6 +75,7 @@ def engine_facts(
         has_random_hashes=differences.draws_hash_root(
             vllm_config.cache_config.prefix_caching_hash_algo
         ),
+        engine=vllm_config,
     )
 
 

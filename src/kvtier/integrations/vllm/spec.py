@@ -58,6 +58,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
         self._facts, users_keys = facts_in(config.extra_config)
         self.kvtier_config = config_from_vllm(config, users_keys, self._facts)
         self._spec = kvtier_spec_cls(users_keys)(self.kvtier_config)
+        self._spec.engine = None if self._facts is None else self._facts.engine
         self._manager: ManagerAdapter | None = None
         self._worker: WorkerAdapter | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from tests.e2e.vllm import noting_tier
 from tests.e2e.vllm.scenarios.engine import Engine
 
 
@@ -26,6 +27,25 @@ class HintedEngine(Engine):
             self.add(name, prompt, max_tokens)
         finally:
             engine.add_request = add_request
+
+
+class NotedEngine(HintedEngine):
+    """Has the tier of `tests.e2e.vllm.noting_tier`."""
+
+    def notes(self) -> list[dict[str, Any]]:
+        """All calls so far for requests."""
+        return noting_tier.CALLS
+
+    def engines(self) -> dict[str, Any]:
+        """What the tier has found as `offloading_spec.engine`, and what a rank's spec has there."""
+        vllm_config = self._engine._engine.vllm_config
+        (found,) = noting_tier.ENGINES
+        group = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()
+        return {
+            "is_vllms": found is vllm_config,
+            "max_model_len": None if found is None else found.model_config.max_model_len,
+            "of_rank": repr(group.connector_worker.spec._spec.engine),
+        }
 
 
 class AnnouncingEngine(Engine):

@@ -1,0 +1,73 @@
+"""What a tier inside stock vLLM is told: the hints of requests, and the engine's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.integrations.vllm.comparison import random_prompts
+from tests.e2e.vllm.noting_tier import NOTING
+from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.scenarios.hints_and_events import NotedEngine
+from tests.e2e.vllm.subject import Subject
+from tests.e2e.vllm.test_hints_and_events import HintedRemoteEngine
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.parametrize("subject", ["llama"], indirect=True),
+]
+
+TOKENS, BLOCKS = 256, 8
+MAX_MODEL_LEN = 512
+PROMPTS = random_prompts(2, TOKENS, "told")
+HINTS = {"tenant": "blue", "of the tier's own": {"keep": [1, 2.5, None]}, "skip": False}
+METHODS = {"on_new_request", "lookup", "submit_store", "submit_load", "on_request_finished"}
+
+
+class NotedRemoteEngine(HintedRemoteEngine):
+    """An engine over a tier that notes what it is told."""
+
+    scenario = NotedEngine
+
+    def notes(self) -> list[dict[str, Any]]:
+        notes: list[dict[str, Any]] = self.process.ask("notes")
+        return notes
+
+    def engines(self) -> dict[str, Any]:
+        engines: dict[str, Any] = self.process.ask("engines")
+        return engines
+
+
+def start(vllm: VLLM, subject: Subject, **engine_args: Any) -> NotedRemoteEngine:
+    # Host memory has room for one prompt: the other is in the tier alone.
+    options = {
+        "cpu_bytes_to_use": (BLOCKS + 1) * subject.slot_bytes(),
+        "prefill_tokens_per_s": 0,
+        "secondary_tiers": [NOTING],
+    }
+    return NotedRemoteEngine(vllm, subject.path, options, **engine_args)
+
+
+def test_a_tier_is_told_the_hints_of_a_request_in_every_call(vllm: VLLM, subject: Subject) -> None:
+    with start(vllm, subject) as engine:
+        answers = [engine.generate_with(HINTS, prompt) for prompt in (*PROMPTS, PROMPTS[0])]
+        calls = engine.notes()
+    assert [answer.cached_tokens for answer in answers] == [0, 0, TOKENS]
+    assert {call["method"] for call in calls} >= METHODS
+    assert [call for call in calls if call["hints"] != HINTS] == []
+
+
+@pytest.mark.parametrize("door", ["connector", "plain"])
+def test_a_tier_finds_vllms_configuration_on_the_schedulers_side_alone(
+    vllm: VLLM, subject: Subject, door: str
+) -> None:
+    with start(vllm, subject, door=door) as engine:
+        found = engine.engines()
+    # vLLM does not tell it to a spec of its own connector.
+    is_told = door == "connector"
+    assert found == {
+        "is_vllms": is_told,
+        "max_model_len": MAX_MODEL_LEN if is_told else None,
+        "of_rank": "None",
+    }
