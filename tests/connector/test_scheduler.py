@@ -23,6 +23,7 @@ from kvtier.base import (
 from kvtier.config import AttentionKind, OffloadingGroupConfig
 from kvtier.connector.common import (
     NO_DEVICE_BLOCK,
+    ComputedTokens,
     PrefixMatch,
     ScheduledRequest,
     WorkerOutput,
@@ -499,3 +500,35 @@ def test_a_manager_knows_how_long_a_prompt_is() -> None:
     lengths: list[int | None] = []
     Rig(manager=Measuring(8)).request("a", 25)
     assert lengths == [25]
+
+
+class _Listener(CPUOffloadingManager):
+    """Notes what prefill costs."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.prefills: list[tuple[int, float, float]] = []
+
+    def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
+        self.prefills.append((num_tokens, mean_position, seconds))
+
+
+@pytest.mark.parametrize(
+    ("computed", "prefill"),
+    [
+        ([(0, 512)], (512, 256.0)),
+        ([(512, 512), (0, 1), (9, 1)], (512, 768.0)),
+        ([(0, 100), (300, 100)], (200, 200.0)),
+        ([(0, 64)], None),
+        ([(7, 1)] * 300, None),
+        ([(7, 2)] * 63, None),
+        ([], None),
+    ],
+)
+def test_the_manager_hears_what_prefill_costs(
+    computed: list[tuple[int, int]], prefill: tuple[int, float] | None
+) -> None:
+    listener = _Listener()
+    rig = Rig(manager=listener)
+    rig.connector.note_model_run([ComputedTokens(*tokens) for tokens in computed], 0.25)
+    assert listener.prefills == ([] if prefill is None else [(*prefill, 0.25)])

@@ -17,6 +17,7 @@ import numpy as np
 from kvtier.base import CanonicalKVCaches, GPULoadStoreSpec, TransferResult
 from kvtier.connector.common import (
     NO_DEVICE_BLOCK,
+    ComputedTokens,
     ConnectorMetadata,
     EngineRequest,
     LoadedRequest,
@@ -80,6 +81,7 @@ class StandIn:
         self.preempted: list[str] = []
         self.metadata = ConnectorMetadata()
         self.last_job_id = 0
+        self.computed: list[ComputedTokens] = []
         self.is_shut_down = False
 
     @property
@@ -205,6 +207,10 @@ class StandIn:
             if not job.is_store:
                 loaded.append(LoadedRequest(job.request_id, job.tokens_after))
         return loaded
+
+    def note_model_run(self, computed: Iterable[ComputedTokens], seconds: float) -> None:
+        assert seconds > 0
+        self.computed += computed
 
     def request_finished(self, request_id: str, last: ScheduledRequest | None = None) -> None:
         if last is not None:

@@ -57,6 +57,18 @@ def test_a_prompt_comes_back_after_the_device_has_forgotten_it(case: str) -> Non
     assert_same(warm, model, prompt)
 
 
+def test_the_connector_is_told_what_each_run_of_the_model_computes() -> None:
+    engine, stand_in, _ = start("full")
+    prompt = random_tokens(1, 100)
+    engine.generate([prompt], 3)
+    assert stand_in.computed == [(0, 40), (40, 40), (80, 20), (100, 1), (101, 1)]
+    assert engine.drain()
+    engine.drop_device_cache()
+    stand_in.computed.clear()
+    engine.generate([prompt], 2)
+    assert stand_in.computed == [(96, 4), (100, 1)]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_loaded_adds_to_what_the_device_has(case: str) -> None:
     engine, _, model = start(case)

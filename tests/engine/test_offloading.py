@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.config import AttentionKind
+from kvtier.connector import OffloadingConnectorScheduler
 from kvtier.engine import Engine, EngineConfig, ModelConfig
 from kvtier.engine.cache import KVCache
 from kvtier.engine.offloading import make_connector, offloading_config
@@ -88,6 +89,24 @@ def test_a_prompt_comes_back_after_the_device_has_forgotten_it(
     assert_same(warm, model, prompt)
     alignment = max(engine_config.block_tokens) * blocks_per_chunk
     assert warm.num_loaded_tokens == 99 // alignment * alignment
+
+
+def test_the_guard_hears_what_prefill_costs_without_a_single_store() -> None:
+    model, engine_config = CASES["full"]
+    engine_config = replace(engine_config, token_budget=128)
+    config = offloading_config(model, engine_config, TIERED, f"test-{uuid.uuid4().hex}")
+    connector = make_connector(config)
+    assert isinstance(connector.scheduler, OffloadingConnectorScheduler)
+    engine = Engine(model, engine_config, connector)
+    try:
+        for seed in range(16):
+            engine.generate([random_tokens(seed, 100)], 2, kv_transfer_params={"skip": True})
+        stats = connector.scheduler.get_stats()
+    finally:
+        engine.shutdown()
+    assert stats is not None
+    assert not stats.counters.get("kvtier_cpu_stored_blocks")
+    assert stats.gauges["kvtier_tiering_prefill_tokens_per_s"] > 0
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,7 @@
 
 from kvtier.connector.common import (
     NO_DEVICE_BLOCK,
+    ComputedTokens,
     ConnectorMetadata,
     EngineRequest,
     LoadedRequest,
@@ -20,6 +21,7 @@ __all__ = [
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
+    "ComputedTokens",
     "ConnectorMetadata",
     "EngineRequest",
     "KVCacheEvent",

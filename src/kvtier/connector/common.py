@@ -5,7 +5,7 @@ The engine keeps its own requests, blocks and scheduling. Everything here is pla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -76,6 +76,39 @@ class StepPlan:
     allocated_block_ids: tuple[Collection[int], ...] = ()
     """For each group, device blocks that were given to a request in this step. Whatever still reads
     or writes them for someone else has to end first."""
+
+
+MIN_PREFILL_TOKENS = 64
+"""Prompt tokens of a step that says something of what prompts cost. Those with fewer decode."""
+
+
+class ComputedTokens(NamedTuple):
+    """Tokens of one request that the model has computed in one step."""
+
+    first: int
+    """Position of the first of them in the request."""
+    num_tokens: int
+
+
+class Prefill(NamedTuple):
+    """The prompt tokens that a step computes."""
+
+    num_tokens: int
+    mean_position: float
+
+
+def prefill_in(computed: Iterable[ComputedTokens]) -> Prefill | None:
+    """What of a step is prefill; None: too little of it, the step decodes."""
+    num_tokens = num_requests = 0
+    sum_of_positions = 0.0
+    for first, count in computed:
+        if count > 1:
+            num_requests += 1
+            num_tokens += count
+            sum_of_positions += count * (first + count / 2)
+    if num_tokens - num_requests < MIN_PREFILL_TOKENS:
+        return None
+    return Prefill(num_tokens, sum_of_positions / num_tokens)
 
 
 class TransferOrder(NamedTuple):

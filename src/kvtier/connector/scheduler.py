@@ -14,6 +14,7 @@ from kvtier.base import (
 )
 from kvtier.config.options import ResetScope
 from kvtier.connector.common import (
+    ComputedTokens,
     ConnectorMetadata,
     LoadedRequest,
     PrefixMatch,
@@ -21,6 +22,7 @@ from kvtier.connector.common import (
     StepPlan,
     TransferOrder,
     WorkerOutput,
+    prefill_in,
 )
 from kvtier.connector.events import AllBlocksCleared, EventTranslator
 from kvtier.connector.geometry import Geometry
@@ -47,7 +49,7 @@ class OffloadingConnectorScheduler:
        `update_state_after_alloc` at once, before another request is asked for;
     3. `build_connector_meta`, once, also in a step without requests. The workers carry it out
        before the model runs;
-    4. the model runs, and the workers report: `update_connector_output`;
+    4. the model runs, and the workers report: `note_model_run` and `update_connector_output`;
     5. `request_finished` for each request that has ended, before its blocks are given away.
 
     Guarantees. A block is stored only when all of it has been computed, from the blocks the request
@@ -256,6 +258,16 @@ class OffloadingConnectorScheduler:
                 if len(job.ranks) == self._world_size:
                     self._end(job, loaded)
         return loaded
+
+    def note_model_run(self, computed: Iterable[ComputedTokens], seconds: float) -> None:
+        """The model has run, for `seconds`, and has computed these tokens. After each run.
+
+        Without it, the manager guesses from its stores what computing a prompt costs, and then
+        whether loading a prefix is worth the wait.
+        """
+        prefill = prefill_in(computed)
+        if prefill is not None:
+            self.manager.note_prefill(prefill.num_tokens, prefill.mean_position, seconds)
 
     def _begin(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvtier.connector.common import ComputedTokens
 from kvtier.engine.block_manager import BlockManager
 from kvtier.engine.cache import KVCache
 from kvtier.engine.config import EngineConfig, ModelConfig
@@ -159,7 +160,13 @@ class Engine:
             start = request.num_computed_tokens
             tokens = request.token_ids[start : start + num_tokens]
             spans.append(Span(tokens, start, request.block_tables))
+        began = time.perf_counter()
         all_logits = self.model.run(spans, self.cache)
+        if self._connector is not None:
+            self._connector.scheduler.note_model_run(
+                [ComputedTokens(span.start, len(span.token_ids)) for span in spans],
+                time.perf_counter() - began,
+            )
         self._scheduler.computed(step)
         finished = []
         for (request, _), logits in zip(step.work, all_logits, strict=True):

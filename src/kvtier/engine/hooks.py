@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from kvtier.base import CanonicalKVCaches
     from kvtier.connector.common import (
+        ComputedTokens,
         ConnectorMetadata,
         EngineRequest,
         LoadedRequest,
@@ -41,6 +42,8 @@ class SchedulerHooks(Protocol):
     def build_connector_meta(self, plan: StepPlan) -> ConnectorMetadata: ...
 
     def update_connector_output(self, outputs: Sequence[WorkerOutput]) -> list[LoadedRequest]: ...
+
+    def note_model_run(self, computed: Iterable[ComputedTokens], seconds: float) -> None: ...
 
     def request_finished(self, request_id: str, last: ScheduledRequest | None = None) -> None: ...
 

@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvtier.connector.common import MIN_PREFILL_TOKENS, ComputedTokens, Prefill, prefill_in
 from kvtier.integrations.vllm import vllm_api
 
 __all__ = ["PrefillClock"]
 
-_MIN_TOKENS = 64
-"""Of a step, to be worth a look. Those with fewer are decoding."""
 _MAX_STEPS_UNDER_WAY = 256
 """More than an engine with pipeline stages ever has."""
 
@@ -20,8 +19,7 @@ _MAX_STEPS_UNDER_WAY = 256
 @dataclass(frozen=True, slots=True)
 class _Step:
     began: float
-    num_tokens: int
-    mean_position: float
+    prefill: Prefill
 
 
 class PrefillClock:
@@ -46,7 +44,7 @@ class PrefillClock:
     def step_scheduled(self, output: vllm_api.SchedulerOutput) -> None:
         """The engine is about to compute this."""
         counts: dict[str, int] = output.num_scheduled_tokens
-        is_prefill = output.total_num_scheduled_tokens - len(counts) >= _MIN_TOKENS
+        is_prefill = output.total_num_scheduled_tokens - len(counts) >= MIN_PREFILL_TOKENS
         self._under_way.append(self._prefill_in(output, counts) if is_prefill else None)
 
     def step_ended(self) -> None:
@@ -55,22 +53,18 @@ class PrefillClock:
             return
         step = self._under_way.popleft()
         now = self._now()
-        if step is not None and step.num_tokens:
+        if step is not None:
             seconds = now - max(step.began, self._last_ended)
-            self._note_prefill(step.num_tokens, step.mean_position, seconds)
+            self._note_prefill(step.prefill.num_tokens, step.prefill.mean_position, seconds)
         self._last_ended = now
 
-    def _prefill_in(self, output: vllm_api.SchedulerOutput, counts: dict[str, int]) -> _Step:
-        num_tokens, sum_of_positions = 0, 0.0
+    def _prefill_in(self, output: vllm_api.SchedulerOutput, counts: dict[str, int]) -> _Step | None:
         cached = output.scheduled_cached_reqs
         starts = [
             (request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs
         ]
         starts += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        for req_id, start in starts:
-            count = counts.get(req_id, 0)
-            if count > 1:
-                num_tokens += count
-                sum_of_positions += count * (start + count / 2)
-        mean = sum_of_positions / num_tokens if num_tokens else 0.0
-        return _Step(self._now(), num_tokens, mean)
+        prefill = prefill_in(
+            ComputedTokens(start, counts.get(req_id, 0)) for req_id, start in starts
+        )
+        return None if prefill is None else _Step(self._now(), prefill)
