@@ -8,10 +8,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count
 from typing import Protocol
+
+from tests.arguments import positive_number, seeds
 
 
 class Outcome(Protocol):
@@ -40,8 +41,10 @@ class LivesCommand:
         """The options that all kinds of lives have."""
         parser = argparse.ArgumentParser(prog=prog, description=description)
         parser.add_argument("--seed", type=int, help="live this one life, and show it")
-        parser.add_argument("--seeds", metavar="A-B", help="live these lives")
-        parser.add_argument("--minutes", type=float, help="live from --seeds, or 0, on for so long")
+        parser.add_argument("--seeds", type=seeds, metavar="A-B", help="live these lives")
+        parser.add_argument(
+            "--minutes", type=positive_number, help="live from --seeds, or 0, on for so long"
+        )
         parser.add_argument("--keep-going", action="store_true", help="do not end with a violation")
         parser.add_argument("--tally", action="store_true", help="print how often what happened")
         return parser
@@ -58,15 +61,14 @@ class LivesCommand:
 
     def run(self, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
         """Live many lives; end with a non-zero status if one of them went wrong."""
-        first, _, last = (arguments.seeds or "0-").partition("-")
-        seeds: Iterator[int] = iter(range(int(first), int(last) + 1)) if last else count(int(first))
-        if not last and not arguments.minutes:
+        chosen: Iterable[int] = arguments.seeds or seeds("0")
+        if not isinstance(chosen, range) and not arguments.minutes:
             parser.error("give --seed, --seeds A-B, or --minutes")
         start = time.monotonic()
         num_lives = 0
         tally: Counter[str] = Counter()
         failed: list[Outcome] = []
-        for seed in seeds:
+        for seed in chosen:
             outcome = self.live(seed)
             num_lives += 1
             tally += outcome.tally

@@ -18,6 +18,7 @@ skipped; what remains is read token by token. A name is
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections import defaultdict
@@ -117,5 +118,14 @@ def read(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(map(int, of)) for name, *of in lines}
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.seed_names", description=__doc__)
+    parser.add_argument("reports", type=Path, help="the folder that they are in")
+    folder: Path = parser.parse_args().reports
+    if not list(folder.glob("*.txt")):
+        parser.error(f"{folder} has no reports (*.txt)")
+    sys.stdout.write(write(without_ignored(extract(folder))))
+
+
 if __name__ == "__main__":
-    sys.stdout.write(write(without_ignored(extract(Path(sys.argv[1])))))
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from tests.arguments import one_of
 from tests.bench import (
     disk_jitter,
     disk_restart,
@@ -56,13 +57,15 @@ def main() -> None:
         epilog="benchmarks: "
         + "; ".join(f"{name}: {text}" for name, (_, text) in BENCHMARKS.items()),
     )
-    parser.add_argument("names", nargs="*", metavar="benchmark", help="all, if none is named")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        type=one_of("benchmark", BENCHMARKS),
+        metavar="benchmark",
+        help="all, if none is named",
+    )
     asked_for = parser.parse_args().names
-    names = asked_for or list(BENCHMARKS)
-    for name in names:
-        if name not in BENCHMARKS:
-            parser.error(f"no benchmark {name!r}: there are {', '.join(BENCHMARKS)}")
-    for name in names:
+    for name in asked_for or BENCHMARKS:
         start = time.monotonic()
         BENCHMARKS[name][0]()
         print(f"  ({name} took {time.monotonic() - start:.0f} s)")

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier.tiering.disk.layout import Superblock
 from kvtier.tiering.io.page import PAGE_BYTES
-from tests.bench.report import print_table, save, verdict
+from tests.bench.report import print_table, run_alone, save, verdict
 from tests.bench.scratch import scratch_directory
 from tests.bench.worker import Worker, worker
 
@@ -119,3 +119,7 @@ def wipe_index(path: Path) -> None:
         geometry = Superblock.decode(file.read(PAGE_BYTES)).geometry
         file.seek(geometry.index_offset)
         file.write(bytes(geometry.file_bytes - geometry.index_offset))
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

@@ -16,6 +16,7 @@ from tests.bench.disk_rounds import (
     MiB,
 )
 from tests.bench.disk_subjects import DISK, VLLM_FS
+from tests.bench.report import run_alone
 from tests.bench.speed_tables import Bars, Speeds
 from tests.bench.worker import vllm_python
 
@@ -49,3 +50,7 @@ def run() -> None:
         ),
         limits=(PSYNC, IO_URING, COLD),
     ).run()
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

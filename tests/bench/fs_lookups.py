@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.bench.disk_subjects import FS, VLLM_FS, Case, LookUp
-from tests.bench.report import print_table, save
+from tests.bench.report import print_table, run_alone, save
 from tests.bench.scratch import scratch_directory
 from tests.bench.worker import Worker, vllm_python, worker
 
@@ -101,3 +101,7 @@ def show(rounds: Rounds) -> dict[str, Any]:
     header = ["", *(f"{column}, {name}" for column in columns for name in (KVTIER, VLLM))]
     print_table(f"{NUM_KEYS:,} lookups", header, rows)
     return result
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

@@ -6,6 +6,7 @@ import sys
 
 from tests.bench.disk_rounds import KVTIER, SIZES, VLLM, Contender, MiB
 from tests.bench.disk_subjects import FS, VLLM_FS
+from tests.bench.report import run_alone
 from tests.bench.speed_tables import Bars, Speeds
 from tests.bench.worker import vllm_python
 
@@ -34,3 +35,7 @@ def run() -> None:
             loads_to_vllm=dict.fromkeys(SIZES, 1.2), stores_to_vllm=dict.fromkeys(SIZES, 0.8)
         ),
     ).run()
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

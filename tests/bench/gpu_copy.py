@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtier.cpu.cuda.copy_paths import choose_path
 from tests.bench.gpu_here import gpu_for
-from tests.bench.report import RESULTS, print_table, save, verdict, verdict_at_least
+from tests.bench.report import RESULTS, print_table, run_alone, save, verdict, verdict_at_least
 
 KIB = 1 << 10
 NUM_BYTES = 1 << 30
@@ -156,3 +156,7 @@ def beside_gemm(device: Any) -> dict[str, Any]:
     )
     print("\n".join(f"  {line}" for line in lines), flush=True)
     return result
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from kvtier.cpu.cuda.copy_paths import Path as CopyPath
 from kvtier.cpu.cuda.page_kernel import Threads, direct_threads
 from tests.bench.gpu_here import gpu_for
-from tests.bench.report import RESULTS, print_table, save
+from tests.bench.report import RESULTS, print_table, run_alone, save
 
 LOADS = (Threads(2, 512), Threads(4, 256), Threads(2, 1024), Threads(4, 512), Threads(8, 256))
 STORES = (
@@ -76,3 +76,7 @@ def _measured(device: Any, threads: Threads, is_store: bool, peak: float) -> dic
             for shape in (SHAPES[0], SHAPES[-1])
         }
     return shares | slowdowns
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import signal
@@ -29,6 +28,7 @@ from typing import Any
 
 from kvtier.cpu.region_file import reclaim_dead_regions
 from kvtier.integrations.vllm.releases import release_of
+from tests.arguments import positive_number
 from tests.bench.gpu_here import why_no_gpu
 from tests.bench.gpu_ttft_rounds import Rounds
 from tests.bench.gpu_ttft_samples import PhaseSamples
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("mode", choices=("measure", "rehearse"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="where the JSON file goes")
     parser.add_argument(
-        "--deadline", type=_seconds, metavar="S", help="begin no round after so many seconds"
+        "--deadline", type=positive_number, metavar="S", help="begin no round after so many seconds"
     )
     parser.add_argument(
         "--fail",
@@ -297,16 +297,6 @@ def main() -> None:
     run(settings, arguments.output or RESULTS, arguments.deadline)
     if unmeasured or missed:
         raise SystemExit(verdict_of_all())
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number of seconds, such as 600")
-    return seconds
 
 
 def _rehearsal() -> Settings:

@@ -19,7 +19,7 @@ from kvtier.base import (
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
-from tests.bench.report import print_table, save
+from tests.bench.report import print_table, run_alone, save
 
 KiB = 1024
 SHAPES = ((1 * KiB, 32), (4 * KiB, 32), (16 * KiB, 32), (64 * KiB, 32), (1024 * KiB, 1))
@@ -101,3 +101,7 @@ def run() -> None:
         rows,
     )
     save("host_copy", result)
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def verdict_of_all() -> str:
     """What the run has come to, if not all is well."""
     parts = {"missed": missed, "not measured": unmeasured}
     return "; ".join(f"{what}: {'; '.join(which)}" for what, which in parts.items() if which)
+
+
+def run_alone(run: Callable[[], None], about: str | None) -> None:
+    """What `python -m tests.bench.NAME` does: that benchmark, as `python -m tests.bench NAME`."""
+    argparse.ArgumentParser(description=about).parse_args()
+    run()
+    if missed or unmeasured:
+        raise SystemExit(verdict_of_all())
 
 
 def verdict(what: str, value: float, limit: float) -> str:

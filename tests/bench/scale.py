@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.bench.report import print_table, save, verdict
+from tests.arguments import whole_number
+from tests.bench.report import print_table, run_alone, save, verdict
 from tests.bench.request_life import PHASES, kvtier_subject, live, measure
 
 SIZES = (10_000, 100_000, 1_000_000)
@@ -125,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure one figure; print it as JSON.")
     parser.add_argument("what", choices=["time", "memory"])
     parser.add_argument("subject", choices=["lru", "arc", "OrderedDict"])
-    parser.add_argument("size", type=int)
+    parser.add_argument("size", type=whole_number)
     arguments = parser.parse_args()
     if arguments.what == "memory":
         figure = bytes_per_block(arguments.subject, arguments.size)
@@ -137,4 +138,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:  # a process of the benchmark, which measures one of its figures
+        main()
+    else:
+        run_alone(run, __doc__)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.bench.report import print_table, save, verdict
+from tests.bench.report import print_table, run_alone, save, verdict
 from tests.bench.request_life import BLOCK_CALLS, PHASES
 
 SCRIPT = Path(__file__).with_name("request_life.py")
@@ -81,3 +81,7 @@ def run() -> None:
             "worst_phase_ratio": worst,
         }
     save("scheduler_cost", result)
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

@@ -12,7 +12,7 @@ from xxhash import xxh3_128_digest
 
 from kvtier import seal
 from kvtier.base import make_offload_key
-from tests.bench.report import print_table, save
+from tests.bench.report import print_table, run_alone, save
 
 KiB = 1024
 SIZES = (4 * KiB, 64 * KiB, 256 * KiB, 1024 * KiB, 4096 * KiB)
@@ -106,3 +106,7 @@ def run() -> None:
         compared,
     )
     save("seal_cost", result)
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
-from tests.bench.report import print_table, save, verdict
+from tests.bench.report import print_table, run_alone, save, verdict
 from tests.bench.request_life import BLOCK_CALLS, HARVEST, PHASES
 from tests.bench.tiered_life import FIRST_HIT, FIRST_MISS
 from tests.bench.tiered_prefix import PREFIX, PrefixCase
@@ -186,3 +186,7 @@ def sum_of(phases: Sequence[str], cost: Costs) -> float:
 
 def spread(ratios: Sequence[float]) -> str:
     return f"({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

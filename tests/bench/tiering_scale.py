@@ -16,7 +16,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from tests.bench import scale
-from tests.bench.report import print_table, save, verdict
+from tests.bench.report import print_table, run_alone, save, verdict
 from tests.bench.request_life import Subject, do_nothing, live
 from tests.bench.tiered_life import BLOCKS, FIRST_IN_FLIGHT
 from tests.bench.tiered_subjects import Case, kvtier_tiered
@@ -180,4 +180,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:  # a process of the benchmark, which measures one of its figures
+        main()
+    else:
+        run_alone(run, __doc__)

@@ -8,7 +8,7 @@ from itertools import chain
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from tests.bench.report import missed, print_table, save, verdict
+from tests.bench.report import missed, print_table, run_alone, save, verdict
 from tests.bench.scratch import scratch_directory
 from tests.bench.vllm_step_rounds import CHATS, EXAMPLE, FS, KVTIER, MAX_RUNNING, SLOTS, VLLM
 from tests.bench.worker import Worker, vllm_python, worker
@@ -216,3 +216,7 @@ def show_connector(rounds: Sequence[Round]) -> dict[str, float]:
         f"to a step: {each}"
     )
     return added
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
 from kvtier.integrations.vllm.tiny_model import LLAMA
-from tests.bench.report import missed, print_table, save, verdict, verdict_at_least
+from tests.bench.report import missed, print_table, run_alone, save, verdict, verdict_at_least
 from tests.bench.scratch import scratch_directory
 from tests.bench.vllm_ttft_rounds import (
     BELOW,
@@ -158,3 +158,7 @@ def require_sources(what: str, by_source: dict[str, list[dict[str, Any]]]) -> No
                     f"{what}: blocks cached, from host, from below are {found}, not "
                     f"{expected[source]}, of a prompt from {source}"
                 )
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)

@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 
+from tests.arguments import one_of
 from tests.e2e.life import live
 from tests.e2e.mutants import MUTANTS
 from tests.e2e.workload import draw
@@ -20,12 +21,17 @@ COMMAND = LivesCommand(
 
 def main() -> None:
     parser = COMMAND.parser("python -m tests.e2e", __doc__)
-    parser.add_argument("--mutant", metavar="NAME", help="with this planted bug: who notices it?")
+    mutants = {mutant.name: mutant for mutant in MUTANTS}
+    parser.add_argument(
+        "--mutant",
+        metavar="NAME",
+        type=one_of("mutant", mutants),
+        help="with this planted bug: who notices it?",
+    )
     arguments = parser.parse_args()
     COMMAND.prepare()
     if arguments.mutant:
-        [mutant] = [mutant for mutant in MUTANTS if mutant.name == arguments.mutant]
-        mutant.plant(pytest.MonkeyPatch())
+        mutants[arguments.mutant].plant(pytest.MonkeyPatch())
     if arguments.seed is not None:
         workload = draw(arguments.seed)
         print(workload.setup)

@@ -23,6 +23,7 @@ from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.health import BreakerState, TierSettings
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from tests import traces
+from tests.arguments import whole_number
 from tests.bench.report import print_table, save
 from tests.tiering.simulation.memory import plain_memory
 from tests.tiering.simulation.traits import spec_of
@@ -348,7 +349,7 @@ def _seconds(value: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tiering.black_hole", description=__doc__)
-    parser.add_argument("--requests", type=int, default=3000, help="of the trace")
+    parser.add_argument("--requests", type=whole_number, default=3000, help="of the trace")
     parser.add_argument("--json", action="store_true", help="print one JSON document only")
     arguments = parser.parse_args()
     logging.disable()

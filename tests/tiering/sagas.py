@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
+from tests.arguments import one_of
 from tests.lives import LivesCommand
 
 __all__ = ["Outcome", "Saga", "Violation", "live", "say", "sum_up", "told_by"]
@@ -106,7 +107,9 @@ def told_by(
         again=f"{command_line} --seed {{seed}}", live=partial(tell, nursery=nursery)
     )
     parser = command.parser(command_line, about)
-    parser.add_argument("--mutant", choices=sorted(mutants), help="with this planted bug")
+    parser.add_argument(
+        "--mutant", metavar="NAME", type=one_of("mutant", mutants), help="with this planted bug"
+    )
     arguments = parser.parse_args()
     command.prepare()
     if arguments.mutant:

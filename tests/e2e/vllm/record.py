@@ -8,6 +8,7 @@ the README there says what each scenario shows.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import sys
@@ -23,6 +24,7 @@ from kvtier.integrations.vllm.in_process import (
 )
 from kvtier.integrations.vllm.tiny_model import GEMMA3_HYBRID, LLAMA, VOCABULARY, TinyModel
 from tests import vllm_calls
+from tests.arguments import one_of
 
 POLICY = "lru"
 
@@ -296,8 +298,17 @@ _REPEATABLE = {
 }
 
 
-def main(names: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Record the named scenarios, or all."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.vllm.record", description=__doc__)
+    parser.add_argument(
+        "names",
+        nargs="*",
+        type=one_of("scenario", SCENARIOS),
+        metavar="scenario",
+        help="all, if none is named",
+    )
+    names: list[str] = parser.parse_args(arguments).names
     if not os.environ.items() >= _REPEATABLE.items():
         command = [sys.executable, "-m", "tests.e2e.vllm.record", *names]
         os.execve(sys.executable, command, os.environ | _REPEATABLE)

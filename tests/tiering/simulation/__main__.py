@@ -12,6 +12,8 @@ def main() -> None:
     parser = COMMAND.parser("python -m tests.tiering.simulation", __doc__)
     parser.add_argument("--trace", action="store_true", help="print all that happens (--seed)")
     arguments = parser.parse_args()
+    if arguments.trace and arguments.seed is None:
+        parser.error("--trace shows one life: give its --seed")
     COMMAND.prepare()
     if arguments.seed is not None:
         outcome = live(arguments.seed, keeps_trace=arguments.trace)
