@@ -29,7 +29,8 @@ from kvtier.connector.common import (
     WorkerOutput,
 )
 from kvtier.cpu.manager import CPUOffloadingManager
-from tests.connector.rig import Rig, slots
+from kvtier.misuse import STRICT_ENV, ContractViolation
+from tests.connector.rig import Request, Rig, slots
 
 FULL = OffloadingGroupConfig(4, ("full",))
 WINDOW = OffloadingGroupConfig(
@@ -532,3 +533,42 @@ def test_the_manager_hears_what_prefill_costs(
     rig = Rig(manager=listener)
     rig.connector.note_model_run([ComputedTokens(*tokens) for tokens in computed], 0.25)
     assert listener.prefills == ([] if prefill is None else [(*prefill, 0.25)])
+
+
+def _forgotten() -> Request:
+    return Request("forgotten", list(range(17)), 17)
+
+
+def test_a_forgotten_on_new_request_is_named_with_the_remedy() -> None:
+    rig = Rig()
+    rig.serve(rig.request("a", 17))
+    for call in (
+        lambda: rig.connector.get_num_new_matched_tokens(_forgotten(), 0),
+        lambda: rig.connector.update_state_after_alloc(_forgotten(), rig.table(17), 0, 16),
+    ):
+        with pytest.raises(ContractViolation) as refused:
+            call()
+        assert str(refused.value) == (
+            "connector: a call for a request that was not announced (request 'forgotten'): call "
+            "on_new_request when it arrives, before any other call for it. Until then nothing is "
+            "loaded or stored for it"
+        )
+
+
+def test_a_forgotten_on_new_request_loads_nothing_and_lets_nobody_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(STRICT_ENV, "0")
+    rig = Rig()
+    rig.serve(rig.request("a", 17))
+    forgotten, tables = _forgotten(), rig.table(17)
+    for _ in range(3):
+        assert rig.connector.get_num_new_matched_tokens(forgotten, 0) == NOTHING
+    rig.connector.update_state_after_alloc(forgotten, tables, 4, 8)
+    metadata = rig.run(ScheduledRequest("forgotten", tables, 16))
+    assert (metadata.loads, metadata.stores) == ([], [])
+    assert rig.end(metadata) == [("forgotten", 4)], "no more than it had"
+    rig.connector.request_finished("forgotten")
+    assert not rig.connector.has_pending_push_work()
+    (line,) = caplog.messages
+    assert "call on_new_request" in line

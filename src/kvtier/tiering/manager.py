@@ -360,6 +360,10 @@ class TieringOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         keys = list(keys)
+        if not self._step_has_begun and not self.primary_tier.has_room_for(len(keys), req_context):
+            # Tiers may have ended jobs that pin slots. Only then: engines offer stores after
+            # `on_schedule_end`, and lookups in the next step should find what ends until then.
+            self._begin_step()
         output = self.primary_tier.prepare_store(keys, req_context)
         request = self._request_of(req_context)
         if output is None:

@@ -170,6 +170,15 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             wanted = min(wanted, num_free + self._num_evictable - own)
         return max(wanted, 0)
 
+    def has_room_for(self, num_blocks: int, req_context: ReqContext) -> bool:
+        """Whether so many new blocks of a request can be stored now for sure: nothing that a tier
+        or the device is using stands in their way."""
+        in_transfer = self._num_writing + self._num_pinned + len(self._held)
+        num_evictable = self._num_evictable - len(self._use_of(req_context).keys)
+        return not self._quarantine and num_blocks <= min(
+            self._num_free() + max(num_evictable, 0), self.num_blocks - self.reserve - in_transfer
+        )
+
     def num_fitting(self, req_context: ReqContext) -> int:
         """How many blocks could ever be promoted for this request at the same time, beside those
         that it has found here already."""
