@@ -11,6 +11,9 @@ _MIN_SAMPLES = 8
 _DECAY = 0.95
 _STEPS_AROUND = 3
 
+_FAR_OFF = 2.0
+"""A load that takes this many times as long as expected, or as short, contradicts what is known."""
+
 _MOST_TOKENS = 1e9
 """More than any prompt has."""
 
@@ -178,15 +181,52 @@ class Exploration:
 class TransferEstimate:
     """How long a tier takes for a number of blocks: latency, and time per block.
 
-    A straight line through what was measured, recent jobs counting more.
+    A straight line through what was measured, recent jobs counting more. One job that took a
+    multiple or a fraction of what was expected counts as if it had taken twice or half as long: it
+    may have met a stall. If the next one says the same, the pace has changed, and the two replace
+    all that was measured before.
     """
 
     def __init__(self) -> None:
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
         self.num_samples = 0
+        self._doubt: tuple[bool, int, float] | None = None
+        """The last job, if it was far from what was expected: whether it was slower, its blocks,
+        and its seconds."""
 
-    def note(self, num_blocks: int, seconds: float) -> None:
-        """A load of so many blocks has taken so long."""
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the last job was far from what was expected."""
+        return self._doubt is not None
+
+    def note(self, num_blocks: int, seconds: float, num_beside: int = 0) -> None:
+        """A load has taken so long. `num_beside`: blocks of other loads that were under way at the
+        same time, and may have slowed it down."""
+        quickest, slowest = self.predict(num_blocks), self.predict(num_blocks + num_beside)
+        if quickest is None or slowest is None:
+            self._add(num_blocks, seconds)
+            return
+        is_slower = seconds > _FAR_OFF * slowest
+        if not is_slower and seconds * _FAR_OFF >= quickest:
+            self._doubt = None
+            self._add(num_blocks, seconds)
+            return
+        before, self._doubt = self._doubt, (is_slower, num_blocks, seconds)
+        if before is not None and before[0] == is_slower:
+            self._weight = self._n = self._nn = self._t = self._nt = 0.0
+            self._add(*before[1:])
+            self._add(num_blocks, seconds)
+            self._doubt = None
+        else:
+            self._add(num_blocks, _FAR_OFF * slowest if is_slower else quickest / _FAR_OFF)
+
+    def note_late(self, num_blocks: int, seconds: float) -> None:
+        """Loads of so many blocks, one behind the other, have not ended in so long."""
+        expected = self.predict(num_blocks)
+        if expected is None or seconds > _FAR_OFF * expected:
+            self.note(num_blocks, seconds)
+
+    def _add(self, num_blocks: int, seconds: float) -> None:
         n, t = float(num_blocks), seconds
         self._weight = self._weight * _DECAY + 1
         self._n = self._n * _DECAY + n

@@ -28,6 +28,7 @@ class Job:
         "is_awaited",
         "is_done",
         "is_late",
+        "num_beside",
         "submitted",
         "transfer",
         "wanters",
@@ -42,5 +43,8 @@ class Job:
         self.is_late = False
         """Whether it has missed its deadline: nobody waits for it any more."""
         self.is_done = False
+        self.num_beside = 0
+        """Blocks that the tier had when it got this job: of a promotion, those of other promotions;
+        of a store, those of all stores, this one's included."""
         self.wanters: dict[TierRequest, None] = {}
         """A promotion: the requests that wait for it."""

@@ -12,7 +12,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from math import inf
+from math import exp, inf
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.base import (
@@ -49,6 +49,15 @@ _STORES = object()
 _STORE_BYTES = 128 << 20
 """Of one store, at most. The slots of a burst come back little by little then, and the tier has the
 next store when one has ended, however long the engine's steps are."""
+
+_SPARE_PINS = 1.5
+"""Slots that stores may pin, in multiples of those that keep the tier busy."""
+_LEAST_PINNED, _LEAST_PINNED_BYTES = 4, 32 << 20
+"""However slow a tier is, its stores may pin so much: smaller ones would make it slower still."""
+_NEWEST_SHARE = 0.25
+"""How much the newest store counts in how many slots are needed."""
+_GIVEN_BACK_FOR_S = 30.0
+"""How long a block that was loaded lets the tier's stores pin one more slot, on average."""
 
 _EXPLORE_EVERY_S = 20.0
 _LONGEST_EXPLORATION_S, _EXPLORATION_SHARE = 1.0, 0.5
@@ -87,6 +96,13 @@ class TierLink:
         self._event_name = event_name(position, tier.tier_type)
         self.prefix = metric_prefix(position, tier.tier_type)
         self.max_pinned = max_pinned
+        """Slots that its stores may pin, at the most."""
+        self._least_pinned = min(max_pinned, max(_LEAST_PINNED, _LEAST_PINNED_BYTES // block_bytes))
+        self._pins_needed = float(max_pinned)
+        """Slots that keep the tier busy with stores, with some to spare; all until it is known."""
+        self._num_given_back = 0.0
+        """Blocks that requests have got from the tier, those of a while ago counting less."""
+        self._last_harvest = clock()
         self._most_in_store = max(1, _STORE_BYTES // block_bytes)
         self.write_policy = WRITE_POLICIES[settings.write_policy]()
         self.breaker = CircuitBreaker(settings.breaker, self._tell)
@@ -265,7 +281,27 @@ class TierLink:
     def num_storable(self) -> int:
         """How many blocks one more store may have: its slots are pinned meanwhile, and given back
         all at once."""
-        return max(0, min(self._most_in_store, self.max_pinned - self.num_pinned))
+        return max(0, min(self._most_in_store, self._num_pinnable - self.num_pinned))
+
+    @property
+    def _num_pinnable(self) -> int:
+        """How many slots its stores may pin now: what keeps the tier busy, and as many again as
+        requests have got from it of late. More would only protect blocks that wait for the tier,
+        at the expense of blocks that requests use."""
+        wanted = int(self._pins_needed + self._num_given_back)
+        return min(self.max_pinned, max(wanted, self._least_pinned))
+
+    def _note_store_pace(self, job: Job, seconds: float, now: float, lag: float) -> None:
+        """A store has taken so long, once the tier began with it. `lag`: how long ago the tier was
+        asked for finished jobs before.
+
+        Little's law: the slots that were pinned, times the part of its life in which the job was
+        not waiting for its turn, would have been enough.
+        """
+        life = now - job.submitted
+        busy_share = min(1.0, (seconds + lag) / life) if life > 0 else 1.0
+        needed = _SPARE_PINS * job.num_beside * busy_share
+        self._pins_needed += (needed - self._pins_needed) * _NEWEST_SHARE
 
     @property
     def stands_still(self) -> bool:
@@ -274,8 +310,9 @@ class TierLink:
 
     def submit_store(self, transfer: TransferJob, now: float) -> None:
         """Send a cascade. The slots are pinned until `harvest` yields it."""
-        self._enter(transfer, now, self.settings.store_timeout_s, self._stores)
+        job = self._enter(transfer, now, self.settings.store_timeout_s, self._stores)
         self.num_pinned += len(transfer.keys)
+        job.num_beside = self.num_pinned
         self.store_breaker.submitted(transfer.job_id)
         # If it raises, it may have begun all the same: only its report ends the job.
         self.call("submit_store", self.tier.submit_store, transfer, default=None)
@@ -283,6 +320,7 @@ class TierLink:
     def expect_load(self, transfer: TransferJob, now: float) -> Job:
         """Enter a promotion that is about to be sent."""
         job = self._enter(transfer, now, self.settings.load_timeout_s, self._loads)
+        job.num_beside = self.num_loading_in_time
         self.num_loading += len(transfer.keys)
         return job
 
@@ -333,6 +371,9 @@ class TierLink:
         if (not self._jobs and not self.breaker.is_closed) or self.is_resting(now):
             return
         self._is_blocking = False
+        lag, self._last_harvest = now - self._last_harvest, now
+        if self._num_given_back:
+            self._num_given_back *= exp(-lag / _GIVEN_BACK_FOR_S)
         results: list[JobResult] = []
         # Not at once: what is reported before it raises has been reported.
         self.call("get_finished_jobs", self._collect_finished, results, default=None)
@@ -343,7 +384,7 @@ class TierLink:
                 self.violated(f"get_finished_jobs reported {_shown(result)}, never given to it")
                 continue
             moved = self._moved(job, result)
-            self._settle(job, result, moved, now)
+            self._settle(job, result, moved, now, lag)
             yield job, moved
 
     def _collect_finished(self, results: list[JobResult]) -> None:
@@ -361,8 +402,10 @@ class TierLink:
             return ()
         return [key for key in job.transfer.keys if key in named]
 
-    def _settle(self, job: Job, result: JobResult, moved: Sequence[OffloadKey], now: float) -> None:
-        """Count what a job has come to."""
+    def _settle(
+        self, job: Job, result: JobResult, moved: Sequence[OffloadKey], now: float, lag: float
+    ) -> None:
+        """Count what a job has come to. `lag`: see `_note_store_pace`."""
         job.is_done = True
         job_id, num_blocks = job.transfer.job_id, len(job.transfer.keys)
         seconds = _possible(result.transfer_time, now - job.submitted)
@@ -384,11 +427,18 @@ class TierLink:
         if seconds is not None:
             (self._load_seconds if is_promotion else self._store_seconds).append(seconds)
             if is_promotion and moved:
-                self.estimate.note(num_blocks, seconds)
+                num_beside = job.num_beside + self.num_loading_in_time
+                self.estimate.note(num_blocks, seconds, num_beside)
                 if job.is_awaited:
                     self.exploration.begin_anew()
                 else:
                     self.exploration.note(num_blocks, seconds)
+                    if self.estimate.is_in_doubt:
+                        self._explore_at = now  # another one decides
+            elif moved:
+                self._note_store_pace(job, seconds, now, lag)
+        if is_promotion and job.wanters:
+            self._num_given_back += len(moved)
         if job.is_late:
             return
         timeout = self.settings.load_timeout_s if is_promotion else self.settings.store_timeout_s
@@ -416,6 +466,8 @@ class TierLink:
                 breaker.failed(now, job_id, is_timeout=True)
                 if job.transfer.is_promotion:
                     self._counters["late_loads"] += 1
+                    num_blocks = len(job.transfer.keys) + job.num_beside
+                    self.estimate.note_late(num_blocks, now - job.submitted)
                     self.exploration.begin_anew()
                     yield job
                 else:

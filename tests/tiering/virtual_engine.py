@@ -1,0 +1,351 @@
+"""An engine in virtual time over the real orchestrator: what a tier's speed does to requests.
+
+Nothing is copied and nobody waits: a step takes as long as computing its tokens would, and a tier
+moves as many blocks as its speed allows in that time. Hits and times to first token follow.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvtier.base import (
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.health import TierSettings
+from kvtier.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    GroupShape,
+    TieringOffloadingManager,
+)
+from tests.config.sample import make_config
+from tests.tiering.rig import Clock, PlainSpec
+
+__all__ = ["Answered", "PacedTier", "Prompt", "VirtualEngine", "prompts", "zipf_prompts"]
+
+BLOCK_BYTES = 8 << 20
+TOKENS = 64
+"""Of a block."""
+_STEP_S = 0.010
+_IDLE_STEP_S = 0.001
+
+Prompt = list[OffloadKey]
+
+
+class _NoMemory:
+    """Slots that are never touched, and so take no memory."""
+
+    def __init__(self, num_blocks: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, num_blocks * BLOCK_BYTES, flags=flags)
+        self._rows = np.frombuffer(self._memory, np.uint8).reshape(num_blocks, BLOCK_BYTES)
+
+    def create_kv_memoryview(self) -> memoryview:
+        return self._rows.data
+
+    def cleanup(self) -> None:
+        pass
+
+
+class PacedTier(SecondaryTierManager):
+    """One job after the other, loads first, block by block at a speed that may change."""
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self, clock: Callable[[], float], bytes_per_s: Callable[[float], float], **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.kept: dict[OffloadKey, None] = {}
+        self._clock = clock
+        self._bytes_per_s = bytes_per_s
+        self._loads: deque[TransferJob] = deque()
+        self._stores: deque[TransferJob] = deque()
+        self._num_moved: dict[int, int] = {}
+        self._began: dict[int, float] = {}
+        self._worked_until = clock()
+        self._results: list[JobResult] = []
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.HIT if key in self.kept else LookupResult.MISS
+
+    def submit_store(self, job: TransferJob) -> None:
+        self._work()
+        self._stores.append(job)
+
+    def submit_load(self, job: TransferJob) -> None:
+        self._work()
+        self._loads.append(job)
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        self._work()
+        results, self._results = self._results, []
+        return results
+
+    def drain_jobs(self) -> None:
+        pass
+
+    def _work(self) -> None:
+        """Move the blocks that could be moved up to now."""
+        now = self._clock()
+        while queue := self._loads or self._stores:
+            job = queue[0]
+            began = self._began.setdefault(job.job_id, self._worked_until)
+            seconds = BLOCK_BYTES / self._bytes_per_s(self._worked_until)
+            if self._worked_until + seconds > now:
+                return
+            self._worked_until += seconds
+            self._num_moved[job.job_id] = self._num_moved.get(job.job_id, 0) + 1
+            if self._num_moved[job.job_id] == len(job.keys):
+                queue.popleft()
+                if not job.is_promotion:
+                    self.kept.update(dict.fromkeys(job.keys))
+                took = self._worked_until - began
+                self._results.append(JobResult(job.job_id, True, transfer_time=took))
+        self._worked_until = now
+
+
+class Answered:
+    """A request, and what became of it."""
+
+    def __init__(self, req_id: str, prompt: Prompt, arrives: float, num_answered: int) -> None:
+        self.prompt = prompt
+        self.context = ReqContext(req_id, num_prompt_tokens=len(prompt) * TOKENS)
+        self.arrives = arrives
+        self.first_token = 0.0
+        self.num_hits = 0
+        """Blocks that were not computed."""
+        self._num_left = num_answered
+        self.num_computed = 0
+        self.num_offered = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.arrives
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) * TOKENS
+
+    def answers_a_token(self) -> bool:
+        """Whether it was the last one."""
+        self._num_left -= 1
+        return self._num_left <= 0
+
+
+class VirtualEngine:
+    """Schedules as vLLM does: prompts in chunks, first come first served, a cache on the device."""
+
+    def __init__(
+        self,
+        bytes_per_s: float | Callable[[float], float] | None,
+        *,
+        host_blocks: int = 600,
+        device_blocks: int = 200,
+        tokens_per_s: float = 10_000,
+        tier_cls: type[PacedTier] = PacedTier,
+        **settings: Any,
+    ) -> None:
+        """`bytes_per_s`: of the tier, maybe by the time since the start; None: no tier."""
+        self.clock = Clock()
+        self.start = self.clock.now
+        self.primary = CPUPrimaryTierOffloadingManager(
+            host_blocks,
+            _NoMemory(host_blocks),  # type: ignore[arg-type]
+        )
+        self.tiers: list[PacedTier] = []
+        if bytes_per_s is not None:
+            self.tiers = [
+                tier_cls(
+                    self.clock,
+                    self._since_the_start(bytes_per_s),
+                    offloading_spec=PlainSpec(make_config()),
+                    primary_kv_view=self.primary.get_kv_memoryview(),
+                    tier_type="paced",
+                )
+            ]
+        self.manager = TieringOffloadingManager(
+            self.primary,
+            self.tiers,
+            settings=[TierSettings(**settings) for _ in self.tiers],
+            groups={0: GroupShape(TOKENS)},
+            clock=self.clock,
+        )
+        self._device: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._device_blocks = device_blocks
+        self._tokens_per_s = tokens_per_s
+        self._waiting: deque[Answered] = deque()
+        self._running: list[Answered] = []
+        self._storing: list[tuple[Answered, list[OffloadKey]]] = []
+        self.num_refused_stores = 0
+        self.answered: list[Answered] = []
+
+    def _since_the_start(
+        self, bytes_per_s: float | Callable[[float], float]
+    ) -> Callable[[float], float]:
+        if callable(bytes_per_s):
+            return lambda now: bytes_per_s(now - self.start)
+        return lambda _: bytes_per_s
+
+    def serve(self, arrivals: Iterable[tuple[float, Prompt]], num_answered: int = 20) -> None:
+        """Serve prompts that come at these times, from now on, until all are answered."""
+        start = self.clock.now
+        coming = deque(
+            Answered(f"{len(self.answered)}-{n}", prompt, start + when, num_answered)
+            for n, (when, prompt) in enumerate(arrivals)
+        )
+        while coming or self._waiting or self._running:
+            arrived = []
+            while coming and coming[0].arrives <= self.clock.now:
+                arrived.append(coming.popleft())
+            is_idle = not (arrived or self._waiting or self._running)
+            if is_idle and not self.manager.has_pending_work():
+                self.clock.now = coming[0].arrives
+            else:
+                self.step(arrived)
+
+    def step(self, arrived: Sequence[Answered] = ()) -> None:
+        manager = self.manager
+        for request, keys in self._storing:
+            manager.complete_store(set(keys), request.context)
+        self._storing = []
+        for request in arrived:
+            manager.on_new_request(request.context)
+            self._waiting.append(request)
+        work, loads = self._schedule()
+        new = [request.context.req_id for request, _ in loads]
+        manager.on_schedule_end(ScheduleEndContext(new, []))
+        for request, num_tokens in work:
+            self._offer(request, num_tokens)
+        self._compute(work)
+        for request, keys in loads:
+            manager.complete_load(set(keys), request.context)
+            self._cache_on_device(keys)
+
+    def _schedule(
+        self,
+    ) -> tuple[list[tuple[Answered, int]], list[tuple[Answered, list[OffloadKey]]]]:
+        """Requests and the tokens they compute in this step; and those that begin with a load."""
+        budget = 8192
+        work = []
+        for request in self._running:
+            num_tokens = min(budget, max(1, request.num_tokens - request.num_computed))
+            work.append((request, num_tokens))
+            budget -= num_tokens
+        loads = []
+        waiting: deque[Answered] = deque()
+        while self._waiting and budget > 0 and len(self._running) < 64:
+            request = self._waiting.popleft()
+            num_cached = self._num_on_device(request.prompt)
+            rest = request.prompt[num_cached:-1]
+            num_hits, is_final = self.manager.lookup_prefix(rest, request.context)
+            if not is_final:
+                waiting.append(request)
+                continue
+            if num_hits:
+                self.manager.prepare_load(rest[:num_hits], request.context)
+                loads.append((request, rest[:num_hits]))
+            request.num_hits = request.num_offered = num_cached + num_hits
+            request.num_computed = request.num_hits * TOKENS
+            num_tokens = min(budget, request.num_tokens - request.num_computed)
+            work.append((request, num_tokens))
+            budget -= num_tokens
+            self._running.append(request)
+        self._waiting.extendleft(reversed(waiting))
+        return work, loads
+
+    def _offer(self, request: Answered, num_tokens: int) -> None:
+        end = min(len(request.prompt), (request.num_computed + num_tokens) // TOKENS)
+        if end > request.num_offered:
+            keys = request.prompt[request.num_offered : end]
+            output = self.manager.prepare_store(keys, request.context)
+            if output is None:
+                self.num_refused_stores += 1
+                return
+            request.num_offered = end
+            if output.keys_to_store:
+                self._storing.append((request, output.keys_to_store))
+
+    def _compute(self, work: list[tuple[Answered, int]]) -> None:
+        prefills = [(r, n) for r, n in work if r.num_computed < r.num_tokens]
+        num_tokens = sum(n for _, n in prefills)
+        seconds = _STEP_S + num_tokens / self._tokens_per_s if work else _IDLE_STEP_S
+        self.clock.now += seconds
+        if num_tokens:
+            position = sum(n * (r.num_computed + n / 2) for r, n in prefills) / num_tokens
+            self.manager.note_prefill(num_tokens, position, seconds)
+        for request, n in work:
+            if request.num_computed < request.num_tokens:
+                request.num_computed += n
+                if request.num_computed == request.num_tokens:
+                    request.first_token = self.clock.now
+                    self._cache_on_device(request.prompt)
+            elif request.answers_a_token():
+                self._running.remove(request)
+                self.answered.append(request)
+                self.manager.on_request_finished(request.context)
+
+    def _num_on_device(self, prompt: Prompt) -> int:
+        for n, key in enumerate(prompt[:-1]):
+            if key not in self._device:
+                return n
+        return len(prompt) - 1
+
+    def _cache_on_device(self, keys: Sequence[OffloadKey]) -> None:
+        for key in reversed(keys):
+            self._device[key] = None
+            self._device.move_to_end(key)
+        while len(self._device) > self._device_blocks:
+            self._device.popitem(last=False)
+
+    # --- what came of it ------------------------------------------------------------------------
+
+    def between(self, first: float, last: float) -> list[Answered]:
+        """The requests that came in these seconds since the start."""
+        return [r for r in self.answered if first <= r.arrives - self.start < last]
+
+
+def hit_share(answered: Sequence[Answered]) -> float:
+    """The share of their prompts that was not computed."""
+    return sum(r.num_hits for r in answered) / sum(len(r.prompt) for r in answered)
+
+
+def mean_ttft(answered: Sequence[Answered]) -> float:
+    return sum(r.ttft for r in answered) / len(answered)
+
+
+def prompts(count: int, num_blocks: int) -> list[Prompt]:
+    """Prompts that have nothing in common."""
+    return [[_key(n, block) for block in range(num_blocks)] for n in range(count)]
+
+
+def zipf_prompts(
+    count: int, per_s: float, *, num_known: int = 40, num_blocks: int = 100, seed: int = 1
+) -> list[tuple[float, Prompt]]:
+    """Questions about a few long documents, some of which are asked for more often than others:
+    when each comes, and a document with one block of its own behind it."""
+    rng = random.Random(seed)
+    known = prompts(num_known, num_blocks)
+    weights = [1 / (n + 1) for n in range(num_known)]
+    now = 0.0
+    coming = []
+    for n in range(count):
+        now += rng.expovariate(per_s)
+        (document,) = rng.choices(known, weights)
+        coming.append((now, [*document, _key(2**30 + n, 0)]))
+    return coming
+
+
+def _key(prompt: int, block: int) -> OffloadKey:
+    return make_offload_key(((prompt << 20) + block).to_bytes(8, "big") * 4, 0)
