@@ -18,6 +18,7 @@ OTHERS = {
     "CPUPrimaryTierOffloadingManager": "kvtier.tiering.primary",
     "ConfigError": "kvtier.config",
     "ExampleSecondaryTierManager": "kvtier.tiering.example.manager",
+    "JobNotBegun": "kvtier.tiering.base",
     "JobResult": "kvtier.tiering.base",
     "OffloadingCacheConfig": "kvtier.config",
     "OffloadingConfig": "kvtier.config",

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from kvtier.cpu.manager import CPUOffloadingManager
     from kvtier.cpu.spec import CPUOffloadingSpec
     from kvtier.factory import OffloadingSpecFactory
-    from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+    from kvtier.tiering.base import JobNotBegun, JobResult, SecondaryTierManager, TransferJob
     from kvtier.tiering.example.manager import ExampleSecondaryTierManager
     from kvtier.tiering.factory import SecondaryTierFactory
     from kvtier.tiering.manager import TieringOffloadingManager
@@ -76,6 +76,7 @@ __all__ = [
     "ConfigError",
     "ExampleSecondaryTierManager",
     "GPULoadStoreSpec",
+    "JobNotBegun",
     "JobResult",
     "LoadStoreSpec",
     "Locality",
@@ -124,6 +125,7 @@ _HOMES = {
     "CPUPrimaryTierOffloadingManager": "kvtier.tiering.primary",
     "ConfigError": "kvtier.config",
     "ExampleSecondaryTierManager": "kvtier.tiering.example.manager",
+    "JobNotBegun": "kvtier.tiering.base",
     "JobResult": "kvtier.tiering.base",
     "OffloadingCacheConfig": "kvtier.config",
     "OffloadingConfig": "kvtier.config",

@@ -24,7 +24,7 @@ from kvtier.base import (
     ReqContext,
     ScheduleEndContext,
 )
-from kvtier.tiering.base import JobResult, TransferJob
+from kvtier.tiering.base import JobNotBegun, JobResult, TransferJob
 from kvtier.tiering.example.io_thread import IOThread
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
 from kvtier.tiering.example.transfer import SealedBlock, Transfer
@@ -297,6 +297,14 @@ class WritesAgain(Example):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if self._last_slot is not None:
             self.rows[self._last_slot][0] = 1
+
+
+class BeginsWhatItRefuses(Example):
+    """Says that it has not begun a load, and has."""
+
+    def submit_load(self, job: TransferJob) -> None:
+        super().submit_load(job)
+        raise JobNotBegun("no time")
 
 
 class WritesAfterShutdown(Example):

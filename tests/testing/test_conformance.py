@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
-from kvtier.base import OffloadingSpec
+from kvtier.base import LookupResult, OffloadingSpec
 from kvtier.testing import (
     BackingBytes,
     ExampleBacking,
@@ -13,7 +13,7 @@ from kvtier.testing import (
     FaultyTier,
     TierConformance,
 )
-from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.base import JobNotBegun, SecondaryTierManager, TransferJob
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
 from tests.testing.gated_tier import GatedTier
 
@@ -37,6 +37,20 @@ class TestSmall(ExampleConformance):
 
     def make_tier(self, spec: OffloadingSpec, view: memoryview) -> SecondaryTierManager:
         return ExampleSecondaryTierManager(spec, view, "example", max_blocks=8)
+
+
+class _RefusesUnknownBlocks(ExampleSecondaryTierManager):
+    """Does not begin a load of which it has nothing."""
+
+    def submit_load(self, job: TransferJob) -> None:
+        if not any(self.lookup(key, job.req_context) is LookupResult.HIT for key in job.keys):
+            raise JobNotBegun("none of these blocks is here")
+        super().submit_load(job)
+
+
+class TestThatRefusesJobs(ExampleConformance):
+    def make_tier(self, spec: OffloadingSpec, view: memoryview) -> SecondaryTierManager:
+        return _RefusesUnknownBlocks(spec, view, "example")
 
 
 class TestOnItsOwnThread(ExampleConformance):

@@ -149,3 +149,27 @@ def test_a_tier_gets_what_its_write_policy_selects(monkeypatch: pytest.MonkeyPat
     rig.tiers[0].finish()
     rig.step()
     assert rig.stat("cpu_pinned_blocks") == 0
+
+
+def test_slots_of_stores_that_have_ended_are_there_for_the_next_store() -> None:
+    """The engine has not looked anything up since: it offers the last blocks of a prompt."""
+    rig = Rig(num_blocks=8, max_pinned_share=1.0)
+    request = rig.begin("r")
+    rig.store(keys(*range(7)), request)
+    rig.manager.on_request_finished(request)
+    rig.step()
+    rig.tiers[0].finish()
+    assert rig.store(keys(10, 11, 12), rig.begin("next")) == keys(10, 11, 12)
+
+
+def test_what_ends_while_the_engine_computes_is_found_by_the_next_lookup() -> None:
+    """Stores are offered after the step has ended: where there is room, tiers are not asked then,
+    but when the next step begins."""
+    rig = Rig(num_blocks=8)
+    rig.keep_below(keys(1))
+    request = rig.begin("waits")
+    rig.look_up(keys(1), request)
+    rig.step()
+    rig.store(keys(10), rig.begin("computes"))
+    rig.tiers[0].finish(rig.tiers[0].loads()[0])
+    assert rig.look_up(keys(1), request) == "H"

@@ -12,8 +12,8 @@ import pytest
 
 from kvtier.base import OffloadingStats
 from kvtier.cpu.policies.base import SlotState
-from kvtier.tiering.base import JobResult, TransferJob
-from kvtier.tiering.health import BreakerSettings
+from kvtier.tiering.base import JobNotBegun, JobResult, TransferJob
+from kvtier.tiering.health import BreakerSettings, BreakerState
 from tests.tiering.rig import HandTier, Rig, keys
 
 METHODS = [
@@ -181,6 +181,65 @@ def test_nobody_waits_for_a_load_that_could_not_be_submitted(
     tier.results.append(JobResult(accepted[0].job_id, success=False))
     rig.step()
     assert rig.primary.slot_states()[SlotState.QUARANTINED] == 0
+
+
+def test_a_load_that_was_not_begun_gives_its_slots_back_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(job: TransferJob) -> None:
+        raise JobNotBegun("the queue is full")
+
+    rig = Rig(num_blocks=8, num_tiers=2)
+    busy, other = rig.tiers
+    for tier in rig.tiers:
+        rig.keep_below(keys(1, 2), tier)
+    monkeypatch.setattr(busy, "submit_load", refuse)
+    request = rig.begin("r")
+    rig.look_up(keys(1, 2), request)
+    rig.step()
+    assert rig.primary.slot_states()[SlotState.FREE] == 8
+    assert rig.look_up(keys(1, 2), request) == "PP", "the next tier has them too"
+    rig.step()
+    other.finish()
+    rig.step()
+    assert rig.look_up(keys(1, 2), request) == "HH"
+    rig.manager.on_request_finished(request)
+    rig.step()
+    assert rig.stat("hand0_failed_loads") == 2
+    assert not any(rig.manager.open_work().values())
+
+
+def test_a_store_that_was_not_begun_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job: TransferJob) -> None:
+        raise JobNotBegun("the queue is full")
+
+    rig = Rig()
+    monkeypatch.setattr(rig.tiers[0], "submit_store", refuse)
+    request = rig.begin("r")
+    rig.store(keys(1, 2, 3), request)
+    rig.manager.on_request_finished(request)
+    assert rig.stat("cpu_pinned_blocks") == 0
+    assert not any(rig.manager.open_work().values())
+    for number in range(10):
+        rig.store(keys(10 + number), rig.begin(f"r{number}"))
+        rig.step()
+    assert rig.stat("store_breaker_state") == BreakerState.OPEN.value
+
+
+def test_a_job_that_was_not_begun_must_not_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job: TransferJob) -> None:
+        tier.results.append(JobResult(job.job_id, success=True))
+        raise JobNotBegun("but it has")
+
+    rig = Rig()
+    (tier,) = rig.tiers
+    rig.keep_below(keys(1))
+    monkeypatch.setattr(tier, "submit_load", refuse)
+    request = rig.begin("r")
+    rig.look_up(keys(1), request)
+    rig.step()
+    assert rig.look_up(keys(1), request) == "M"
+    assert rig.stat("violations") == 1
 
 
 def test_calls_that_block_cut_a_tier_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from kvtier.testing.job_ledger import JobLedger, Report, demand
 from kvtier.testing.payload import payload_of
 from kvtier.testing.sample_spec import sample_spec
 from kvtier.testing.slots import LentSlots
-from kvtier.tiering.base import SecondaryTierManager, TransferJob
+from kvtier.tiering.base import JobNotBegun, JobResult, SecondaryTierManager, TransferJob
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -189,7 +189,11 @@ class TierHarness:
 
     def _submit(self, job: TransferJob) -> TransferJob:
         self.ledger.note_submitted(job)
-        self.call("submit_load" if job.is_promotion else "submit_store", job)
+        try:
+            self.call("submit_load" if job.is_promotion else "submit_store", job)
+        except JobNotBegun:
+            # As good as a report: it must not come again, and the slots are not the tier's.
+            self.ledger.accept(JobResult(job.job_id, False), self._num_polls)
         # A request may end while its jobs are under way, and most do.
         self.call("on_request_finished", job.req_context)
         return job
@@ -197,10 +201,13 @@ class TierHarness:
     # --- calls on the scheduler's thread -------------------------------------------------------
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the tier. It must not raise, and its time is noted."""
+        """Call a method of the tier. Its time is noted, and it must not raise anything but
+        `JobNotBegun`."""
         started = time.monotonic()
         try:
             return getattr(self.tier, method)(*args)
+        except JobNotBegun:
+            raise
         except Exception as error:
             raise AssertionError(
                 f"{method} raised {error!r}. A tier reports a job as failed, or answers MISS; it "

@@ -39,7 +39,14 @@ from kvtier.base import (
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
 
-__all__ = ["JobResult", "PrimaryRows", "SecondaryTierManager", "TierRefused", "TransferJob"]
+__all__ = [
+    "JobNotBegun",
+    "JobResult",
+    "PrimaryRows",
+    "SecondaryTierManager",
+    "TierRefused",
+    "TransferJob",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +88,12 @@ class JobResult:
     no failure of the tier."""
 
 
+class JobNotBegun(Exception):
+    """Raised by `submit_store` and `submit_load`: the job was not begun. The tier does not touch
+    its slots and does not report it. The slots are free at once; otherwise the job counts as one
+    that was reported as failed."""
+
+
 class TierRefused(Exception):
     """A tier cannot start, for a reason that is not in its configuration alone. Raised by its
     constructor; the message names the reason, and ends with the remedy."""
@@ -117,7 +130,8 @@ class SecondaryTierManager(ABC):
 
     Every submitted job is reported by `get_finished_jobs` exactly once: also when there was nothing
     to do because all blocks were there, when there was no room, and when it failed. A submit that
-    raises counts as begun: nobody waits for the job, but its slots are the tier's until it reports
+    raises `JobNotBegun` has refused the job, which is not reported then. One that raises anything
+    else counts as begun: nobody waits for the job, but its slots are the tier's until it reports
     it.
     """
 
@@ -176,7 +190,8 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """The jobs that ended since the last call. Asked at most once per scheduling step."""
+        """The jobs that ended since the last call. Asked at most once per scheduling step, and
+        again where a store finds no room in host memory."""
 
     @abstractmethod
     def drain_jobs(self) -> None:

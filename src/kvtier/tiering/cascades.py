@@ -151,7 +151,9 @@ class Cascades:
         context = request.context
         job_id = self._transfers.new_id()
         kept, spec = self._primary.prepare_read(job_id, keys, context, blocks)
-        link.submit_store(self._transfers.make(job_id, kept, spec, False, context), now)
+        transfer = self._transfers.make(job_id, kept, spec, False, context)
+        if not link.submit_store(transfer, now):
+            self._primary.complete_read(job_id)
 
     def _let_wait(self, keys: Sequence[OffloadKey], link: TierLink, request: TierRequest) -> None:
         """A tier's stores pin their share: these blocks are sent when some have ended. They are not

@@ -23,7 +23,7 @@ from kvtier.base import (
     RequestOffloadingContext,
 )
 from kvtier.seal import SealFailure
-from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.base import JobNotBegun, JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.guard import Exploration, TransferEstimate
 from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
 from kvtier.tiering.jobs import Job
@@ -308,14 +308,16 @@ class TierLink:
         """Whether it has stores that it does not end: nothing should wait for those."""
         return self._num_late_stores > 0
 
-    def submit_store(self, transfer: TransferJob, now: float) -> None:
-        """Send a cascade. The slots are pinned until `harvest` yields it."""
+    def submit_store(self, transfer: TransferJob, now: float) -> bool:
+        """Send a cascade. The slots are pinned until `harvest` yields it. False: the tier has not
+        begun it, and they are not."""
         job = self._enter(transfer, now, self.settings.store_timeout_s, self._stores)
         self.num_pinned += len(transfer.keys)
         job.num_beside = self.num_pinned
         self.store_breaker.submitted(transfer.job_id)
         # If it raises, it may have begun all the same: only its report ends the job.
-        self.call("submit_store", self.tier.submit_store, transfer, default=None)
+        self.call("submit_store", self._submit, self.tier.submit_store, job, default=None)
+        return not job.is_done
 
     def expect_load(self, transfer: TransferJob, now: float) -> Job:
         """Enter a promotion that is about to be sent."""
@@ -327,14 +329,24 @@ class TierLink:
     def submit_load(self, job: Job) -> None:
         """Send it. The slots are the tier's until `harvest` yields it.
 
-        `is_late`, if the tier raised: then nobody should wait, but it may have begun all the same.
+        `is_done`, if the tier has not begun it. `is_late`, if it raised anything else: then nobody
+        should wait, but it may have begun all the same.
         """
-        if self.call("submit_load", self._submit_load, job.transfer, default=True):
+        is_submitted = self.call(
+            "submit_load", self._submit, self.tier.submit_load, job, default=False
+        )
+        if not is_submitted:
             self._is_late(job)
 
-    def _submit_load(self, transfer: TransferJob) -> bool:
-        self.tier.submit_load(transfer)
-        return False
+    def _submit(self, submit: Callable[[TransferJob], None], job: Job) -> bool:
+        try:
+            submit(job.transfer)
+        except JobNotBegun as error:
+            self._say("a job was not begun", f"did not begin a job: {_shown(error)}")
+            del self._jobs[job.transfer.job_id]
+            refused = JobResult(job.transfer.job_id, False)
+            self._settle(job, refused, (), self._clock(), lag=0.0)
+        return True
 
     def num_loadable(self, wanted: int) -> int:
         """How many of `wanted` blocks may be loaded now.

@@ -241,12 +241,7 @@ class TieringOffloadingManager(OffloadingManager):
         step = self._step
         step.now = now = self._clock()
         for link in self._links:
-            for job, moved in link.harvest(now):
-                if job.transfer.is_promotion:
-                    self._promotions.end(job, moved, link)
-                    self._send_parked(job.transfer.keys)
-                else:
-                    self.primary_tier.complete_read(job.transfer.job_id)
+            self._harvest(link, now)
             for job in link.take_late(now):
                 self._promotions.give_up(job)
                 self._send_parked(job.transfer.keys)
@@ -254,6 +249,15 @@ class TieringOffloadingManager(OffloadingManager):
                 for request in self._cascades.send_backlog(link):
                     self._tell_if_finished(request)
         step.all_in_use = all(link.is_closed for link in self._links)
+
+    def _harvest(self, link: TierLink, now: float) -> None:
+        """Take in what a tier has finished."""
+        for job, moved in link.harvest(now):
+            if job.transfer.is_promotion:
+                self._promotions.end(job, moved, link)
+                self._send_parked(job.transfer.keys)
+            else:
+                self.primary_tier.complete_read(job.transfer.job_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if not self._step_has_begun:
@@ -360,10 +364,14 @@ class TieringOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         keys = list(keys)
-        if not self._step_has_begun and not self.primary_tier.has_room_for(len(keys), req_context):
-            # Tiers may have ended jobs that pin slots. Only then: engines offer stores after
-            # `on_schedule_end`, and lookups in the next step should find what ends until then.
-            self._begin_step()
+        if not self.primary_tier.has_room_for(len(keys), req_context):
+            # Tiers may have ended jobs that pin slots. This does not begin a step: many engines
+            # offer stores after `on_schedule_end`, and the next step's lookups must find what ends
+            # until then.
+            self._step.now = now = self._clock()
+            for link in self._links:
+                if link.num_jobs:
+                    self._harvest(link, now)
         output = self.primary_tier.prepare_store(keys, req_context)
         request = self._request_of(req_context)
         if output is None:

@@ -204,6 +204,9 @@ class Promotions:
         if is_awaited:
             job.wanters[request] = None
         link.submit_load(job)
+        if job.is_done:
+            self.end(job, (), link)
+            return 0
         if job.is_late:
             self.give_up(job)
         return len(placed_keys)

@@ -69,7 +69,9 @@ class CallerRules:
             self._broken(f"{context.req_id} may not load from it")
 
     def polled(self) -> None:
-        """At most once in a step."""
+        """At most once in a step, and again where a store finds no room."""
+        if self._world.is_offering_store:
+            return
         if self._was_polled:
             self._broken("polled twice in one step")
         self._was_polled = True

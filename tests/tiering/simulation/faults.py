@@ -23,6 +23,8 @@ class Faults:
 
     raises: float = 0.0
     """Per call, from any method."""
+    refuses: float = 0.0
+    """Per job: says that it has not begun it, and has not."""
     slow: float = 0.0
     """Per job and per question: takes many times as long as the deadline allows."""
     hangs: float = 0.0
@@ -57,12 +59,14 @@ CHARACTERS: dict[str, Faults] = {
     "lossy": Faults(drops=0.15, duplicates=0.05, slow=0.05),
     "misreporting": Faults(duplicates=0.3, invents=0.3, garbage=0.05, slow=0.1),
     "raising": Faults(raises=0.05),
+    "refusing": Faults(refuses=0.3, slow=0.05),
     "failing": Faults(fails=0.2, fails_partly=0.1, vanishes=0.1),
     "corrupt": Faults(corrupts=0.4, forgets_epochs=True, slow=0.1),
     "garbage": Faults(garbage=0.2, fails_partly=0.05),
     "black hole": Faults(weather=0.06, slow=0.05),
     "everything": Faults(
         raises=0.01,
+        refuses=0.05,
         slow=0.1,
         hangs=0.03,
         drops=0.03,

@@ -20,7 +20,7 @@ from kvtier.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.base import JobNotBegun, JobResult, SecondaryTierManager, TransferJob
 from tests.tiering.simulation.backing import Backing
 from tests.tiering.simulation.caller_rules import CallerRules
 from tests.tiering.simulation.corruption import Kept
@@ -278,8 +278,23 @@ class SimulatedTier(SecondaryTierManager):
         running.is_hung = world.happens(self.faults.hangs)
         running.is_dropped = world.happens(self.faults.drops)
         self.unreported[job.job_id] = running
+        if world.happens(self.faults.refuses):
+            self._let_go_of(running)
+            world.note(f"{self.tier_type} does not begin {job.job_id}")
+            world.tally["jobs not begun"] += 1
+            raise JobNotBegun("no time")
         self._may_refuse(running, self._raise_rate())
         return running
+
+    def _let_go_of(self, running: RunningJob) -> None:
+        """Its slots are no longer this tier's."""
+        world, job = self.world, running.job
+        del self.unreported[job.job_id]
+        world.uses.end(running.use)
+        if running.use.writes:
+            for key in job.keys:
+                if key in world.promoting and world.promoting[key].job_id == job.job_id:
+                    del world.promoting[key]
 
     def _start(self, running: RunningJob, actions: Sequence[Callable[[], None]]) -> None:
         running.work = Piecework(
@@ -361,17 +376,14 @@ class SimulatedTier(SecondaryTierManager):
     def _hand_over(self, result: JobResult) -> None:
         """The manager learns that a job has ended: its slots are no longer this tier's."""
         world = self.world
-        running = self.unreported.pop(result.job_id, None)
+        running = self.unreported.get(result.job_id)
         if running is None:
             world.tally["duplicate results"] += 1
             return
         world.note(f"{self.tier_type} reports {result.job_id}: {len(running.arrived)}")
-        world.uses.end(running.use)
+        self._let_go_of(running)
         if not running.use.writes:
             return
-        for key in running.job.keys:
-            if key in world.promoting and world.promoting[key].job_id == result.job_id:
-                del world.promoting[key]
         if running.num_resets != world.num_resets:
             return
         # Another job that brings the same block may be given up right after.

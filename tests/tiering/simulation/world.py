@@ -57,6 +57,8 @@ class World:
     last_submission: float = 0.0
     last_report: float = 0.0
     """When a tier was last given a job."""
+    is_offering_store: bool = False
+    """Whether the engine is asking for slots to store blocks in."""
     promoting: dict[OffloadKey, Promotion] = field(default_factory=dict)
     leases: dict[tuple[ReqContext, OffloadKey], float] = field(default_factory=dict)
     """Blocks brought up for a request in time, and until when they must stay there for it."""
