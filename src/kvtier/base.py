@@ -438,7 +438,14 @@ class OffloadingManager(ABC):
         return
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping for work that can still finish."""
+        """Whether the engine must keep stepping, though it may have no request left.
+
+        True while a request waits for something that can still arrive. For what nobody waits for,
+        such as stores in tiers below, it is True for a bounded time after the engine last brought
+        work (a request that came or ended, or a store that completed), so that an engine can pause,
+        sleep and shut down. Transfers under way then go on without steps: their results are taken
+        in at the next call, whichever it is.
+        """
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -204,7 +204,7 @@ def test_the_example_for_engines_runs(tmp_path: Path) -> None:
 
 EVICTED_AND_BACK = """
 def settle():
-    while manager.has_pending_work():
+    while manager.has_pending_work() or manager.is_moving_blocks():
         end_step(manager)
 
 far = TierFilter((TierMatcher(locality=Locality.REMOTE),))

@@ -76,7 +76,7 @@ class Engine:
     def settle(self) -> None:
         """Step until nothing is under way."""
         deadline = time.monotonic() + PATIENCE_S
-        while self.manager.has_pending_work():
+        while self.manager.has_pending_work() or self.manager.is_moving_blocks():
             assert time.monotonic() < deadline, "work is still pending"
             self.step()
             time.sleep(0.001)

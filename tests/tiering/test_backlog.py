@@ -43,7 +43,7 @@ def test_all_of_a_burst_reaches_the_tier_in_the_end() -> None:
     assert waiting_in(tier) == keys(*range(_SHARE)), "the head is worth the most"
     while tier.waiting:
         assert len(waiting_in(tier)) <= _SHARE
-        assert rig.manager.has_pending_work()
+        assert rig.manager.is_moving_blocks()
         tier.finish()
         rig.step()
     assert tier.holds(*keys(*range(100)))
@@ -140,7 +140,7 @@ def test_stores_behind_others_that_end_are_not_late() -> None:
         rig.store(keys(number), rig.begin(f"r{number}"))
     for _ in range(8):
         rig.step(seconds=0.9)
-        assert rig.manager.has_pending_work()
+        assert rig.manager.is_moving_blocks()
         tier.finish(tier.waiting[0])
         rig.step()
     assert rig.stat("late_stores") == 0
@@ -155,9 +155,10 @@ def test_a_store_is_late_once_no_other_ends() -> None:
     rig.step(seconds=0.9)
     tier.finish(tier.waiting[1])
     rig.step(seconds=0.9)
-    assert rig.manager.has_pending_work()
+    assert rig.manager.is_moving_blocks()
     rig.step(seconds=0.2)
-    assert not rig.manager.has_pending_work()
+    assert not rig.manager.is_moving_blocks()
+    rig.step()
     assert rig.stat("late_stores") == 1
 
 

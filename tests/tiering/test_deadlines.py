@@ -178,6 +178,50 @@ def test_pending_work_is_work_that_can_still_end() -> None:
     assert rig.primary.slot_states()[SlotState.QUARANTINED] == 1, "it was found to be late"
 
 
+def test_an_engine_is_not_kept_stepping_for_stores_that_nobody_waits_for() -> None:
+    """A tier that takes hours for them, and is well otherwise."""
+    rig = Rig(num_blocks=128, max_pinned_share=0.25, store_timeout_s=3600.0)
+    request = rig.begin("r")
+    rig.store(keys(*range(100)), request)
+    rig.manager.on_request_finished(request)
+    start = rig.clock.now
+    while rig.manager.has_pending_work():
+        rig.step()
+    assert 0.5 < rig.clock.now - start <= 1.01
+    assert rig.manager.is_moving_blocks()
+    rig.clock.now += 60.0
+    (tier,) = rig.tiers
+    tier.finish()
+    assert not rig.manager.has_pending_work()
+    later = rig.begin("later")
+    assert rig.look_up(keys(0), later) == "H", "what has ended meanwhile is taken in here"
+    assert rig.manager.has_pending_work(), "and what has waited is sent"
+    assert [key for job in tier.waiting for key in job.keys] == keys(*range(32, 64))
+
+
+def test_an_engine_is_kept_stepping_for_what_a_request_waits_for() -> None:
+    rig = Rig(load_timeout_s=60.0)
+    rig.keep_below(keys(1))
+    request = rig.begin("r")
+    rig.look_up(keys(1), request)
+    rig.step(seconds=30.0)
+    assert rig.manager.has_pending_work()
+    rig.manager.on_request_finished(request)
+    rig.step(seconds=2.0)
+    assert not rig.manager.has_pending_work(), "it does not wait any more"
+
+
+def test_an_engine_is_not_kept_stepping_for_a_tier_that_always_has_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.tiers[0], "has_pending_work", lambda: True)
+    rig.begin("r")
+    assert rig.manager.has_pending_work()
+    rig.step(seconds=1.1)
+    assert not rig.manager.has_pending_work()
+
+
 def test_a_late_store_keeps_its_slots_but_not_the_engine() -> None:
     rig = Rig(num_blocks=4, store_timeout_s=1.0)
     rig.store(keys(1, 2), rig.begin("r"))

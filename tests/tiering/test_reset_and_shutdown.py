@@ -207,3 +207,23 @@ def test_a_request_that_was_waiting_at_a_reset_starts_anew() -> None:
     rig.manager.reset_cache()
     rig.keep_below(keys(2))
     assert rig.look_up(keys(2), request) == "P"
+
+
+def test_what_waits_for_a_tier_is_sent_at_shutdown() -> None:
+    rig = Rig(num_blocks=128, max_pinned_share=0.25)
+    (tier,) = rig.tiers
+    request = rig.begin("r")
+    rig.store(keys(*range(100)), request)
+    rig.manager.on_request_finished(request)
+    assert rig.manager.open_work()["waiting blocks"] == 100 - 32
+    tier.at_once = True
+    tier.finish()
+    rig.manager.shutdown()
+    assert tier.holds(*keys(*range(100)))
+
+
+def test_a_tier_that_takes_no_more_stores_does_not_hold_up_the_end() -> None:
+    rig = Rig(num_blocks=128, max_pinned_share=0.25, shutdown_timeout_s=0.3)
+    rig.store(keys(*range(100)), rig.begin("r"))
+    rig.manager.shutdown()
+    assert rig.memory.is_cleaned_up

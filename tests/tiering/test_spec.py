@@ -121,7 +121,7 @@ def step_until(manager: TieringOffloadingManager, condition: Callable[[], bool])
 
 
 def settle(manager: TieringOffloadingManager) -> None:
-    step_until(manager, lambda: not manager.has_pending_work())
+    step_until(manager, lambda: not (manager.has_pending_work() or manager.is_moving_blocks()))
 
 
 def answers(

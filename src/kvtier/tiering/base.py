@@ -217,7 +217,9 @@ class SecondaryTierManager(ABC):
         return
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping for something other than jobs."""
+        """Whether the engine should keep stepping for something other than jobs. Asked, and heeded,
+        for at most a second after the engine last brought work: an engine that has nothing else to
+        do rests then, whatever tiers have to do."""
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -17,19 +17,22 @@ _SHUTDOWN_SHARE = 0.5
 """How much of the time a tier has for draining alone, before it is told to shut down."""
 
 
-def close_tiers(tiers: Sequence[SecondaryTierManager], timeout_s: float) -> None:
-    """Drain and shut down tiers; return when all have, or when the time is up.
+def close_tiers(
+    tiers: Sequence[SecondaryTierManager], timeout_s: float, spent_s: float = 0.0
+) -> None:
+    """Drain and shut down tiers; return when all have, or when the time is up. `spent_s`: how much
+    of it is over already.
 
     What one tier raises, or lacks because its constructor has not done its part, is logged and
     does not keep the others open. Afterwards no tier can get at the primary tier's slots: asking
     for a row raises. A tier that has not ended by then keeps a thread of its own, which does not
     keep the process alive.
     """
-    start = time.monotonic()
+    start, left_s = time.monotonic(), max(0.0, timeout_s - spent_s)
     drains = [_run(tier, "drain_jobs") for tier in tiers]
-    _join(drains, start + timeout_s * _SHUTDOWN_SHARE)
+    _join(drains, start + left_s * _SHUTDOWN_SHARE)
     shutdowns = [_run(tier, "shutdown") for tier in tiers]
-    _join(shutdowns + drains, start + timeout_s)
+    _join(shutdowns + drains, start + left_s)
     for tier, drain, shutdown in zip(tiers, drains, shutdowns, strict=True):
         if drain.is_alive() or shutdown.is_alive():
             logger.error(

@@ -47,6 +47,12 @@ _HIT_PENDING = LookupResult.HIT_PENDING
 
 _MIN_PINNED = 32
 """So many slots may be pinned by the stores of a tier, however small its share is."""
+_STEPPED_FOR_S = 1.0
+"""Jobs that nobody waits for keep the engine stepping for at most this long after it last brought
+work: a request that came or ended, or blocks from the device."""
+_SEND_SHARE, _SEND_PAUSE_S = 0.5, 0.002
+"""At shutdown: the share of the time in which blocks that wait for a tier are still sent, and how
+often it is seen to."""
 _MAX_UNANNOUNCED = 4096
 """Requests that were never announced, and hence may never be said to have finished."""
 
@@ -111,6 +117,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._clock = clock
         self._step = Step(clock())
         self._step_has_begun = False
+        self._last_work = self._step.now
+        """When the engine last brought work."""
         self._groups = Groups(groups or {})
         self._windows = self._groups.windows
         self._prefill = PrefillRate(prefill_tokens_per_s)
@@ -157,7 +165,7 @@ class TieringOffloadingManager(OffloadingManager):
             request.prepared = former.prepared
             self._let_go(former)
         # The step may have begun long ago, when the engine had nothing to do.
-        self._step.now = now = self._clock()
+        self._step.now = self._last_work = now = self._clock()
         links = [link for link in self._links if not link.is_cut_off(now)]
         request.request_level = tuple(link for link in links if link.wants_whole_requests(context))
         request.links = tuple(links)
@@ -188,6 +196,7 @@ class TieringOffloadingManager(OffloadingManager):
         return request
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._last_work = self._clock()
         request = self._requests.get(req_context.req_id)
         self.primary_tier.on_request_finished(req_context)
         if request is not None:
@@ -294,9 +303,17 @@ class TieringOffloadingManager(OffloadingManager):
         now = self._clock()
         if not self._step_has_begun and any(link.has_overdue_jobs(now) for link in self._links):
             self._begin_step()  # the engine may not take another one
-        return bool(self._promotions.wanting) or any(
+        if self._promotions.wanting or any(link.has_awaited_loads(now) for link in self._links):
+            return True
+        return now - self._last_work < _STEPPED_FOR_S and any(
             link.has_pending_work(now) for link in self._links
         )
+
+    def is_moving_blocks(self) -> bool:
+        """Whether tiers have jobs that may still end in time, or are to get some. Unlike
+        `has_pending_work` without a bound: for those who want to wait until all is stored."""
+        now = self._clock()
+        return any(link.backlog or link.has_jobs_in_time(now) for link in self._links)
 
     # --- lookups and loads ----------------------------------------------------------------------
 
@@ -389,6 +406,7 @@ class TieringOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        self._last_work = self._clock()
         request = self._request_of(req_context)
         self._cascades.store(keys, success, request)
         self._send_parked(keys)
@@ -468,9 +486,17 @@ class TieringOffloadingManager(OffloadingManager):
         }
 
     def shutdown(self) -> None:
-        """Let the tiers finish, for at most `shutdown_timeout_s`, then take the slots from them."""
+        """Let the tiers finish, for at most `shutdown_timeout_s`, then take the slots from them.
+        What waits for a tier is sent in the first half of that time, as the tier takes it."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        close_tiers(self.secondary_tiers, self._shutdown_timeout_s)
+        start = time.monotonic()
+        while any(link.backlog for link in self._links):
+            if time.monotonic() - start >= self._shutdown_timeout_s * _SEND_SHARE:
+                break
+            self._begin_step()
+            time.sleep(_SEND_PAUSE_S)
+        spent_s = time.monotonic() - start
+        close_tiers(self.secondary_tiers, self._shutdown_timeout_s, spent_s)
         self.primary_tier.shutdown()

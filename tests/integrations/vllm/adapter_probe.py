@@ -36,6 +36,7 @@ from kvtier.base import LoadStoreSpec, OffloadingWorker, TransferResult
 from kvtier.integrations.vllm import KVTierOffloadingSpec, differences, vllm_api
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.worker import TransferFailedError, WorkerAdapter
+from kvtier.tiering.manager import TieringOffloadingManager
 
 _PAGE = 4096
 _DEVICE_BLOCKS = 8
@@ -91,6 +92,12 @@ def started(config: OffloadingConfig) -> Iterator[tuple[ManagerAdapter, WorkerAd
         manager = KVTierOffloadingSpec(config).get_manager()
         at_the_end.callback(manager.shutdown)
         yield manager, worker
+
+
+def is_moving_blocks(adapter: ManagerAdapter) -> bool:
+    """Whether blocks are on their way between host memory and tiers."""
+    manager = adapter.inner
+    return isinstance(manager, TieringOffloadingManager) and manager.is_moving_blocks()
 
 
 def lookup_cost() -> dict[str, float]:

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload
 from kvtier.base import OffloadKey
 from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.manager import ManagerAdapter
-from tests.integrations.vllm.adapter_probe import started, vllm_config
+from tests.integrations.vllm.adapter_probe import is_moving_blocks, started, vllm_config
 
 _PATIENCE_S = 60.0
 _SLOT = 4096
@@ -47,7 +47,7 @@ def _store(adapter: ManagerAdapter, name: str, prompt: Sequence[OffloadKey]) -> 
     adapter.complete_store(set(prompt), context)
     adapter.on_request_finished(context)
     deadline = time.monotonic() + _PATIENCE_S
-    while adapter.has_pending_work():
+    while adapter.has_pending_work() or is_moving_blocks(adapter):
         assert time.monotonic() < deadline
         _end_step(adapter)
     _end_step(adapter)

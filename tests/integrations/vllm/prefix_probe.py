@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload
 from kvtier.base import OffloadKey
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.prefix_lookups import announce_prefix_lookups
-from tests.integrations.vllm.adapter_probe import started, vllm_config
+from tests.integrations.vllm.adapter_probe import is_moving_blocks, started, vllm_config
 
 _PATIENCE_S = 60.0
 _SLOT = 4096
@@ -62,7 +62,7 @@ class _Engine:
         self.adapter.complete_store(set(prompt), context)
         self.adapter.on_request_finished(context)
         deadline = time.monotonic() + _PATIENCE_S
-        while self.adapter.has_pending_work():
+        while self.adapter.has_pending_work() or is_moving_blocks(self.adapter):
             assert time.monotonic() < deadline
             self.end_step()
         self.end_step()

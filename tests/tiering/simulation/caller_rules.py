@@ -69,8 +69,8 @@ class CallerRules:
             self._broken(f"{context.req_id} may not load from it")
 
     def polled(self) -> None:
-        """At most once in a step, and again where a store finds no room."""
-        if self._world.is_offering_store:
+        """At most once in a step, and again where a store finds no room, and at the end."""
+        if self._world.is_offering_store or self._world.is_ending:
             return
         if self._was_polled:
             self._broken("polled twice in one step")

@@ -160,4 +160,5 @@ class WatchedCalls:
 
     def shutdown(self) -> None:
         self._world.note("shutdown")
+        self._world.is_ending = True
         self._call("shutdown", self._manager.shutdown)

@@ -341,6 +341,8 @@ class SimulatedTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self.rules.polled()
+        if self.world.is_ending:  # the manager waits between two polls
+            self.world.time.advance(self.traits.settings.store_timeout_s / 8)
         self.just_brought = []
         if self.weather is Weather.BLACK_HOLE:
             self._give_up_late_jobs()

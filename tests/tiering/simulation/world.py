@@ -57,6 +57,8 @@ class World:
     last_submission: float = 0.0
     last_report: float = 0.0
     """When a tier was last given a job."""
+    is_ending: bool = False
+    """Whether the manager is being shut down."""
     is_offering_store: bool = False
     """Whether the engine is asking for slots to store blocks in."""
     promoting: dict[OffloadKey, Promotion] = field(default_factory=dict)

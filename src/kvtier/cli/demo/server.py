@@ -182,11 +182,15 @@ class OffloadingServer(Server):
     def settle(self) -> None:
         """Wait until all blocks are where they are going."""
         deadline = _deadline(0)
-        while self._scheduler.has_pending_push_work():
+        while self._scheduler.has_pending_push_work() or self._is_moving_blocks():
             self._check()
             if time.monotonic() > deadline:
                 raise RequestStuck("blocks did not get to their tiers in time")
             self._engine.step()
+
+    def _is_moving_blocks(self) -> bool:
+        manager = self._scheduler.manager
+        return isinstance(manager, TieringOffloadingManager) and manager.is_moving_blocks()
 
     def drop_device_cache(self) -> None:
         """Find nothing on the device any more."""

@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvtier.integrations.vllm.releases import release_of
+
+if TYPE_CHECKING:
+    from kvtier.tiering.manager import TieringOffloadingManager
 
 BLOCK_TOKENS = 32
 """Tokens of a device block: on the CPU, vLLM takes multiples of 32 only."""
@@ -240,25 +243,42 @@ class InProcessEngine:
         which says what is.
 
         vLLM hands a store to the worker one step after the blocks were computed, and a step
-        without requests is taken only while the connector says that it has work.
+        without requests is taken only while the connector says that it has work. That is not for
+        as long as tiers are at work, so the manager is told of steps that vLLM does not take.
         """
+        from kvtier.base import ScheduleEndContext
+
         deadline = time.monotonic() + timeout
         # Where vLLM schedules ahead, what was scheduled last waits in a queue to be looked at.
         queue = self._engine.engine_core.engine_core.batch_queue
-        while self._scheduler.has_requests() or queue:
+        tiering = self._tiering
+        while True:
+            must_step = self._scheduler.has_requests() or queue
+            if not must_step and (tiering is None or not tiering.is_moving_blocks()):
+                return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"after {timeout} s there are still {self._open_work()}")
-            self.step()
+            if must_step:
+                self.step()
+            else:
+                self._scheduler.connector.connector_scheduler.manager.on_schedule_end(
+                    ScheduleEndContext()
+                )
+                time.sleep(0.001)
 
-    def _open_work(self) -> str:
+    @property
+    def _tiering(self) -> TieringOffloadingManager | None:
+        """Our manager, if there are tiers below host memory."""
         from kvtier.tiering.manager import TieringOffloadingManager
 
-        scheduler = self._scheduler
-        counts = {"unfinished requests": scheduler.get_num_unfinished_requests()}
-        ours = getattr(scheduler.connector, "connector_scheduler", None)
+        ours = getattr(self._scheduler.connector, "connector_scheduler", None)
         manager = getattr(getattr(ours, "manager", None), "inner", None)
-        if isinstance(manager, TieringOffloadingManager):
-            counts |= manager.open_work()
+        return manager if isinstance(manager, TieringOffloadingManager) else None
+
+    def _open_work(self) -> str:
+        counts = {"unfinished requests": self._scheduler.get_num_unfinished_requests()}
+        if self._tiering is not None:
+            counts |= self._tiering.open_work()
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "steps"
 
     def generate(
