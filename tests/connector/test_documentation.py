@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvtier.connector import ScheduledRequest, StepPlan
 from tests.connector.rig import Request
 
@@ -21,10 +23,15 @@ class PageRequest(Request):
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 
 
+def listings() -> list[str]:
+    """The page's own code: how to start, and the loop."""
+    start, loop = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return [start, loop]
+
+
 def test_the_start_on_the_page_makes_a_connector_that_works() -> None:
-    (listing,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     made: dict[str, Any] = {}
-    exec(listing, made)  # the page's own code
+    exec(listings()[0], made)
     scheduler, worker, pages = made["scheduler"], made["worker"], made["pages"]
     request = PageRequest("a", list(range(33)), 33)
     try:
@@ -51,3 +58,39 @@ def test_the_start_on_the_page_makes_a_connector_that_works() -> None:
     finally:
         worker.shutdown()
         scheduler.shutdown()
+
+
+def test_the_loop_on_the_page_serves_a_prompt_from_what_it_has_stored(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made: dict[str, Any] = {}
+    for listing in listings():
+        exec(listing, made)
+    assert capsys.readouterr().out == "192 True\n"
+    engine, second = made["engine"], made["second"]
+    assert len(second.token_ids) == 204
+    assert sorted(engine.free) == list(range(made["NUM_BLOCKS"]))
+
+
+def test_the_loop_on_the_page_serves_many_requests_side_by_side() -> None:
+    made: dict[str, Any] = {}
+    start, loop = listings()
+    exec(start, made)
+    definitions, _, _ = loop.partition("\nengine = Engine()\n")
+    exec(definitions, made)
+    engine, request_cls = made["Engine"](), made["Request"]
+    prompts = [[seed, *range(100 + 16 * (seed % 3))] for seed in range(6)]
+    answers = []
+    try:
+        for turn in range(2):
+            requests = [
+                request_cls(f"{turn}-{place}", list(prompt)) for place, prompt in enumerate(prompts)
+            ]
+            engine.serve(*requests)  # the device has blocks for some of them
+            answers.append([request.token_ids for request in requests])
+        loaded = [request.num_loaded for request in requests]
+    finally:
+        made["worker"].shutdown()
+        made["scheduler"].shutdown()
+    assert answers[0] == answers[1]
+    assert loaded == [len(prompt) // 16 * 16 for prompt in prompts]

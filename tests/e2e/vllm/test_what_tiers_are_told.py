@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from kvtier.integrations.vllm.comparison import random_prompts
-from tests.e2e.vllm.noting_tier import NOTING
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.scenarios.hints_and_events import NotedEngine
 from tests.e2e.vllm.subject import Subject
 from tests.e2e.vllm.test_hints_and_events import HintedRemoteEngine
+from tests.tiering.noting_tier import NOTING
 
 pytestmark = [
     pytest.mark.vllm,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from tests.e2e.vllm import noting_tier
 from tests.e2e.vllm.scenarios.engine import Engine
+from tests.tiering import noting_tier
 
 
 class HintedEngine(Engine):
@@ -30,16 +30,18 @@ class HintedEngine(Engine):
 
 
 class NotedEngine(HintedEngine):
-    """Has the tier of `tests.e2e.vllm.noting_tier`."""
+    """Has the tier of `tests.tiering.noting_tier`."""
 
     def notes(self) -> list[dict[str, Any]]:
         """All calls so far for requests."""
-        return noting_tier.CALLS
+        (tier,) = noting_tier.TIERS
+        return tier.calls
 
     def engines(self) -> dict[str, Any]:
         """What the tier has found as `offloading_spec.engine`, and what a rank's spec has there."""
         vllm_config = self._engine._engine.vllm_config
-        (found,) = noting_tier.ENGINES
+        (tier,) = noting_tier.TIERS
+        found = tier.engine
         group = import_module("vllm.distributed.kv_transfer").get_kv_transfer_group()
         return {
             "is_vllms": found is vllm_config,

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import Any
+from weakref import WeakSet
 
-from kvtier.base import LookupResult, OffloadKey, ReqContext, RequestOffloadingContext
+from kvtier.base import (
+    LookupResult,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+)
 from kvtier.tiering.base import TransferJob
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
 
 NOTING = {
     "type": "NotingTier",
-    "module_path": "tests.e2e.vllm.noting_tier",
+    "module_path": "tests.tiering.noting_tier",
     "max_pinned_share": 1,
     # Nothing is to depend on how fast this machine is.
     "lookup_timeout_ms": 60_000,
@@ -20,27 +27,33 @@ NOTING = {
 }
 """Its entry in `secondary_tiers`."""
 
-CALLS: list[dict[str, Any]] = []
-"""Method and hints, of all calls for requests in this process."""
-
-ENGINES: list[Any] = []
-"""What each tier of this process has found in its constructor."""
+TIERS: WeakSet[NotingTier] = WeakSet()
+"""Those of this process, for tests that make the engine and not the tier."""
 
 
 class NotingTier(ExampleSecondaryTierManager):
-    """The example tier, with these two lists."""
+    """The example tier, with notes."""
 
-    def __init__(self, **keys: Any) -> None:
+    def __init__(self, whole_requests: bool = False, **keys: Any) -> None:
         super().__init__(**keys)
-        ENGINES.append(self.offloading_spec.engine)
+        self._whole_requests = whole_requests
+        self.engine = self.offloading_spec.engine
+        self.calls: list[dict[str, Any]] = []
+        """Method, request and hints, of all calls for requests."""
+        self.stored: list[tuple[str, list[OffloadKey]]] = []
+        """Request and keys of every store."""
+        TIERS.add(self)
 
     def _note(self, method: str, context: ReqContext) -> None:
         params = context.kv_transfer_params
-        CALLS.append({"method": method, "hints": None if params is None else dict(params)})
+        hints = None if params is None else dict(params)
+        self.calls.append({"method": method, "request": context.req_id, "hints": hints})
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._note("on_new_request", req_context)
-        return super().on_new_request(req_context)
+        super().on_new_request(req_context)
+        whole = OffloadPolicy.REQUEST_LEVEL if self._whole_requests else OffloadPolicy.BLOCK_LEVEL
+        return RequestOffloadingContext(whole)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self._note("lookup", req_context)
@@ -54,6 +67,7 @@ class NotingTier(ExampleSecondaryTierManager):
 
     def submit_store(self, job: TransferJob) -> None:
         self._note("submit_store", job.req_context)
+        self.stored.append((job.req_context.req_id, list(job.keys)))
         super().submit_store(job)
 
     def submit_load(self, job: TransferJob) -> None:
