@@ -80,17 +80,16 @@ def test_the_loop_on_the_page_serves_many_requests_side_by_side() -> None:
     exec(definitions, made)
     engine, request_cls = made["Engine"](), made["Request"]
     prompts = [[seed, *range(100 + 16 * (seed % 3))] for seed in range(6)]
-    answers = []
+    first, second = (
+        [request_cls(f"{turn}-{place}", list(prompt)) for place, prompt in enumerate(prompts)]
+        for turn in range(2)
+    )
     try:
-        for turn in range(2):
-            requests = [
-                request_cls(f"{turn}-{place}", list(prompt)) for place, prompt in enumerate(prompts)
-            ]
+        for requests in (first, second):
             engine.serve(*requests)  # the device has blocks for some of them
-            answers.append([request.token_ids for request in requests])
-        loaded = [request.num_loaded for request in requests]
     finally:
         made["worker"].shutdown()
         made["scheduler"].shutdown()
-    assert answers[0] == answers[1]
-    assert loaded == [len(prompt) // 16 * 16 for prompt in prompts]
+    for before, after, prompt in zip(first, second, prompts, strict=True):
+        assert before.token_ids == after.token_ids
+        assert after.num_loaded == len(prompt) // 16 * 16
