@@ -1,7 +1,8 @@
 """`docs/seeds.md` is complete and true.
 
 It maps every name in the five reports that kvtier grew from to the place it has here. The names
-are in `tests/data/seed_names.txt`; `tests/seed_names.py` says how they were found.
+are in `tests/data/seed_names.txt`; `tests/seed_names.py` says how they were found. And it names the
+tests of what the reports say of behaviour, risks and future work.
 """
 
 from __future__ import annotations
@@ -134,6 +135,61 @@ def test_the_map_is_complete_and_true() -> None:
     assert problems(MAP.read_text(), NAMES) == []
 
 
+# ---------------------------------------------------------------------------------------------
+# Behaviour, risks and future work
+# ---------------------------------------------------------------------------------------------
+
+SUBJECTS = ("Behaviour", "Risks", "Future work")
+
+
+@cache
+def _tests_in(path: Path) -> frozenset[str]:
+    return frozenset(
+        node.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test")
+    )
+
+
+def is_a_test(target: str) -> bool:
+    """`path` or `path::name`, from the root of the repository."""
+    path, separator, name = target.partition("::")
+    file = REPO / path
+    if not path.startswith("tests/") or not file.name.startswith("test_") or not file.is_file():
+        return False
+    return name in _tests_in(file) if separator else bool(_tests_in(file))
+
+
+def unfounded(text: str, reports: set[int]) -> list[str]:
+    """What is wrong with the tables of these subjects: each is to say something of every report."""
+    found = []
+    for subject in SUBJECTS:
+        _, _, rest = text.partition(f"\n## {subject}\n")
+        section, _, _ = rest.partition("\n## ")
+        seen: set[int] = set()
+        for line in section.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if not line.startswith("| ") or cells[0] == "what the reports say":
+                continue
+            seen |= {int(number) for number in re.findall(r"#(\d+)", line)}
+            if len(cells) != 4 or not all(cells):
+                found.append(f"{line}: give four cells")
+                continue
+            said, _, tests, _ = cells
+            named = _quoted(tests)
+            if tests != "no" and not named:
+                found.append(f"{said} name tests, or say no")
+            found += [f"{said} there is no {target}" for target in named if not is_a_test(target)]
+        found += [f"{subject}: nothing of #{number}" for number in sorted(reports - seen)]
+    return found
+
+
+def test_what_the_reports_say_is_tested_as_the_page_says() -> None:
+    reports = {number for numbers in NAMES.values() for number in numbers}
+    assert len(reports) == 5
+    assert unfounded(MAP.read_text(), reports) == []
+
+
 @pytest.mark.skipif(not REPORTS.is_dir(), reason="the reports are not beside this checkout")
 def test_the_names_are_those_of_the_reports() -> None:
     assert seed_names.without_ignored(seed_names.extract(REPORTS)) == NAMES
@@ -228,3 +284,26 @@ def test_how_names_are_found(tmp_path: Path) -> None:
         ],
         (7,),
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("| A. | #1 | `tests/test_seeds_map.py::test_how_names_are_found` | w |", None),
+        ("| A. | #1 | `tests/test_seeds_map.py` | w |", None),
+        ("| A. | #1 | no | w |", None),
+        ("| A. | #1 | no | |", "| A. | #1 | no | |: give four cells"),
+        ("| A. | #1 | soon | w |", "A. name tests, or say no"),
+        (
+            "| A. | #1 | `tests/test_seeds_map.py::test_nothing` | w |",
+            "A. there is no tests/test_seeds_map.py::test_nothing",
+        ),
+        ("| A. | #1 | `tests/test_nothing.py` | w |", "A. there is no tests/test_nothing.py"),
+        ("| A. | #1 | `tests/lives.py` | w |", "A. there is no tests/lives.py"),
+        ("| A. | #2 | no | w |", "Risks: nothing of #1"),
+    ],
+)
+def test_a_row_without_its_test_is_reported(row: str, complaint: str | None) -> None:
+    good = "| B. | #1 | no | w |"
+    page = f"\n## Behaviour\n{good}\n\n## Risks\n{row}\n\n## Future work\n{good}\n"
+    assert unfounded(page, {1}) == ([] if complaint is None else [complaint])

@@ -69,6 +69,8 @@ def test_a_tier_is_told_the_hints_of_a_request_in_every_call() -> None:
         "on_request_finished",
     }
     assert [call for call in calls if call["hints"] != hints] == []
+    contexts = {(call["request"], call["context"]) for call in calls}
+    assert len(contexts) == 3, "one for each request"
 
 
 def test_hints_of_one_request_are_not_those_of_another() -> None:

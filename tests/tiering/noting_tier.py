@@ -39,7 +39,7 @@ class NotingTier(ExampleSecondaryTierManager):
         self._whole_requests = whole_requests
         self.engine = self.offloading_spec.engine
         self.calls: list[dict[str, Any]] = []
-        """Method, request and hints, of all calls for requests."""
+        """Method, request, hints and context, of all calls for requests."""
         self.stored: list[tuple[str, list[OffloadKey]]] = []
         """Request and keys of every store."""
         TIERS.add(self)
@@ -47,7 +47,14 @@ class NotingTier(ExampleSecondaryTierManager):
     def _note(self, method: str, context: ReqContext) -> None:
         params = context.kv_transfer_params
         hints = None if params is None else dict(params)
-        self.calls.append({"method": method, "request": context.req_id, "hints": hints})
+        self.calls.append(
+            {
+                "method": method,
+                "request": context.req_id,
+                "hints": hints,
+                "context": id(context),
+            }
+        )
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._note("on_new_request", req_context)

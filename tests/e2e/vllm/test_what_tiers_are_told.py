@@ -56,6 +56,8 @@ def test_a_tier_is_told_the_hints_of_a_request_in_every_call(vllm: VLLM, subject
     assert [answer.cached_tokens for answer in answers] == [0, 0, TOKENS]
     assert {call["method"] for call in calls} >= METHODS
     assert [call for call in calls if call["hints"] != HINTS] == []
+    contexts = {(call["request"], call["context"]) for call in calls}
+    assert len(contexts) == 3, "one for each request"
 
 
 @pytest.mark.parametrize("door", ["connector", "plain"])
