@@ -39,12 +39,14 @@ class MisuseLog:
         return self.counts.total()
 
     def record(self, kind: str, key: object, req_id: str, remedy: str) -> None:
-        """Count one violation; raise in strict mode, else log the first of its kind."""
+        """Count one violation; raise in strict mode, else log the first of its kind. `key`: None
+        where it is not about a block."""
         self.counts[kind] += 1
         if not self._strict and self.counts[kind] > 1:
             return
         name = key.hex() if isinstance(key, bytes) else repr(key)
-        message = f"{self._component}: {kind} (key {name}, request {req_id!r}): {remedy}"
+        where = "" if key is None else f"key {name}, "
+        message = f"{self._component}: {kind} ({where}request {req_id!r}): {remedy}"
         if self._strict:
             raise ContractViolation(message)
         logger.warning("%s. Further ones are counted, not logged.", message)

@@ -30,6 +30,7 @@ from kvtier.connector.jobs import ConnectorJob
 from kvtier.connector.matching import Matcher, device_range
 from kvtier.connector.request_state import RequestGroupState, RequestOffloadState
 from kvtier.connector.storing import prepare_store, take_offers
+from kvtier.misuse import MisuseLog
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingManager, OffloadingSpec, OffloadingStats, OffloadKey
@@ -85,6 +86,7 @@ class OffloadingConnectorScheduler:
         """Requests that were waiting at the last reset, until the manager was told."""
         self._dropped: list[LoadedRequest] = []
         """Loads that a reset has ended before they began."""
+        self._misuse = MisuseLog("connector")
         self._loading: Counter[OffloadKey] = Counter()
         """Blocks on their way to the device."""
 
@@ -115,8 +117,8 @@ class OffloadingConnectorScheduler:
         `num_computed_tokens`: what the device's own cache has of the request, in whole device
         blocks of every group.
         """
-        state = self._states[request.request_id]
-        if state.hints.skip or state.has_failed_load:
+        state = self._announced(request.request_id)
+        if state is None or state.hints.skip or state.has_failed_load:
             return PrefixMatch(0, is_pending=False)
         self._update_keys(state)
         start = num_computed_tokens
@@ -129,6 +131,19 @@ class OffloadingConnectorScheduler:
             # Soon the device's own cache has it.
             return PrefixMatch(0, is_pending=True)
         return PrefixMatch(end - start, is_pending=False)
+
+    def _announced(self, request_id: str) -> RequestOffloadState | None:
+        """What is known of a request; None, and reported, if it was never announced."""
+        state = self._states.get(request_id)
+        if state is None:
+            self._misuse.record(
+                "a call for a request that was not announced",
+                None,
+                request_id,
+                "call on_new_request when it arrives, before any other call for it. Until then "
+                "nothing is loaded or stored for it",
+            )
+        return state
 
     def _update_keys(self, state: RequestOffloadState) -> None:
         state.update_keys()
@@ -150,7 +165,11 @@ class OffloadingConnectorScheduler:
     ) -> None:
         """The engine has taken a request in, with device blocks for all of its computed and matched
         tokens. `block_ids`: as in `ScheduledRequest`."""
-        state = self._states[request.request_id]
+        state = self._announced(request.request_id)
+        if state is None:
+            if num_external_tokens:  # the engine waits for the end of this load
+                self._dropped.append(LoadedRequest(request.request_id, num_computed_tokens))
+            return
         state.is_on_device = True
         if not num_external_tokens:
             return
