@@ -18,6 +18,7 @@ import ctypes
 import faulthandler
 import gc
 import json
+import multiprocessing.context
 import os
 import selectors
 import signal
@@ -222,6 +223,15 @@ def freeze() -> None:
     gc.unfreeze = lambda: None
 
 
+def fork_what_vllm_spawns() -> None:
+    """Engine processes and ranks, which vLLM spawns on the CPU, and which take 7 s to import it.
+
+    Servers that are `fresh` (see `openai_server`) spawn theirs.
+    """
+    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
+
+
 def end() -> NoReturn:
     """Do what Python does at the end of a process, but do not take every module apart."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
@@ -238,6 +248,7 @@ def main() -> None:
     version = import_everything()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     freeze()
+    fork_what_vllm_spawns()
     control.send(json.dumps({"vllm": version}).encode())
     order = Zygote(control).serve()
     if order is not None:
