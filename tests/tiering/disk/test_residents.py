@@ -82,6 +82,7 @@ class Machine(RuleBasedStateMachine):
         present = {*self.residents.readable, *self.residents.writing}
         new = [each for each in wanted if each not in present]
         pinned_before = self.slots_under_way()
+        own = {k for k, block in self.residents.readable.items() if block.place.owner == request}
         blocks, evicted = _stored(self.residents, new, wanted, ReqContext(request))
         for gone in evicted:
             assert gone not in wanted, "a block left for others of its own prompt"
@@ -95,7 +96,7 @@ class Machine(RuleBasedStateMachine):
         assert seqs == sorted(seqs, reverse=True)
         assert all(seq > self.largest_seq for seq in seqs)
         self.largest_seq = max([self.largest_seq, *seqs])
-        idle = set(self.kept) - set(wanted) - self.keys_being_read()
+        idle = set(self.kept) - set(wanted) - self.keys_being_read() - own
         assert len(blocks) == len(new) or not idle, "there was room"
         return self.begin(Job(False, blocks))
 
@@ -235,6 +236,20 @@ def test_a_block_that_two_loads_read_stays_until_both_have_ended() -> None:
     residents.unpin(second, [])
     blocks, evicted = _stored(residents, keys(1), keys(1), NOBODY)
     assert (len(blocks), evicted) == (1, keys(0))
+
+
+@pytest.mark.parametrize("policy_cls", [LRUCachePolicy, ARCCachePolicy])
+def test_what_a_request_has_used_stays_and_all_else_leaves_for_it(
+    policy_cls: type[CachePolicy],
+) -> None:
+    residents = filled(8, policy_cls)
+    request = ReqContext("a long prompt")
+    residents.on_new_request(request)
+    residents.touch(keys(0, 1), request)
+    new = keys(*range(10, 20))
+    blocks, evicted = _stored(residents, new, new, request)
+    assert set(evicted) == set(keys(*range(2, 8)))
+    assert [block.key for block in blocks] == new[:6]
 
 
 def test_requests_that_are_never_ended_are_forgotten_at_last(

@@ -106,13 +106,25 @@ class Residents:
         if missing > 0:
             missing = min(missing, self._num_idle_besides(kept))
         self._policy.on_store_miss(keys, req_context)
-        if missing <= 0:
-            return []
-        victims = self._policy.evict(missing, kept)
-        if victims is None:  # the policy keeps back more than it has to
-            return []
+        gone: list[OffloadKey] = []
+        num = missing
+        while num > 0:
+            victims = self._policy.evict(num, kept)
+            if victims is None:
+                # The policy also keeps what the request has used before, so fewer can leave.
+                num //= 2
+            else:
+                gone += self._let_go(key for key, _ in victims)
+                missing -= num
+                num = min(num, missing)
+            if num > 0:
+                self._policy.on_store_miss(keys, req_context)
+        return gone
+
+    def _let_go(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Free the slots of blocks that the policy has given up."""
         pop = self.readable.pop
-        gone = [block for block in (pop(key, None) for key, _ in victims) if block is not None]
+        gone = [block for block in (pop(key, None) for key in keys) if block is not None]
         self._free.give([block.block_id for block in gone])
         return [block.key for block in gone]
 
