@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 import threading
 from collections import Counter
@@ -22,7 +23,7 @@ import pytest
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import TransferJob
-from kvtier.tiering.disk import metrics
+from kvtier.tiering.disk import keeper, metrics
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.io import lane
@@ -293,6 +294,69 @@ def test_a_directory_of_someone_else_is_refused(public_directory: Path) -> None:
 
 
 # --- someone is at the file --------------------------------------------------------------------
+
+
+def file_bytes(harness: TierHarness) -> float:
+    gauge: float = harness.call("get_stats").gauges[metrics.FILE_BYTES]
+    return gauge
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _remove_directory(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+def _replace(path: Path) -> None:
+    shutil.copy(path, path.with_name("copy"))
+    os.replace(path.with_name("copy"), path)
+
+
+@pytest.mark.parametrize(
+    ("lose", "what"),
+    [
+        (_remove, "was removed while"),
+        (_remove_directory, "was removed, with its directory"),
+        (_replace, "was replaced by another file while"),
+    ],
+)
+def test_a_slab_that_is_gone_is_noticed(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[Path], None],
+    what: str,
+) -> None:
+    """With its path, what it means and what to do; and no figure says that it is there."""
+    monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 0.02)
+    path = tmp_path / "disk" / "kv.slab"
+    path.parent.mkdir()
+    with disk_harness(path) as harness:
+        store_all(harness, 8)
+        wait_until(lambda: file_bytes(harness) == du(path), "the gauge says what du says")
+        lose(path)
+        wait_until(lambda: file_bytes(harness) == 0, "the gauge says that it is gone")
+        store_all(harness, 8, start=8)
+        load_all(harness, 16)
+        wait_until(lambda: bool(caplog.messages), "it is said")
+    [message] = caplog.messages
+    assert message.startswith(f"{path} {what}")
+    assert "lost when it ends" in message
+    assert "Restart the engine" in message
+
+
+def test_a_slab_that_is_put_back_is_counted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 0.02)
+    path, aside = tmp_path / "kv.slab", tmp_path / "aside"
+    with disk_harness(path) as harness:
+        path.rename(aside)
+        wait_until(lambda: file_bytes(harness) == 0, "it is gone")
+        aside.rename(path)
+        wait_until(lambda: file_bytes(harness) == du(path), "it is back")
 
 
 def test_a_slab_that_is_deleted_is_used_to_the_end(tmp_path: Path) -> None:

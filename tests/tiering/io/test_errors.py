@@ -30,8 +30,10 @@ def test_each_kind_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         log.note(errno.EIO, is_write=False)
         log.take()
     first, second = caplog.messages
-    assert first.startswith("/a/path: a write has failed: Read-only file system (EROFS). ")
-    assert second.startswith("/a/path: a read has failed: Input/output error (EIO). ")
+    assert first.startswith("/a/path: a write has failed: Read-only file system (EROFS): see why ")
+    assert second.startswith(
+        "/a/path: a read has failed: Input/output error (EIO): look at the disk"
+    )
 
 
 def test_no_error_is_lost_between_threads() -> None:

@@ -93,6 +93,15 @@ class SlabFile:
     def sync(self) -> None:
         os.fdatasync(self.fd)
 
+    def is_at_its_path(self) -> bool:
+        """Whether this very file is still found under its path. Also if that cannot be said."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+
     # --- space ---------------------------------------------------------------------------------
 
     @property

@@ -59,7 +59,8 @@ class IndexKeeper:
         self._obeyed: bytes | None = None
         """The last request to clear that was obeyed, though maybe not written down."""
         self.allocated_bytes = slab.file.allocated_bytes
-        """What `du` says of the file, a second ago at most."""
+        """What `du` says of the path, a second ago at most: 0 if the file is not there any more."""
+        self._is_there = True
         self._thread = threading.Thread(target=self._run, name="kvtier-disk-index", daemon=True)
         self._thread.start()
 
@@ -133,7 +134,10 @@ class IndexKeeper:
 
     def _look_after_the_file(self) -> None:
         file = self._slab.file
-        self.allocated_bytes = file.allocated_bytes
+        was_there, self._is_there = self._is_there, file.is_at_its_path()
+        self.allocated_bytes = file.allocated_bytes if self._is_there else 0
+        if was_there and not self._is_there:
+            self._warn_that_it_is_gone()
         self._slab.keep_clock(self._now())
         request_id = read_clear_request(file)
         if request_id not in (None, self._slab.superblock.last_clear, self._obeyed):
@@ -142,6 +146,22 @@ class IndexKeeper:
             self._on_clear()
             self._cut(self._now(), last_clear=request_id)
             logger.info("%s: cleared by request", file.path)
+
+    def _warn_that_it_is_gone(self) -> None:
+        path = self._slab.file.path
+        what = "was removed"
+        if not path.parent.exists():
+            what = f"was removed, with its directory {path.parent}"
+        elif path.exists():
+            what = "was replaced by another file"
+        logger.warning(
+            "%s %s while this engine has it open: the engine goes on storing and loading blocks in "
+            "the file it has, but they are lost when it ends, and its %d bytes are free only then. "
+            "Restart the engine to have its blocks kept",
+            path,
+            what,
+            self._slab.file.allocated_bytes,
+        )
 
     def _cut(self, seq: int, **changes: bytes) -> None:
         self._slab.save_superblock(cut=max(seq, self._wanted_cut), **changes)

@@ -34,7 +34,7 @@ FORGOTTEN = f"{PREFIX}_forgotten_blocks"
 _GAUGES = {
     RESIDENT: "Blocks in the disk tier, those being written included.",
     CAPACITY: "Blocks that the disk tier can hold.",
-    FILE_BYTES: "Bytes that the slab file takes on its disk, as du says.",
+    FILE_BYTES: "Bytes that the slab file takes on its disk, as du says; 0 if it was removed.",
     QUEUED: "Blocks that are waiting to be written, or being written.",
 }
 _COUNTERS = {

@@ -136,7 +136,7 @@ def _open(
     if not may_be_foreign and (refusal := foreign_refusal(file)) is not None:
         raise refusal
     _lock(file)
-    if not file.path.exists() or not file.path.samefile(f"/proc/self/fd/{file.fd}"):
+    if not file.is_at_its_path():
         raise SlabRefused(f"{file.path} was replaced while it was opened: start the engine again")
     stored = _superblock_or_new(file, payload_bytes, max_bytes)
     holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())

@@ -26,6 +26,20 @@ _NAMED_ERRORS = (
 )
 _OTHER = "other"
 
+_REMEDIES = {
+    "EIO": "look at the disk (dmesg)",
+    "ENOSPC": "make room on its file system",
+    "EDQUOT": "make room, or raise the quota of the engine's user",
+    "EROFS": "see why its file system is read-only (dmesg), mount it for writing, and restart the "
+    "engine",
+    "EMFILE": "let this process have more files open (ulimit -n)",
+    "EACCES": "let the engine's user read and write there",
+    "ENODATA": "something has cut a file off: see what does, and restart the engine",
+    "ENOENT": "see what removes files there",
+    "ESTALE": "see whether the server of its file system is up",
+    "ETIMEDOUT": "see whether the server of its file system is up",
+}
+
 
 def error_counter(prefix: str, kind: str) -> str:
     """The counter of errors of this kind, by the name of the error number. `prefix`: that of the
@@ -61,12 +75,13 @@ class ErrorLog:
             self._told.add(error)
         if is_first:
             logger.warning(
-                "%s: a %s has failed: %s (%s). The engine computes such blocks itself; the tier "
-                "is tried again. This is said once for each kind of error",
+                "%s: a %s has failed: %s (%s): %s. Until then such blocks are computed, and the "
+                "tier is tried again. This is said once for each kind of error",
                 self._where,
                 "write" if is_write else "read",
                 os.strerror(error),
                 kind,
+                _REMEDIES.get(kind, "mend that, or give another path"),
             )
 
     def take(self) -> Counter[str]:
