@@ -68,6 +68,11 @@ def _sparse(path: Path) -> None:
     os.truncate(path, geometry.file_bytes)
 
 
+def _sparse_and_cut_off(path: Path) -> None:
+    _sparse(path)
+    os.truncate(path, path.stat().st_size - (256 << 20))
+
+
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -86,6 +91,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "damaged": (_damage_both_superblocks, "both copies of the superblock"),
     "newer": (_newer_version, "version 2; this kvtier reads 1. Use the kvtier that wrote it"),
     "sparse": (_sparse, "has a hole where its index should be"),
+    "sparse and cut off": (_sparse_and_cut_off, "it was cut off; remove it"),
     "impossible": (_impossible, "it was cut off; remove it"),
 }
 

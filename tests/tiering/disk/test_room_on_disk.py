@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,9 +109,14 @@ def sparse_slab(path: Path) -> None:
     path.chmod(0o600)
 
 
-def test_a_slab_that_is_one_large_hole_costs_an_engine_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_slab_that_is_one_large_hole_costs_an_engine_no_memory(
+    tmp_path: Path, is_cut_off: bool
+) -> None:
     path = tmp_path / "kv.slab"
     sparse_slab(path)
+    if is_cut_off:
+        os.truncate(path, path.stat().st_size * 9 // 10)
     tracemalloc.start()
     try:
         with disk_harness(path, 8) as harness:

@@ -226,12 +226,13 @@ class SlabReader:
     def _read_table(self, superblock: Superblock) -> IndexTable:
         geometry = superblock.geometry
         start, length = geometry.index_offset, geometry.num_index_pages * PAGE_BYTES
-        if length > self.file.size:
+        is_cut_off = self.file.size < geometry.file_bytes
+        if is_cut_off and length > min(self.file.size, self.file.allocated_bytes):
             raise SlabUnreadable(
                 f"{self.file.path} has {self.file.size} bytes and should have "
                 f"{geometry.file_bytes}: it was cut off; remove it, or let an engine mend it"
             )
-        if not has_index(self.file, geometry):
+        if not is_cut_off and not has_index(self.file, geometry):
             raise SlabUnreadable(
                 f"{self.file.path} has a hole where its index should be, for {geometry.num_slots} "
                 "slots: it was damaged, or is no engine's; remove it, or let an engine mend it"

@@ -154,7 +154,9 @@ def _open(
             payload_bytes,
         )
         superblock = format_slab(file, wanted, superblock)
-    elif wanted != superblock.geometry and not has_index(file, superblock.geometry):
+    elif (
+        wanted != stored.geometry and superblock is stored and not has_index(file, stored.geometry)
+    ):
         logger.warning(
             "%s has a hole where its index should be, for %d slots: it is emptied",
             file.path,

@@ -71,11 +71,13 @@ def mend_copies(file: SlabFile, superblock: Superblock) -> None:
 
 
 def slots_in_file(file: SlabFile, superblock: Superblock) -> int:
-    """How many slots there are, in a file that may have been cut off."""
+    """How many slots there are, in a file that may have been cut off: no more than there is room
+    for in what it takes on its disk, because each costs memory."""
     geometry = superblock.geometry
     if file.size >= geometry.file_bytes:
         return geometry.num_slots
-    return min(geometry.num_slots, max(0, file.size - SLOTS_OFFSET) // geometry.slot_bytes)
+    length = min(file.size, file.allocated_bytes)
+    return min(geometry.num_slots, max(0, length - SLOTS_OFFSET) // geometry.slot_bytes)
 
 
 def within_file(file: SlabFile, superblock: Superblock) -> Superblock:
@@ -93,8 +95,9 @@ def within_file(file: SlabFile, superblock: Superblock) -> Superblock:
 
 
 def has_index(file: SlabFile, geometry: Geometry) -> bool:
-    """Whether most of the index is really in the file. To read one takes memory for every slot, and
-    a superblock in a file that is one large hole may claim any number of them."""
+    """Whether most of the index is really in the file, which was not cut off. To read one takes
+    memory for every slot, and the superblock of a file that is one large hole may claim any number
+    of them."""
     length = geometry.file_bytes - geometry.index_offset
     return file.data_bytes(geometry.index_offset, geometry.file_bytes) * 2 >= length
 
