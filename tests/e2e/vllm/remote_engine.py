@@ -73,6 +73,10 @@ class RemoteEngine:
         """Step until nothing is under way any more, in particular no store."""
         self.process.ask("settle")
 
+    def rest(self) -> None:
+        """Step for as long as vLLM says that it has work: pause, sleep and drain wait for that."""
+        self.process.ask("rest")
+
     def answer(self, name: str) -> Answer:
         return Answer(**self.process.ask("answer", name))
 

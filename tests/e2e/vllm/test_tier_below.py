@@ -60,3 +60,21 @@ def test_what_host_memory_has_no_room_for_comes_back_from_a_tier(
     assert figures["tier_0_example_pinned_blocks"] == 0
     assert figures["tier_0_example_breaker_state"] == 0
     assert figures["example_resident_blocks"] == 4 * stored
+
+
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_vllm_rests_though_a_tier_takes_its_time_for_stores(vllm: VLLM, subject: Subject) -> None:
+    tier = TIER | {"latency_ms": 3_600_000, "store_timeout_ms": 3_600_000}
+    options = {
+        "cpu_bytes_to_use": 256 * subject.slot_bytes(),
+        "secondary_tiers": [tier],
+        "shutdown_timeout_ms": 100,
+    }
+    with RemoteEngine(vllm, subject.path, options, device_blocks=512, max_model_len=2048) as engine:
+        engine.add("request", PROMPTS[0])
+        engine.run()
+        engine.rest()
+        figures = engine.figures()
+        engine.kill()  # the tier would end in an hour
+    assert figures["tier_0_example_pinned_blocks"] > 0
+    assert figures.get("tier_0_example_stored_blocks", 0) == 0

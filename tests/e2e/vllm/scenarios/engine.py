@@ -51,6 +51,10 @@ class Engine:
     def settle(self) -> None:
         self._engine.settle()
 
+    def rest(self) -> None:
+        while self._engine._scheduler.has_requests():
+            self._engine.step()
+
     def answer(self, name: str) -> Answer:
         return self._engine.answer(name)
 
