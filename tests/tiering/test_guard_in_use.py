@@ -350,10 +350,17 @@ def test_what_is_configured_is_not_doubted(configured: float) -> None:
     assert [job.keys for job in rig.tiers[0].loads()] == [prompt]
 
 
-def test_before_it_has_learnt_everything_is_loaded() -> None:
-    engine = GuardedEngine(block_s=1.0)
+def test_before_it_is_known_what_computing_takes_quick_loads_are_made() -> None:
+    engine = GuardedEngine(block_s=0.005)
     engine.learn_disk()
     assert engine.loads_again(SHORT)
+
+
+def test_before_it_is_known_what_computing_takes_some_slow_loads_are_not_made() -> None:
+    """Computing is what shows it. An engine that never tells gets what there is all the same."""
+    engine = GuardedEngine(block_s=0.02)
+    engine.learn_disk()
+    assert [engine.loads_again(SHORT) for _ in range(10)] == [False] * 8 + [True] * 2
 
 
 def test_the_latency_of_a_disk_counts_most_for_short_prompts() -> None:

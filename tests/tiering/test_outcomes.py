@@ -68,3 +68,40 @@ def test_a_burst_for_a_tier_that_nobody_has_loaded_from_yet_is_stored() -> None:
     while not all(key in engine.tiers[0].kept for prompt in burst for key in prompt):
         assert engine.clock.now < engine.start + 60
         engine.step()
+
+
+def storm(engine: VirtualEngine, after_s: float = 0.0) -> float:
+    """Sixteen requests at once whose prompts the tier has; their mean time to first token."""
+    engine.serve([(after_s, [*prompt, *tail]) for prompt, tail in zip(WARM, TAILS, strict=True)])
+    return mean_ttft(engine.answered)
+
+
+*WARM, _ = prompts(17, 100)
+TAILS = [[prompt[-1]] for prompt in prompts(33, 2)[17:]]
+KEPT = [key for prompt in WARM for key in prompt]
+
+
+@pytest.mark.parametrize("bytes_per_s", [50e6, 500e6, QUICK])
+def test_after_a_restart_an_engine_goes_by_what_was_learnt_before(bytes_per_s: float) -> None:
+    """Requests are at the door when it starts."""
+    before = VirtualEngine(bytes_per_s)
+    before.serve(zipf_prompts(60, per_s=1.0))
+    before.manager.shutdown()
+    assert before.tiers[0].note is not None
+    after = storm(VirtualEngine(bytes_per_s, kept=KEPT, note=before.tiers[0].note))
+    alone = storm(VirtualEngine(None))
+    assert after < (0.9 if bytes_per_s == QUICK else 1.03) * alone
+
+
+@pytest.mark.parametrize("bytes_per_s", [50e6, 500e6, QUICK])
+def test_a_warm_tier_is_measured_before_the_first_request(bytes_per_s: float) -> None:
+    """Nothing was kept of what was learnt. The first request comes some seconds after the start."""
+    after = storm(VirtualEngine(bytes_per_s, kept=KEPT), after_s=5.0)
+    alone = storm(VirtualEngine(None), after_s=5.0)
+    assert after < (0.9 if bytes_per_s == QUICK else 1.03) * alone
+
+
+@pytest.mark.parametrize("bytes_per_s", [50e6, 500e6, QUICK])
+def test_requests_hardly_wait_for_a_tier_that_is_just_being_measured(bytes_per_s: float) -> None:
+    after, alone = storm(VirtualEngine(bytes_per_s, kept=KEPT)), storm(VirtualEngine(None))
+    assert after < 0.9 * alone if bytes_per_s == QUICK else after < alone + 0.3

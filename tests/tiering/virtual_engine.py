@@ -68,6 +68,7 @@ class PacedTier(SecondaryTierManager):
     ) -> None:
         super().__init__(**kwargs)
         self.kept: dict[OffloadKey, None] = {}
+        self.note: bytes | None = None
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self._loads: deque[TransferJob] = deque()
@@ -95,6 +96,15 @@ class PacedTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         pass
+
+    def known_keys(self, most: int) -> list[OffloadKey]:
+        return list(self.kept)[:most]
+
+    def keep_note(self, note: bytes) -> None:
+        self.note = note
+
+    def kept_note(self) -> bytes | None:
+        return self.note
 
     def _work(self) -> None:
         """Move the blocks that could be moved up to now."""
@@ -154,10 +164,12 @@ class VirtualEngine:
         host_blocks: int = 600,
         device_blocks: int = 200,
         tokens_per_s: float = 10_000,
-        tier_cls: type[PacedTier] = PacedTier,
+        kept: Iterable[OffloadKey] = (),
+        note: bytes | None = None,
         **settings: Any,
     ) -> None:
-        """`bytes_per_s`: of the tier, maybe by the time since the start; None: no tier."""
+        """`bytes_per_s`: of the tier, maybe by the time since the start; None: no tier. `kept`,
+        `note`: what an earlier engine has left in the tier."""
         self.clock = Clock()
         self.start = self.clock.now
         self.primary = CPUPrimaryTierOffloadingManager(
@@ -167,7 +179,7 @@ class VirtualEngine:
         self.tiers: list[PacedTier] = []
         if bytes_per_s is not None:
             self.tiers = [
-                tier_cls(
+                PacedTier(
                     self.clock,
                     self._since_the_start(bytes_per_s),
                     offloading_spec=PlainSpec(make_config()),
@@ -175,6 +187,8 @@ class VirtualEngine:
                     tier_type="paced",
                 )
             ]
+            self.tiers[0].kept.update(dict.fromkeys(kept))
+            self.tiers[0].note = note
         self.manager = TieringOffloadingManager(
             self.primary,
             self.tiers,

@@ -237,6 +237,22 @@ class SecondaryTierManager(ABC):
         """Every figure that `get_stats` may report."""
         return {}
 
+    def known_keys(self, most: int) -> Sequence[OffloadKey]:
+        """Some blocks that can be loaded, at most so many; () if there are none, or if it is not
+        known yet. Asked once, when the engine starts: a few are loaded, so that the engine knows
+        how quick the tier is before the first request comes."""
+        return ()
+
+    def keep_note(self, note: bytes) -> None:
+        """Keep this note of at most 1,024 bytes for the next engine with this storage, in place of
+        the one before. It says how quick the tier is. For tiers that outlive the process; writing
+        it is for a thread of the tier."""
+        return
+
+    def kept_note(self) -> bytes | None:
+        """The note that an earlier engine left. None: there is none. It need not be checked."""
+        return None
+
     def begin_epoch(self, fingerprint: bytes) -> None:
         """From now on, look up in another namespace: what was kept before is no longer valid for
         this engine. Answers found out, or being found out, for the old one must be forgotten. Jobs

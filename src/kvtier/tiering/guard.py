@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from math import inf
 
-from kvtier.tiering.prefill_line import PrefillLine
+from kvtier.tiering.prefill_line import CostLine, PrefillLine
 
 _MIN_SAMPLES = 8
 _DECAY = 0.95
 _STEPS_AROUND = 3
 
+_RECALLED_WEIGHT = 4.0
+"""What an earlier engine has measured counts as this many loads at most."""
 _FAR_OFF = 2.0
 """A load that takes this many times as long as expected, or as short, contradicts what is known."""
 
@@ -47,6 +49,8 @@ class PrefillRate:
         self._flat_rate = configured or None
         """Tokens in a second, wherever they are."""
         self._told = PrefillLine()
+        self._recalled: CostLine | None = None
+        """What an earlier engine has learnt."""
         self._samples: deque[float] = deque(maxlen=64)
         self._tokens_in_step = 0
         self._tokens_before = 0
@@ -55,26 +59,43 @@ class PrefillRate:
         self._last_step_end: float | None = None
 
     @property
+    def line(self) -> CostLine | None:
+        """What a token costs: as the engine tells, or else a flat rate, or else as an earlier
+        engine has learnt; None: not known."""
+        line = self._told.get()
+        if line is not None:
+            return line
+        if self._flat_rate is not None:
+            return CostLine(1 / self._flat_rate, 0.0, 0.0)
+        return self._recalled
+
+    def recall(self, line: CostLine) -> None:
+        """Go by what an earlier engine has learnt, until this one knows better."""
+        if self.may_learn and line.seconds_per_token(line.deepest) > 0:
+            self._recalled = line
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether it is learnt, and not configured."""
+        return self._heeds_engine
+
+    @property
     def is_known(self) -> bool:
         """Whether there is anything to go by."""
-        return self._flat_rate is not None or self._told.get() is not None
+        return self.line is not None
 
     @property
     def tokens_per_s(self) -> float | None:
         """The rate: where an engine tells, at the position of the last step; None: not known."""
-        line = self._told.get()
-        if line is None:
-            return self._flat_rate
-        seconds = line.seconds_per_token(self._told.last_position)
+        line = self.line
+        seconds = line.seconds_per_token(self._told.last_position) if line is not None else 0.0
         return 1 / seconds if seconds else None
 
     def seconds_for(self, num_tokens: int, mean_position: float) -> float:
         """How long computing takes, for tokens that are there on average. Only if it is known."""
-        line = self._told.get()
-        if line is not None:
-            return num_tokens * line.seconds_per_token(mean_position)
-        assert self._flat_rate is not None, "ask `is_known` first"
-        return num_tokens / self._flat_rate
+        line = self.line
+        assert line is not None, "ask `is_known` first"
+        return num_tokens * line.seconds_per_token(mean_position)
 
     @property
     def is_told(self) -> bool:
@@ -193,6 +214,26 @@ class TransferEstimate:
         self._doubt: tuple[bool, int, float] | None = None
         """The last job, if it was far from what was expected: whether it was slower, its blocks,
         and its seconds."""
+
+    @property
+    def sums(self) -> tuple[float, ...] | None:
+        """All that is known, for `recall`; None while nothing can be predicted."""
+        if self.predict(1) is None:
+            return None
+        return (self._weight, self._n, self._nn, self._t, self._nt)
+
+    def recall(self, sums: tuple[float, ...]) -> None:
+        """Go by what an earlier engine has measured, until this one knows better."""
+        weight = sums[0]
+        if weight > 0 and sums[1] > 0:
+            scale = min(1.0, _RECALLED_WEIGHT / weight)
+            self._weight, self._n, self._nn, self._t, self._nt = (scale * part for part in sums)
+            self.trust()
+
+    def trust(self) -> None:
+        """Go by what was measured, little as it may be."""
+        if self.num_samples or self._weight:
+            self.num_samples = max(self.num_samples, _MIN_SAMPLES)
 
     @property
     def is_in_doubt(self) -> bool:

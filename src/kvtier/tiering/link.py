@@ -115,6 +115,10 @@ class TierLink:
         self.exploration = Exploration(
             min(_LONGEST_EXPLORATION_S, settings.load_timeout_s * _EXPLORATION_SHARE)
         )
+        self.probes: set[int] = set()
+        """Jobs by which it is measured when the engine starts, while they are under way."""
+        self.probed_at = -inf
+        """When they began."""
         self.num_pinned = 0
         """Slots that its stores are reading."""
         self.num_loading = 0
@@ -451,6 +455,7 @@ class TierLink:
                 self._note_store_pace(job, seconds, now, lag)
         if is_promotion and job.wanters:
             self._num_given_back += len(moved)
+        self._probe_ended(job)
         if job.is_late:
             return
         timeout = self.settings.load_timeout_s if is_promotion else self.settings.store_timeout_s
@@ -481,6 +486,7 @@ class TierLink:
                     num_blocks = len(job.transfer.keys) + job.num_beside
                     self.estimate.note_late(num_blocks, now - job.submitted)
                     self.exploration.begin_anew()
+                    self._probe_ended(job)
                     yield job
                 else:
                     self._counters["late_stores"] += 1
@@ -560,6 +566,26 @@ class TierLink:
                 "reset: it is not used any more. Mend its begin_epoch.",
                 self.name,
             )
+
+    def is_probed_since(self, now: float, seconds: float) -> bool:
+        """Whether it has been measured for no longer than this."""
+        return now - self.probed_at <= seconds
+
+    def _probe_ended(self, job: Job) -> None:
+        """A job has ended, or is late: if it was the last one to measure the tier, that is done."""
+        if job.transfer.job_id in self.probes:
+            self.probes.remove(job.transfer.job_id)
+            if not self.probes:
+                self.estimate.trust()
+
+    def known_keys(self, most: int) -> Sequence[OffloadKey]:
+        """Some blocks that the tier says it has."""
+        none: Sequence[OffloadKey] = ()
+        keys = self.call("known_keys", self.tier.known_keys, most, default=none)
+        if not isinstance(keys, (list, tuple)) or not all(isinstance(key, bytes) for key in keys):
+            self.violated(f"known_keys answered {_shown(keys)}")
+            return none
+        return list(dict.fromkeys(keys[:most]))
 
     def may_explore(self, now: float) -> bool:
         """Whether to try a tier again that was found slower than computing. Now and then."""

@@ -16,6 +16,7 @@ from kvtier.base import (
     OffloadPolicy,
     PrefixLookup,
     PrepareStoreOutput,
+    ReqContext,
     RequestOffloadingContext,
     TierFilter,
 )
@@ -25,6 +26,7 @@ from kvtier.tiering.groups import Groups, GroupShape
 from kvtier.tiering.guard import PrefillRate
 from kvtier.tiering.health import TierSettings
 from kvtier.tiering.jobs import JobCount
+from kvtier.tiering.learnt import Learnt, read_note, write_note
 from kvtier.tiering.link import TierLink
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.promotions import Promotions
@@ -34,7 +36,7 @@ from kvtier.tiering.step import Step
 from kvtier.tiering.transfers import TransferFactory
 
 if TYPE_CHECKING:
-    from kvtier.base import OffloadKey, ReqContext, ScheduleEndContext
+    from kvtier.base import OffloadKey, ScheduleEndContext
     from kvtier.tiering.base import SecondaryTierManager
 
 __all__ = ["CPUPrimaryTierOffloadingManager", "GroupShape", "TieringOffloadingManager"]
@@ -47,6 +49,9 @@ _HIT_PENDING = LookupResult.HIT_PENDING
 
 _MIN_PINNED = 32
 """So many slots may be pinned by the stores of a tier, however small its share is."""
+_PROBED_BLOCKS = 9
+_NOTED_EVERY_S = 30.0
+"""How often tiers are given what was learnt, to keep it for the next start."""
 _STEPPED_FOR_S = 1.0
 """Jobs that nobody waits for keep the engine stepping for at most this long after it last brought
 work: a request that came or ended, or blocks from the device."""
@@ -136,6 +141,12 @@ class TieringOffloadingManager(OffloadingManager):
         self._get_block = primary_tier.get_block
         self._note_use = primary_tier.note_use
         self._counts_keys = primary_tier.counts_keys
+        self._fingerprint = self._transfers.fingerprint
+        """Of the time before any reset: that of the next engine."""
+        self._note_at = self._step.now + _NOTED_EVERY_S
+        if self._prefill.may_learn:
+            self._recall()
+            self._probe()
         if tiers and not self._prefill.is_known:
             logger.info(
                 "The prefill rate is %s: promotions are made whatever they take.",
@@ -146,6 +157,38 @@ class TieringOffloadingManager(OffloadingManager):
         num_blocks = self.primary_tier.num_blocks
         most = max(1, num_blocks - self.primary_tier.reserve)
         return min(most, max(int(settings.max_pinned_share * num_blocks), _MIN_PINNED))
+
+    # --- what was learnt ------------------------------------------------------------------------
+
+    def _recall(self) -> None:
+        """Go by what an earlier engine has learnt, until this one knows better."""
+        for link in self._links:
+            note = link.call("kept_note", link.tier.kept_note, default=None)
+            learnt = read_note(note, self._fingerprint)
+            if learnt.loads is not None:
+                link.estimate.recall(learnt.loads)
+            if learnt.prefill is not None:
+                self._prefill.recall(learnt.prefill)
+
+    def _probe(self) -> None:
+        """Measure tiers that have blocks and were not measured before. Host memory is empty."""
+        for link in self._links:
+            if link.estimate.sums is not None or not link.breaker.is_closed:
+                continue
+            keys = link.known_keys(_PROBED_BLOCKS)
+            if keys:
+                context = ReqContext(f"kvtier probes {link.name}")
+                request = self._announce(context)
+                self._promotions.probe(list(keys), link, request)
+                self.on_request_finished(context)
+
+    def _keep_what_was_learnt(self) -> None:
+        """Give every tier a note for the next engine. The tier writes it on a thread of its own."""
+        for link in self._links:
+            learnt = Learnt(link.estimate.sums, self._prefill.line)
+            if learnt != (None, None) and link.breaker.is_closed:
+                note = write_note(learnt, self._fingerprint)
+                link.call("keep_note", link.tier.keep_note, note, default=None)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -282,6 +325,9 @@ class TieringOffloadingManager(OffloadingManager):
             self._promotions.send()
         self._promotions.leases.end_expired(now)
         self._prefill.step_ended(now)
+        if now >= self._note_at and self._prefill.may_learn:
+            self._note_at = now + _NOTED_EVERY_S
+            self._keep_what_was_learnt()
         for link in self._links:
             if link.is_in_use:
                 if link.hears_of_steps:
@@ -497,6 +543,8 @@ class TieringOffloadingManager(OffloadingManager):
                 break
             self._begin_step()
             time.sleep(_SEND_PAUSE_S)
+        if self._prefill.may_learn:
+            self._keep_what_was_learnt()
         spent_s = time.monotonic() - start
         close_tiers(self.secondary_tiers, self._shutdown_timeout_s, spent_s)
         self.primary_tier.shutdown()

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from kvtier.tiering.transfers import TransferFactory
 
 
+_PROBE_SIZES = (1, 8)
+"""Blocks of the jobs that measure a tier when the engine starts: two sizes make a line."""
+_PROBE_PATIENCE_S = 0.25
+"""A tier that takes longer for these is not waited for."""
+_MOST_BLIND_S, _MOST_BLIND = 1.0, 8
+"""While it is not known what computing takes, this many requests compute what would take longer
+than this to load. Computing shows what it takes; loading never would."""
+
+
 class _Expected(NamedTuple):
     """Of blocks that are to be brought up."""
 
@@ -30,11 +39,6 @@ class _Expected(NamedTuple):
     num_tokens: int
     mean_position: float
     """Of these tokens. Means nothing while `compute_s` is not known."""
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether loading is not slower than computing, as far as is known."""
-        return self.load_s is None or self.compute_s is None or self.load_s <= self.compute_s
 
 
 class Promotions:
@@ -64,6 +68,8 @@ class Promotions:
         self._declined: list[tuple[TierLink, list[OffloadKey], TierRequest]] = []
         """What was found to be too slow in this step."""
         self._trials = Trials()
+        self._num_blind = 0
+        """Requests that computed before it was known what that takes."""
         self.num_trials = 0
         """Requests that were let compute what is thought to be loaded more quickly."""
         self.num_given_up = 0
@@ -97,11 +103,22 @@ class Promotions:
         for link, found, request in declined:
             if not link.may_explore(now) or request.is_withdrawn or not link.lets(request, now):
                 continue
+            if link.probes:
+                continue
             num_explored = link.exploration.num_blocks(len(found), link.estimate)
             keys = [key for key in found[:num_explored] if not self._primary.has(key)]
             if keys:
                 link.explored(now)
                 self._bring_up(keys, link, request, is_awaited=False)
+
+    def probe(self, keys: list[OffloadKey], link: TierLink, request: TierRequest) -> None:
+        """Measure a tier with blocks that nobody waits for."""
+        start = 0
+        link.probed_at = self._step.now
+        for size in _PROBE_SIZES:
+            if self._bring_up(keys[start : start + size], link, request, is_awaited=False):
+                link.probes.add(self._transfers.last_id)
+            start += size
 
     def declines(self, group: bytes, request: TierRequest) -> bool:
         """Whether what a request has found below, having looked up its whole prompt, would not be
@@ -116,7 +133,7 @@ class Promotions:
         if first is None or not first.lets(request, now):
             return False
         keys = [key for key, link in wanted.items() if link is first]
-        if self._expect(keys, first, request).is_worth_it:
+        if self._is_worth_it(self._expect(keys, first, request), first):
             return False
         self._decline(keys, first, request)
         self.wanting.pop(request, None)
@@ -129,6 +146,16 @@ class Promotions:
         _count_declined(keys, link)
         self._declined.append((link, keys, request))
         request.decline(link)
+
+    def _is_worth_it(self, expected: _Expected, link: TierLink) -> bool:
+        """Whether loading is not slower than computing, as far as is known."""
+        load_s, compute_s = expected.load_s, expected.compute_s
+        if load_s is None:
+            return not link.probes or link.is_probed_since(self._step.now, _PROBE_PATIENCE_S)
+        if compute_s is not None:
+            return load_s <= compute_s
+        may_learn = self._prefill.may_learn and expected.num_tokens > 0
+        return load_s <= _MOST_BLIND_S or not may_learn or self._num_blind >= _MOST_BLIND
 
     def _is_trial_due(self, expected: _Expected) -> bool:
         load_s, compute_s, num_tokens, mean_position = expected
@@ -172,12 +199,15 @@ class Promotions:
         if not link.lets(request, now):
             return False
         expected = self._expect(keys, link, request)
-        if not expected.is_worth_it:
+        if not self._is_worth_it(expected, link):
+            self._num_blind += expected.load_s is not None and expected.compute_s is None
             self._decline(keys, link, request)
             return False
         if self._is_trial_due(expected):
             self._try_computing(keys, link, request)
             return False
+        if link.probes:
+            return False  # how quick the tier is, is known in a moment: it waits for that
         num_sent = self._bring_up(keys, link, request, is_awaited=True)
         link.count("hit_blocks", num_sent)
         if num_sent and expected.load_s is not None:

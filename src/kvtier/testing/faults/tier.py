@@ -244,6 +244,15 @@ class FaultyTier(SecondaryTierManager):
 
     # --- the tier's own, without faults --------------------------------------------------------
 
+    def known_keys(self, most: int) -> Sequence[OffloadKey]:
+        return self.tier.known_keys(most)
+
+    def keep_note(self, note: bytes) -> None:
+        self.tier.keep_note(note)
+
+    def kept_note(self) -> bytes | None:
+        return self.tier.kept_note()
+
     @property
     def medium(self) -> Medium | None:  # type: ignore[override]
         return self.tier.medium

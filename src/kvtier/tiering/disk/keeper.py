@@ -53,6 +53,8 @@ class IndexKeeper:
         self._uses: deque[tuple[int, Collection[OffloadKey]]] = deque(maxlen=_MAX_USES)
         self._former: deque[tuple[CachePolicy, dict[OffloadKey, SlabBlock]]] = deque()
         self._wanted_cut = slab.superblock.cut
+        self._note: bytes | None = None
+        """A note that is to be written."""
         self._wake = threading.Event()
         self._stopping = False
         self._resting_until = 0.0
@@ -75,6 +77,10 @@ class IndexKeeper:
         """What was stored before this sequence number must never be found again."""
         self._wanted_cut = seq
         self._wake.set()
+
+    def keep_note(self, note: bytes) -> None:
+        """Write this down for the next engine, within a second."""
+        self._note = note
 
     def destroy(self, policy: CachePolicy, blocks: dict[OffloadKey, SlabBlock]) -> None:
         """Let go of blocks that nobody needs any more, and of their order."""
@@ -139,6 +145,9 @@ class IndexKeeper:
         if was_there and not self._is_there:
             self._warn_that_it_is_gone()
         self._slab.keep_clock(self._now())
+        note, self._note = self._note, None
+        if note is not None:
+            self._slab.save_note(note)
         request_id = read_clear_request(file)
         if request_id not in (None, self._slab.superblock.last_clear, self._obeyed):
             self._obeyed = request_id

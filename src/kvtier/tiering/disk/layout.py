@@ -1,7 +1,7 @@
 """The slab file's format: where everything lies, and the pages that describe it.
 
     page 0, 1   superblock, two copies
-    page 2      who has the file open
+    page 2      who has the file open, and a note for the next one to open it
     page 3      a request to forget everything, written by `kvtier store clear`
     then        equal slots: a header page, and the payload
     at the end  the index: a table with one entry per slot
@@ -33,6 +33,7 @@ __all__ = [
     "SlotStamp",
     "Superblock",
     "decode_clear_request",
+    "decode_note",
     "encode_clear_request",
     "encode_stamp",
     "has_stamp",
@@ -64,6 +65,11 @@ _SUPERBLOCK = struct.Struct("<8sHxxxxxx16sQQQQQQ16sQ")
 _CLEAR = struct.Struct("<8s16s")
 _TEXT = struct.Struct("<8sI")
 _STAMP = struct.Struct("<16sQQ")
+# At the end of the holder's page, which a holder with a long name may need all of.
+_NOTE = struct.Struct("<4sI")
+_NOTE_MAGIC = b"NOTE"
+_MOST_NOTE = 1024
+_NOTE_AT = BODY_BYTES - _NOTE.size - _MOST_NOTE
 STAMP_AT = seal.SEAL_BYTES
 _STAMP_END = STAMP_AT + _STAMP.size
 _PADDING = bytes(BODY_BYTES - _STAMP_END)
@@ -224,10 +230,14 @@ class Holder:
     host: str
     since_ns: int
 
-    def encode(self) -> bytes:
+    def encode(self, note: bytes = b"") -> bytes:
+        """The page. `note`: see `decode_note`; left out where there is no room for it."""
         names = self.engine_id[:_MOST_NAME], self.host[:_MOST_NAME]
         text = json.dumps([names[0], self.pid, names[1], self.since_ns]).encode()
-        return _page_of(_TEXT.pack(_HOLDER_MAGIC, len(text)) + text)
+        body = _TEXT.pack(_HOLDER_MAGIC, len(text)) + text
+        if note and len(note) <= _MOST_NOTE and len(body) <= _NOTE_AT:
+            body = body.ljust(_NOTE_AT, b"\0") + _NOTE.pack(_NOTE_MAGIC, len(note)) + note
+        return _page_of(body)
 
     @classmethod
     def decode(cls, page: Buffer) -> Holder:
@@ -250,6 +260,15 @@ class Holder:
         if not fields_fit:
             raise SlabFormatError("the record of a holder makes no sense")
         return cls(engine_id, pid, host, since_ns)
+
+
+def decode_note(page: Buffer) -> bytes:
+    """What the orchestrator has learnt of this slab, in the holder's page; b"": nothing."""
+    if not is_intact(page) or page[: len(_HOLDER_MAGIC)] != _HOLDER_MAGIC:
+        return b""
+    magic, length = _NOTE.unpack_from(page, _NOTE_AT)
+    start = _NOTE_AT + _NOTE.size
+    return bytes(page[start : start + min(length, _MOST_NOTE)]) if magic == _NOTE_MAGIC else b""
 
 
 def encode_clear_request(request_id: bytes) -> bytes:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier.base import (
@@ -183,6 +183,15 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._residents.on_request_finished(req_context)
+
+    def known_keys(self, most: int) -> Sequence[OffloadKey]:
+        return list(islice(self._residents.readable, most))
+
+    def keep_note(self, note: bytes) -> None:
+        self._keeper.keep_note(note)
+
+    def kept_note(self) -> bytes | None:
+        return self._slab.note or None
 
     def begin_epoch(self, fingerprint: bytes) -> None:
         """Blocks from before are gone at once for this engine, and a moment later, when that stands

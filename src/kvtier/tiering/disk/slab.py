@@ -32,6 +32,7 @@ from kvtier.tiering.disk.superblocks import (
     mend_copies,
     read_clear_request,
     read_holder,
+    read_note,
     read_superblock,
     slots_in_file,
     within_file,
@@ -55,10 +56,20 @@ class Slab:
     opens and closes the slab.
     """
 
-    def __init__(self, file: SlabFile, superblock: Superblock, index: IndexTable) -> None:
+    def __init__(
+        self,
+        file: SlabFile,
+        superblock: Superblock,
+        index: IndexTable,
+        holder: Holder,
+        note: bytes,
+    ) -> None:
         self.file = file
         self.superblock = superblock
         self.index = index
+        self.note = note
+        """What an earlier engine has left for this one."""
+        self._holder = holder
 
     @property
     def geometry(self) -> Geometry:
@@ -80,6 +91,10 @@ class Slab:
         changed = replace(self.superblock, **changes, revision=self.superblock.revision + 1)
         write_superblock(self.file, changed)
         self.superblock = changed
+
+    def save_note(self, note: bytes) -> None:
+        """Leave a note for the next engine."""
+        self.file.write(HOLDER_OFFSET, self._holder.encode(note))
 
     def close(self) -> None:
         """Let others have it. What is not in the file yet is lost."""
@@ -140,7 +155,8 @@ def _open(
         raise SlabRefused(f"{file.path} was replaced while it was opened: start the engine again")
     stored = _superblock_or_new(file, payload_bytes, max_bytes)
     holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())
-    file.write(HOLDER_OFFSET, holder.encode())
+    note = read_note(file)
+    file.write(HOLDER_OFFSET, holder.encode(note))
     superblock = within_file(file, stored)
     if superblock is not stored and max_bytes is None:
         superblock = replace(superblock, max_bytes=0)  # it is smaller now than was asked for
@@ -182,7 +198,7 @@ def _open(
     write_superblock(file, superblock)
     if file.size != wanted.file_bytes:
         file.truncate(wanted.file_bytes)
-    return Slab(file, superblock, index)
+    return Slab(file, superblock, index, holder, note)
 
 
 def _make_room(

@@ -18,6 +18,7 @@ from kvtier.tiering.disk.layout import (
     SlabVersionError,
     Superblock,
     decode_clear_request,
+    decode_note,
 )
 from kvtier.tiering.io.page import PAGE_BYTES
 
@@ -26,6 +27,7 @@ __all__ = [
     "mend_copies",
     "read_clear_request",
     "read_holder",
+    "read_note",
     "read_superblock",
     "slots_in_file",
     "within_file",
@@ -108,6 +110,14 @@ def read_holder(file: SlabFile) -> Holder | None:
         return Holder.decode(file.read(HOLDER_OFFSET, PAGE_BYTES))
     except SlabFormatError:
         return None
+
+
+def read_note(file: SlabFile) -> bytes:
+    """The note that whoever had the slab open before has left; b"": none."""
+    try:
+        return decode_note(file.read(HOLDER_OFFSET, PAGE_BYTES))
+    except OSError:
+        return b""
 
 
 def read_clear_request(file: SlabFile) -> bytes | None:
