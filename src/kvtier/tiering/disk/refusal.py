@@ -24,6 +24,7 @@ def refusal_for(path: Path, error: OSError) -> SlabRefused:
         "make files beside it",
         errno.EPERM: "see whether the file is immutable (lsattr), or forbidden by the container",
         errno.EROFS: "mount its file system for writing, or give another path",
+        errno.ENOENT: "make its directory, or mount the disk first",
         errno.EISDIR: "give the path of a file",
         errno.EMFILE: "let this process have more files open (ulimit -n)",
         errno.ENFILE: "let the system have more files open (sysctl fs.file-max)",

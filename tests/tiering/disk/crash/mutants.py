@@ -129,6 +129,12 @@ def the_clock_stands_still() -> None:
     plant(slab_module, _CLOCK_STEP=0)
 
 
+@_mutant(9, point="index after", power_cut="lost superblock", row_rate=0.6)
+def a_slab_made_anew_begins_with_its_first_revision() -> None:
+    real = making_module.format_slab
+    plant(slab_module, format_slab=lambda file, geometry, former: real(file, geometry))
+
+
 # --- what is kept -------------------------------------------------------------------------------
 
 

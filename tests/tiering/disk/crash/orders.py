@@ -48,3 +48,5 @@ class Bias:
     point: str | None = None
     power_cut: str | None = None
     epoch_rate: float | None = None
+    row_rate: float | None = None
+    """How often the size of blocks changes."""

@@ -108,7 +108,7 @@ class Saga:
             self._num_slots = max(1, int(self._num_slots * random.uniform(0.5, 0.95)))
         elif random.random() < 0.15:
             self._num_slots = max(1, int(self._num_slots * random.uniform(0.6, 1.7)))
-        if random.random() < 0.03:
+        if random.random() < (self._bias.row_rate or 0.03):
             self._orders = replace(self._orders, row_bytes=random.choice(_ROW_BYTES))
         if random.random() < 0.1:
             self._orders = replace(self._orders, namespace=random.choice(("ours", "theirs")))
