@@ -175,12 +175,18 @@ def _damaged(path: Path) -> None:
     flip(path, 4096 + 100)
 
 
+def _open_to_others(path: Path) -> None:
+    fill(path, [])
+    path.chmod(0o622)
+
+
 NO_SLABS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file of others": (lambda path: path.write_bytes(b"mine" * 4096), "is not a slab"),
     "an empty file": (lambda path: path.touch(), "is empty"),
     "a directory": (lambda path: path.mkdir(), "is not a regular file"),
     "a pipe": (os.mkfifo, "is not a regular file"),
     "a damaged slab": (_damaged, "both copies of the superblock"),
+    "a slab that others may write to": (_open_to_others, "may be written by others"),
     "a link to itself": (lambda path: path.symlink_to(path), "loop"),
     "a link to nowhere": (lambda path: path.symlink_to("/no/where/kv.slab"), "/no/where"),
 }
