@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
     from tests.e2e.vllm.processes import VLLM
@@ -42,6 +43,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep Hypothesis from trying numbers and texts that it finds in the source of loaded modules,
+    where examples are to be the same at every run: which are loaded depends on the tests before,
+    and any change anywhere in the source would draw other examples everywhere."""
+    if settings().derandomize and hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = providers.Constants  # type: ignore[attr-defined]
+
 
 SHARED_MEMORY = Path(os.environ.get("KVTIER_WATCHED_DIRECTORY", "/dev/shm"))
 PATIENCE_S = float(os.environ.get("KVTIER_WATCH_PATIENCE_S", "10"))
