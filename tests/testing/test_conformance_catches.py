@@ -27,6 +27,8 @@ from tests.testing.gated_tier import GatedTier
 Make = Callable[[OffloadingSpec, memoryview], SecondaryTierManager]
 
 CAPACITY = 6
+IMPATIENT_S = 0.4
+PATIENT_S = 20.0
 
 
 class Kit(TierConformance):
@@ -35,7 +37,7 @@ class Kit(TierConformance):
     call_limit_s: ClassVar[float] = 0.02
     settle_s: ClassVar[float] = 0.2
 
-    def __init__(self, make: Make, patience_s: float = 20.0) -> None:
+    def __init__(self, make: Make, patience_s: float = PATIENT_S) -> None:
         self._make = make
         self.patience_s = patience_s  # type: ignore[misc]
 
@@ -85,12 +87,7 @@ class Case(NamedTuple):
     words: str
     args: tuple[Any, ...] = ()
 
-    @property
-    def patience_s(self) -> float:
-        return IMPATIENT_S if self.words in HANGS else 20.0
 
-
-IMPATIENT_S = 0.4
 HANGS = frozenset(
     {
         "not reported within",
@@ -223,24 +220,33 @@ def complaint_of(kit: TierConformance, check: str, args: tuple[Any, ...] = ()) -
     return str(failed.value)
 
 
+def assert_caught(
+    kit: type[Kit], make: Make, check: str, words: str, args: tuple[Any, ...] = ()
+) -> None:
+    if words in HANGS and words in complaint_of(kit(make, IMPATIENT_S), check, args):
+        return
+    # Where there was little patience, a busy machine may have been late with something else.
+    assert words in complaint_of(kit(make, PATIENT_S), check, args)
+
+
 def name_of(case: Case) -> str:
     return "-".join([case.tier.__name__, case.check, *map(str, case.args)])
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
 def test_a_wrong_tier_is_caught(case: Case) -> None:
-    assert case.words in complaint_of(Kit(plain(case.tier), case.patience_s), case.check, case.args)
+    assert_caught(Kit, plain(case.tier), case.check, case.words, case.args)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=name_of)
 def test_a_wrong_tier_that_is_full_is_caught(case: Case) -> None:
-    assert case.words in complaint_of(SmallKit(small(case.tier), case.patience_s), case.check)
+    assert_caught(SmallKit, small(case.tier), case.check, case.words)
 
 
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_faulty_tier_is_caught(fault: str) -> None:
     make, check, words = FAULTY[fault]
-    assert words in complaint_of(Kit(make, IMPATIENT_S if words in HANGS else 20.0), check)
+    assert_caught(Kit, make, check, words)
 
 
 def test_a_tier_that_survives_a_restart_passes() -> None:
