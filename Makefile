@@ -11,7 +11,7 @@ VENV := .venv
 
 # Tests run in two processes: most use one core each. `tests/shares.py` says which gets what.
 # Of a process that has died, the rest is not run by another: the run has failed.
-SIDE_BY_SIDE := -n 2 --dist loadfile --max-worker-restart=0
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # Tests and benchmarks live in $(VENV) and reach stock vLLM through interpreters of other
 # environments: of the release named here, and of an older one for a smoke test.

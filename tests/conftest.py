@@ -87,6 +87,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
     return Shares(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest share first, or one process would have it left when the other has nothing."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.shares import is_with_vllm
+
+        items.sort(key=lambda item: not is_with_vllm(item.nodeid))
+
+
 def _lock_holders(path: Path) -> set[int]:
     """Processes that hold a lock on a region file, and so are using it."""
     inode = path.stat().st_ino
