@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,10 +32,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @pytest.fixture(scope="session")
 def _no_directories_of_killed_runs() -> None:
-    """A test run that was killed could not remove its directories. Nobody locks them any more."""
+    """A test run that was killed could not remove its directories. Nobody locks them any more.
+    Those of the last minute may be about to be locked by a run beside this one."""
     for directory in SHARED_MEMORY.glob("test-region-*"):
         with suppress(OSError), _locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            shutil.rmtree(directory)
+            if time.time() - directory.stat().st_mtime > 60:
+                shutil.rmtree(directory)
 
 
 @contextmanager
