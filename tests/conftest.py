@@ -57,7 +57,7 @@ SHARED_MEMORY = Path(os.environ.get("KVTIER_WATCHED_DIRECTORY", "/dev/shm"))
 PATIENCE_S = float(os.environ.get("KVTIER_WATCH_PATIENCE_S", "10"))
 """Where /dev/shm is shared, another run's killed processes leave files that it reclaims soon."""
 _LOCKS = Path("/proc/locks")
-_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
+_CLONE_NEWNS, _MS_REC, _MS_SLAVE = 0x20000, 0x4000, 1 << 19
 
 
 def _mount_own_shared_memory() -> bool:
@@ -69,7 +69,7 @@ def _mount_own_shared_memory() -> bool:
     libc = ctypes.CDLL(None)
     return bool(
         libc.unshare(_CLONE_NEWNS) == 0
-        and libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+        and libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None) == 0
         and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"mode=1777") == 0
     )
 
