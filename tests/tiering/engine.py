@@ -137,8 +137,11 @@ def _config(num_rows: int, namespace: str, **extra: Any) -> OffloadingConfig:
     )
 
 
-def engine_with(entry: Mapping[str, Any], *, num_rows: int, namespace: str) -> Engine:
-    """As a user's configuration makes it. `entry`: the tier's own keys."""
+def engine_with(
+    entry: Mapping[str, Any], *, num_rows: int, namespace: str, **options: Any
+) -> Engine:
+    """As a user's configuration makes it. `entry`: the tier's own keys; `options`: those beside
+    `secondary_tiers`."""
     tier = {
         "enable_kv_events": True,
         "max_pinned_share": 1,
@@ -146,7 +149,7 @@ def engine_with(entry: Mapping[str, Any], *, num_rows: int, namespace: str) -> E
         "lookup_timeout_ms": 1000 * PATIENCE_S,
         **entry,
     }
-    config = _config(num_rows, namespace, secondary_tiers=[tier])
+    config = _config(num_rows, namespace, secondary_tiers=[tier], **options)
     manager = TieringOffloadingSpec(config).get_manager()
     return Engine(manager, manager.secondary_tiers[0])
 

@@ -21,11 +21,14 @@ def configured_engine(
     num_rows: int = 16,
     num_blocks: int = 256,
     namespace: str = "weights",
+    prefill_tokens_per_s: float | None = 0,
     **keys: Any,
 ) -> Engine:
     """As a user's configuration makes it."""
     entry = {"type": "disk", "path": str(path), "max_bytes": bytes_for(num_blocks), **keys}
-    return engine_with(entry, num_rows=num_rows, namespace=namespace)
+    return engine_with(
+        entry, num_rows=num_rows, namespace=namespace, prefill_tokens_per_s=prefill_tokens_per_s
+    )
 
 
 def engine_with_faults(

@@ -31,6 +31,7 @@ from kvtier.tiering.disk.layout import (
     SlotStamp,
     Superblock,
     decode_clear_request,
+    decode_note,
     encode_clear_request,
     encode_stamp,
     has_stamp,
@@ -110,6 +111,28 @@ def test_a_holder_comes_back(holder: Holder) -> None:
     assert (found.pid, found.since_ns) == (holder.pid, holder.since_ns)
     if max(len(holder.engine_id), len(holder.host)) <= 64:
         assert found == holder
+
+
+@given(note=st.binary(max_size=1024), name=st.text(max_size=128))
+def test_a_note_comes_back_beside_the_holder(note: bytes, name: str) -> None:
+    holder = Holder(name, 4711, "host", 12345)
+    page = holder.encode(note)
+    assert Holder.decode(page) == holder
+    assert decode_note(page) == note
+    assert decode_note(holder.encode()) == b""
+
+
+def test_a_note_that_has_no_room_is_left_out() -> None:
+    holder = Holder("\N{GRINNING FACE}" * 128, 1, "\N{GRINNING FACE}" * 128, 1)
+    page = holder.encode(b"note")
+    assert Holder.decode(page) == holder
+    assert decode_note(page) == b""
+    assert decode_note(Holder("engine", 1, "host", 1).encode(bytes(1025))) == b""
+
+
+@given(page=st.binary(min_size=4096, max_size=4096))
+def test_random_bytes_are_no_note(page: bytes) -> None:
+    assert decode_note(page) == b""
 
 
 @given(request_id=ids)
