@@ -299,6 +299,13 @@ class WritesAgain(Example):
             self.rows[self._last_slot][0] = 1
 
 
+class NamesBlocksItDoesNotHave(Example):
+    """Says that it knows of any block."""
+
+    def known_keys(self, most: int) -> list[OffloadKey]:
+        return [OffloadKey(b"%036d" % number) for number in range(most)]
+
+
 class BeginsWhatItRefuses(Example):
     """Says that it has not begun a load, and has."""
 

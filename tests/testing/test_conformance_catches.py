@@ -108,6 +108,7 @@ PLAIN = [
     Case(broken.LeaksWhatIsThere, "storing_twice_keeps_the_block", "not reported within"),
     Case(broken.LeaksEmptyJobs, "a_job_without_blocks_is_reported", "(a store of 0 blocks) was"),
     Case(broken.RaisesForUnknownBlocks, "a_load_of_unknown_blocks_fails", "submit_load raised Key"),
+    Case(broken.NamesBlocksItDoesNotHave, "known_keys_can_be_loaded", "which are not here"),
     Case(broken.BeginsWhatItRefuses, "a_load_of_unknown_blocks_fails", "reported twice"),
     Case(broken.SaysAllArrived, "a_load_names_exactly_what_arrived", "was not written"),
     Case(broken.SaysAllArrived, "a_load_of_unknown_blocks_fails", "was not written"),

@@ -130,9 +130,12 @@ def test_a_note_that_has_no_room_is_left_out() -> None:
     assert decode_note(Holder("engine", 1, "host", 1).encode(bytes(1025))) == b""
 
 
-@given(page=st.binary(min_size=4096, max_size=4096))
-def test_random_bytes_are_no_note(page: bytes) -> None:
+@given(at=st.integers(0, PAGE_BYTES - 1), bit=st.integers(0, 7))
+def test_a_note_with_a_flipped_bit_is_none(at: int, bit: int) -> None:
+    page = bytearray(Holder("engine", 1, "host", 1).encode(b"note"))
+    page[at] ^= 1 << bit
     assert decode_note(page) == b""
+    assert decode_note(page[:at]) == b""
 
 
 @given(request_id=ids)

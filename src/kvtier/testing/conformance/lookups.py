@@ -48,6 +48,20 @@ class LookupChecks(ConformanceHooks):
                     f"lookup_batch answered {names[0]}, and lookup, key by key, {names[1]}",
                 )
 
+    def test_known_keys_can_be_loaded(self) -> None:
+        """Blocks that `known_keys` names are there, and are no more than were asked for."""
+        with self.harness() as harness:
+            present = harness.keys(self.fitting(6))
+            harness.wait_for(harness.store(present))
+            for most in (0, 2, 100):
+                named = harness.call("known_keys", most)
+                demand(
+                    isinstance(named, (list, tuple)) and len(named) <= most,
+                    f"known_keys({most}) answered {named!r}: give a list of at most {most} keys",
+                )
+                strange = set(named).difference(present)
+                demand(not strange, f"known_keys named {strange}, which are not here")
+
     def test_a_lookup_is_no_promise_and_no_obstacle(self) -> None:
         """A key that was a MISS is a HIT once it has been stored: an earlier answer is not kept
         past a store."""
