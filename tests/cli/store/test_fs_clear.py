@@ -15,6 +15,7 @@ import pytest
 from kvtier.cli import main
 from kvtier.testing import TierHarness
 from kvtier.tiering.fs import clearing
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.books import Books, Evicted
 from kvtier.tiering.fs.tree import count_blocks
 from tests.cli.store.engine_process import FsEngineProcess
@@ -38,7 +39,7 @@ def assert_tidy(root: Path) -> None:
     """The ledger says what is there, and nobody has a seat."""
     balance = balance_of(root)
     assert balance.total == du(root)
-    assert (balance.blocks, balance.num_blocks) == count_blocks(root / "blocks")
+    assert (balance.blocks, balance.num_blocks) == count_blocks(Below(root), root / "blocks")
     assert balance.accounts == {}
     assert os.listdir(root / "engines") == []
 

@@ -20,6 +20,7 @@ from tests.tiering.patience import wait_until
 __all__ = [
     "directory_for_everybody",
     "failing_calls",
+    "path_in",
     "somebody_else",
     "stopped_holder",
 ]
@@ -51,11 +52,12 @@ def somebody_else() -> Iterator[None]:
 @contextmanager
 def failing_calls(error: int, concerns: Callable[[object], bool], *names: str) -> Iterator[None]:
     """These functions of `os` fail for paths and descriptors that are concerned. For errors that
-    no file system here gives."""
+    no file system here gives. A name below a directory's descriptor is made a whole path."""
 
     def failing(call: Callable[..., Any]) -> Callable[..., Any]:
         def fail_or_call(target: object, *args: Any, **options: Any) -> Any:
-            if concerns(target):
+            fd = options.get("dir_fd", options.get("src_dir_fd"))
+            if concerns(target if fd is None else path_in(target, fd)):
                 raise OSError(error, os.strerror(error))
             return call(target, *args, **options)
 
@@ -69,6 +71,11 @@ def failing_calls(error: int, concerns: Callable[[object], bool], *names: str) -
     finally:
         for each in patches:
             each.stop()
+
+
+def path_in(name: object, dir_fd: int | None) -> str:
+    """The path of a name, which may be below an open directory."""
+    return str(name) if dir_fd is None else f"{os.readlink(f'/proc/self/fd/{dir_fd}')}/{name}"
 
 
 _HOLDER = """

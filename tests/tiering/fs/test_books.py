@@ -23,6 +23,7 @@ from kvtier.base import OffloadKey
 from kvtier.tiering.fs import books as books_module
 from kvtier.tiering.fs import names, tree
 from kvtier.tiering.fs import seat as seat_module
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.books import NAME_BYTES, Books, Evicted, Outcome, SeatLost, Written
 from kvtier.tiering.fs.ledger import Ledger, LedgerBusy, LedgerLost
 from kvtier.tiering.fs.names import block_path, key_of, namespace_path
@@ -57,7 +58,8 @@ def write_block(path: str, which: OffloadKey) -> int:
 
 
 def blocks_in(namespace: Path) -> list[BlockFile]:
-    return [block for shard in names.SHARDS for block in read_shard(namespace, shard)]
+    below = Below(namespace.parents[1])
+    return [block for shard in names.SHARDS for block in read_shard(below, namespace, shard)]
 
 
 def must_not_fail(error: OSError) -> None:
@@ -225,10 +227,10 @@ def engines(root: Path) -> Iterator[Callable[[], Engine]]:
 def assert_exact(root: Path, books: Books) -> None:
     """When nobody is in the middle of anything: what the ledger says is what is there."""
     balance = books.ledger.read()
-    num_bytes, count = count_blocks(root / "blocks")
+    num_bytes, count = count_blocks(Below(root), root / "blocks")
     for seat in (root / "engines").iterdir():
         if seat.is_dir():
-            more_bytes, more = count_blocks(seat / "blocks")
+            more_bytes, more = count_blocks(Below(root), seat / "blocks")
             num_bytes, count = num_bytes + more_bytes, count + more
     assert (balance.blocks, balance.num_blocks) == (num_bytes, count)
     assert du(root) <= balance.total
@@ -680,22 +682,14 @@ def test_a_block_that_may_be_just_being_published_stays(
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.EACCES, errno.EIO, errno.EBUSY])
 def test_a_block_that_cannot_be_moved_keeps_no_other_from_leaving(
-    root: Path, engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, error: int
+    root: Path, engines: Callable[[], Engine], error: int
 ) -> None:
     engine = engines()
     stored(engine, 1, 2, 3)
     bad, *others = blocks_in(engine.shared)
     seat = engine.books.seat
     errors: list[OSError] = []
-    real = os.rename
-
-    def fail(source: str, target: str) -> None:
-        if source == bad.path:
-            raise OSError(error, os.strerror(error), source)
-        real(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "rename", fail)
+    with failing_calls(error, lambda path: path == bad.path, "rename"):
         gone = engine.evict([bad, *others], on_error=errors.append)
     assert [each.block for each in gone] == others
     assert [each.errno for each in errors] == [error]
@@ -732,8 +726,8 @@ def test_a_move_that_was_made_though_it_failed_is_counted(
     errors: list[OSError] = []
     real = os.rename
 
-    def lose_the_answer(source: str, target: str) -> None:
-        real(source, target)
+    def lose_the_answer(source: str, target: str, **options: Any) -> None:
+        real(source, target, **options)
         raise OSError(errno.EIO, "it may have happened")
 
     with monkeypatch.context() as patched, suppress(OSError):

@@ -86,7 +86,11 @@ class Desk:
             return False
 
     def blocks(self) -> list[BlockFile]:
-        return [block for shard in SHARDS for block in read_shard(self.namespace, shard)]
+        return [
+            block
+            for shard in SHARDS
+            for block in read_shard(self.books.below, self.namespace, shard)
+        ]
 
     def news(self) -> list[tuple[set[OffloadKey], Change]]:
         news = self.clerk.news
@@ -98,7 +102,7 @@ class Desk:
 
         def is_exact() -> bool:
             balance = self.books.ledger.read()
-            there = count_blocks(self.books.blocks)
+            there = count_blocks(self.books.below, self.books.blocks)
             return balance.total == du(self.root) and there == (balance.blocks, balance.num_blocks)
 
         wait_until(is_exact, "the ledger says what du says")
@@ -300,7 +304,7 @@ def test_room_that_comes_back_when_the_seat_is_lost_is_not_waited_for(
 
     def link_and_vanish(source: str, target: str, **options: Any) -> None:
         link(source, target, **options)
-        os.unlink(source)
+        os.unlink(source, dir_fd=options["src_dir_fd"])
         desk.clerk.return_room(unused)
 
     with monkeypatch.context() as patched:

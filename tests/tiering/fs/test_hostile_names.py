@@ -24,6 +24,7 @@ from kvtier.config import (
 from kvtier.testing import TierHarness
 from kvtier.testing.sample_spec import SampleSpec
 from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from kvtier.tiering.fs.names import LONGEST_KEY
 from kvtier.tiering.fs.seat import other_seats
@@ -191,7 +192,7 @@ def test_hostile_names_of_models_and_engines(root: Path, what: str, name: str) -
         store_all(harness, keys)
         load_all(harness, keys)
         demand_private(root)
-        (occupant,) = [seat.occupant for seat in other_seats(root / "engines", None)]
+        (occupant,) = [seat.occupant for seat in other_seats(Below(root), root / "engines", None)]
         assert occupant is not None
         assert occupant.engine_id == names["engine_id"][:128]
     with named_harness(root, **names) as harness:

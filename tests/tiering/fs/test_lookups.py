@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.base import LookupResult, OffloadKey
 from kvtier.tiering.fs import lookups as module
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.lookups import Lookups
 from kvtier.tiering.fs.names import LONGEST_KEY, SHARDS, block_path
 from tests.tiering.patience import wait_until
@@ -37,7 +38,7 @@ class Space:
         for shard in SHARDS:
             (directory / shard).mkdir(parents=True)
         self.errors: list[OSError] = []
-        self.lookups = Lookups(self.path, self.errors.append)
+        self.lookups = Lookups(Below(directory.parent), self.path, self.errors.append)
         self.lookups.start()
 
     def add(self, *keys: OffloadKey) -> None:

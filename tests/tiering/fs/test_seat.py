@@ -8,13 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.base import OffloadKey
+from kvtier.tiering.fs.below import Below
+from kvtier.tiering.fs.names import block_path
 from kvtier.tiering.fs.seat import Occupant, Seat, SeatFile, other_seats, seat_files
 
 ME = Occupant.here("engine-1", "ab" * 16)
@@ -27,13 +30,13 @@ def engines(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def seat(engines: Path) -> Iterator[Seat]:
-    made = Seat(engines, ME)
+    made = Seat(Below(engines), engines, ME)
     yield made
     made.abandon()
 
 
 def living(engines: Path, own: Seat | None = None) -> dict[bytes, bool]:
-    return {seat.engine: not seat.is_dead for seat in other_seats(engines, own)}
+    return {seat.engine: not seat.is_dead for seat in other_seats(Below(engines), engines, own)}
 
 
 # --- who sits there ----------------------------------------------------------------------------
@@ -72,7 +75,7 @@ def test_fields_of_the_wrong_kind_are_nobodys(fields: list[object]) -> None:
 
 
 def test_others_see_who_sits_there(engines: Path, seat: Seat) -> None:
-    (seen,) = (other.occupant for other in other_seats(engines, None))
+    (seen,) = (other.occupant for other in other_seats(Below(engines), engines, None))
     assert seen == ME
     assert (ME.pid, ME.engine_id) == (os.getpid(), "engine-1")
 
@@ -89,7 +92,7 @@ def test_who_lives_is_alive_until_it_ends(engines: Path, seat: Seat) -> None:
 
 
 def test_ones_own_is_no_other(engines: Path, seat: Seat) -> None:
-    other = Seat(engines, ME)
+    other = Seat(Below(engines), engines, ME)
     assert living(engines, seat) == {other.engine: True}
     other.remove()
     assert living(engines, seat) == {}
@@ -97,15 +100,69 @@ def test_ones_own_is_no_other(engines: Path, seat: Seat) -> None:
 
 def test_a_seat_is_removed_without_a_trace(engines: Path, seat: Seat) -> None:
     Path(seat.incoming()).write_bytes(b"block")
-    (seat.blocks / "ab").mkdir(parents=True)
+    block = Path(block_path(str(seat.blocks / ("ab" * 16)), OffloadKey(b"key")))
+    block.parent.mkdir(parents=True)
+    block.write_bytes(b"block")
     seat.remove()
     assert not list(engines.iterdir())
+
+
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_what_an_engine_has_not_put_into_its_seat_stays(
+    engines: Path, seat: Seat, is_mine: bool
+) -> None:
+    outside = engines / "outside"
+    outside.mkdir()
+    (outside / "precious").touch()
+    namespace = seat.blocks / ("ab" * 16)
+    namespace.mkdir(parents=True)
+    (namespace / "07").symlink_to(outside)
+    (seat.blocks / ("cd" * 16)).symlink_to(outside)
+    (seat.directory / "w7").mkdir()
+    (seat.directory / "thesis.tex").touch()
+    Path(seat.incoming()).write_bytes(b"block")
+    if is_mine:
+        seat.remove()
+    else:
+        seat.abandon()
+        for other in other_seats(Below(engines), engines, None):
+            other.remove()
+    assert sorted(os.listdir(seat.directory)) == ["blocks", "thesis.tex", "w7"]
+    assert os.listdir(outside) == ["precious"]
+    assert not seat_files(Below(engines), seat.directory)
+
+
+def test_what_is_left_of_a_seat_and_is_not_ours_is_no_seat(engines: Path, seat: Seat) -> None:
+    (seat.directory / "thesis.tex").touch()
+    seat.remove()
+    assert living(engines) == {}
+
+
+NO_SEATS: dict[str, Callable[[Path], None]] = {
+    "a pipe that says that it lives": lambda path: os.mkfifo(f"{path}.alive"),
+    "a directory that says so": lambda path: os.mkdir(f"{path}.alive"),
+    "a link that says so": lambda path: os.symlink("/etc/passwd", f"{path}.alive"),
+    "a link to nothing": lambda path: os.symlink("/nowhere", f"{path}.alive"),
+    "a file as directory": lambda path: path.touch(),
+    "a link as directory": lambda path: path.symlink_to("/"),
+}
+
+
+@pytest.mark.parametrize("put", NO_SEATS.values(), ids=NO_SEATS)
+def test_what_has_the_name_of_a_seat_and_is_none_hides_no_other(
+    engines: Path, seat: Seat, put: Callable[[Path], None]
+) -> None:
+    for name in ("00" * 16, "ff" * 16):
+        put(engines / name)
+    before = sorted(os.listdir(engines))
+    assert living(engines) == {seat.engine: True}
+    assert sorted(os.listdir(engines)) == before
 
 
 def test_a_dead_seat_is_looked_at_by_one_at_a_time(engines: Path, seat: Seat) -> None:
     """Nobody else takes it for dead, meanwhile: whoever has it may be removing it."""
     seat.abandon()
-    for mine in other_seats(engines, None):
+    for mine in other_seats(Below(engines), engines, None):
         assert mine.is_dead
         assert living(engines) == {seat.engine: True}
     assert living(engines) == {seat.engine: False}
@@ -118,7 +175,7 @@ def test_half_a_seat_is_a_dead_one(engines: Path, seat: Seat, left: str) -> None
         (engines / f"{seat.engine.hex()}.alive").unlink()
     else:
         shutil.rmtree(engines / seat.engine.hex())
-    for other in other_seats(engines, None):
+    for other in other_seats(Below(engines), engines, None):
         assert other.is_dead
         assert other.files() == []
         other.remove()
@@ -134,20 +191,22 @@ def test_what_is_no_seat_is_left_alone(engines: Path, seat: Seat) -> None:
 def test_a_seat_that_cannot_be_made_leaves_nothing(
     engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(*_: object) -> None:
+    def no_room(*_: object, **__: object) -> None:
         raise OSError(28, "full")
 
     monkeypatch.setattr(os, "mkdir", no_room)
     with pytest.raises(OSError, match="full"):
-        Seat(engines, ME)
+        Seat(Below(engines), engines, ME)
     assert not list(engines.iterdir())
 
 
 SIT = """
 import sys
 from pathlib import Path
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.seat import Occupant, Seat
-seat = Seat(Path(sys.argv[1]), Occupant.here("other", ""))
+engines = Path(sys.argv[1])
+seat = Seat(Below(engines), engines, Occupant.here("other", ""))
 Path(seat.incoming()).write_bytes(b"half a block")
 print("sits", flush=True)
 sys.stdin.read()
@@ -160,12 +219,12 @@ def test_who_was_killed_is_dead(engines: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"sits\n"
         assert list(living(engines).values()) == [True]
-        (occupant,) = (seat.occupant for seat in other_seats(engines, None))
+        (occupant,) = (seat.occupant for seat in other_seats(Below(engines), engines, None))
         assert occupant is not None
         assert occupant.pid == other.pid
         other.send_signal(signal.SIGKILL)
         other.wait()
-        for seat in other_seats(engines, None):
+        for seat in other_seats(Below(engines), engines, None):
             assert seat.is_dead
             assert [Path(file.path).name for file in seat.files()] == ["w1"]
 
@@ -205,14 +264,16 @@ def test_files_are_told_apart_by_their_names(seat: Seat) -> None:
     written, named, gone = seat.incoming(), seat.incoming(), seat.outgoing(12, 3)
     for path in (written, named, gone):
         Path(path).write_bytes(bytes(5000))
-    directory = Path(written).parent
+    directory = seat.directory
     seat.blocks.mkdir()
     os.link(named, seat.blocks / "published")
     for strange in ("x1", "w", "e1", "w1.d", "e1-", "we1-1"):
         (directory / strange).write_bytes(b"?")
     num_bytes = os.stat(written).st_blocks * 512
     assert num_bytes >= 5000
-    assert {Path(file.path).name: file for file in seat_files(directory)} == {
+    assert {
+        Path(file.path).name: file for file in seat_files(Below(directory.parent), directory)
+    } == {
         "w1": SeatFile(written, num_bytes, is_linked=False, batch=None),
         "w2": SeatFile(named, num_bytes, is_linked=True, batch=None),
         "e12-3": SeatFile(gone, num_bytes, is_linked=False, batch=12),
@@ -220,4 +281,4 @@ def test_files_are_told_apart_by_their_names(seat: Seat) -> None:
 
 
 def test_a_directory_that_is_gone_has_no_files(engines: Path) -> None:
-    assert seat_files(engines / "gone") == []
+    assert seat_files(Below(engines), engines / "gone") == []

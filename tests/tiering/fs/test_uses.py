@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.fs import uses as module
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.names import LONGEST_KEY, SHARDS, block_path
 from kvtier.tiering.fs.uses import Uses
 from tests.tiering.patience import wait_until
@@ -46,7 +47,7 @@ class Noted:
         for shard in SHARDS:
             (directory / shard).mkdir(parents=True)
         self.errors: list[OSError] = []
-        self.uses = Uses(self.errors.append)
+        self.uses = Uses(Below(directory.parent), self.errors.append)
         self.uses.start()
 
     def add(self, *keys: OffloadKey) -> None:

@@ -80,7 +80,7 @@ def remove_namespaces(
         if is_stopping():
             break
         num_blocks = remove_namespace(books, space.path, is_stopping, count)
-        left_bytes = disk_usage(space.path)
+        left_bytes = disk_usage(books.below, space.path)
         freed_bytes = max(0, space.num_bytes - left_bytes)
         removals.append(Removal(space, num_blocks, freed_bytes, is_whole=not left_bytes))
     return removals

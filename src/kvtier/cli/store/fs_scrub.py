@@ -13,6 +13,7 @@ from kvtier.cli.store.fs_ledger import ledger_remark
 from kvtier.cli.store.scrubbing import UNREADABLE, Scrubber, Verdict
 from kvtier.cli.store.store import Scrub
 from kvtier.seal import SealFailure
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.block_file import check_block
 from kvtier.tiering.fs.names import key_of
 from kvtier.tiering.fs.reader import SeenNamespace, Survey
@@ -25,7 +26,7 @@ _NUM_TRIES = 5
 _LONGEST_FILE = (1 << 30) + PAGE_BYTES
 """Longer than any block; no memory is taken for it."""
 _SHOWN_STRAYS = 20
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_OPEN = os.O_RDONLY | os.O_NONBLOCK
 _GONE = (errno.ENOENT, errno.ESTALE)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 
@@ -49,6 +50,7 @@ class FsScrubber(Scrubber):
     ) -> None:
         super().__init__(max_rate, on_progress)
         self._root = root
+        self._below = Below(root)
         self._o_direct = os.O_DIRECT
 
     def run(self, namespaces: Sequence[SeenNamespace]) -> Scrub:
@@ -102,7 +104,7 @@ class FsScrubber(Scrubber):
         try:
             before = os.fstat(fd)
             reason = self._reason(fd, before, key, fingerprint)
-            now = os.lstat(path) if reason is not None else before
+            now = self._below.lstat(path) if reason is not None else before
         finally:
             os.close(fd)
         is_there = os.path.samestat(before, now)
@@ -112,12 +114,12 @@ class FsScrubber(Scrubber):
         """Past the page cache where that can be done: what is read once would only drive others out
         of it."""
         try:
-            return os.open(path, _OPEN | self._o_direct)
+            return self._below.open(path, _OPEN | self._o_direct)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             self._o_direct = 0
-            return os.open(path, _OPEN)
+            return self._below.open(path, _OPEN)
 
     def _reason(
         self, fd: int, status: os.stat_result, key: OffloadKey, fingerprint: bytes

@@ -14,6 +14,7 @@ from kvtier.cli.store.fs_namespaces import matching
 from kvtier.cli.store.fs_scrub import FsScrubber
 from kvtier.cli.store.refusal import StoreRefused, not_a_root
 from kvtier.cli.store.store import Listing, Order, Scrub, StoredBlock
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.ledger import LedgerVersion
 from kvtier.tiering.fs.names import key_of
 from kvtier.tiering.fs.reader import SeenNamespace, Survey, read_seats, survey
@@ -69,11 +70,12 @@ class FsStore:
     def _read(
         self, ranked: Sequence[tuple[int, BlockFile, SeenNamespace]]
     ) -> Iterator[StoredBlock]:
+        below = Below(self.path)
         for rank, block, space in ranked:
             key = key_of(block.name)
             assert key is not None
             try:
-                stored_ns = _stored_ns(block.path)
+                stored_ns = _stored_ns(below, block.path)
             except FileNotFoundError:
                 continue
             place = os.path.relpath(block.path, self.path)
@@ -125,10 +127,10 @@ def _root_around(path: Path) -> Path | None:
     return None
 
 
-def _stored_ns(path: str) -> int | None:
+def _stored_ns(below: Below, path: str) -> int | None:
     """When a block was stored; None: its header cannot be read. Raises `FileNotFoundError`."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = below.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # the header, and no more
             page = os.pread(fd, PAGE_BYTES, 0)

@@ -26,10 +26,19 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.ledger import Account, Balance, Ledger, LedgerLost
 from kvtier.tiering.fs.names import SHARDS
-from kvtier.tiering.fs.ownership import give_to_owner_of
-from kvtier.tiering.fs.seat import Occupant, Seat, StrangeSeat, other_seats, seat_files
+from kvtier.tiering.fs.ownership import require_own
+from kvtier.tiering.fs.seat import (
+    Occupant,
+    Seat,
+    SeatFile,
+    StrangeSeat,
+    is_seat,
+    other_seats,
+    seat_files,
+)
 from kvtier.tiering.fs.tree import BlockFile, count_blocks, measure_overhead
 
 __all__ = ["NAMESPACE_BYTES", "NAME_BYTES", "Books", "Evicted", "Outcome", "SeatLost", "Written"]
@@ -50,7 +59,8 @@ _CERTAINLY_NOT_LINKED = (
     errno.EDQUOT,
     errno.EACCES,
     errno.EROFS,
-    errno.ENOTEMPTY,
+    errno.EEXIST,
+    errno.ENOTDIR,
 )
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -99,32 +109,39 @@ class Books:
         occupant: Occupant,
         patience_s: float,
     ) -> None:
-        """Makes what the root lacks, and takes a seat. Raises `OSError` or `LedgerVersion`."""
+        """Makes what the root lacks, and takes a seat. Raises `OSError`, of which `NotOurs` is one,
+        or `LedgerVersion`."""
         self.path = path
+        self.below = Below(path)
         self.blocks = path / "blocks"
         self.engines = path / "engines"
         self._occupant = occupant
         self._patience_s = patience_s
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        for directory in (self.blocks, self.engines):
-            with suppress(FileExistsError):
-                directory.mkdir(mode=0o700)
-                give_to_owner_of(path, directory)
-            if not stat.S_ISDIR(os.lstat(directory).st_mode):  # nothing may lead out of the root
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-        self.ledger = Ledger(path / "ledger")
         self._seat: Seat | None = None
         self._is_closed = False
         self._owed = 0
         self._owed_lock = threading.Lock()
         try:
-            with self._locked() as balance:
-                self._root_id = balance.root_id
-                self._sit_down(balance)
+            self._make_root()
+            self.ledger = Ledger(path / "ledger")
+            try:
+                with self._locked() as balance:
+                    self._root_id = balance.root_id
+                    self._sit_down(balance)
+            except BaseException:
+                self.ledger.close()
+                raise
         except BaseException:
-            self.ledger.close()
+            self.below.forget()
             raise
+
+    def _make_root(self) -> None:
+        with suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+        require_own(self.below, self.path)
+        for directory in (self.blocks, self.engines):
+            with suppress(FileExistsError):
+                self.below.mkdir(directory)
 
     # --- transactions --------------------------------------------------------------------------
 
@@ -148,6 +165,7 @@ class Books:
     def _locked(self) -> Iterator[Balance]:
         with self.ledger.lock(lambda: self._patience_s):
             try:
+                self.below.forget()
                 if not self.ledger.is_in_place:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
                 balance = self._load()
@@ -185,7 +203,7 @@ class Books:
         ones."""
         accounts = {}
         for seat in self._other_seats():
-            num_bytes, _ = count_blocks(seat.blocks)
+            num_bytes, _ = count_blocks(self.below, seat.blocks)
             num_bytes += sum(file.num_bytes for file in seat.files())
             accounts[seat.engine] = Account(num_bytes, is_settled=True)
         return accounts
@@ -194,7 +212,8 @@ class Books:
         """Count what was published by someone who did not come to the end of it."""
         for engine, account in balance.accounts.items():
             if account.is_publishing:
-                _count_in_published(balance, account, self.engines / engine.hex())
+                files = seat_files(self.below, self.engines / engine.hex())
+                _count_in_published(balance, account, files)
 
     # --- the seat ------------------------------------------------------------------------------
 
@@ -226,12 +245,14 @@ class Books:
         has set aside for this."""
         if not (self.path / "ledger").exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        self.below.forget()
+        require_own(self.below, self.path)
         ledger = Ledger(self.path / "ledger")
         self.ledger.retire()
         self.ledger = ledger
 
     def _sit_down(self, balance: Balance) -> None:
-        seat = Seat(self.engines, self._occupant)
+        seat = Seat(self.below, self.engines, self._occupant)
         balance.accounts[seat.engine] = Account()
         balance.overhead += _SEAT_BYTES
         try:
@@ -249,6 +270,7 @@ class Books:
             self._owed = 0
         if seat is not None:
             seat.abandon()
+        self.below.forget()  # whatever was wrong, directories are looked for anew
 
     def hurry(self) -> None:
         """From now on, wait for other engines hardly at all."""
@@ -264,7 +286,7 @@ class Books:
         with suppress(OSError, SeatLost):
             with self.transaction() as balance:
                 seat = self.seat
-                _settle(balance, self.account(balance), seat.directory)
+                self._settle(balance, self.account(balance), seat.directory)
             seat.empty()
             with self.transaction() as balance:
                 seat.remove()
@@ -278,7 +300,7 @@ class Books:
         return balance.accounts[self.seat.engine]
 
     def _other_seats(self) -> Iterator[StrangeSeat]:
-        return other_seats(self.engines, self._seat)
+        return other_seats(self.below, self.engines, self._seat)
 
     # --- blocks come ---------------------------------------------------------------------------
 
@@ -292,7 +314,7 @@ class Books:
 
     def make_namespace(self, balance: Balance, namespace: Path, limit: int) -> bool:
         """Make the directories of a namespace, the last one last. False: there is no room."""
-        if os.path.isdir(f"{namespace}/{SHARDS[-1]}"):
+        if self.below.is_directory(f"{namespace}/{SHARDS[-1]}"):
             return True
         if balance.total + NAMESPACE_BYTES > limit - _HEADROOM:
             return False
@@ -300,10 +322,10 @@ class Books:
         self.ledger.save(balance)  # before there is anything to pay for
         if namespace.parent == self.seat.blocks:
             with suppress(FileExistsError):
-                namespace.parent.mkdir(mode=0o700)
+                self.below.mkdir(namespace.parent)
         for directory in (namespace, *(namespace / shard for shard in SHARDS)):
             with suppress(FileExistsError):
-                directory.mkdir(mode=0o700)
+                self.below.mkdir(directory)
         return True
 
     def publish(
@@ -314,7 +336,7 @@ class Books:
         account = self.account(balance)
         account.is_publishing = True
         self.ledger.save(balance)
-        outcomes = [_publish(block, on_error) for block in written]
+        outcomes = [_publish(self.below, block, on_error) for block in written]
         account.is_publishing = False
         for block, outcome in zip(written, outcomes, strict=True):
             if outcome is Outcome.PUBLISHED:
@@ -357,15 +379,15 @@ class Books:
             temporary = seat.outgoing(batch, number)
             status = None
             try:
-                status = os.lstat(block.path)
+                status = self.below.lstat(block.path)
                 is_used = status.st_mtime_ns != block.used_ns
                 if not _may_leave(status) or (is_used and not is_forced):
                     continue
-                os.rename(block.path, temporary)
+                self.below.rename(block.path, temporary)
             except FileNotFoundError:
                 continue
             except OSError as error:
-                is_there = status is None or os.path.lexists(block.path)
+                is_there = status is None or self._is_there(block.path)
                 if on_error is None or not is_there:
                     raise
                 on_error(error)  # it stays where it is, and so do we
@@ -380,6 +402,13 @@ class Books:
             account.reserved += sum(block.reserved for block in gone)
         return gone
 
+    def _is_there(self, path: str) -> bool:
+        try:
+            self.below.lstat(path)
+        except OSError:
+            return False
+        return True
+
     def reclaim(self) -> int:
         """Take back what dead engines had reserved, and remove what they left. Returns how many
         there were. Raises `OSError` or `SeatLost`."""
@@ -393,7 +422,7 @@ class Books:
                 if seat.is_dead:
                     account = balance.accounts.get(seat.engine)
                     if account is not None:
-                        _settle(balance, account, seat.directory)
+                        self._settle(balance, account, seat.directory)
                     dead.add(seat.engine)
             seats.add(self.seat.engine)
             lost = balance.accounts.keys() - seats
@@ -425,15 +454,29 @@ class Books:
     def true_up(self, balance: Balance) -> None:
         """Have no more reserved than what is in our seat: nobody of ours is about to write, or to
         give anything back. It is so, unless a ledger was damaged."""
-        files = seat_files(self.seat.directory)
+        files = seat_files(self.below, self.seat.directory)
         self.account(balance).reserved = sum(file.num_bytes + NAME_BYTES for file in files)
+
+    def _settle(self, balance: Balance, account: Account, directory: Path) -> None:
+        """Let nothing in the seat of an engine that is gone, or goes, count as published any more:
+        its account says what it takes, until it is removed."""
+        if account.is_settled:
+            return
+        files = seat_files(self.below, directory)
+        out = [file for file in files if (file.batch or 0) > account.counted_out]
+        balance.add_blocks(-sum(file.num_bytes for file in out), -len(out))
+        num_bytes, count = count_blocks(self.below, directory / "blocks")
+        balance.add_blocks(-num_bytes, -count)
+        account.reserved = num_bytes + sum(file.num_bytes for file in files)
+        account.is_settled = True
 
     # --- all of it -----------------------------------------------------------------------------
 
     def measure(self, balance: Balance) -> None:
         """Replace what the overhead is at most by what it is."""
         seats = [self.engines / engine.hex() for engine in balance.accounts]
-        balance.overhead = measure_overhead(self.path, seats)
+        names = [name for name in self.below.listdir(self.engines) if is_seat(name)]
+        balance.overhead = measure_overhead(self.below, self.path, names, seats)
 
     def count_again(self) -> tuple[int, int]:
         """Make the ledger say what is there, whatever it said. May take long. Returns how many more
@@ -445,14 +488,15 @@ class Books:
             return balance.blocks - before[0], balance.num_blocks - before[1]
 
     def _count_again(self, balance: Balance) -> None:
-        num_bytes, count = count_blocks(self.blocks)
+        num_bytes, count = count_blocks(self.below, self.blocks)
         for engine, account in balance.accounts.items():
             account.is_publishing = False
             if account.is_settled:
                 continue
             seat = self.engines / engine.hex()
-            more_bytes, more = count_blocks(seat / "blocks")
-            still_counted = [f for f in seat_files(seat) if (f.batch or 0) > account.counted_out]
+            more_bytes, more = count_blocks(self.below, seat / "blocks")
+            files = seat_files(self.below, seat)
+            still_counted = [file for file in files if (file.batch or 0) > account.counted_out]
             num_bytes += more_bytes + sum(file.num_bytes for file in still_counted)
             count += more + len(still_counted)
         balance.blocks, balance.num_blocks = num_bytes, count
@@ -466,11 +510,11 @@ def _may_leave(status: os.stat_result) -> bool:
     return status.st_nlink == 1 or time.time() - status.st_ctime > _FIRST_NAME_S
 
 
-def _publish(block: Written, on_error: Callable[[OSError], None]) -> Outcome:
+def _publish(below: Below, block: Written, on_error: Callable[[OSError], None]) -> Outcome:
     try:
-        if not _link(block):
+        if not _link(below, block):
             # A network may have asked twice, and been told that it is there the second time.
-            is_ours = os.lstat(block.temporary).st_nlink > 1
+            is_ours = below.lstat(block.temporary).st_nlink > 1
             return Outcome.PUBLISHED if is_ours else Outcome.WAS_THERE
     except OSError as error:
         if error.errno not in _CERTAINLY_NOT_LINKED:
@@ -480,53 +524,30 @@ def _publish(block: Written, on_error: Callable[[OSError], None]) -> Outcome:
     return Outcome.PUBLISHED
 
 
-def _link(block: Written) -> bool:
+def _link(below: Below, block: Written) -> bool:
     """Give a block its name. False: there is a block of that name."""
     for _ in range(2):
         try:
-            os.link(block.temporary, block.final, follow_symlinks=False)
+            below.link(block.temporary, block.final)
         except FileExistsError:
-            if stat.S_ISREG(os.lstat(block.final).st_mode):
-                return False
-            _remove_strange(block.final)
+            if not stat.S_ISREG(below.lstat(block.final).st_mode):
+                raise  # it is not ours, and stays
+            return False
         except FileNotFoundError:
             with suppress(FileExistsError):
-                os.mkdir(os.path.dirname(block.final), 0o700)  # someone has removed it
+                below.mkdir(os.path.dirname(block.final))  # someone has removed it
         else:
             return True
     return False
 
 
-def _remove_strange(path: str) -> None:
-    """Remove what is no file, and so was never counted; but nothing that has something in it."""
-    if stat.S_ISDIR(os.lstat(path).st_mode):
-        os.rmdir(path)
-    else:
-        os.unlink(path)
-
-
-def _count_in_published(balance: Balance, account: Account, directory: Path) -> None:
-    """Blocks in a seat that have got their names, but were not counted."""
-    files = seat_files(directory)
+def _count_in_published(balance: Balance, account: Account, files: Sequence[SeatFile]) -> None:
+    """Of the files in a seat, those that have got their names, but were not counted."""
     # A block that has left is overwritten by a new one under the name it left by.
     named = [f for f in files if f.is_linked and (f.batch or 0) <= account.counted_out]
     balance.add_blocks(sum(file.num_bytes for file in named), len(named))
     balance.overhead += NAME_BYTES * len(named)
     account.is_publishing = False
-
-
-def _settle(balance: Balance, account: Account, directory: Path) -> None:
-    """Let nothing in the seat of an engine that is gone, or goes, count as published any more: its
-    account says what it takes, until it is removed."""
-    if account.is_settled:
-        return
-    files = seat_files(directory)
-    out = [file for file in files if file.batch is not None and file.batch > account.counted_out]
-    balance.add_blocks(-sum(file.num_bytes for file in out), -len(out))
-    num_bytes, count = count_blocks(directory / "blocks")
-    balance.add_blocks(-num_bytes, -count)
-    account.reserved = num_bytes + sum(file.num_bytes for file in files)
-    account.is_settled = True
 
 
 @cache

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from kvtier.tiering.fs.books import Books, Evicted
-from kvtier.tiering.fs.names import SHARDS
-from kvtier.tiering.fs.tree import read_shard, remove_directories
+from kvtier.tiering.fs.tree import read_shard, remove_directories, shards_in
 
 __all__ = ["remove_evicted", "remove_namespace"]
 
@@ -26,8 +24,9 @@ def remove_namespace(
     """Remove all blocks of a namespace, and its directories if no new ones come. Returns how many
     there were. Raises `OSError` or `SeatLost`; the ledger is right then, too."""
     total = 0
-    for shard in SHARDS:
-        blocks = read_shard(namespace, shard)
+    below = books.below
+    for shard in [entry.name for entry in shards_in(below, namespace)]:
+        blocks = read_shard(below, namespace, shard)
         while some := list(islice(blocks, _AT_ONCE)):
             if is_stopping():
                 return total
@@ -38,7 +37,7 @@ def remove_namespace(
             if on_removed is not None:
                 on_removed(len(gone))
     with books.transaction() as balance:
-        remove_directories(namespace)
+        remove_directories(below, namespace)
         books.measure(balance)
     return total
 
@@ -47,5 +46,5 @@ def remove_evicted(books: Books, gone: list[Evicted]) -> None:
     """Remove the files of blocks that have left, and give back what was reserved for them."""
     for block in gone:
         with suppress(FileNotFoundError):
-            os.unlink(block.temporary)
+            books.below.unlink(block.temporary)
         books.give_back(block.seat, block.reserved)

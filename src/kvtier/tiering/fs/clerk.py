@@ -413,7 +413,7 @@ class Clerk(Generic[T]):
         returned = self._take_returned()
         for arrival, outcome in zip(arrivals, outcomes, strict=True):
             if outcome is Outcome.PUBLISHED:
-                os.unlink(arrival.room.path)
+                self._books.below.unlink(arrival.room.path)
             elif outcome is Outcome.WAS_THERE:
                 charge = arrival.num_bytes + NAME_BYTES
                 files.append(Room(arrival.room.path, False, charge))
@@ -424,13 +424,13 @@ class Clerk(Generic[T]):
         for room in returned:
             if seat.contains(room.path):
                 with suppress(FileNotFoundError):
-                    os.unlink(room.path)
+                    self._books.below.unlink(room.path)
                 granted += room.charge
         for gone in (*removed, *victims):
             if self._is_recyclable(gone):
                 files.append(Room(gone.temporary, False, gone.reserved))
             else:
-                os.unlink(gone.temporary)
+                self._books.below.unlink(gone.temporary)
                 granted += gone.reserved
         self.lease.put(granted, files)
 
@@ -525,7 +525,7 @@ class Clerk(Generic[T]):
     def _give_back(self) -> None:
         num_bytes, files = self.lease.empty()
         for room in files:
-            os.unlink(room.path)
+            self._books.below.unlink(room.path)
             num_bytes += room.charge
         self._books.give_back(self._books.seat, num_bytes)
         if self._books.owes:

@@ -23,8 +23,6 @@ from weakref import WeakSet
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.tiering.fs.ownership import give_to_owner_of
-
 __all__ = [
     "Account",
     "Balance",
@@ -198,8 +196,6 @@ class Ledger:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             self.close()
             raise OSError(errno.EINVAL, "the ledger is not a regular file")
-        if self.is_empty:
-            give_to_owner_of(path.parent, self._fd)
         self._last = b""
         """What was loaded or saved last."""
         self._threads = threading.Lock()  # the other lock is one for the whole process
@@ -273,7 +269,7 @@ class Ledger:
     def is_in_place(self) -> bool:
         """Whether the file is still what one finds under its name."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+            return os.path.samestat(os.lstat(self.path), os.fstat(self._fd))
         except OSError:
             return False
 

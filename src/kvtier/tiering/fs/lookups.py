@@ -6,7 +6,6 @@ at a later step. Blocks come and go by other engines' doing, so what is known is
 
 from __future__ import annotations
 
-import os
 import stat
 import threading
 import time
@@ -14,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.base import LookupResult, OffloadKey
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.names import LONGEST_KEY, block_path
 
 __all__ = ["Lookups"]
@@ -47,8 +47,9 @@ class Lookups:
     """What is known of which blocks are there. The scheduler's thread, apart from the threads
     inside."""
 
-    def __init__(self, namespace: str, on_error: Callable[[OSError], None]) -> None:
+    def __init__(self, below: Below, namespace: str, on_error: Callable[[OSError], None]) -> None:
         """`namespace`: the directory to look into. `on_error`: called on the threads."""
+        self._below = below
         self._namespace = namespace
         self._on_error = on_error
         # Until when a block is known to be there, or not to be. The oldest knowledge comes first.
@@ -226,7 +227,7 @@ class Lookups:
 
     def _is_there(self, namespace: str, key: OffloadKey) -> bool:
         try:
-            status = os.lstat(block_path(namespace, key))
+            status = self._below.lstat(block_path(namespace, key))
         except FileNotFoundError:
             return False
         except OSError as error:

@@ -139,6 +139,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         mover = FsMover(
             self,
             books.path,
+            books.below,
             self._rows_address,
             self._work,
             self._clerk,
@@ -146,8 +147,8 @@ class FsSecondaryTierManager(SecondaryTierManager):
             is_direct=is_direct,
         )
         self._lanes: list[Lane[OffloadKey]] = []
-        self._lookups = Lookups(self._directory, self._note_error)
-        self._uses = Uses(self._note_error)
+        self._lookups = Lookups(books.below, self._directory, self._note_error)
+        self._uses = Uses(books.below, self._note_error)
         try:
             self._lookups.start()
             self._uses.start()

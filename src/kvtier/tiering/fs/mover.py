@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvtier import seal
 from kvtier.base import OffloadKey
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.block_file import check_block, write_header
 from kvtier.tiering.fs.books import NAME_BYTES, SeatLost
 from kvtier.tiering.fs.clerk import Arrival, Change, Clerk, News
@@ -78,6 +79,7 @@ class FsMover:
         self,
         tier: SecondaryTierManager,
         where: Path,
+        below: Below,
         rows_address: int,
         work: WorkQueue[OffloadKey],
         clerk: Clerk[_Unit],
@@ -87,6 +89,7 @@ class FsMover:
     ) -> None:
         """`tier`: whose rows are moved, and who counts what was refused."""
         self.where = where
+        self._below = below
         self.rows = tier.rows
         self.rows_address = rows_address
         self._tier = tier
@@ -94,7 +97,7 @@ class FsMover:
         self._clerk = clerk
         self._errors = errors
         self._file_bytes = PAGE_BYTES + tier.rows.row_bytes
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if is_direct else 0)
+        flags = os.O_DIRECT if is_direct else 0
         # O_NONBLOCK: a pipe in the place of a block must not be waited for.
         self._read_flags = os.O_RDONLY | os.O_NONBLOCK | flags
         self._write_flags = os.O_WRONLY | flags
@@ -122,7 +125,7 @@ class FsMover:
 
     def _open_to_read(self, transfer: FsTransfer, key: OffloadKey) -> int:
         try:
-            return os.open(block_path(transfer.namespace, key), self._read_flags)
+            return self._below.open(block_path(transfer.namespace, key), self._read_flags)
         except FileNotFoundError:
             transfer.gone.append(key)
         except OSError as error:
@@ -130,13 +133,18 @@ class FsMover:
         raise CannotBegin
 
     def _is_there(self, transfer: FsTransfer, key: OffloadKey) -> bool:
-        """Whether another engine has stored a block before us."""
+        """Whether another engine has stored a block before us. Raises `CannotBegin` where it could
+        not be published anyway."""
+        path = block_path(transfer.namespace, key)
         try:
-            status = os.lstat(block_path(transfer.namespace, key))
-        except OSError:
+            status = self._below.lstat(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        except FileNotFoundError:
             return False
-        if not stat.S_ISREG(status.st_mode):
-            return False
+        except OSError as error:
+            self.note_error(error.errno or errno.EIO, is_write=True)
+            raise CannotBegin from None
         self._clerk.news.append(News(transfer.namespace, [key], Change.SEEN))
         return True
 
@@ -149,8 +157,8 @@ class FsMover:
         fd = -1
         try:
             if not room.is_new:
-                return os.open(room.path, self._write_flags)
-            fd = os.open(room.path, self._write_flags | os.O_CREAT | os.O_EXCL, 0o600)
+                return self._below.open(room.path, self._write_flags)
+            fd = self._below.open(room.path, self._write_flags | os.O_CREAT | os.O_EXCL)
             # A write that makes a file longer would be waited for.
             os.ftruncate(fd, self._file_bytes)
         except OSError as error:
@@ -237,7 +245,7 @@ class FsMover:
     def _is_damaged(self, fd: int, path: str, failure: seal.SealFailure) -> bool:
         """False: the file has left meanwhile, and may have been overwritten while it was read."""
         try:
-            found = os.lstat(path)
+            found = self._below.lstat(path)
             if not os.path.samestat(found, os.fstat(fd)):
                 return False
         except OSError:

@@ -24,6 +24,7 @@ __all__ = [
     "block_path",
     "is_engine_name",
     "is_namespace_name",
+    "key_at",
     "key_of",
     "namespace_path",
 ]
@@ -63,6 +64,15 @@ def key_of(name: str) -> OffloadKey | None:
     except (ValueError, binascii.Error):
         return None
     return key if block_name(key) == name else None
+
+
+def key_at(shard: str, name: str) -> OffloadKey | None:
+    """The key of the block in a file of this name, in this directory; None: no file of ours, for
+    no engine looks for it there."""
+    key = key_of(name)
+    if key is None or SHARDS[xxh3_64_intdigest(key) % len(SHARDS)] != shard:
+        return None
+    return key
 
 
 def is_namespace_name(name: str) -> bool:

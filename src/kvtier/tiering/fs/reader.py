@@ -15,15 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.base import OffloadKey
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.ledger import Balance, LedgerLost, copies_in
-from kvtier.tiering.fs.names import (
-    SHARDS,
-    block_path,
-    is_namespace_name,
-    key_of,
-)
-from kvtier.tiering.fs.seat import Occupant, alive_file, is_seat, seats_in
+from kvtier.tiering.fs.names import SHARDS, is_engine_name, is_namespace_name, key_at
+from kvtier.tiering.fs.seat import Occupant, alive_file, is_in_seat, is_seat, seats_in
 from kvtier.tiering.fs.tree import BlockFile, bytes_taken
 
 __all__ = [
@@ -39,11 +34,13 @@ __all__ = [
 
 _NUM_TRIES = 8
 _GONE = (errno.ENOENT, errno.ESTALE)
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
+"""A link, a socket, or something else that no engine has made."""
 _NOT_OURS = "lost+found"
 _HIDDEN = "."
 """Such names are the file system's: snapshots, and what NFS keeps of removed but open files."""
 _SHARDS = frozenset(SHARDS)
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_OPEN = os.O_RDONLY | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +107,12 @@ class Survey:
 
     @property
     def ledger_error(self) -> int | None:
-        """How much more the ledger says than there is; None: it cannot be said, since something is
-        changing, or is reserved."""
+        """How much more the ledger says than there is, strays aside, which it does not count; None:
+        it cannot be said, since something is changing, or is reserved."""
         if self.balance is None or not self.is_steady or self.balance.reserved:
             return None
-        return self.balance.total - (self.num_bytes - self.hidden_bytes)
+        strays = sum(stray.num_bytes for stray in self.strays)
+        return self.balance.total - (self.num_bytes - self.hidden_bytes - strays)
 
     def live_users(self, name: str) -> list[SeenSeat]:
         """The engines that look for blocks of this fingerprint, or may do so: one that starts has
@@ -130,7 +128,7 @@ def read_balance(root: Path) -> Balance | None:
     """What the ledger said a moment ago; None: there is none, or it cannot be read. Raises
     `OSError` or `LedgerVersion`."""
     try:
-        fd = os.open(root / "ledger", _OPEN)
+        fd = Below(root).open(root / "ledger", _OPEN)
     except FileNotFoundError:
         return None
     try:
@@ -153,23 +151,29 @@ def read_balance(root: Path) -> Balance | None:
 
 def read_seats(root: Path) -> list[SeenSeat]:
     """The seats of all engines, dead or alive. Raises `OSError`."""
-    engines = root / "engines"
+    below, engines = Below(root), root / "engines"
     try:
-        names = seats_in(engines)
+        names = seats_in(below, engines)
     except FileNotFoundError:
         return []
-    return [_read_seat(engines, name) for name in names]
+    seats = [_read_seat(below, engines, name) for name in names]
+    return [seat for seat in seats if seat is not None]
 
 
-def _read_seat(engines: Path, name: str) -> SeenSeat:
+def _read_seat(below: Below, engines: Path, name: str) -> SeenSeat | None:
+    """None: something else has the name of a seat."""
     directory = engines / name
     try:
-        fd = os.open(alive_file(engines, name), _OPEN)
+        fd = below.open(alive_file(engines, name), _OPEN)
+    except FileNotFoundError:
+        return SeenSeat(name, directory, None, False) if below.is_directory(directory) else None
     except OSError as error:
-        if error.errno not in _GONE:
+        if error.errno not in _GONE + _NO_FILE:
             raise
-        return SeenSeat(name, directory, None, is_alive=False)
+        return None
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
         return SeenSeat(name, directory, Occupant.decode(os.pread(fd, 4096, 0)), _is_locked(fd))
     finally:
         os.close(fd)
@@ -193,7 +197,7 @@ def survey(root: Path, *, keep_blocks: bool = False) -> Survey:
     """Look at every file once. `keep_blocks`: and remember each block. Raises `OSError` or
     `LedgerVersion`."""
     before = read_balance(root)
-    surveyor = _Surveyor(Survey(before, read_seats(root)), keep_blocks)
+    surveyor = _Surveyor(Below(root), Survey(before, read_seats(root)), keep_blocks)
     surveyor.look_at(root)
     seen = surveyor.seen
     seen.balance = after = read_balance(root)
@@ -201,24 +205,19 @@ def survey(root: Path, *, keep_blocks: bool = False) -> Survey:
     return seen
 
 
-def disk_usage(directory: Path) -> int:
+def disk_usage(below: Below, directory: Path) -> int:
     """What `du` says of a directory; 0: it has gone. Raises `OSError`."""
-    surveyor = _Surveyor(Survey(None, []), keep_blocks=False)
+    surveyor = _Surveyor(below, Survey(None, []), keep_blocks=False)
     try:
-        surveyor.count_all(directory, os.lstat(directory))
+        surveyor.count_all(str(directory), below.lstat(directory))
     except FileNotFoundError:
         return 0
     return surveyor.seen.num_bytes
 
 
-def _key_at(shard: str, name: str) -> OffloadKey | None:
-    """The key of a block in a file of this name, in this directory; None: no engine looks there."""
-    key = key_of(name)
-    return key if key is not None and block_path("", key) == f"/{shard}/{name}" else None
-
-
 class _Surveyor:
-    def __init__(self, seen: Survey, keep_blocks: bool) -> None:
+    def __init__(self, below: Below, seen: Survey, keep_blocks: bool) -> None:
+        self._below = below
         self.seen = seen
         self._keep_blocks = keep_blocks
         self._linked: set[int] = set()
@@ -226,48 +225,53 @@ class _Surveyor:
 
     def look_at(self, root: Path) -> None:
         self.seen.num_bytes += os.stat(root).st_blocks * 512
-        for entry, status in _entries(root, must_exist=True):
+        for path, status in self._entries(str(root), must_exist=True):
+            name = _name(path)
             is_directory = stat.S_ISDIR(status.st_mode)
-            if entry.name == _NOT_OURS:
+            if name == _NOT_OURS:
                 continue
-            if entry.name.startswith(_HIDDEN):
+            if name.startswith(_HIDDEN):
                 self._count_hidden(status)
-            elif entry.name == "blocks" and is_directory:
+            elif name == "blocks" and is_directory:
                 self._count(status)
-                self._look_at_namespaces(Path(entry.path), None)
-            elif entry.name == "engines" and is_directory:
+                self._look_at_namespaces(path, None)
+            elif name == "engines" and is_directory:
                 self._count(status)
-                self._look_at_seats(Path(entry.path))
-            elif entry.name == "ledger" and not is_directory:
+                self._look_at_seats(path)
+            elif name == "ledger" and not is_directory:
                 self._count(status)
             else:
-                self._note_stray(entry, status)
+                self._note_stray(path, status)
 
-    def _look_at_seats(self, engines: Path) -> None:
-        alive = {seat.engine: seat for seat in self.seen.seats if seat.is_alive}
-        for entry, status in _entries(engines):
-            if not is_seat(entry.name):
-                self._note_stray(entry, status)
+    def _look_at_seats(self, engines: str) -> None:
+        seats = {seat.engine: seat for seat in self.seen.seats}
+        for path, status in self._entries(engines):
+            name = _name(path)
+            is_directory = stat.S_ISDIR(status.st_mode)
+            seat = seats.get(name.removesuffix(".alive"))
+            if not is_seat(name) or seat is None or is_directory is not is_engine_name(name):
+                self._note_stray(path, status)
                 continue
             self._count(status)
-            owner = alive.get(entry.name)
-            for inner, inner_status in _entries(entry.path, status):
-                if inner.name == "blocks" and owner is not None:
+            for inner, inner_status in self._entries(path, status):
+                if _name(inner) == "blocks" and seat.is_alive:
                     self._count(inner_status)
-                    self._look_at_namespaces(Path(inner.path), owner)
+                    self._look_at_namespaces(inner, seat)
+                elif is_in_seat(_name(inner)):
+                    self.count_all(inner, inner_status)
                 else:
-                    self.count_all(inner.path, inner_status)
+                    self._note_stray(inner, inner_status)
 
-    def _look_at_namespaces(self, blocks: Path, owner: SeenSeat | None) -> None:
-        for entry, status in _entries(blocks):
-            if not is_namespace_name(entry.name) or not stat.S_ISDIR(status.st_mode):
-                self._note_stray(entry, status)
+    def _look_at_namespaces(self, blocks: str, owner: SeenSeat | None) -> None:
+        for path, status in self._entries(blocks):
+            if not is_namespace_name(_name(path)) or not stat.S_ISDIR(status.st_mode):
+                self._note_stray(path, status)
                 continue
-            with self._counted_for(SeenNamespace(Path(entry.path), owner)) as space:
+            with self._counted_for(SeenNamespace(Path(path), owner)) as space:
                 self._count(status)
                 newest = status.st_mtime_ns
-                for inner, inner_status in _entries(entry.path):
-                    if inner.name in _SHARDS and stat.S_ISDIR(inner_status.st_mode):
+                for inner, inner_status in self._entries(path):
+                    if _name(inner) in _SHARDS and stat.S_ISDIR(inner_status.st_mode):
                         self._count(inner_status)
                         newest = max(newest, inner_status.st_mtime_ns)
                         self._look_at_shard(inner, space)
@@ -283,24 +287,24 @@ class _Surveyor:
         space.num_bytes = self.seen.num_bytes - before
         self.seen.namespaces.append(space)
 
-    def _look_at_shard(self, shard: os.DirEntry[str], space: SeenNamespace) -> None:
-        for entry, status in _entries(shard.path):
-            if not stat.S_ISREG(status.st_mode) or _key_at(shard.name, entry.name) is None:
-                self._note_stray(entry, status)
+    def _look_at_shard(self, shard: str, space: SeenNamespace) -> None:
+        for path, status in self._entries(shard):
+            if not stat.S_ISREG(status.st_mode) or key_at(_name(shard), _name(path)) is None:
+                self._note_stray(path, status)
                 continue
             self._count(status, bytes_taken(status))
             space.num_blocks += 1
             space.used_ns = max(space.used_ns, status.st_mtime_ns)
             if self._keep_blocks:
-                space.blocks.append(BlockFile.of(entry.path, status))
+                space.blocks.append(BlockFile.of(path, status))
 
-    def _note_stray(self, entry: os.DirEntry[str], status: os.stat_result) -> None:
-        if entry.name.startswith(_HIDDEN):
+    def _note_stray(self, path: str, status: os.stat_result) -> None:
+        if _name(path).startswith(_HIDDEN):
             self._count_hidden(status)
             return
         before = self.seen.num_bytes
-        self.count_all(entry.path, status)
-        self.seen.strays.append(Stray(entry.path, self.seen.num_bytes - before))
+        self.count_all(path, status)
+        self.seen.strays.append(Stray(path, self.seen.num_bytes - before))
 
     def _count_hidden(self, status: os.stat_result) -> None:
         """A directory of snapshots has all of it once more for each: nobody looks into it."""
@@ -309,14 +313,14 @@ class _Surveyor:
             self._count(status)
             self.seen.hidden_bytes += self.seen.num_bytes - before
 
-    def count_all(self, path: str | Path, status: os.stat_result) -> None:
+    def count_all(self, path: str, status: os.stat_result) -> None:
         """A file, or a directory with all that is in it."""
         self._count(status)
-        for inner, inner_status in _entries(path, status):
-            if inner.name.startswith(_HIDDEN):
+        for inner, inner_status in self._entries(path, status):
+            if _name(inner).startswith(_HIDDEN):
                 self._count_hidden(inner_status)
             else:
-                self.count_all(inner.path, inner_status)
+                self.count_all(inner, inner_status)
 
     def _count(self, status: os.stat_result, num_bytes: int | None = None) -> None:
         if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
@@ -325,25 +329,26 @@ class _Surveyor:
             self._linked.add(status.st_ino)
         self.seen.num_bytes += status.st_blocks * 512 if num_bytes is None else num_bytes
 
+    def _entries(
+        self, directory: str, status: os.stat_result | None = None, *, must_exist: bool = False
+    ) -> Iterator[tuple[str, os.stat_result]]:
+        """The paths of what is in a directory; none, if `status` says that it is no directory, or
+        if it has gone, or something else is in its place by now."""
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            return
+        try:
+            for entry in self._below.scan(directory):
+                try:
+                    entry_status = entry.stat(follow_symlinks=False)
+                except OSError as error:
+                    if error.errno not in _GONE:
+                        raise
+                    continue
+                yield f"{directory}/{entry.name}", entry_status
+        except OSError as error:
+            if must_exist or error.errno not in (*_GONE, errno.ENOTDIR):
+                raise
 
-def _entries(
-    directory: str | Path, status: os.stat_result | None = None, *, must_exist: bool = False
-) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """What is in a directory; nothing, if `status` says that it is none, or if it has gone."""
-    if status is not None and not stat.S_ISDIR(status.st_mode):
-        return
-    try:
-        found = os.scandir(directory)
-    except OSError as error:
-        if must_exist or error.errno not in _GONE:
-            raise
-        return
-    with found:
-        for entry in found:
-            try:
-                entry_status = entry.stat(follow_symlinks=False)
-            except OSError as error:
-                if error.errno not in _GONE:
-                    raise
-                continue
-            yield entry, entry_status
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]

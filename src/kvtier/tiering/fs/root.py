@@ -9,6 +9,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.books import Books
 from kvtier.tiering.fs.ledger import LedgerVersion
 from kvtier.tiering.fs.refusal import RootRefused, refusal_for
@@ -27,8 +28,11 @@ _OURS = frozenset(("ledger", "engines", "blocks", "lost+found"))
 def is_root(path: Path) -> bool:
     """Whether a directory is the root of an fs tier, or what is left of one. A file called ledger
     may be anybody's."""
+    below = Below(path)
     blocks = path / "blocks"
-    return blocks.is_dir() and ((path / "engines").is_dir() or bool(namespaces_in(blocks)))
+    if not below.is_directory(blocks):
+        return False
+    return below.is_directory(path / "engines") or bool(namespaces_in(below, blocks))
 
 
 def open_root(path: Path, occupant: Occupant, patience_s: float = _PATIENCE_S) -> Books:
@@ -74,8 +78,8 @@ def _require_hard_links(books: Books) -> None:
     """Blocks are published by a second link, which fails where there is a block already."""
     first, second = books.seat.incoming(), books.seat.incoming()
     try:
-        os.close(os.open(first, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        os.link(first, second)
+        os.close(books.below.open(first, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        books.below.link(first, second)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise refusal_for(books.path, error) from error
@@ -86,7 +90,7 @@ def _require_hard_links(books: Books) -> None:
     finally:
         for path in (first, second):
             with suppress(FileNotFoundError):
-                os.unlink(path)
+                books.below.unlink(path)
 
 
 def warn_of_limits(books: Books, max_bytes: int, min_free_bytes: int) -> None:
@@ -123,10 +127,10 @@ def warn_of_limits(books: Books, max_bytes: int, min_free_bytes: int) -> None:
 def allows_o_direct(books: Books) -> bool:
     """Whether files can bypass the page cache there. Tries it with a file, which is removed."""
     path = books.seat.incoming()
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT
     fd = -1
     try:
-        fd = os.open(path, flags, 0o600)
+        fd = books.below.open(path, flags)
         with mmap.mmap(-1, PAGE_BYTES) as page:
             return os.pwritev(fd, [page], 0) == PAGE_BYTES
     except OSError as error:
@@ -137,4 +141,4 @@ def allows_o_direct(books: Books) -> bool:
         if fd >= 0:
             os.close(fd)
         with suppress(FileNotFoundError):
-            os.unlink(path)
+            books.below.unlink(path)

@@ -9,12 +9,13 @@ blocks/<fingerprint>/...    blocks of namespaces that are of use to nobody but t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import re
-import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,8 +25,15 @@ from pathlib import Path
 from uuid import uuid4
 from weakref import WeakSet
 
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.names import is_engine_name
-from kvtier.tiering.fs.tree import bytes_taken
+from kvtier.tiering.fs.tree import (
+    bytes_taken,
+    namespaces_in,
+    read_shard,
+    remove_directories,
+    shards_in,
+)
 
 __all__ = [
     "Occupant",
@@ -33,6 +41,7 @@ __all__ = [
     "SeatFile",
     "StrangeSeat",
     "alive_file",
+    "is_in_seat",
     "is_seat",
     "other_seats",
     "seat_files",
@@ -98,20 +107,20 @@ class SeatFile:
 class Seat:
     """This engine's seat. It ends with the process, whatever ends that."""
 
-    def __init__(self, engines: Path, occupant: Occupant) -> None:
+    def __init__(self, below: Below, engines: Path, occupant: Occupant) -> None:
         """`engines`: the directory of all of them. Under the ledger's lock: until the file is
         locked, it looks like that of a dead engine."""
+        self._below = below
         self.engine = uuid4().bytes
         self.directory = engines / self.engine.hex()
         self._alive = alive_file(engines, self.engine.hex())
         self._numbers = count(1)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._fd = os.open(self._alive, flags, 0o600)
+        self._fd = below.open(self._alive, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         _open_seats.add(self)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)  # others only look at it for a moment
             os.pwrite(self._fd, occupant.encode(), 0)
-            os.mkdir(self.directory, 0o700)
+            below.mkdir(self.directory)
         except BaseException:
             with suppress(OSError):
                 self.remove()
@@ -134,8 +143,9 @@ class Seat:
     def is_in_place(self) -> bool:
         """Whether it is what others find there."""
         try:
-            found = os.stat(self._alive)
-            return os.path.samestat(found, os.fstat(self._fd)) and os.path.isdir(self.directory)
+            found = self._below.lstat(self._alive)
+            is_ours = os.path.samestat(found, os.fstat(self._fd))
+            return is_ours and self._below.is_directory(self.directory)
         except OSError:
             return False
 
@@ -155,32 +165,30 @@ class Seat:
             os.close(fd)
 
     def empty(self) -> None:
-        """Remove what is in it."""
-        for entry in list(os.scandir(self.directory)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
+        """Remove the blocks in it."""
+        _empty(self._below, self.directory)
 
     def remove(self) -> None:
         """Nothing is left of it. Under the ledger's lock, or when there is no account of it."""
-        _remove(self.directory, self._alive)
+        _remove(self._below, self.directory, self._alive)
         self.abandon()
 
 
 class StrangeSeat:
     """The seat of another engine. While it is looked at, nobody else looks at a dead one."""
 
-    def __init__(self, directory: Path, alive: Path, fd: int) -> None:
+    def __init__(self, below: Below, directory: Path, alive: Path, fd: int | None) -> None:
+        """`fd`: of the file that says that it lives; negative: someone has removed it, and with it
+        the seat is lost. None: it cannot be opened, and so the engine is not taken for dead."""
+        self._below = below
         self.engine = bytes.fromhex(directory.name)
         self.directory = directory
         self._alive = alive
-        self._fd = fd
-        """Of the locked file; negative: someone has removed it, and with it the seat is lost."""
-        self.is_dead = True
+        self._fd = -1 if fd is None else fd
+        self.is_dead = fd is not None
         try:
-            if fd >= 0:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.is_dead = False
 
@@ -194,34 +202,35 @@ class StrangeSeat:
 
     def files(self) -> list[SeatFile]:
         """The blocks on their way in or out."""
-        return seat_files(self.directory)
+        return seat_files(self._below, self.directory)
 
     def remove(self) -> None:
         """Nothing is left of a dead engine's seat."""
-        _remove(self.directory, self._alive)
+        _remove(self._below, self.directory, self._alive)
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
 
 
-def seat_files(directory: Path) -> list[SeatFile]:
+def seat_files(below: Below, directory: Path) -> list[SeatFile]:
     """The blocks on their way in or out in a seat's directory."""
     found = []
     try:
-        entries = list(os.scandir(directory))
+        for entry in below.scan(directory):
+            out = _OUT.fullmatch(entry.name)
+            if out is None and _IN.fullmatch(entry.name) is None:
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                batch = None if out is None else int(out[1])
+                path = f"{directory}/{entry.name}"
+                found.append(SeatFile(path, bytes_taken(status), status.st_nlink > 1, batch))
     except FileNotFoundError:
         return []
-    for entry in entries:
-        out = _OUT.fullmatch(entry.name)
-        if out is None and _IN.fullmatch(entry.name) is None:
-            continue
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            continue
-        batch = None if out is None else int(out[1])
-        found.append(SeatFile(entry.path, bytes_taken(status), status.st_nlink > 1, batch))
     return found
 
 
@@ -230,9 +239,15 @@ def is_seat(name: str) -> bool:
     return is_engine_name(name.removesuffix(_ALIVE))
 
 
-def seats_in(engines: Path) -> list[str]:
+def is_in_seat(name: str) -> bool:
+    """Whether something in the directory of a seat was put there by an engine."""
+    return name == "blocks" or bool(_IN.fullmatch(name) or _OUT.fullmatch(name))
+
+
+def seats_in(below: Below, engines: Path) -> list[str]:
     """The names of the engines that have, or had, a seat there."""
-    return sorted({name.removesuffix(_ALIVE) for name in os.listdir(engines) if is_seat(name)})
+    names = below.listdir(engines)
+    return sorted({name.removesuffix(_ALIVE) for name in names if is_seat(name)})
 
 
 def alive_file(engines: Path, name: str) -> Path:
@@ -240,30 +255,79 @@ def alive_file(engines: Path, name: str) -> Path:
     return engines / (name + _ALIVE)
 
 
-def other_seats(engines: Path, own: Seat | None) -> Iterator[StrangeSeat]:
-    """The seats of all other engines, dead or alive. Each is closed when the next is asked for."""
-    for name in seats_in(engines):
+def other_seats(below: Below, engines: Path, own: Seat | None) -> Iterator[StrangeSeat]:
+    """The seats of all other engines, dead or alive. Each is closed when the next is asked for.
+    What is called like a seat and is none, such as a link or a pipe, is left out: it is not ours,
+    and must not keep the seats after it from being looked at."""
+    for name in seats_in(below, engines):
         if own is not None and name == own.engine.hex():
             continue
-        alive = alive_file(engines, name)
+        fd: int | None = -1
         try:
-            fd = os.open(alive, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            fd = -1
-        seat = StrangeSeat(engines / name, alive, fd)
+            if not _is_like_a_seat(below, engines, name):
+                continue
+            with suppress(FileNotFoundError):
+                fd = below.open(alive_file(engines, name), os.O_RDWR | os.O_NONBLOCK)
+        except OSError:
+            fd = None
+        seat = StrangeSeat(below, engines / name, alive_file(engines, name), fd)
         try:
             yield seat
         finally:
             seat.close()
 
 
-def _remove(directory: Path, alive: Path) -> None:
-    """The file goes last: as long as it is there, someone will try again."""
-    while directory.exists():
-        with suppress(FileNotFoundError):  # of one of its files, which others remove, too
-            shutil.rmtree(directory)
+def _is_like_a_seat(below: Below, engines: Path, name: str) -> bool:
+    """Whether a name in the directory of engines is that of a seat, or of what is left of one."""
+    file, directory = _mode_of(below, alive_file(engines, name)), _mode_of(below, engines / name)
+    if directory is not None and not stat.S_ISDIR(directory):
+        return False
+    if file is not None:
+        return stat.S_ISREG(file)
+    # A directory without its file is left when other things are in it, too: those are not ours.
+    names = [] if directory is None else below.listdir(engines / name)
+    return not names or any(map(is_in_seat, names))
+
+
+def _mode_of(below: Below, path: Path) -> int | None:
+    try:
+        return below.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _remove(below: Below, directory: Path, alive: Path) -> None:
+    """Remove a seat, as far as there is nothing of others in it. The file goes last: as long as it
+    is there, someone will try again."""
+    while _empty(below, directory):
+        pass  # others remove it, too, or its engine is not as dead as it seemed
+    try:
+        below.rmdir(directory)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
     with suppress(FileNotFoundError):
-        os.unlink(alive)
+        below.unlink(alive)
+
+
+def _empty(below: Below, directory: Path) -> int:
+    """Remove what an engine puts into a seat. Returns how many blocks there were."""
+    files = [file.path for file in seat_files(below, directory)]
+    blocks = directory / "blocks"
+    namespaces = namespaces_in(below, blocks) if below.is_directory(blocks) else []
+    for namespace in namespaces:
+        for shard in [entry.name for entry in shards_in(below, namespace)]:
+            files += (block.path for block in read_shard(below, namespace, shard))
+    for path in files:
+        with suppress(FileNotFoundError):
+            below.unlink(path)
+    for namespace in namespaces:
+        remove_directories(below, namespace)
+    with suppress(OSError):
+        below.rmdir(blocks)
+    return len(files)
 
 
 def _abandon_in_child() -> None:

@@ -179,7 +179,7 @@ class Sweeper:
                 break
             for namespace in namespaces:
                 try:
-                    found += read_shard(namespace, shard)
+                    found += read_shard(self._books.below, namespace, shard)
                 except OSError as error:  # of one directory; the others are as good as before
                     self._on_error(error)
             if len(found) >= max(_ENOUGH, 2 * _OLD_PART * count):

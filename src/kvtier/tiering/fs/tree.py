@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.tiering.fs.names import SHARDS, is_namespace_name
+from kvtier.tiering.fs.below import Below
+from kvtier.tiering.fs.names import SHARDS, is_namespace_name, key_at
 
 __all__ = [
     "BlockFile",
@@ -20,6 +21,7 @@ __all__ = [
     "namespaces_in",
     "read_shard",
     "remove_directories",
+    "shards_in",
 ]
 
 
@@ -53,79 +55,93 @@ def bytes_taken(status: os.stat_result) -> int:
     return max(status.st_blocks * 512, status.st_size)
 
 
-def namespaces_in(blocks: Path) -> list[Path]:
-    """The directories of namespaces, in the root's or a seat's `blocks`."""
+def namespaces_in(below: Below, blocks: Path) -> list[Path]:
+    """The directories of namespaces, in the root's or a seat's `blocks`. What is called like one
+    and is no directory, such as a link, is not ours."""
     try:
-        names = os.listdir(blocks)
+        found = sorted(
+            entry.name
+            for entry in below.scan(blocks)
+            if is_namespace_name(entry.name) and entry.is_dir(follow_symlinks=False)
+        )
     except FileNotFoundError:
         return []
-    return [blocks / name for name in sorted(names) if is_namespace_name(name)]
+    return [blocks / name for name in found]
 
 
-def read_shard(namespace: str | Path, shard: str) -> Iterator[BlockFile]:
-    """The files of one of the directories of a namespace. Raises `OSError`, but not where there is
-    no such directory, or where a file goes away meanwhile."""
+def shards_in(below: Below, namespace: Path) -> Iterator[os.DirEntry[str]]:
+    """The directories of a namespace that are there. Something else with such a name, such as a
+    link, is not ours."""
+    names = frozenset(SHARDS)
     try:
-        entries = os.scandir(f"{namespace}/{shard}")
+        for entry in below.scan(namespace):
+            if entry.name in names and entry.is_dir(follow_symlinks=False):
+                yield entry
     except FileNotFoundError:
         return
-    with entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue  # the file system's: NFS keeps removed files so, while they are open
+
+
+def read_shard(below: Below, namespace: str | Path, shard: str) -> Iterator[BlockFile]:
+    """The blocks in one of the directories of a namespace: regular files with the name of a block
+    that belongs there. All else is somebody else's, and stays. Raises `OSError`, but not where
+    there is no such directory, or where a file goes away meanwhile."""
+    directory = f"{namespace}/{shard}"
+    try:
+        for entry in below.scan(directory):
+            if key_at(shard, entry.name) is None:
+                continue
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
             if stat.S_ISREG(status.st_mode):
-                yield BlockFile.of(entry.path, status)
+                yield BlockFile.of(f"{directory}/{entry.name}", status)
+    except FileNotFoundError:
+        return
 
 
-def count_blocks(blocks: Path) -> tuple[int, int]:
+def count_blocks(below: Below, blocks: Path) -> tuple[int, int]:
     """Bytes and number of the blocks of all namespaces."""
     num_bytes = count = 0
-    for namespace in namespaces_in(blocks):
-        for shard in SHARDS:
-            for block in read_shard(namespace, shard):
+    for namespace in namespaces_in(below, blocks):
+        for shard in shards_in(below, namespace):
+            for block in read_shard(below, namespace, shard.name):
                 num_bytes += block.num_bytes
                 count += 1
     return num_bytes, count
 
 
-def measure_overhead(root: Path, seats: list[Path]) -> int:
+def measure_overhead(below: Below, root: Path, engines: Iterable[str], seats: list[Path]) -> int:
     """What everything else takes: directories, the ledger, the files that say who lives.
-    Under the ledger's lock."""
-    total = _bytes_of(root) + _bytes_of(root / "ledger")
-    engines = root / "engines"
-    total += _bytes_of(engines)
-    for entry in os.scandir(engines):
-        if not entry.name.startswith("."):
-            total += _bytes_of(entry.path)
+    `engines`: the names of the latter, and of the directories of seats. Under the ledger's lock."""
+    total = os.stat(root).st_blocks * 512
+    total += sum(_bytes_of(below, root / name) for name in ("ledger", "engines"))
+    total += sum(_bytes_of(below, root / "engines" / name) for name in engines)
     for blocks in (root / "blocks", *(seat / "blocks" for seat in seats)):
-        total += _bytes_of(blocks)
-        for namespace in namespaces_in(blocks):
-            total += _bytes_of(namespace)
-            total += sum(_bytes_of(f"{namespace}/{shard}") for shard in SHARDS)
+        total += _bytes_of(below, blocks)
+        for namespace in namespaces_in(below, blocks):
+            total += _bytes_of(below, namespace)
+            total += sum(shard.stat().st_blocks * 512 for shard in shards_in(below, namespace))
     return total
 
 
-def _bytes_of(path: str | Path) -> int:
+def _bytes_of(below: Below, path: str | Path) -> int:
     try:
-        return os.lstat(path).st_blocks * 512
+        return below.lstat(path).st_blocks * 512
     except FileNotFoundError:
         return 0
 
 
-def remove_directories(namespace: Path) -> None:
-    """Remove a namespace's directories, as far as there is no file in them. Under the ledger's
+def remove_directories(below: Below, namespace: Path) -> None:
+    """Remove a namespace's directories, as far as there is nothing in them. Under the ledger's
     lock. The last one goes first: by it a namespace with all its directories is known."""
     for shard in reversed(SHARDS):
         with suppress(FileNotFoundError):
             try:
-                os.rmdir(namespace / shard)
+                below.rmdir(namespace / shard)
             except OSError as error:
-                if error.errno == errno.ENOTEMPTY:
-                    return
+                if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
+                    return  # what is there is not ours
                 raise
     with suppress(OSError):
-        os.rmdir(namespace)
+        below.rmdir(namespace)

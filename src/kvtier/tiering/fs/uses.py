@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtier.base import OffloadKey
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.names import LONGEST_KEY, block_path
 
 __all__ = ["Uses"]
@@ -23,7 +23,8 @@ class Uses:
     """A thread that notes uses. What comes faster than it can write is forgotten, and with it only
     how recently some blocks were used."""
 
-    def __init__(self, on_error: Callable[[OSError], None]) -> None:
+    def __init__(self, below: Below, on_error: Callable[[OSError], None]) -> None:
+        self._below = below
         self._on_error = on_error
         self._waiting: deque[tuple[str, Sequence[OffloadKey], int]] = deque(maxlen=_MAX_WAITING)
         self._stopped = threading.Event()
@@ -57,8 +58,8 @@ class Uses:
             # Of one prompt, the head is the last to leave.
             stamp = when_ns - position
             try:
-                if stamp - os.lstat(path).st_mtime_ns > _SAME_USE_NS:
-                    os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
+                if stamp - self._below.lstat(path).st_mtime_ns > _SAME_USE_NS:
+                    self._below.utime(path, stamp)
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import kvtier.tiering.fs.books as books_module
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.books import Books, Evicted, Outcome, Written
 from kvtier.tiering.fs.clerk import Clerk
 from kvtier.tiering.fs.ledger import Account, Balance, Ledger
@@ -54,8 +55,8 @@ def nobody_writes_down_that_blocks_are_being_published() -> None:
 def what_was_published_is_counted_again_and_again() -> None:
     real = books_module._count_in_published
 
-    def count_in_published(balance: Balance, account: Account, directory: Path) -> None:
-        real(balance, account, directory)
+    def count_in_published(balance: Balance, account: Account, files: Any) -> None:
+        real(balance, account, files)
         account.is_publishing = True
 
     plant(books_module, _count_in_published=count_in_published)
@@ -65,10 +66,10 @@ def what_was_published_is_counted_again_and_again() -> None:
 def a_block_is_published_over_another() -> None:
     real = books_module._publish
 
-    def publish(block: Written, on_error: Any) -> Outcome:
+    def publish(below: Below, block: Written, on_error: Any) -> Outcome:
         with suppress(FileNotFoundError):
             os.unlink(block.final)
-        return real(block, on_error)
+        return real(below, block, on_error)
 
     plant(books_module, _publish=publish)
 
@@ -129,7 +130,7 @@ def what_was_just_used_leaves_too() -> None:
 @_mutant(num_blocks=40)
 def the_newest_leave_first() -> None:
     def oldest(sweeper: Sweeper, namespaces: Sequence[Path], count: int) -> list[BlockFile]:
-        found = _blocks_of(namespaces)
+        found = _blocks_of(sweeper._books, namespaces)
         return sorted(found, key=lambda block: -block.used_ns)[:count]
 
     plant(Sweeper, _oldest=oldest)
@@ -138,17 +139,18 @@ def the_newest_leave_first() -> None:
 @_mutant(num_blocks=12, foreign_rate=0.5)
 def blocks_of_others_leave() -> None:
     def oldest(sweeper: Sweeper, namespaces: Sequence[Path], count: int) -> list[BlockFile]:
-        return _blocks_of(namespaces_in(sweeper._books.blocks))[:count]
+        books = sweeper._books
+        return _blocks_of(books, namespaces_in(books.below, books.blocks))[:count]
 
     plant(Sweeper, _oldest=oldest)
 
 
-def _blocks_of(namespaces: Sequence[Path]) -> list[BlockFile]:
+def _blocks_of(books: Books, namespaces: Sequence[Path]) -> list[BlockFile]:
     return [
         block
         for namespace in namespaces
         for shard in SHARDS
-        for block in read_shard(namespace, shard)
+        for block in read_shard(books.below, namespace, shard)
     ]
 
 
@@ -157,7 +159,7 @@ def _blocks_of(namespaces: Sequence[Path]) -> list[BlockFile]:
 
 @_mutant(num_blocks=12, point="evict: rename after")
 def the_dead_are_not_settled() -> None:
-    plant(books_module, _settle=lambda balance, account, directory: None)
+    plant(Books, _settle=lambda books, balance, account, directory: None)
 
 
 @_mutant(quiet_patience_s=3.0)
@@ -187,7 +189,7 @@ def accounts_go_before_their_files() -> None:
             for seat in books._other_seats():
                 account = balance.accounts.get(seat.engine)
                 if seat.is_dead and account is not None:
-                    books_module._settle(balance, account, seat.directory)
+                    books._settle(balance, account, seat.directory)
                     del balance.accounts[seat.engine]
         return real(books)
 
@@ -201,7 +203,7 @@ def a_seat_is_left_behind() -> None:
 
 @_mutant(epoch_rate=0.1)
 def private_blocks_are_not_counted_out() -> None:
-    plant(books_module, count_blocks=lambda blocks: (0, 0))
+    plant(books_module, count_blocks=lambda below, blocks: (0, 0))
 
 
 # --- the quota ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.books import Books, Evicted, Outcome, Written
 from kvtier.tiering.fs.clerk import Clerk
 from kvtier.tiering.fs.ledger import Balance
@@ -18,6 +19,7 @@ from kvtier.tiering.fs.names import SHARDS
 from kvtier.tiering.fs.sweeper import Sweeper
 from kvtier.tiering.fs.tree import BlockFile, read_shard
 from tests.tiering.disk.crash.planting import plant
+from tests.tiering.fs.hardship import path_in
 
 _IN_ONE_REPORT = 16
 """A report is one write into a pipe, which others write into as well."""
@@ -56,8 +58,9 @@ class Witness:
         real = os.rename
 
         def rename(source: Any, target: Any, **options: Any) -> None:
-            if str(source).startswith(self._blocks):
-                self._report("leaves", str(source).removeprefix(self._blocks))
+            path = path_in(source, options.get("src_dir_fd"))
+            if path.startswith(self._blocks):
+                self._report("leaves", path.removeprefix(self._blocks))
             real(source, target, **options)
 
         plant(os, rename=rename)
@@ -159,7 +162,9 @@ class Witness:
         oldest = min(victims, key=lambda block: block.used_ns)
         known_until_ns = self._looked_ns[oldest.path] - _CLOCK_STEP_NS
         statuses = [
-            os.lstat(block.path) for shard in SHARDS for block in read_shard(namespace, shard)
+            os.lstat(block.path)
+            for shard in SHARDS
+            for block in read_shard(Below(self._root), namespace, shard)
         ]
         num_older = sum(
             status.st_mtime_ns < oldest.used_ns
