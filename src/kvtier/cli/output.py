@@ -7,7 +7,9 @@ import os
 import sys
 from contextlib import suppress
 
-__all__ = ["CannotWrite", "NobodyReads", "end_of_output", "finish", "note", "write"]
+from kvtier.config.redaction import printable
+
+__all__ = ["CannotWrite", "NobodyReads", "end_of_output", "finish", "note", "write", "write_line"]
 
 
 class NobodyReads(Exception):
@@ -30,6 +32,11 @@ def write(text: str) -> None:
         raise end_of_output(error) from None
 
 
+def write_line(line: str) -> None:
+    """Write a part of the result that is one line, whatever names are in it."""
+    write(f"{printable(line)}\n")
+
+
 def finish() -> None:
     """See to it that all of the result is written."""
     try:
@@ -40,10 +47,10 @@ def finish() -> None:
 
 
 def note(text: str) -> None:
-    """Tell whoever is there, beside the result."""
+    """Tell whoever is there, beside the result: one line, whatever names are in it."""
     if sys.stderr is not None:
         with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def end_of_output(error: OSError) -> Exception:

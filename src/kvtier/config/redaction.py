@@ -1,4 +1,4 @@
-"""How a value of the configuration appears in a message: as JSON, short, without secrets."""
+"""How a value appears in a message: short, on one line, without secrets."""
 
 from __future__ import annotations
 
@@ -30,6 +30,17 @@ def describe(value: object, key: str = "") -> str:
     """`value`, given for `key`, as a message may show it."""
     text = json.dumps(_redacted(value, key), default=_unknown_to_json, ensure_ascii=False)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def printable(text: str) -> str:
+    """`text`, which may come from anybody, such as a file name or what a file says about an engine,
+    on one line and without control characters: a log and a terminal show it as it is."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def without_secrets(text: str, options: Mapping[str, object]) -> str:

@@ -127,6 +127,40 @@ def test_only_what_no_live_engine_uses(root: Path, capsys: pytest.CaptureFixture
     assert_tidy(root)
 
 
+def test_it_says_why_a_namespace_was_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    used, new = fill_root(root, KEYS, "used"), fill_root(root, KEYS[:7], "new")
+    old, other = fill_root(root, KEYS[:3], "old"), fill_root(root, KEYS[:2], "other")
+    for name in (old, other):
+        age(root, name, 2 * DAY)
+    with FsEngineProcess(root, "used") as engine:
+        assert engine.ask("hits 0 40") == 40
+        for options in (["--dry-run"], ["--yes"]):
+            wanted = ["--older-than", "1d", "--namespace", old, "--namespace", new]
+            assert main(["store", "gc", str(root), *wanted, *options]) == 0
+            lines = capsys.readouterr().out.splitlines()
+            reasons = {line.split()[1]: line for line in lines if line.startswith("  keep ")}
+            assert reasons.keys() == {used, new, other}
+            assert f"process {engine.process.pid} on" in reasons[used]
+            assert "ago, and --older-than is 24 h" in reasons[new]
+            assert "not among those given with --namespace" in reasons[other]
+        assert kept(root) == {used, new, other}
+        document = run_store(capsys, "gc", root, "--dry-run", "--older-than", "1d")[1]
+        assert {row["namespace"] for row in document["kept"]} == {used, new}
+
+
+def test_it_says_that_other_things_keep_a_namespace(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = fill_root(root, KEYS)
+    (root / "blocks" / name / "07" / "thesis.tex").touch()
+    code, document = run_store(capsys, "gc", root, "--yes", *ANY_AGE)
+    assert (code, document["removed_blocks"]) == (0, len(KEYS))
+    [reason] = document["kept"]
+    assert reason["namespace"] == name
+    assert "other things are in it" in reason["reason"]
+    assert document["strays"] == [f"blocks/{name}/07/thesis.tex"]
+
+
 def test_only_what_was_not_used_for_so_long(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = fill_root(root, KEYS[:10], "old")
     older = fill_root(root, KEYS[:7], "older")

@@ -17,7 +17,7 @@ from kvtier.tiering.fs import clerk as module
 from kvtier.tiering.fs import sweeper
 from kvtier.tiering.fs.books import NAME_BYTES, Books, SeatLost
 from kvtier.tiering.fs.clerk import Arrival, Change, Clerk, Limits
-from kvtier.tiering.fs.lease import NoRoom, Room
+from kvtier.tiering.fs.lease import NoRoom, Room, Shut
 from kvtier.tiering.fs.ledger import Balance, LedgerBusy
 from kvtier.tiering.fs.names import SHARDS, block_path, namespace_path
 from kvtier.tiering.fs.seat import Occupant
@@ -82,7 +82,7 @@ class Desk:
         """Whether a block can be stored again."""
         try:
             return self.store(number) == [True]
-        except (NoRoom, SeatLost, OSError):
+        except (NoRoom, Shut, SeatLost, OSError):
             return False
 
     def blocks(self) -> list[BlockFile]:
@@ -411,7 +411,7 @@ def test_each_is_answered_once_also_at_the_end(root: Path) -> None:
         for number in range(first, first + 20):
             try:
                 desk.clerk.publish_soon([desk.write(number)])
-            except NoRoom:
+            except (NoRoom, Shut):
                 desk.answers.append((number, False))
 
     for first in (0, 100, 200):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.tiering.fs.lease import Lease, NoRoom, Room
+from kvtier.tiering.fs.lease import Lease, NoRoom, Room, Shut
 from tests.tiering.patience import PATIENCE_S, wait_until
 
 CHARGE = 100
@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
         num_asked = len(self.asked)
         if not self.num_available:
             if self.is_closed:
-                with pytest.raises(NoRoom):
+                with pytest.raises(Shut):
                     self.lease.take()
             return
         room = self.lease.take()
@@ -115,7 +115,7 @@ def test_taken_and_left_is_what_was_put(chance: Random) -> None:
         for _ in range(12):
             try:
                 taken.append(lease.take())
-            except NoRoom:
+            except (NoRoom, Shut):
                 continue
 
     threads = [threading.Thread(target=take) for _ in range(3)]
@@ -154,7 +154,7 @@ def waiting(lease: Lease, how_many: int = 1) -> tuple[list[threading.Thread], li
     def take() -> None:
         try:
             got.append(lease.take())
-        except NoRoom:
+        except (NoRoom, Shut):
             got.append(None)
 
     threads = [threading.Thread(target=take) for _ in range(how_many)]
@@ -181,6 +181,19 @@ def test_who_waits_gets_what_comes() -> None:
     joined(threads)
     assert got == [Room("new-0", True, CHARGE)]
     assert lease.empty() == (0, [])
+
+
+@pytest.mark.parametrize(("has_failed", "raised"), [(True, Shut), (False, NoRoom)])
+def test_no_room_is_not_said_where_the_root_has_failed(
+    has_failed: bool, raised: type[Exception]
+) -> None:
+    lease = Lease(CHARGE, 1, lambda: "w1", lambda: None)
+    lease.put(CHARGE, [])
+    lease.shut(has_failed=has_failed)
+    with pytest.raises(raised):
+        lease.take()
+    lease.open()
+    assert lease.take().path == "w1"
 
 
 @pytest.mark.parametrize("end", ["refuse", "close"])
@@ -216,7 +229,7 @@ def test_after_the_end_nothing_is_wanted_and_nothing_lost() -> None:
     lease.put(2 * CHARGE + 5, [recycled(1)])
     lease.close()
     assert lease.num_wanted == 0
-    with pytest.raises(NoRoom):
+    with pytest.raises(Shut):
         lease.take()
     lease.put(1, [])
     assert lease.empty() == (2 * CHARGE + 6, [recycled(1)])

@@ -4,6 +4,7 @@ wrong byte, and the tier is used again by itself where that is possible."""
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.base import LookupResult
+from kvtier.cli import main
 from kvtier.testing import TierHarness
 from kvtier.tiering.fs import metrics
 from kvtier.tiering.fs.ledger import Ledger
@@ -319,6 +321,40 @@ def test_a_root_that_is_emptied(root: Path) -> None:
             load_all(harness, KEYS)
             load_all(other, LATER)
             wait_until_the_gauge_is_right(harness, root)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_root_that_is_gone_is_made_again_by_a_command(
+    root: Path, is_removed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so, the gauge does not keep what it said, and nobody speaks of a lack of
+    room."""
+    with fs_harness(root) as harness, caplog.at_level(logging.WARNING):
+        figures = Figures(harness)
+        store_all(harness, KEYS)
+        wait_until_the_gauge_is_right(harness, root)
+        empty(root)
+        if is_removed:
+            root.rmdir()
+        store_new_until(harness, lambda stored: not stored, "stores fail")
+        wait_until(lambda: harness.look_up(KEYS[0]) is LookupResult.MISS, "it is known to be gone")
+
+        def gauges() -> tuple[float, float]:
+            told = fs_of(harness).get_stats().gauges
+            return told[metrics.USED_BYTES], told[metrics.BLOCKS]
+
+        wait_until(lambda: gauges() == (0, 0), "there is nothing")
+        assert not store_some(harness, LATER)
+        assert figures[metrics.REFUSED] == 0
+        assert figures[metrics.FAILED] > 0
+        [told] = [message for message in caplog.messages if "ENOENT" in message]
+        assert str(root) in told
+        assert f"`kvtier store init {root}`" in told
+        assert main(["store", "init", str(root)]) == 0
+        wait_until_stored(harness, LATER)
+        load_all(harness, LATER)
+        wait_until_the_gauge_is_right(harness, root)
+        assert gauges() > (0, 0)
 
 
 def test_an_engine_whose_root_was_emptied_can_be_shut_down(root: Path) -> None:

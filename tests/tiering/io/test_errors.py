@@ -11,8 +11,12 @@ import pytest
 from kvtier.tiering.io.errors import ErrorLog, error_counter, error_counters
 
 
+def remedy_for(error: int) -> str:
+    return f"do something about {error}"
+
+
 def test_errors_are_counted_until_they_are_taken() -> None:
-    log = ErrorLog(Path("/a/path"))
+    log = ErrorLog(Path("/a/path"), remedy_for)
     log.note(errno.EIO, is_write=True)
     log.note(errno.EIO, is_write=False)
     log.note(errno.ENOSPC, is_write=True)
@@ -24,20 +28,29 @@ def test_errors_are_counted_until_they_are_taken() -> None:
 
 
 def test_each_kind_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    log = ErrorLog(Path("/a/path"))
+    log = ErrorLog(Path("/a/path"), remedy_for)
     for _ in range(3):
         log.note(errno.EROFS, is_write=True)
         log.note(errno.EIO, is_write=False)
         log.take()
     first, second = caplog.messages
-    assert first.startswith("/a/path: a write has failed: Read-only file system (EROFS): see why ")
+    assert first.startswith(
+        f"/a/path: a write has failed: Read-only file system (EROFS): {remedy_for(errno.EROFS)}. "
+    )
     assert second.startswith(
-        "/a/path: a read has failed: Input/output error (EIO): look at the disk"
+        f"/a/path: a read has failed: Input/output error (EIO): {remedy_for(errno.EIO)}. "
     )
 
 
+def test_the_file_is_named_where_it_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    log = ErrorLog(Path("/a/path"), remedy_for)
+    log.note(errno.EACCES, is_write=False, path="/a/path/with a\nforged line\x1b[2J")
+    [message] = caplog.messages
+    assert message.startswith("/a/path/with a\\nforged line\\x1b[2J: a read has failed: ")
+
+
 def test_no_error_is_lost_between_threads() -> None:
-    log = ErrorLog("somewhere")
+    log = ErrorLog("somewhere", remedy_for)
 
     def note_many() -> None:
         for _ in range(500):

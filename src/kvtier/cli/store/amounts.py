@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 
 __all__ = ["as_age", "as_size", "as_time"]
@@ -11,12 +12,16 @@ _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def as_size(num_bytes: float) -> str:
-    """With three digits or a little more: "62.5 MiB"."""
+    """With three digits or a little more: "62.5 MiB". Rounded down: of what is free or allowed,
+    people are not told more than there is."""
     amount, power = float(num_bytes), 0
     while amount >= 1000 and power + 1 < len(_UNITS):
         amount /= 1024
         power += 1
-    digits = f"{amount:.0f}" if not power or amount >= 100 else f"{amount:.3g}"
+    places = 0 if not power or amount >= 100 else 1 if amount >= 10 else 2
+    digits = f"{math.floor(amount * 10**places) / 10**places:.{places}f}"
+    if places:
+        digits = digits.rstrip("0").rstrip(".")
     return f"{digits} {_UNITS[power]}"
 
 

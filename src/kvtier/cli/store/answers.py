@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from kvtier.cli.output import finish, note, write
+from kvtier.cli.output import finish, note, write, write_line
 from kvtier.cli.store.refusal import StoreRefused
 
 __all__ = ["is_confirmed", "require_terminal", "write_result"]
@@ -24,7 +24,8 @@ def write_result(result: _Result, *, as_json: bool) -> None:
     if as_json:
         write(json.dumps(result.as_json(), indent=2) + "\n")
     else:
-        write("".join(f"{line}\n" for line in result.lines()))
+        for line in result.lines():
+            write_line(line)
     finish()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ import typer
 __all__ = ["store_app"]
 
 _HELP = """
-What a tier keeps on disk: list it, count it, verify it, clear it, tidy it up.
+What a tier keeps on disk: list it, count it, verify it, clear it, tidy it up, make it anew.
 
 PATH is the slab file of a disk tier (with data-parallel replicas: one of their files, such as
 kv-dp0.slab), or the directory of an fs tier, its root_dir. Everything works while engines have it
@@ -26,6 +25,7 @@ open.
     kvtier store verify /mnt/nvme/kv.slab --max-rate 200MB
     kvtier store clear /mnt/shared/kv --namespace a8758fdc
     kvtier store gc /mnt/shared/kv --older-than 30d
+    kvtier store init /mnt/shared/kv
 
 Exit code 0: done, and all is well; 1: damage was found, or clear or gc was not confirmed, or an
 engine did not make way in time; 2: wrong input, no such store, no permission, or the result could
@@ -86,6 +86,20 @@ while it counts, they store nothing.
 Exit code 0: done; 1: not confirmed, or another has had the ledger locked for too long; 2: wrong
 input, no such directory, or neither --yes nor a terminal to ask on, and then nothing is done; 130:
 ended by Ctrl-C.
+"""
+
+_INIT_HELP = """
+Make a directory the root of an fs tier, or make an emptied one a root again.
+
+Engines make a directory that is not there when they start. One that is emptied or removed while
+they run could as well be a mount that is missing, so they leave it alone until someone says with
+this that it is meant to be there; they take it again within seconds.
+
+What is there stays. A directory that holds other things is refused. Root acts as the user whom the
+directory belongs to.
+
+Exit code 0: it is a root now; 1: an engine has had the ledger locked for too long; 2: it cannot be
+one, or no permission.
 """
 
 store_app = typer.Typer(
@@ -224,6 +238,27 @@ def _gc(
     _end_with(path, work)
 
 
+@store_app.command("init", help=_INIT_HELP)
+def _init(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="The directory of an fs tier, its root_dir. The directory it is in has to exist.",
+            show_default=False,
+            readable=False,
+        ),
+    ],
+    json: _Json = False,
+) -> None:
+    def work() -> int:
+        from kvtier.cli.store.init import init_root
+
+        return init_root(path, as_json=json)
+
+    _end_with(path, work)
+
+
 # --- what was given ----------------------------------------------------------------------------
 
 
@@ -296,5 +331,7 @@ def _exit_code(path: Path, work: Callable[[], int]) -> int:
 
 
 def _said(sentence: str, code: int) -> int:
-    print(f"kvtier store: {sentence}", file=sys.stderr)
+    from kvtier.cli.output import note
+
+    note(f"kvtier store: {sentence}")
     return code

@@ -1,7 +1,8 @@
-"""Removes blocks from an fs root, where engines may be at work."""
+"""Changes an fs root, where engines may be at work."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +28,13 @@ def seat_at(path: Path, patience_s: float) -> Iterator[Books]:
     """A seat like that of an engine, to change what is there. It is left at the end. Raises
     `StoreRefused` or `NotDone`, also for what is raised in the context."""
     try:
-        books = open_root(path, Occupant.here(_OUR_NAME, namespace=""), patience_s)
-        try:
-            yield books
-        finally:
-            books.close()
+        with _as_owner_of(path):
+            # Whose user may not enter the working directory cannot use a path from there.
+            books = open_root(path.absolute(), Occupant.here(_OUR_NAME, namespace=""), patience_s)
+            try:
+                yield books
+            finally:
+                books.close()
     except RootRefused as problem:
         if isinstance(problem.__cause__, LedgerBusy):
             raise NotDone(str(problem)) from None
@@ -45,6 +48,33 @@ def seat_at(path: Path, patience_s: float) -> Iterator[Books]:
         raise NotDone(str(refusal_for(path, error))) from None
     except OSError as error:
         raise StoreRefused(str(refusal_for(path, error))) from None
+
+
+@contextmanager
+def _as_owner_of(path: Path) -> Iterator[None]:
+    """Root acts as the user a root belongs to: what it makes there belongs to that user, and
+    whatever that user puts in its way leads nowhere that the user could not go. Raises
+    `StoreRefused` or `OSError`."""
+    owner = os.stat(path) if path.exists() else None
+    if os.geteuid() != 0 or owner is None or owner.st_uid == 0:
+        yield
+        return
+    gid, groups = os.getegid(), os.getgroups()
+    try:
+        os.setgroups([])
+        os.setegid(owner.st_gid)
+        os.seteuid(owner.st_uid)
+    except PermissionError:
+        raise StoreRefused(
+            f"{path} belongs to uid {owner.st_uid}, and root may not act as that user here: run "
+            "this as that user"
+        ) from None
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(gid)
+        os.setgroups(groups)
 
 
 @dataclass(frozen=True, slots=True)

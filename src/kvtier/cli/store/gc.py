@@ -10,9 +10,9 @@ from pathlib import Path
 from kvtier.cli.output import note
 from kvtier.cli.store.amounts import as_size
 from kvtier.cli.store.answers import is_confirmed, require_terminal, write_result
-from kvtier.cli.store.fs_gc import Orphan, find_orphans, remove_orphans, tidy_up
+from kvtier.cli.store.fs_gc import INTERRUPTED, Candidate, find_candidates, remove_orphans, tidy_up
 from kvtier.cli.store.fs_store import FsStore
-from kvtier.cli.store.gc_report import GcReport, orphan_lines
+from kvtier.cli.store.gc_report import GcReport, candidate_lines
 from kvtier.cli.store.interrupts import noted_interrupts
 from kvtier.cli.store.opening import open_store
 from kvtier.cli.store.progress import shown_count
@@ -25,7 +25,7 @@ __all__ = ["collect_garbage"]
 def collect_garbage(
     path: Path,
     wanted: Sequence[str],
-    older_than_s: int | None,
+    older_than_s: int,
     *,
     is_dry: bool,
     is_sure: bool,
@@ -33,7 +33,7 @@ def collect_garbage(
 ) -> int:
     started = time.monotonic()
     seen = _survey(path)
-    report = GcReport(path, seen, find_orphans(seen, wanted, older_than_s))
+    report = GcReport(path, seen, find_candidates(seen, wanted, older_than_s))
     is_declined = False
     if not is_dry:
         is_declined = not _clean(report, is_sure)
@@ -63,18 +63,22 @@ def _survey(path: Path) -> Survey:
 
 def _clean(report: GcReport, is_sure: bool) -> bool:
     """False: the user does not want namespaces to be removed."""
-    chosen = [orphan for orphan in report.orphans if orphan.is_chosen]
+    chosen = report.chosen
     if chosen and not is_sure:
         require_terminal("--yes if you are, or --dry-run to see what there is")
     with noted_interrupts() as is_stopping:
         report.tidied = tidy_up(report.path)
         report.is_complete = not is_stopping()
+    if not report.is_complete:
+        _keep(chosen, INTERRUPTED)
     if not chosen or not report.is_complete:
         return True
     try:
-        if not is_sure and not _wants_removal(report.orphans, chosen):
+        if not is_sure and not _wants_removal(report.candidates, chosen):
+            _keep(chosen, "not confirmed")
             return False
     except KeyboardInterrupt:
+        _keep(chosen, INTERRUPTED)
         report.is_complete = False
         return True
     with noted_interrupts() as is_stopping:
@@ -84,11 +88,16 @@ def _clean(report: GcReport, is_sure: bool) -> bool:
     return True
 
 
-def _wants_removal(orphans: Sequence[Orphan], chosen: Sequence[Orphan]) -> bool:
-    for line in orphan_lines(orphans):
+def _keep(chosen: Sequence[Candidate], reason: str) -> None:
+    for each in chosen:
+        each.kept_because = reason
+
+
+def _wants_removal(candidates: Sequence[Candidate], chosen: Sequence[Candidate]) -> bool:
+    for line in candidate_lines(candidates):
         note(line)
-    num_blocks = sum(orphan.space.num_blocks for orphan in chosen)
-    num_bytes = sum(orphan.space.num_bytes for orphan in chosen)
+    num_blocks = sum(each.space.num_blocks for each in chosen)
+    num_bytes = sum(each.space.num_bytes for each in chosen)
     return is_confirmed(
         f"Remove {len(chosen)} of them, with {num_blocks} blocks, {as_size(num_bytes)}?"
     )

@@ -10,12 +10,12 @@ from typing import Any
 
 from kvtier.cli.store.amounts import as_size, as_time
 from kvtier.cli.store.fs_figures import namespace_line
-from kvtier.cli.store.fs_gc import Orphan, Tidied
+from kvtier.cli.store.fs_gc import Candidate, Tidied
 from kvtier.cli.store.fs_ledger import ledger_remark
 from kvtier.cli.store.fs_removal import Removal
 from kvtier.tiering.fs.reader import Stray, Survey
 
-__all__ = ["GcReport", "orphan_lines"]
+__all__ = ["GcReport", "candidate_lines"]
 
 _SHOWN_STRAYS = 20
 
@@ -25,12 +25,21 @@ class GcReport:
     path: Path
     seen: Survey
     """How it was before."""
-    orphans: Sequence[Orphan]
+    candidates: Sequence[Candidate]
     is_complete: bool = True
     tidied: Tidied | None = None
     """None: nothing was done, only looked at."""
     removals: Sequence[Removal] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def chosen(self) -> list[Candidate]:
+        """Those that are to be removed."""
+        return [each for each in self.candidates if each.is_chosen]
+
+    @property
+    def _orphans(self) -> list[Candidate]:
+        return [each for each in self.candidates if each.is_orphan]
 
     @property
     def _num_dead(self) -> int:
@@ -66,7 +75,12 @@ class GcReport:
                     "chosen": orphan.is_chosen,
                     "removed": orphan.space.name in removed,
                 }
-                for orphan in self.orphans
+                for orphan in self._orphans
+            ],
+            "kept": [
+                {"namespace": each.space.name, "reason": each.kept_because}
+                for each in self.candidates
+                if each.kept_because is not None
             ],
             "removed_blocks": self._num_removed,
             "freed_bytes": self._freed_bytes,
@@ -80,15 +94,17 @@ class GcReport:
         yield str(self.path)
         yield from self._tidied_lines()
         if self.tidied is None:
-            yield from orphan_lines(self.orphans)
+            yield from candidate_lines(self.candidates)
         elif self.removals:
             num_whole = sum(removal.is_whole for removal in self.removals)
             yield (
-                f"removed     {num_whole} of {len(self.orphans)} orphaned namespaces: "
+                f"removed     {num_whole} of {len(self._orphans)} orphaned namespaces: "
                 f"{self._num_removed} blocks, {as_size(self._freed_bytes)}"
             )
+            yield from _kept_lines(self.candidates)
         else:
-            yield f"removed     none of {len(self.orphans)} orphaned namespaces"
+            yield f"removed     none of {len(self._orphans)} orphaned namespaces"
+            yield from _kept_lines(self.candidates)
         if not self.is_complete:
             yield "            ended by Ctrl-C: what is left can be removed later"
         yield from self._stray_lines()
@@ -119,15 +135,21 @@ class GcReport:
             yield f"  and {len(strays) - _SHOWN_STRAYS} more; --json has all of them"
 
 
-def orphan_lines(orphans: Sequence[Orphan]) -> Iterator[str]:
+def candidate_lines(candidates: Sequence[Candidate]) -> Iterator[str]:
     """Before anything is removed."""
-    chosen = [orphan.space for orphan in orphans if orphan.is_chosen]
-    others = [orphan.space for orphan in orphans if not orphan.is_chosen]
-    yield f"orphaned    {len(orphans)} namespaces without a live engine, {len(chosen)} to remove"
+    chosen = [each.space for each in candidates if each.kept_because is None]
+    num_orphans = sum(each.is_orphan for each in candidates)
+    yield f"orphaned    {num_orphans} namespaces without a live engine, {len(chosen)} to remove"
     for space in chosen:
         yield f"  remove  {namespace_line(space)}"
-    for space in others:
-        yield f"  keep    {namespace_line(space)}"
+    yield from _kept_lines(candidates)
+
+
+def _kept_lines(candidates: Sequence[Candidate]) -> Iterator[str]:
+    for each in candidates:
+        if each.kept_because is not None:
+            size = f"{each.space.num_blocks} blocks, {as_size(each.space.num_bytes)}"
+            yield f"  keep    {each.space.name}  {size}: {each.kept_because}"
 
 
 def _relative(stray: Stray, root: Path) -> str:

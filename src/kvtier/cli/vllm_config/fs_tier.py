@@ -9,8 +9,10 @@ from pathlib import Path
 from kvtier.cli.store.amounts import as_size
 from kvtier.cli.vllm_config.file_systems import mount_of
 from kvtier.cli.vllm_config.findings import Finding, Status
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.ledger import LedgerVersion
 from kvtier.tiering.fs.options import FsOptions
+from kvtier.tiering.fs.ownership import require_own
 from kvtier.tiering.fs.reader import read_balance, read_seats
 from kvtier.tiering.fs.refusal import RootRefused, refusal_for
 from kvtier.tiering.fs.root import require_ours
@@ -47,6 +49,7 @@ def _bytes_there(root: Path) -> int:
     if not root.exists():
         return 0
     require_ours(root)
+    require_own(Below(root), root)
     balance = read_balance(root)
     return 0 if balance is None else balance.total
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvtier.config.redaction import printable
 from kvtier.tiering.disk.file import NotAFile, SlabFile, lock_within
 from kvtier.tiering.disk.index import IndexTable
 from kvtier.tiering.disk.layout import (
@@ -280,4 +281,5 @@ def _in_use(file: SlabFile) -> str:
         place = "this very process" if is_here else f"process {holder.pid} on {holder.host}"
         since = datetime.fromtimestamp(holder.since_ns / 1e9, UTC)
         who = f'the engine "{holder.engine_id}" ({place}, since {since:%Y-%m-%d %H:%M:%S} UTC)'
+    who = printable(who)
     return f"{file.path} is in use by {who}: give each engine and each tier a path of its own"

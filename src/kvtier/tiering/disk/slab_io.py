@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -41,6 +42,24 @@ small ones they have so much to do that more of them would keep the scheduler fr
 _Outcome: TypeAlias = tuple[Unit[SlabBlock], Sequence[Piece[SlabBlock]], Sequence[Piece[SlabBlock]]]
 """A unit, and which of its pieces were moved and which were not."""
 
+_REMEDIES = {
+    errno.EIO: "look at the disk (dmesg)",
+    errno.ENOSPC: "make room on its file system",
+    errno.EDQUOT: "make room, or raise the quota of the engine's user",
+    errno.EROFS: "see why its file system is read-only (dmesg), mount it for writing, and restart "
+    "the engine",
+    errno.EMFILE: "let this process have more files open (ulimit -n)",
+    errno.EACCES: "let the engine's user read and write there",
+    errno.ENODATA: "something has cut a file off: see what does, and restart the engine",
+    errno.ENOENT: "see what removes files there",
+    errno.ESTALE: "see whether the server of its file system is up",
+    errno.ETIMEDOUT: "see whether the server of its file system is up",
+}
+
+
+def _remedy_for(error: int) -> str:
+    return _REMEDIES.get(error, "mend that, or give another path")
+
 
 class SlabIO:
     """The lanes, threads with a kernel queue each, and what they do with a block.
@@ -60,7 +79,7 @@ class SlabIO:
         self._slab = slab
         self._uuid = slab.superblock.uuid
         self.where = slab.file.path
-        self.errors = ErrorLog(self.where)
+        self.errors = ErrorLog(self.where, _remedy_for)
         """Of reads and writes."""
         geometry = slab.geometry
         if io_threads is None:

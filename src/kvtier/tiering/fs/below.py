@@ -54,7 +54,8 @@ class Below:
     def forget(self) -> None:
         """Open every directory anew when it is next used: someone may have put another in its
         place. Called at the start of each transaction, and at the end of use."""
-        self._handles = {}
+        handles, self._handles = self._handles, {}
+        handles.clear()  # whoever still has it, such as a traceback, keeps nothing open
 
     def lstat(self, path: _StrPath) -> os.stat_result:
         outer, name = _split(path)

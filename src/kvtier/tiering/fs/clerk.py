@@ -244,7 +244,9 @@ class Clerk(Generic[T]):
         self._books.give_up_seat()
         self.lease.empty()
         self._take_returned()
-        self._shut()
+        self._shut(has_failed=True)
+        if not self._books.ledger.is_in_place:
+            self.usage = Usage()  # there is nothing, as far as we can see
 
     def _take_arrivals(self) -> list[Arrival[T]]:
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
@@ -276,7 +278,7 @@ class Clerk(Generic[T]):
                 self._beat()
         except LedgerBusy:
             self._returned += (arrival.room for arrival in arrivals)
-            self._shut()
+            self._shut(has_failed=True)
             raise
         finally:
             self._fail(arrivals)
@@ -333,18 +335,18 @@ class Clerk(Generic[T]):
         if self._hungry_since is None:
             self._hungry_since = now
         if self._namespace is None or now - self._hungry_since > _PATIENCE_S:
-            self._shut()  # or each of those who wait would wait as long
+            self._shut(has_failed=False)  # or each of those who wait would wait as long
         elif self.sweeper.is_exhausted:
             self.lease.refuse()
             self._say_full()
         else:
             self._is_asked = True  # until the sweeper has found something, or nothing
 
-    def _shut(self) -> None:
+    def _shut(self, *, has_failed: bool) -> None:
         """Let nobody wait for room, for a while and until we have had the ledger again."""
         self._hungry_since = None
         self._retry_at = time.monotonic() + _RETRY_S
-        self.lease.shut()
+        self.lease.shut(has_failed=has_failed)
 
     def _publish(self, balance: Balance, arrivals: list[Arrival[T]]) -> list[Outcome]:
         seat = self._books.seat

@@ -7,11 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Lease", "NoRoom", "Room"]
+__all__ = ["Lease", "NoRoom", "Room", "Shut"]
 
 
 class NoRoom(Exception):
     """There is no room, and none can be made now."""
+
+
+class Shut(Exception):
+    """Nothing can be stored now, and not for lack of room: the root has failed, or we end."""
 
 
 class Room(NamedTuple):
@@ -46,11 +50,12 @@ class Lease:
         self._num_refusals = 0
         self._is_closed = False
         self.is_shut = False
+        self._has_failed = False
         self._out: set[str] = set()
         """Room in the hands of those who write."""
 
     def take(self) -> Room:
-        """Room for one block. Waits for the clerk. Raises `NoRoom`."""
+        """Room for one block. Waits for the clerk. Raises `NoRoom` or `Shut`."""
         with self._changed:
             if not self._num_available:
                 self._wait()
@@ -75,7 +80,7 @@ class Lease:
         finally:
             self._num_waiting -= 1
         if not self._num_available:
-            raise NoRoom
+            raise Shut if self._is_closed or self._has_failed else NoRoom
 
     @property
     def num_wanted(self) -> int:
@@ -111,15 +116,17 @@ class Lease:
             self._num_refusals += 1
             self._changed.notify_all()
 
-    def shut(self) -> None:
-        """Nobody gets anything, or waits, before it is opened again."""
+    def shut(self, *, has_failed: bool) -> None:
+        """Nobody gets anything, or waits, before it is opened again. `has_failed`: the root cannot
+        be used; else there is no room."""
         with self._changed:
             self.is_shut = True
+            self._has_failed = has_failed
             self._changed.notify_all()
 
     def open(self) -> None:
         with self._changed:
-            self.is_shut = False
+            self.is_shut = self._has_failed = False
 
     def empty(self) -> tuple[int, list[Room]]:
         """All that nobody has taken: bytes and files. It is no longer in the lease."""

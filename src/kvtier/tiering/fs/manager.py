@@ -6,6 +6,7 @@ import errno
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +30,7 @@ from kvtier.tiering.fs.lookups import Lookups
 from kvtier.tiering.fs.mover import FsMover, FsTransfer
 from kvtier.tiering.fs.names import LONGEST_KEY, namespace_path
 from kvtier.tiering.fs.options import FsOptions
+from kvtier.tiering.fs.refusal import remedy_for
 from kvtier.tiering.fs.root import allows_o_direct, open_root, warn_of_limits
 from kvtier.tiering.fs.seat import Occupant
 from kvtier.tiering.fs.uses import Uses
@@ -108,7 +110,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._public = self._namespace = namespace_path(books.blocks, self.fingerprint)
         self._directory = str(self._namespace)
         self._max_bytes = options.max_bytes
-        self._errors = ErrorLog(books.path)
+        self._errors = ErrorLog(books.path, partial(remedy_for, books.path))
         self._counters: Counter[str] = Counter()
         self._results: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
@@ -183,7 +185,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
                 )
 
     def _note_error(self, error: OSError) -> None:
-        self._errors.note(error.errno or errno.EIO, is_write=True)
+        self._errors.note(error.errno or errno.EIO, is_write=True, path=error.filename)
 
     # --- what is there: scheduler thread -------------------------------------------------------
 

@@ -17,7 +17,7 @@ from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.block_file import check_block, write_header
 from kvtier.tiering.fs.books import NAME_BYTES, SeatLost
 from kvtier.tiering.fs.clerk import Arrival, Change, Clerk, News
-from kvtier.tiering.fs.lease import NoRoom, Room
+from kvtier.tiering.fs.lease import NoRoom, Room, Shut
 from kvtier.tiering.fs.names import block_path
 from kvtier.tiering.fs.tree import BlockFile, bytes_taken
 from kvtier.tiering.io.errors import ErrorLog
@@ -106,6 +106,9 @@ class FsMover:
         if error != errno.ENODATA or is_write:  # a file that is too short is a damaged block
             self._errors.note(error, is_write)
 
+    def _note(self, error: OSError, is_write: bool) -> None:
+        self._errors.note(error.errno or errno.EIO, is_write, error.filename)
+
     # --- begin ---------------------------------------------------------------------------------
 
     def begin(
@@ -129,7 +132,7 @@ class FsMover:
         except FileNotFoundError:
             transfer.gone.append(key)
         except OSError as error:
-            self.note_error(error.errno or errno.EIO, is_write=False)
+            self._note(error, is_write=False)
         raise CannotBegin
 
     def _is_there(self, transfer: FsTransfer, key: OffloadKey) -> bool:
@@ -143,7 +146,7 @@ class FsMover:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self.note_error(error.errno or errno.EIO, is_write=True)
+            self._note(error, is_write=True)
             raise CannotBegin from None
         self._clerk.news.append(News(transfer.namespace, [key], Change.SEEN))
         return True
@@ -151,8 +154,10 @@ class FsMover:
     def _open_to_write(self, transfer: FsTransfer, key: OffloadKey) -> int:
         try:
             room = transfer.rooms[key] = self._clerk.lease.take()
-        except (NoRoom, SeatLost):
+        except NoRoom:
             transfer.refused.append(key)
+            raise CannotBegin from None
+        except (Shut, SeatLost):
             raise CannotBegin from None
         fd = -1
         try:
@@ -162,7 +167,7 @@ class FsMover:
             # A write that makes a file longer would be waited for.
             os.ftruncate(fd, self._file_bytes)
         except OSError as error:
-            self.note_error(error.errno or errno.EIO, is_write=True)
+            self._note(error, is_write=True)
             if fd >= 0:
                 os.close(fd)
             self._clerk.return_room(room)
@@ -215,7 +220,7 @@ class FsMover:
                 final = block_path(transfer.namespace, key)
                 return Arrival(ended.unit, key, room, transfer.namespace, final, num_bytes)
         except OSError as error:
-            self.note_error(error.errno or errno.EIO, is_write=True)
+            self._note(error, is_write=True)
         finally:
             os.close(ended.fd)
         self._clerk.return_room(room)

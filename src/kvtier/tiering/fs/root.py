@@ -9,6 +9,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from kvtier.config.redaction import printable
 from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.books import Books
 from kvtier.tiering.fs.ledger import LedgerVersion
@@ -62,8 +63,8 @@ def require_ours(path: Path) -> None:
     strange = sorted(names - _OURS)
     if strange and not is_root(path):
         raise RootRefused(
-            f"{path} holds other things ({', '.join(strange[:3])}): give a directory of its own, "
-            "which is made if need be"
+            f"{path} holds other things ({printable(', '.join(strange[:3]))}): give a directory of "
+            "its own, which is made if need be"
         )
     if path.stat().st_mode & 0o077:
         logger.warning(

@@ -7,6 +7,9 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
+
+from kvtier.config.redaction import printable
 
 __all__ = ["ErrorLog", "error_counter", "error_counters"]
 
@@ -25,20 +28,6 @@ _NAMED_ERRORS = (
     "ETIMEDOUT",
 )
 _OTHER = "other"
-
-_REMEDIES = {
-    "EIO": "look at the disk (dmesg)",
-    "ENOSPC": "make room on its file system",
-    "EDQUOT": "make room, or raise the quota of the engine's user",
-    "EROFS": "see why its file system is read-only (dmesg), mount it for writing, and restart the "
-    "engine",
-    "EMFILE": "let this process have more files open (ulimit -n)",
-    "EACCES": "let the engine's user read and write there",
-    "ENODATA": "something has cut a file off: see what does, and restart the engine",
-    "ENOENT": "see what removes files there",
-    "ESTALE": "see whether the server of its file system is up",
-    "ETIMEDOUT": "see whether the server of its file system is up",
-}
 
 
 def error_counter(prefix: str, kind: str) -> str:
@@ -59,15 +48,17 @@ def error_counters(prefix: str) -> dict[str, str]:
 class ErrorLog:
     """The errors of one tier. Any thread."""
 
-    def __init__(self, where: object) -> None:
-        """`where`: the path, for log lines."""
+    def __init__(self, where: object, remedy_for: Callable[[int], str]) -> None:
+        """`where`: the path, for log lines. `remedy_for`: what to do about an error number."""
         self._where = where
+        self._remedy_for = remedy_for
         self._lock = threading.Lock()
         self._errors: Counter[str] = Counter()
         self._told: set[int] = set()
 
-    def note(self, error: int, is_write: bool) -> None:
-        """A read or write has failed with this error number."""
+    def note(self, error: int, is_write: bool, path: str | None = None) -> None:
+        """A read or write has failed with this error number. `path`: of a file or directory, where
+        that is known."""
         kind = errno.errorcode.get(error, str(error))
         with self._lock:
             self._errors[kind] += 1
@@ -77,11 +68,11 @@ class ErrorLog:
             logger.warning(
                 "%s: a %s has failed: %s (%s): %s. Until then such blocks are computed, and the "
                 "tier is tried again. This is said once for each kind of error",
-                self._where,
+                printable(str(path or self._where)),
                 "write" if is_write else "read",
                 os.strerror(error),
                 kind,
-                _REMEDIES.get(kind, "mend that, or give another path"),
+                self._remedy_for(error),
             )
 
     def take(self) -> Counter[str]:
