@@ -8,6 +8,7 @@ path, which may contain links: that path is the operator's.
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,13 @@ __all__ = ["Below"]
 
 _StrPath: TypeAlias = str | Path
 
+_SHARD_LETTERS = len(SHARDS[0])
 _PASS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-_SHARD_NAMES = frozenset(SHARDS)
-_MAX_HANDLES = 16
+_FEW = 16
+"""Handles for directories above the shards."""
+_PART_OF_LIMIT = 16
+"""Of the descriptors that this process may have, handles take at most one in 16."""
 
 
 class _Handle:
@@ -50,10 +54,12 @@ class Below:
         self._names = (self._path, "") if self._path in (".", "/") else (self._path,)
         """What paths begin with: pathlib leaves out these two."""
         self._handles: dict[str, _Handle] = {}
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_shards = min(len(SHARDS), max(0, soft_limit) // _PART_OF_LIMIT)
 
     def forget(self) -> None:
         """Open every directory anew when it is next used: someone may have put another in its
-        place. Called at the start of each transaction, and at the end of use."""
+        place. Called at the start of each transaction, twice a second, and at the end of use."""
         handles, self._handles = self._handles, {}
         handles.clear()  # whoever still has it, such as a traceback, keeps nothing open
 
@@ -202,7 +208,8 @@ class Below:
                 raise
             finally:
                 del above
-        if name not in _SHARD_NAMES and len(handles) < _MAX_HANDLES:  # shards are many
+        most = self._max_shards if len(name) == _SHARD_LETTERS else self._max_shards + _FEW
+        if len(handles) < most:
             handles[path] = handle
         return handle
 

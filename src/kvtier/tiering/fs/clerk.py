@@ -481,6 +481,7 @@ class Clerk(Generic[T]):
 
     def _beat(self) -> None:
         now = time.monotonic()
+        self._books.below.forget()
         if not self.lease.is_idle:
             self._last_active = now
         missing = self._limits.missing_bytes(self._books.path)

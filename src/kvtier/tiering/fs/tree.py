@@ -121,7 +121,9 @@ def measure_overhead(below: Below, root: Path, engines: Iterable[str], seats: li
         total += _bytes_of(below, blocks)
         for namespace in namespaces_in(below, blocks):
             total += _bytes_of(below, namespace)
-            total += sum(shard.stat().st_blocks * 512 for shard in shards_in(below, namespace))
+            for shard in shards_in(below, namespace):
+                with suppress(FileNotFoundError):  # those of seats are removed without the lock
+                    total += shard.stat(follow_symlinks=False).st_blocks * 512
     return total
 
 
