@@ -242,6 +242,16 @@ class RemembersMisses(Example):
         return answer
 
 
+class MissesWhatIsBeingStored(GatedTier):
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        return [key for key in keys if key not in self.blocks]
+
+
+class MissesEverything(Example):
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        return keys
+
+
 class NeverKnows(Example):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.RETRY

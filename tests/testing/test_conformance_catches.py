@@ -127,6 +127,10 @@ PLAIN = [
     Case(broken.PromisesEverythingInBatches, "lookup_batch_agrees_with_lookup", "key by key"),
     Case(broken.EndsBatchesTooSoon, "lookup_batch_agrees_with_lookup", "2 answers for 6 keys"),
     Case(broken.RemembersMisses, "a_lookup_is_no_promise_and_no_obstacle", "earlier lookup"),
+    Case(
+        broken.MissesWhatIsBeingStored, "missing_names_no_block_that_is_there", "6 blocks that are"
+    ),
+    Case(broken.MissesEverything, "missing_names_no_block_that_is_there", "8 blocks that are kept"),
     Case(broken.NeverKnows, "stored_blocks_come_back", "still answered RETRY"),
     Case(
         broken.RecordsEventsForNobody,

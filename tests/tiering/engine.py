@@ -138,18 +138,18 @@ def _config(num_rows: int, namespace: str, **extra: Any) -> OffloadingConfig:
 
 
 def engine_with(
-    entry: Mapping[str, Any], *, num_rows: int, namespace: str, **options: Any
+    *entries: Mapping[str, Any], num_rows: int, namespace: str, **options: Any
 ) -> Engine:
-    """As a user's configuration makes it. `entry`: the tier's own keys; `options`: those beside
+    """As a user's configuration makes it. `entries`: each tier's own keys; `options`: those beside
     `secondary_tiers`."""
-    tier = {
+    common = {
         "enable_kv_events": True,
         "max_pinned_share": 1,
         "load_timeout_ms": 1000 * PATIENCE_S,
         "lookup_timeout_ms": 1000 * PATIENCE_S,
-        **entry,
     }
-    config = _config(num_rows, namespace, secondary_tiers=[tier], **options)
+    tiers = [{**common, **entry} for entry in entries]
+    config = _config(num_rows, namespace, secondary_tiers=tiers, **options)
     manager = TieringOffloadingSpec(config).get_manager()
     return Engine(manager, manager.secondary_tiers[0])
 

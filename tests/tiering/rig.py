@@ -92,10 +92,13 @@ class HandTier(SecondaryTierManager):
         self.num_polls = 0
         self.calls: list[tuple[str, str]] = []
         """(method, request), in order, of those that matter for the life of a request."""
-        self.touched: list[OffloadKey] = []
+        self.touched: list[list[OffloadKey]] = []
+        """What requests have used, one entry for each call."""
         self.unknown: set[OffloadKey] = set()
         """Keys for which it has not found out yet."""
         self.policy = OffloadPolicy.BLOCK_LEVEL
+        self.names_missing = True
+        """Whether it says which blocks it lacks."""
         self.at_once = False
         """Whether jobs end as soon as they are submitted."""
 
@@ -156,7 +159,13 @@ class HandTier(SecondaryTierManager):
         self.calls.append(("finished", req_context.req_id))
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        self.touched += keys
+        self.touched.append(list(keys))
+
+    def missing(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
+        if not self.names_missing:
+            return []
+        coming = {key for job in self.waiting if not job.is_promotion for key in job.keys}
+        return [key for key in keys if not self.holds(key) and key not in coming]
 
     def drain_jobs(self) -> None:
         self.finish()

@@ -23,6 +23,7 @@ METHODS = [
     "submit_load",
     "get_finished_jobs",
     "touch",
+    "missing",
     "on_new_request",
     "on_request_finished",
     "on_schedule_end",

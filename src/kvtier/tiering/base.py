@@ -201,8 +201,22 @@ class SecondaryTierManager(ABC):
         """
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request uses these blocks, given in prompt order, wherever it has them from."""
+        """A request has used these blocks, given in prompt order, wherever it had them from: the
+        device, host memory, this tier or another one.
+
+        Called once for each request, when it has ended and its stores have left the device. Loads
+        and stores are not announced here as well.
+        """
         return
+
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        """Those of these blocks that are known to be neither kept here nor being stored.
+
+        Asked right after `touch`, with the same keys. Of the blocks named, those still in host
+        memory are offered again with `submit_store`, at a bounded rate. Answer from memory: name no
+        block rather than wait to find out. The default names none, so nothing is offered again.
+        """
+        return ()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """A request arrived. Answers which of its blocks the tier wants to be offered."""

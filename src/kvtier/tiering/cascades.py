@@ -10,6 +10,7 @@ from kvtier.tiering.write_policy import WriteMoment
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
     from kvtier.cpu.policies.base import BlockStatus
+    from kvtier.tiering.jobs import Job
     from kvtier.tiering.link import TierLink
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
     from kvtier.tiering.request import TierRequest
@@ -55,6 +56,23 @@ class Cascades:
                         request.num_parked += 1
         if ready:
             self._send(ready, request.request_level, WriteMoment.HIT, request)
+
+    def offer_used(self, used: Sequence[OffloadKey], link: TierLink, request: TierRequest) -> None:
+        """A request that used these blocks has ended: what the tier lacks of them goes to it, as
+        far as it may. The rest is not kept for later: the next request that uses it offers it."""
+        if not link.takes_offers:
+            return
+        missing = link.missing(used, request.context)
+        ready = [key for key in missing if self._primary.is_ready(key)]
+        if not ready:
+            return
+        chosen = link.write_policy.select(ready, WriteMoment.USED, request.context)
+        now = self._clock()
+        part = chosen[: link.num_offerable(now)]
+        link.count("held_back_blocks", len(chosen) - len(part))
+        if part:
+            link.count("offered_again_blocks", len(part))
+            link.note_offer(self._submit(part, link, request, now), now)
 
     def send_parked(self, keys: Iterable[OffloadKey]) -> Iterable[TierRequest]:
         """These blocks have been written, or will not be. Returns the requests that waited."""
@@ -146,14 +164,15 @@ class Cascades:
         request: TierRequest,
         now: float,
         blocks: list[BlockStatus] | None = None,
-    ) -> None:
+    ) -> Job:
         """Pin blocks, and give them to a tier in one job."""
         context = request.context
         job_id = self._transfers.new_id()
         kept, spec = self._primary.prepare_read(job_id, keys, context, blocks)
-        transfer = self._transfers.make(job_id, kept, spec, False, context)
-        if not link.submit_store(transfer, now):
+        job = link.submit_store(self._transfers.make(job_id, kept, spec, False, context), now)
+        if job.is_done:
             self._primary.complete_read(job_id)
+        return job
 
     def _let_wait(self, keys: Sequence[OffloadKey], link: TierLink, request: TierRequest) -> None:
         """A tier's stores pin their share: these blocks are sent when some have ended. They are not

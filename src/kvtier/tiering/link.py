@@ -59,6 +59,9 @@ _NEWEST_SHARE = 0.25
 _GIVEN_BACK_FOR_S = 30.0
 """How long a block that was loaded lets the tier's stores pin one more slot, on average."""
 
+_OFFERED_BYTES_PER_S = 128 << 20
+"""How much of what requests used, and the tier lacks, it is offered again; one store at a time."""
+
 _EXPLORE_EVERY_S = 20.0
 _LONGEST_EXPLORATION_S, _EXPLORATION_SHARE = 1.0, 0.5
 """How long an exploration may be expected to take, and which part of the time that a load may: it
@@ -145,6 +148,10 @@ class TierLink:
         order in which they came."""
         self.num_waiting = 0
         """Blocks in the backlog."""
+        self._offer: Job | None = None
+        """The last store of blocks that it lacked."""
+        self._next_offer_at = -inf
+        self._names_missing = _overrides(tier, "missing")
         self._explore_at = 0.0
         self._said: set[str] = set()
         self._counters: Counter[str] = Counter()
@@ -223,6 +230,22 @@ class TierLink:
             self.violated(f"on_new_request answered {_shown(answer)}")
             return False
         return answer.policy is OffloadPolicy.REQUEST_LEVEL
+
+    def missing(self, keys: Sequence[OffloadKey], context: ReqContext) -> Sequence[OffloadKey]:
+        """Those of the keys, in their order, that the tier says it lacks."""
+        none: Sequence[OffloadKey] = ()
+        answer = self.call("missing", self.tier.missing, keys, context, default=none)
+        try:
+            named = set(answer)
+            if not named:
+                return none
+            found = [key for key in keys if key in named]
+            if isinstance(answer, (list, tuple)) and len(found) == len(answer):
+                return found
+        except Exception:
+            pass
+        self.violated(f"missing answered {_shown(answer)} for {len(keys)} keys")
+        return none
 
     def call(self, what: str, method: Callable[..., T], *args: object, default: T) -> T:
         """Call the tier; `default`, if that fails."""
@@ -312,16 +335,39 @@ class TierLink:
         """Whether it has stores that it does not end: nothing should wait for those."""
         return self._num_late_stores > 0
 
-    def submit_store(self, transfer: TransferJob, now: float) -> bool:
-        """Send a cascade. The slots are pinned until `harvest` yields it. False: the tier has not
-        begun it, and they are not."""
+    @property
+    def takes_offers(self) -> bool:
+        """Whether to ask the tier which blocks it lacks. Not while new stores wait for it: it lacks
+        those as well."""
+        is_in_use = self.is_closed and self.store_breaker.is_closed
+        return is_in_use and self._names_missing and not self.backlog
+
+    def num_offerable(self, now: float) -> int:
+        """How many blocks that it lacks may be offered now: none while some are under way, and no
+        more than leaves half of what its stores may pin to new ones."""
+        is_busy = self._offer is not None and not self._offer.is_done
+        if is_busy or self.stands_still or now < self._next_offer_at:
+            return 0
+        half = (self._num_pinnable + 1) // 2
+        return max(0, min(self._most_in_store, half - self.num_pinned))
+
+    def note_offer(self, job: Job, now: float) -> None:
+        """Blocks that it lacked are being stored. The next ones have to wait for a time that
+        depends on how many these are."""
+        self._offer = job
+        num_bytes = len(job.transfer.keys) * self._block_bytes
+        self._next_offer_at = now + num_bytes / _OFFERED_BYTES_PER_S
+
+    def submit_store(self, transfer: TransferJob, now: float) -> Job:
+        """Send a cascade. The slots are pinned until `harvest` yields it. If the tier has not begun
+        it, the job is done, and they are not."""
         job = self._enter(transfer, now, self.settings.store_timeout_s, self._stores)
         self.num_pinned += len(transfer.keys)
         job.num_beside = self.num_pinned
         self.store_breaker.submitted(transfer.job_id)
         # If it raises, it may have begun all the same: only its report ends the job.
         self.call("submit_store", self._submit, self.tier.submit_store, job, default=None)
-        return not job.is_done
+        return job
 
     def expect_load(self, transfer: TransferJob, now: float) -> Job:
         """Enter a promotion that is about to be sent."""

@@ -68,6 +68,9 @@ class TieringOffloadingManager(OffloadingManager):
     Stores. What the device has written into the primary tier goes to every tier below, each with
     one job, when that tier's write policy says so. The slots stay pinned until the tier reports.
 
+    Uses. When a request has finished and its stores have left the device, every tier hears once
+    which blocks it used, and is offered again what it lacks of them.
+
     Loads. A block that is not in the primary tier is looked for below. If it is there, the answer
     is HIT_PENDING, and at the end of the step one job for each (tier, request) brings up the run of
     blocks that can still be a hit. What has arrived is kept for those who wanted it until they load
@@ -241,6 +244,8 @@ class TieringOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._last_work = self._clock()
         request = self._requests.get(req_context.req_id)
+        if request is not None and request.has_run and request.links:
+            request.used = tuple(request.use.keys)  # which the primary tier forgets next
         self.primary_tier.on_request_finished(req_context)
         if request is not None:
             request.finished = True
@@ -250,6 +255,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _let_go(self, request: TierRequest) -> None:
         """Forget a request that may never be said to have finished."""
         self._withdraw(request)
+        self._tell_used(request)
         self._tell_finished(request)
 
     def _withdraw(self, request: TierRequest) -> None:
@@ -259,9 +265,22 @@ class TieringOffloadingManager(OffloadingManager):
             link.breaker.let_go(request)
 
     def _tell_if_finished(self, request: TierRequest) -> None:
-        """Tell the tiers, once nothing can be submitted for it any more."""
-        if request.finished and not request.prepared and not request.num_parked:
-            self._tell_finished(request)
+        """Tell the tiers what it has used, once none of its stores is under way from the device;
+        and that it has ended, once nothing can be submitted for it any more."""
+        if request.finished and not request.prepared:
+            self._tell_used(request)
+            if not request.num_parked:
+                self._tell_finished(request)
+
+    def _tell_used(self, request: TierRequest) -> None:
+        """Tell the tiers which blocks a request has used, and offer them what they lack."""
+        used, request.used = request.used, ()
+        if not used:
+            return
+        for link in request.links:
+            if link.is_closed:
+                link.call("touch", link.tier.touch, used, request.context, default=None)
+                self._cascades.offer_used(used, link, request)
 
     def _tell_finished(self, request: TierRequest) -> None:
         req_id = request.context.req_id
@@ -275,15 +294,9 @@ class TieringOffloadingManager(OffloadingManager):
             self._last_context = self._last_request = None
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        keys = list(keys)
         self.primary_tier.touch(keys, req_context)
-        request = self._request_of(req_context)
-        if keys == request.touched:
-            return  # engines say so in step after step, and tiers know
-        request.touched = keys
-        for link in request.links:
-            if link.breaker.is_closed:
-                link.call("touch", link.tier.touch, keys, req_context, default=None)
+        # Engines say this in step after step. The tiers hear it once, when the request has ended.
+        self._request_of(req_context).has_run = True
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -413,6 +426,7 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         request = self._request_of(req_context)
+        request.has_run = True
         request.goes_on()
         if request.leases:
             self._promotions.leases.end_for(request)
@@ -437,6 +451,7 @@ class TieringOffloadingManager(OffloadingManager):
                     self._harvest(link, now)
         output = self.primary_tier.prepare_store(keys, req_context)
         request = self._request_of(req_context)
+        request.has_run = True
         if output is None:
             return None
         new = output.keys_to_store
@@ -481,7 +496,7 @@ class TieringOffloadingManager(OffloadingManager):
             request.goes_on()
             request.step = -1
             request.prepared = {}
-            request.touched = ()
+            request.used = ()
             request.num_parked = 0
             self._tell_if_finished(request)
 

@@ -43,6 +43,14 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
     "shed_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because the tier is cut off."
     ),
+    "offered_again_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks that requests used and the tier lacked, sent to it again."
+    ),
+    "held_back_blocks": MetricDefinition(
+        MetricKind.COUNTER,
+        "Blocks that requests used and the tier lacked, not sent to it again: such stores have a "
+        "bounded rate, and wait for others.",
+    ),
     "loaded_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks loaded from the tier."),
     "loaded_bytes": MetricDefinition(
         MetricKind.COUNTER, "Bytes of the blocks loaded from the tier."

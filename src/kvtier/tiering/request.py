@@ -36,6 +36,7 @@ class TierRequest:
         "ended",
         "finished",
         "given_up",
+        "has_run",
         "is_withdrawn",
         "last_wait",
         "last_wait_step",
@@ -52,8 +53,8 @@ class TierRequest:
         "request_level",
         "sources",
         "step",
-        "touched",
         "use",
+        "used",
         "waited",
         "wanted",
     )
@@ -117,8 +118,11 @@ class TierRequest:
         """Blocks to be cascaded for it later: when someone else has written them, or when a tier's
         stores pin less than their share."""
         self.leases: set[int] = set()
-        self.touched: Sequence[OffloadKey] = ()
-        """What its tiers were last told that it uses."""
+        self.has_run = False
+        """Whether it has loaded, stored or reported blocks. One that was aborted while it waited
+        has used none of those that it looked up."""
+        self.used: tuple[OffloadKey, ...] = ()
+        """Once it has finished: the blocks it used, in prompt order, until its tiers have heard."""
 
     def begin_step(self, step: int) -> None:
         """Forget what it asked for in earlier steps."""

@@ -20,6 +20,8 @@ class WriteMoment(Enum):
     """They came from the device."""
     HIT = "hit"
     """A request has brought them that were there already, and the tier wants whole requests."""
+    USED = "used"
+    """A request that used them has ended, and the tier lacks them."""
 
 
 class WritePolicy(ABC):

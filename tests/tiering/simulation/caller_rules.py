@@ -20,6 +20,7 @@ class CallerRules:
         self._locality = locality
         self._announced: set[ReqContext] = set()
         self._ended: set[ReqContext] = set()
+        self._touched: set[ReqContext] = set()
         self._loaded_in_step: set[ReqContext] = set()
         self._was_polled = False
         self._last_job_id = 0
@@ -67,6 +68,12 @@ class CallerRules:
             self._broken("asked while it is cut off")
         if for_loading and not context.load_tier_filter.allows(self._medium, self._locality):
             self._broken(f"{context.req_id} may not load from it")
+
+    def touched(self, context: ReqContext) -> None:
+        """What a request has used is said once."""
+        if context in self._touched:
+            self._broken(f"heard twice what {context.req_id} has used")
+        self._touched.add(context)
 
     def polled(self) -> None:
         """At most once in a step, and again where a store finds no room, and at the end."""

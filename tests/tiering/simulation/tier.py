@@ -431,7 +431,27 @@ class SimulatedTier(SecondaryTierManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.rules.asked_for(req_context, for_loading=False)
+        self.rules.touched(req_context)
         self._may_raise("touch")
+
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        self.rules.asked_for(req_context, for_loading=False)
+        self._may_raise("missing")
+        if self.world.happens(self.faults.garbage):
+            self.world.tally["garbage answers"] += 1
+            wrong: list[Any] = [None, 3, "keys", [None], [*keys, *keys], [b"nobody's"], iter(keys)]
+            return cast(Sequence[OffloadKey], self.world.rng.choice(wrong))
+        coming = {
+            key
+            for running in self.unreported.values()
+            if not running.use.writes
+            for key in running.job.keys
+        }
+        missing = [
+            key for key in keys if key not in coming and not self.backing.has(self.fingerprint, key)
+        ]
+        self.world.tally["blocks named missing"] += len(missing)
+        return missing
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._may_raise("on_schedule_end")

@@ -59,6 +59,7 @@ class CallChecks(ConformanceHooks):
                 harness.call("lookup", keys[0], request)
                 harness.call("lookup_batch", keys, request)
                 harness.call("touch", keys, request)
+                harness.call("missing", keys, request)
                 harness.call("has_pending_work")
                 harness.call("get_stats")
                 harness.call("take_seal_failures")
@@ -81,7 +82,7 @@ class CallChecks(ConformanceHooks):
                 request = chance.choice([told, finished, ReqContext("never-heard-of")])
                 some = chance.sample([*present, *absent], chance.randint(0, 5))
                 call = chance.choice(_OPTIONAL_CALLS)
-                if call == "touch":
+                if call in ("touch", "missing"):
                     harness.call(call, some, request)
                 elif call == "on_schedule_end":
                     names = [request.req_id]
@@ -125,6 +126,7 @@ class CallChecks(ConformanceHooks):
 
 _OPTIONAL_CALLS = (
     "touch",
+    "missing",
     "on_new_request",
     "on_request_finished",
     "on_schedule_end",

@@ -75,6 +75,44 @@ class LookupChecks(ConformanceHooks):
                 "earlier lookup when a block is stored",
             )
 
+    def test_missing_names_no_block_that_is_there(self) -> None:
+        """`missing` names blocks that it was asked for, each once, and none that is kept or being
+        stored: what it names is stored again."""
+        with self.harness() as harness:
+            keys = harness.keys(self.fitting(8))
+            present, coming = keys[:2], keys[2:]
+            absent = harness.keys(3, start=1000)
+            harness.wait_for(harness.store(present))
+            with self.slowed(harness.tier):
+                job = harness.store(coming)
+                # Twice: a tier may find out only when it first hears of the uses.
+                for _ in range(2):
+                    self._demand_absent([*present, *coming, *absent], absent, harness)
+                    harness.step()
+            harness.wait_for(job)
+            self._demand_absent([*absent, *keys], absent, harness)
+
+    def _demand_absent(
+        self, asked: list[OffloadKey], absent: list[OffloadKey], harness: TierHarness
+    ) -> None:
+        request = harness.new_request()
+        harness.call("touch", asked, request)
+        named = harness.call("missing", asked, request)
+        harness.call("on_request_finished", request)
+        demand(
+            isinstance(named, (list, tuple)),
+            f"missing answered {named!r}: give a list or a tuple of keys",
+        )
+        demand(
+            set(named) <= set(asked) and len(set(named)) == len(named),
+            f"missing answered {named!r}: name blocks that were asked for, each once",
+        )
+        demand(
+            set(named) <= set(absent),
+            f"missing named {len(set(named).difference(absent))} blocks that are kept or being "
+            "stored: they would be stored again with every use",
+        )
+
     def test_events_tell_what_lookups_tell(self) -> None:
         """A tier that emits events emits all of them: what they say is there is what is a HIT.
         Routers send requests to where events say that blocks are."""

@@ -202,6 +202,9 @@ class FaultyTier(SecondaryTierManager):
         self._fault_of("touch")
         self.tier.touch(keys, req_context)
 
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        return self._answer("missing", lambda: self.tier.missing(keys, req_context))
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return self._answer("on_new_request", lambda: self.tier.on_new_request(req_context))
 

@@ -105,7 +105,8 @@ class IndexKeeper:
                 continue
             if self._wanted_cut > self._slab.superblock.cut:
                 self._try(lambda: self._cut(self._wanted_cut))
-            if is_last or now - noted >= _NOTE_USES_EVERY_S:
+            is_due = now - noted >= _NOTE_USES_EVERY_S or len(self._uses) > _MAX_USES // 2
+            if is_last or is_due:
                 noted = now
                 self._try(self._note_uses)
             self._try(self._write)

@@ -134,6 +134,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             time.monotonic() - started,
             "O_DIRECT" if slab.file.is_direct else "through the page cache",
         )
+        self._last_touch: tuple[str, tuple[OffloadKey, ...]] = ("", ())
+        """The request whose uses were told last, if it has not ended, and what it used."""
         self._unannounced = dict.fromkeys(self._residents.readable)
         """Blocks of an earlier engine that nobody has been told of yet."""
         self._in_flight: set[Transfer[SlabBlock]] = set()
@@ -175,13 +177,25 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         keys = tuple(keys)
+        self._last_touch = (req_context.req_id, keys)
+        self._use(keys, req_context)
+
+    def _use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        keys = tuple(keys)  # another thread reads it later
         self._keeper.note_use(self._residents.touch(keys, req_context), keys)
+
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        if self._clear_wanted:
+            self._start_over()
+        kept, coming = self._residents.readable, self._residents.writing
+        return [key for key in keys if key not in kept and key not in coming]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._residents.on_new_request(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._last_touch = ("", ())
         self._residents.on_request_finished(req_context)
 
     def known_keys(self, most: int) -> Sequence[OffloadKey]:
@@ -253,10 +267,15 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._report_removed(evicted)
         blocks = residents.place(new, job.req_context)
         self._counters[metrics.REFUSED] += len(todo) - len(blocks)
-        if here:
+        req_id, used = self._last_touch
+        if req_id == job.req_context.req_id:
+            keys = used  # these blocks are offered again, and belong among them
+        elif not here:
+            keys = ()
+        if keys:
             try:
                 # Last: then the head of the prompt leaves last, wherever the new blocks are in it.
-                self.touch(keys, job.req_context)
+                self._use(keys, job.req_context)
             except BaseException:
                 residents.not_written(blocks)
                 raise
@@ -266,7 +285,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def _load(self, job: TransferJob) -> None:
         pieces: list[Piece[SlabBlock]] = []
         if job.fingerprint == self.fingerprint:
-            self.touch(job.keys, job.req_context)
+            self._use(job.keys, job.req_context)
             found = zip(job.block_ids.tolist(), self._residents.pin(job.keys), strict=True)
             pieces = [(row, block) for row, block in found if block is not None]
             pieces.sort(key=_slot_of)

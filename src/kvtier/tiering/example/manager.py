@@ -97,6 +97,8 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         """What is kept, in the namespace `fingerprint`; the first to leave comes first."""
         self._num_reserved = 0
         """Room of stores under way."""
+        self._storing: set[OffloadKey] = set()
+        """What those stores bring."""
         self._loss = loss
         self._chance = random.Random(int(seed))
         self._results: list[JobResult] = []
@@ -133,8 +135,13 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
             if key in blocks:
                 blocks.move_to_end(key)
 
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        blocks, storing = self.blocks, self._storing
+        return [key for key in keys if key not in blocks and key not in storing]
+
     def begin_epoch(self, fingerprint: bytes) -> None:
         super().begin_epoch(fingerprint)
+        self._storing.clear()
         self._report_event(list(self.blocks), removed=True)
         self.blocks.clear()
 
@@ -177,6 +184,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
             self.touch(job.keys, job.req_context)
             todo = deque((key, slot) for key, slot in todo if key not in blocks)
         evicted = self._make_room(len(todo))
+        self._storing.update(key for key, _ in todo)
         if len(todo) < len(job.keys):
             here = [key for key in job.keys if key in blocks]
             self._counters[REFUSED] += len(job.keys) - len(here) - len(todo)
@@ -242,6 +250,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         job = transfer.job
         if job.fingerprint != self.fingerprint:
             return  # an epoch ended meanwhile, and what was stored in it is gone
+        self._storing.difference_update(job.keys)
         blocks, brought = self.blocks, transfer.blocks
         if any(map(blocks.__contains__, brought)):
             brought = {key: block for key, block in brought.items() if key not in blocks}

@@ -203,6 +203,15 @@ class FsSecondaryTierManager(SecondaryTierManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._uses.note(self._directory, tuple(keys))
 
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        """Known from an earlier use of the same blocks: when that was noted, their files were not
+        there. So a block is offered again at its second use, and nothing is looked for twice."""
+        absent = self._uses.take_absent(self._directory, keys)
+        if not absent:
+            return absent
+        here = self._writing.union(self._lookups.present_of(absent))
+        return [key for key in absent if key not in here]
+
     def begin_epoch(self, fingerprint: bytes) -> None:
         """What this engine stored before stays for others; it looks into a namespace of its own
         from now on, which ends with it."""

@@ -17,6 +17,8 @@ _WRITE_EVERY_S = 0.5
 _SAME_USE_NS = 10 * 10**9
 """A block that was used again so soon is as recent as it was."""
 _MAX_WAITING = 1024
+_MAX_KNOWN = 16_384
+"""Blocks whose time stamps are remembered, and blocks that were found absent."""
 
 
 class Uses:
@@ -27,6 +29,12 @@ class Uses:
         self._below = below
         self._on_error = on_error
         self._waiting: deque[tuple[str, Sequence[OffloadKey], int]] = deque(maxlen=_MAX_WAITING)
+        self._stamps: dict[tuple[str, OffloadKey], int] = {}
+        """The thread's own: time stamps that it has seen or set. They save a look at the file of a
+        block that every other request uses."""
+        self._absent: dict[OffloadKey, str] = {}
+        """Blocks that were used and had no file, by the namespace looked into. The thread puts them
+        in, the scheduler takes them out."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-fs-uses", daemon=True)
 
@@ -36,6 +44,13 @@ class Uses:
     def note(self, namespace: str, keys: Sequence[OffloadKey]) -> None:
         """A request uses these blocks, in prompt order. The scheduler's thread; does not wait."""
         self._waiting.append((namespace, keys, time.time_ns()))
+
+    def take_absent(self, namespace: str, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of these blocks whose file was not there when an earlier use was to be noted. Named
+        once: the next use looks again. The scheduler's thread; does not wait."""
+        absent = self._absent
+        found = [key for key in keys if key in absent] if absent else []
+        return [key for key in found if absent.pop(key, None) == namespace]
 
     def stop(self) -> None:
         """Write what there is to write, and end. Waits. Without a start, changes nothing."""
@@ -54,14 +69,24 @@ class Uses:
         for position, key in enumerate(keys):
             if len(key) > LONGEST_KEY:
                 continue
-            path = block_path(namespace, key)
             # Of one prompt, the head is the last to leave.
             stamp = when_ns - position
+            known = self._stamps.get((namespace, key))
+            if known is not None and stamp - known <= _SAME_USE_NS:
+                continue
+            path = block_path(namespace, key)
             try:
-                if stamp - self._below.lstat(path).st_mtime_ns > _SAME_USE_NS:
+                known = self._below.lstat(path).st_mtime_ns
+                if stamp - known > _SAME_USE_NS:
                     self._below.utime(path, stamp)
+                    known = stamp
             except FileNotFoundError:
+                if len(self._absent) < _MAX_KNOWN:
+                    self._absent[key] = namespace
                 continue
             except OSError as error:
                 self._on_error(error)
                 return
+            if len(self._stamps) >= _MAX_KNOWN:
+                self._stamps.clear()
+            self._stamps[namespace, key] = known
