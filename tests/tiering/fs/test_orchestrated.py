@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.base import Locality, Medium, ReqContext
+from kvtier.base import Locality, LookupResult, Medium, ReqContext
 from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.factory import TierStartError
 from kvtier.tiering.fs import metrics
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
+from tests.tiering.disk.rig import bytes_for as slab_bytes_for
 from tests.tiering.disk.rig import is_mapped
-from tests.tiering.engine import Engine
+from tests.tiering.engine import Engine, engine_with
 from tests.tiering.fs.engine import configured_engine, engine_with_faults
 from tests.tiering.fs.rig import block_files, bytes_for, du, silent_files
 from tests.tiering.patience import wait_until
@@ -146,3 +147,50 @@ def test_a_start_that_fails_says_which_tier(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["strange"]
     assert set(threading.enumerate()) <= threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_prompt_that_was_removed_while_it_was_hot_is_stored_again(root: Path) -> None:
+    """At its second use from host memory: the first one finds that the files are gone."""
+    prompt = PROMPTS[0]
+    with configured_engine(root) as engine:
+        engine.serve(prompt)
+        engine.settle()
+        for file in block_files(root):
+            file.unlink()
+
+        def is_back() -> bool:
+            assert engine.serve(prompt) == 6
+            engine.settle()
+            return len(block_files(root)) == 6
+
+        wait_until(is_back, "all six files")
+        figures = engine.figures()
+        assert figures["kvtier_tier_0_fs_offered_again_blocks"] >= 6
+        assert "kvtier_tier_0_fs_loaded_blocks" not in figures
+    with configured_engine(root) as engine:
+        assert engine.serve(prompt) == 6
+
+
+def test_a_prompt_of_a_peer_fills_the_disk_in_front(root: Path, tmp_path: Path) -> None:
+    """It crosses the network once: the next engine on this disk needs no shared directory."""
+    disk = {"type": "disk", "path": str(tmp_path / "kv.slab"), "max_bytes": slab_bytes_for(256)}
+    fs = {"type": "fs", "root_dir": str(root), "max_bytes": bytes_for(256)}
+    with configured_engine(root) as peer:
+        serve_all(peer)
+    with engine_with(disk, fs, num_rows=16, namespace="weights") as engine:
+        request = ReqContext("looks")
+
+        def is_on_disk() -> bool:
+            assert serve_all(engine) == [6] * 12
+            answers = [engine.tier.lookup_batch(prompt, request) for prompt in PROMPTS]
+            return all(list(each) == [LookupResult.HIT] * 6 for each in answers)
+
+        wait_until(is_on_disk, "all prompts on disk")
+        assert engine.figures()["kvtier_tier_0_disk_offered_again_blocks"] == 72
+        for prompt in PROMPTS:
+            assert engine.serve(prompt) == 6
+        figures = engine.figures()
+        assert figures["kvtier_tier_0_disk_loaded_blocks"] > 0
+        assert "kvtier_tier_1_fs_loaded_blocks" not in figures
+    with engine_with(disk, num_rows=16, namespace="weights") as engine:
+        assert serve_all(engine) == [6] * 12

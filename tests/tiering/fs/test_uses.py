@@ -46,6 +46,7 @@ class Noted:
         self.path = str(directory)
         for shard in SHARDS:
             (directory / shard).mkdir(parents=True)
+        self.num_marks = 0
         self.errors: list[OSError] = []
         self.uses = Uses(Below(directory.parent), self.errors.append)
         self.uses.start()
@@ -63,7 +64,8 @@ class Noted:
 
     def wait(self) -> None:
         """Until all that was noted is written."""
-        mark = OffloadKey(b"mark")
+        self.num_marks += 1
+        mark = OffloadKey(b"mark %d" % self.num_marks)
         wait_until(lambda: not self.uses._waiting, "nothing waits")
         self.add(mark)
         self.note(mark)
@@ -158,6 +160,29 @@ def test_a_block_that_comes_back_is_noted(noted: Noted, clock: Clock) -> None:
     noted.note(key)
     noted.wait()
     assert noted.stamp(key) == clock.now_ns
+
+
+def test_a_block_without_a_file_is_named_once(noted: Noted) -> None:
+    """The next use looks again."""
+    here, gone, other = keys(3)
+    noted.add(here)
+    for _ in range(2):
+        noted.note(here, gone)
+        noted.wait()
+        assert noted.uses.take_absent(noted.path, keys(3)) == [gone]
+        assert noted.uses.take_absent(noted.path, keys(3)) == []
+    noted.add(gone)
+    noted.note(gone)
+    noted.wait()
+    assert noted.uses.take_absent(noted.path, [gone, other]) == []
+
+
+def test_a_block_without_a_file_in_another_namespace_is_not_named(noted: Noted) -> None:
+    (key,) = keys(1)
+    noted.add(key)
+    noted.uses.note(noted.path + "-that-nobody-made", (key,))
+    noted.wait()
+    assert noted.uses.take_absent(noted.path, [key]) == []
 
 
 def test_an_error_is_told_and_the_next_prompt_tried(
