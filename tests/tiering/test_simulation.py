@@ -73,6 +73,10 @@ AT_LEAST = {
     "counted: failed_loads": 400,
     "counted: dropped_blocks": 500,
     "counted: shed_blocks": 1000,
+    "counted: offered_again_blocks": 1000,
+    "counted: held_back_blocks": 500,
+    "raised: touch": 50,
+    "raised: missing": 30,
     "counted: violations": 400,
     # STALE is found by tiers that write into the same place again and again; these do not.
     **{f"seal failures: {failure}": 5 for failure in SealFailure if failure != SealFailure.STALE},

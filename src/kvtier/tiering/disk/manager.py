@@ -188,7 +188,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         if self._clear_wanted:
             self._start_over()
         kept, coming = self._residents.readable, self._residents.writing
-        return [key for key in keys if key not in kept and key not in coming]
+        absent = [key for key in keys if key not in kept]
+        return [key for key in absent if key not in coming]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._residents.on_new_request(req_context)

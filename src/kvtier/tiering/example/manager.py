@@ -137,7 +137,8 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
 
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
         blocks, storing = self.blocks, self._storing
-        return [key for key in keys if key not in blocks and key not in storing]
+        absent = [key for key in keys if key not in blocks]
+        return [key for key in absent if key not in storing]
 
     def begin_epoch(self, fingerprint: bytes) -> None:
         super().begin_epoch(fingerprint)
@@ -184,7 +185,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
             self.touch(job.keys, job.req_context)
             todo = deque((key, slot) for key, slot in todo if key not in blocks)
         evicted = self._make_room(len(todo))
-        self._storing.update(key for key, _ in todo)
+        self._storing.update([key for key, _ in todo])
         if len(todo) < len(job.keys):
             here = [key for key in job.keys if key in blocks]
             self._counters[REFUSED] += len(job.keys) - len(here) - len(todo)
