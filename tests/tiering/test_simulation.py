@@ -75,8 +75,8 @@ AT_LEAST = {
     "counted: shed_blocks": 1000,
     "counted: offered_again_blocks": 1000,
     "counted: held_back_blocks": 500,
-    "raised: touch": 50,
-    "raised: missing": 30,
+    "raised: touch": 15,
+    "raised: missing": 10,
     "counted: violations": 400,
     # STALE is found by tiers that write into the same place again and again; these do not.
     **{f"seal failures: {failure}": 5 for failure in SealFailure if failure != SealFailure.STALE},
