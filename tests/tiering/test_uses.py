@@ -266,6 +266,23 @@ def test_an_offer_leaves_half_of_the_share_to_new_stores() -> None:
     assert len(tier.waiting) == 2  # at once
 
 
+@pytest.mark.parametrize(("seconds", "num_blocks"), [(0.1, 100), (5.0, 2), (100.0, 1)])
+def test_an_offer_takes_a_tier_about_a_quarter_of_a_second(seconds: float, num_blocks: int) -> None:
+    """So a new store does not wait longer behind it."""
+    rig = Rig(num_blocks=400)
+    tier = rig.tiers[0]
+    prompt = keys(*range(140))
+    stored(rig, prompt)
+    forget_below(tier, prompt)
+    use(rig, prompt[:40], "first")
+    rig.clock.now += seconds
+    tier.finish(transfer_time=seconds)
+    rig.step(seconds=10.0)
+    use(rig, prompt[40:], "second")
+    (job,) = tier.waiting
+    assert list(job.keys) == prompt[40 : 40 + num_blocks]
+
+
 def test_nothing_is_offered_while_new_stores_wait() -> None:
     rig = Rig(num_blocks=200, max_pinned_share=0.16)
     tier = rig.tiers[0]

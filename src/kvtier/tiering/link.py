@@ -61,6 +61,9 @@ _GIVEN_BACK_FOR_S = 30.0
 
 _OFFERED_BYTES_PER_S = 128 << 20
 """How much of what requests used, and the tier lacks, it is offered again; one store at a time."""
+_FIRST_OFFER_BYTES, _OFFER_S = 16 << 20, 0.25
+"""Of the first such store; the next ones are sized so that the tier takes about this long for each.
+A new store may have to wait that long behind one."""
 
 _EXPLORE_EVERY_S = 20.0
 _LONGEST_EXPLORATION_S, _EXPLORATION_SHARE = 1.0, 0.5
@@ -151,6 +154,7 @@ class TierLink:
         self._offer: Job | None = None
         """The last store of blocks that it lacked."""
         self._next_offer_at = -inf
+        self._most_in_offer = max(1, _FIRST_OFFER_BYTES // block_bytes)
         self._names_missing = _overrides(tier, "missing")
         self._explore_at = 0.0
         self._said: set[str] = set()
@@ -344,12 +348,12 @@ class TierLink:
 
     def num_offerable(self, now: float) -> int:
         """How many blocks that it lacks may be offered now: none while some are under way, and no
-        more than leaves half of what its stores may pin to new ones."""
+        more than leaves half of its share to new stores."""
         is_busy = self._offer is not None and not self._offer.is_done
         if is_busy or self.stands_still or now < self._next_offer_at:
             return 0
-        half = (self._num_pinnable + 1) // 2
-        return max(0, min(self._most_in_store, half - self.num_pinned))
+        left = (self.max_pinned + 1) // 2 - self.num_pinned
+        return max(0, min(self._most_in_offer, self.num_storable, left))
 
     def note_offer(self, job: Job, now: float) -> None:
         """Blocks that it lacked are being stored. The next ones have to wait for a time that
@@ -357,6 +361,13 @@ class TierLink:
         self._offer = job
         num_bytes = len(job.transfer.keys) * self._block_bytes
         self._next_offer_at = now + num_bytes / _OFFERED_BYTES_PER_S
+
+    def _note_offer_pace(self, num_blocks: int, seconds: float) -> None:
+        """An offer of so many blocks has taken the tier so long."""
+        most = self._most_in_store
+        if seconds > 0:
+            most = min(most, int(num_blocks * _OFFER_S / seconds))
+        self._most_in_offer = max(1, most)
 
     def submit_store(self, transfer: TransferJob, now: float) -> Job:
         """Send a cascade. The slots are pinned until `harvest` yields it. If the tier has not begun
@@ -486,6 +497,10 @@ class TierLink:
             self._num_late_stores -= job.is_late
             if moved:
                 self._stores_go_on_until = now + self.settings.store_timeout_s
+                if job is self._offer:
+                    self._note_offer_pace(
+                        num_blocks, now - job.submitted if seconds is None else seconds
+                    )
         if seconds is not None:
             (self._load_seconds if is_promotion else self._store_seconds).append(seconds)
             if is_promotion and moved:
