@@ -111,6 +111,20 @@ def test_one_wrong_bit_would_be_noticed(vllm: VLLM, subject: Subject) -> None:
             subject.alone.check([prompt], [answer])
 
 
+@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_counters_are_there_before_they_count(vllm: VLLM, subject: Subject, door: Door) -> None:
+    options = {"cpu_bytes_to_use": "16MiB", "secondary_tiers": [{"type": "example"}]}
+    counters = ("cpu_loaded_blocks", "tier_0_example_loaded_blocks", "tier_0_example_stored_blocks")
+    with RemoteEngine(vllm, subject.path, options, door=door, max_model_len=512) as engine:
+        at_start = engine.figures()
+        engine.generate(PROMPTS[0][:BLOCK_TOKENS])
+        after_one_block = engine.figures()
+    if door == "connector":  # otherwise they are there with the first step
+        assert {name: at_start[name] for name in counters} == dict.fromkeys(counters, 0)
+    assert [after_one_block[name] for name in counters] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_vllm_shows_kvtiers_figures(vllm: VLLM, subject: Subject) -> None:
     life = live(vllm, subject, PROMPTS[:1])

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NAMES = ("loads", "room", "seconds", "size", "failures")
+COUNTERS = ("loads", "failures")
+OTHERS = {"room": "GAUGE", "seconds": "HISTOGRAM", "size": "GAUGE"}
 SIZE = 4096.0
 
 
@@ -18,7 +19,7 @@ def reports(story: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     `gauges`, `histograms`: what the manager would say, if it is asked. `knows_nothing`: it would
     say that it has no figures.
     """
-    from kvtier.base import OffloadingStats
+    from kvtier.base import MetricDefinition, MetricKind, OffloadingStats
     from kvtier.integrations.vllm import figures
 
     moment: Mapping[str, Any] = {}
@@ -43,7 +44,9 @@ def reports(story: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     handler = Warnings(logging.WARNING)
     figures.logger.addHandler(handler)
     manager: Any = Manager()
-    reporter = figures.FigureReporter(manager, NAMES, {"size": SIZE}, lambda: moment["at"])
+    kinds = dict.fromkeys(COUNTERS, "COUNTER") | OTHERS
+    definitions = {name: MetricDefinition(MetricKind[kind], name) for name, kind in kinds.items()}
+    reporter = figures.FigureReporter(manager, definitions, {"size": SIZE}, lambda: moment["at"])
     told = []
     for moment in story:
         if moment.get("happened"):

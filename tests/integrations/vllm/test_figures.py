@@ -9,11 +9,13 @@ import pytest
 
 from tests.e2e.vllm.processes import VLLM
 from tests.integrations.vllm import adapter_report, figures_probe
-from tests.integrations.vllm.figures_probe import SIZE
+from tests.integrations.vllm.figures_probe import COUNTERS, SIZE
 
 pytestmark = pytest.mark.vllm
 
 Told = list[dict[str, float] | None]
+ZEROS = {f"vllm:{name}": 0 for name in COUNTERS}
+"""What the first report has of counters that have not counted anything."""
 
 
 def told(vllm: VLLM, *story: Mapping[str, Any]) -> Told:
@@ -34,7 +36,7 @@ def test_steps_in_which_nothing_happens_cost_nothing(vllm: VLLM) -> None:
     ]
     report = vllm.run(figures_probe.reports, story)
     first, quiet, same, quiet_again = report["told"]
-    assert first == {"vllm:room": 5, "vllm:size": SIZE}
+    assert first == ZEROS | {"vllm:room": 5, "vllm:size": SIZE}
     assert quiet is None
     assert quiet_again is None
     assert same == {}
@@ -94,7 +96,7 @@ def test_those_who_come_late_are_told_all_gauges(vllm: VLLM) -> None:
         {"at": 12.0, "happened": True} | figures,
     )
     everything = {"vllm:room": 5, "vllm:size": SIZE}
-    assert answers == [everything, None, everything, {}, everything]
+    assert answers == [ZEROS | everything, None, everything, {}, everything]
 
 
 def test_what_is_not_declared_is_left_out_and_warned_about_once(vllm: VLLM) -> None:
@@ -105,7 +107,8 @@ def test_what_is_not_declared_is_left_out_and_warned_about_once(vllm: VLLM) -> N
     }
     story = [{"at": float(second), "happened": True} | figures for second in range(3)]
     report = vllm.run(figures_probe.reports, story)
-    assert report["told"] == [{"vllm:loads": 1, "vllm:size": SIZE}] * 3
+    told = {"vllm:loads": 1, "vllm:size": SIZE}
+    assert report["told"] == [ZEROS | told, told, told]
     assert len(report["warnings"]) == 3
     for name in ("surprises", "mood", "days"):
         assert sum(f"'{name}'" in line for line in report["warnings"]) == 1
@@ -125,7 +128,7 @@ def test_what_others_count_is_told_once_and_never_lost(vllm: VLLM) -> None:
         {"at": 11.6, "happened": True},
     )
     assert answers == [
-        {"vllm:size": SIZE},
+        ZEROS | {"vllm:size": SIZE},
         {"vllm:failures": 1},
         {},
         None,

@@ -76,8 +76,30 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             self._failed_requests: set[str] = set()
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: vllm_api.VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        return super().build_prom_metrics(with_spec(vllm_config), *args, **kwargs)
+    def build_prom_metrics(
+        cls,
+        vllm_config: vllm_api.VllmConfig,
+        metric_types: Any,
+        labelnames: Any,
+        per_engine_labelvalues: dict[int, Any],
+    ) -> Any:
+        """Called in the process that serves the metrics, when it starts."""
+        changed = with_spec(vllm_config)
+        metrics = super().build_prom_metrics(
+            changed, metric_types, labelnames, per_engine_labelvalues
+        )
+        # A counter has no series before it is first increased. A rate over a series that begins
+        # with its first event misses that event, and nobody can tell "never" from "not exported".
+        zeros = vllm_api.OffloadingConnectorStats()
+        definitions = KVTierOffloadingSpec.build_metric_definitions(
+            changed.kv_transfer_config.kv_connector_extra_config
+        )
+        for name, definition in definitions.items():
+            if isinstance(definition, vllm_api.OffloadingCounterMetadata):
+                zeros.increase_counter(name, 0)
+        for engine in per_engine_labelvalues:
+            metrics.observe(zeros.data, engine)
+        return metrics
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

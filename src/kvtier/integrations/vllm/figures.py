@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
-from kvtier.base import OffloadingManager
+from kvtier.base import MetricDefinition, MetricKind, OffloadingManager
 from kvtier.integrations.vllm import vllm_api
 
 __all__ = ["FigureReporter"]
@@ -31,15 +31,22 @@ class FigureReporter:
     def __init__(
         self,
         manager: OffloadingManager,
-        names: Collection[str],
+        definitions: Mapping[str, MetricDefinition],
         constants: dict[str, float],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`names`: of all figures that were declared. vLLM ends the engine over any other.
+        """`definitions`: all figures that were declared. vLLM ends the engine over any other.
         `constants`: gauges that never change."""
         self._manager = manager
         self._constants = constants
-        self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in names}
+        self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in definitions}
+        self._unseen_counters = [
+            self._vllm_names[name]
+            for name, definition in definitions.items()
+            if definition.kind is MetricKind.COUNTER
+        ]
+        """Until the first report, which has them as 0: through the plain door, nothing else makes
+        them visible before they count something."""
         self._undeclared: set[str] = set()
         self._last: dict[str, float] = {}
         self._counted: Counter[str] = Counter()
@@ -71,19 +78,22 @@ class FigureReporter:
         if figures is None:
             return None
         stats = vllm_api.OffloadingConnectorStats()
+        for vllm_name in self._unseen_counters:
+            stats.increase_counter(vllm_name, 0)
+        self._unseen_counters = []
         counted, self._counted = self._counted, Counter()
         for name, increase in (figures.counters | counted).items():
-            if increase and (vllm_name := self._vllm_name(name)):
-                stats.increase_counter(vllm_name, increase)
+            if increase and (known_name := self._vllm_name(name)):
+                stats.increase_counter(known_name, increase)
         last = self._last
         for name, value in (figures.gauges | self._constants).items():
-            if last.get(name) != value and (vllm_name := self._vllm_name(name)):
+            if last.get(name) != value and (known_name := self._vllm_name(name)):
                 last[name] = value
-                stats.set_gauge(vllm_name, value)
+                stats.set_gauge(known_name, value)
         for name, observations in figures.histograms.items():
-            if vllm_name := self._vllm_name(name):
+            if known_name := self._vllm_name(name):
                 for observation in observations:
-                    stats.observe_histogram(vllm_name, observation)
+                    stats.observe_histogram(known_name, observation)
         return stats
 
     def _vllm_name(self, name: str) -> str | None:

@@ -302,10 +302,7 @@ class InProcessEngine:
         return list(self._llm.get_metrics())
 
     def figures(self) -> dict[str, float]:
-        """Of these, kvtier's counters and gauges, such as `cpu_loaded_blocks`.
-
-        Some counters are there only once they have counted something.
-        """
+        """Of these, kvtier's counters and gauges, such as `cpu_loaded_blocks`."""
         return {
             metric.name.removeprefix("vllm:kvtier_"): metric.value
             for metric in self.metrics()

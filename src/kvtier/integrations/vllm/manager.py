@@ -16,6 +16,7 @@ from kvtier.base import (
     Locality,
     LookupResult,
     Medium,
+    MetricDefinition,
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
@@ -87,13 +88,13 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self,
         manager: CPUOffloadingManager | TieringOffloadingManager,
         board: NoticeBoard,
-        metric_names: Collection[str],
+        metrics: Mapping[str, MetricDefinition],
         block_bytes: int,
         *,
         has_groups: bool = False,
         check_hashes: Callable[[], bool] | None = None,
     ) -> None:
-        """`board`: where ranks tell which stores have failed. `metric_names`: of all figures that
+        """`board`: where ranks tell which stores have failed. `metrics`: all figures that
         the manager and this adapter report. `has_groups`: the model has more than one KV-cache
         group. `check_hashes`: called until it answers True, before the first request is served;
         may raise."""
@@ -102,7 +103,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         primary = manager.primary_tier if isinstance(manager, TieringOffloadingManager) else manager
         self._slots_of = primary.slots_of
         self._board = board
-        self._figures = FigureReporter(manager, metric_names, {BLOCK_BYTES: block_bytes})
+        self._figures = FigureReporter(manager, metrics, {BLOCK_BYTES: block_bytes})
         self._tier_jobs = JobCount(0, 0, 0)
         """As of the last figures."""
         self._num_storing = 0
