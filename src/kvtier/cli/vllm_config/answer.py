@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.cli.vllm_config.findings import Finding, Status
-from kvtier.cli.vllm_config.flag import flag_of
+from kvtier.cli.vllm_config.flag import command_of, flags_of
 
 __all__ = ["Answer"]
 
@@ -19,6 +19,14 @@ _SHOWN = {Status.OK: "ok", Status.WARNING: "WARNING", Status.PROBLEM: "PROBLEM"}
 class Answer:
     config: dict[str, Any]
     findings: list[Finding]
+    shutdown_timeout_s: int | None = None
+    """For vLLM, where tiers outlive the process."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that vLLM needs, and that are not set."""
+    model: str | None = None
+    """None: the flags are wanted, not a command."""
+    python: str | None = None
+    """As for `command_of`."""
 
     @property
     def is_ok(self) -> bool:
@@ -27,11 +35,25 @@ class Answer:
 
     @property
     def flag(self) -> str:
-        return flag_of(self.config)
+        """What vLLM gets."""
+        return flags_of(self.config, self.shutdown_timeout_s)
+
+    @property
+    def command(self) -> str | None:
+        if self.model is None:
+            return None
+        return command_of(self.model, self.flag, self.environment, self.python)
+
+    @property
+    def text(self) -> str:
+        """What is printed for a shell."""
+        return self.command or self.flag
 
     def as_json(self) -> str:
         document = {
             "flag": self.flag,
+            "environment": dict(self.environment),
+            "command": self.command,
             "config": self.config,
             "checks": [finding.as_json() for finding in self.findings],
             "ok": self.is_ok,

@@ -18,11 +18,12 @@ Print the flag that gives a vLLM server kvtier, and check it against this machin
     kvtier vllm-config --cpu 8GiB --disk /mnt/nvme/kv.slab:200GiB
     kvtier vllm-config --cpu 8GiB --fs /mnt/shared/kv:2TiB --namespace llama3-8b-v2
     kvtier vllm-config --cpu 8GiB --set store_threshold=2 --json | jq .ok
+    kvtier vllm-config --cpu 8GiB --disk /mnt/nvme/kv.slab:200GiB --model MODEL > serve.sh
 
-Standard output has the flag and nothing else, quoted for a shell: paste it behind `vllm serve
-MODEL`. Standard error has what was found: vLLM, shared memory, host memory, limits, and each tier's
-directory. Nothing is made or changed by that. Run it in vLLM's environment, as the engine's user,
-and in its container.
+Standard output has the flags and nothing else, quoted for a shell: paste them behind `vllm serve
+MODEL`. With --model, it has the whole command. Standard error has what was found: vLLM, shared
+memory, host memory, limits, and each tier's directory. Nothing is made or changed by that. Run it
+in vLLM's environment, as the engine's user, and in its container.
 
 Tiers are looked up in the order in which they are given. Behind the last colon of PATH:SIZE stands
 the size, such as 200GiB; for a path with a colon in it and no size, end with a colon.
@@ -58,6 +59,14 @@ def vllm_config(
         list[str] | None,
         typer.Option(
             metavar="JSON", help="Any tier, as an entry of secondary_tiers with all its keys."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help="Print the command that serves this model, not the flags alone.",
         ),
     ] = None,
     namespace: Annotated[
@@ -114,6 +123,7 @@ def vllm_config(
     raise typer.Exit(
         run_vllm_config(
             wishes,
+            model=model,
             is_plain=plain,
             world_size=world_size,
             is_checked=not no_check,

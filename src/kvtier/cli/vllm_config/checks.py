@@ -26,9 +26,15 @@ __all__ = ["findings"]
 
 
 def findings(
-    config: CheckedOptions, world_size: int, machine: Machine, *, is_plain: bool
+    config: CheckedOptions,
+    world_size: int,
+    machine: Machine,
+    *,
+    is_plain: bool,
+    sets_variables: bool,
 ) -> Iterator[Finding]:
-    """Look at this machine. Nothing is made, changed or left behind."""
+    """Look at this machine. Nothing is made, changed or left behind. `sets_variables`: the command
+    that is printed sets the environment variables that vLLM needs."""
     cpu_bytes = config.options.cpu_bytes_to_use
     yield from check_vllm(machine)
     yield from check_memory(cpu_bytes, machine)
@@ -41,7 +47,9 @@ def findings(
         yield from _of_tier(tier, disks)
     lasting = [tier.config.type for tier in config.lasting_tiers]
     if lasting:
-        yield check_hash_seed(installed_version(machine), lasting, machine)
+        yield check_hash_seed(
+            installed_version(machine), lasting, machine, is_set_by_command=sets_variables
+        )
         yield check_namespace(config.options.cache_namespace, lasting, is_plain=is_plain)
 
 

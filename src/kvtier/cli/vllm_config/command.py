@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from kvtier.cli.output import CannotWrite, NobodyReads, finish, note, write
 from kvtier.cli.vllm_config.answer import Answer
 from kvtier.cli.vllm_config.checks import findings
 from kvtier.cli.vllm_config.findings import Finding, Status
-from kvtier.cli.vllm_config.flag import transfer_config
+from kvtier.cli.vllm_config.flag import shutdown_seconds, transfer_config
 from kvtier.cli.vllm_config.machine import Machine
 from kvtier.cli.vllm_config.validation import checked
+from kvtier.cli.vllm_config.vllm_checks import interpreter_to_use, missing_variables
 from kvtier.cli.vllm_config.wishes import Wishes, WrongOption
 from kvtier.config import ConfigError
 
@@ -23,11 +24,18 @@ _NAME = "kvtier vllm-config"
 
 
 def run_vllm_config(
-    wishes: Wishes, *, is_plain: bool, world_size: int, is_checked: bool, as_json: bool
+    wishes: Wishes,
+    *,
+    model: str | None,
+    is_plain: bool,
+    world_size: int,
+    is_checked: bool,
+    as_json: bool,
 ) -> int:
-    """Print the flag, and what was found; return the exit code."""
+    """Print the flags, or the command that serves `model`, and what was found; return the exit
+    code."""
     try:
-        answer = _answer(wishes, is_plain, world_size, is_checked)
+        answer = _answer(wishes, model, is_plain, world_size, is_checked)
     except WrongOption as wrong:
         note(f"{_NAME}: {wrong.option}: {wrong}")
         return 2
@@ -39,7 +47,7 @@ def run_vllm_config(
         for remark in answer.remarks():
             note(remark)
     try:
-        write((answer.as_json() if as_json else answer.flag) + "\n")
+        write((answer.as_json() if as_json else answer.text) + "\n")
         finish()
     except NobodyReads:
         return 128 + signal.SIGPIPE
@@ -49,13 +57,32 @@ def run_vllm_config(
     return 0 if answer.is_ok else 1
 
 
-def _answer(wishes: Wishes, is_plain: bool, world_size: int, is_checked: bool) -> Answer:
+def _answer(
+    wishes: Wishes, model: str | None, is_plain: bool, world_size: int, is_checked: bool
+) -> Answer:
     """Raises `WrongOption` or `ConfigError`."""
     config = transfer_config(wishes.extra_config(), is_plain=is_plain)
+    machine = Machine()
     with _warnings_of_kvtier() as said:
         options = checked(config["kv_connector_extra_config"])
-        found = findings(options, world_size, Machine(), is_plain=is_plain) if is_checked else ()
-        return Answer(config, [*found, *said])
+        found: Iterable[Finding] = ()
+        environment: Mapping[str, str] = {}
+        if is_checked:
+            if options.lasting_tiers:
+                environment = missing_variables(machine)
+            found = findings(
+                options, world_size, machine, is_plain=is_plain, sets_variables=model is not None
+            )
+        return Answer(
+            config,
+            [*found, *said],
+            shutdown_seconds(options.options.shutdown_timeout_ms)
+            if options.lasting_tiers
+            else None,
+            environment,
+            model,
+            interpreter_to_use(machine) if is_checked else None,
+        )
 
 
 @contextmanager

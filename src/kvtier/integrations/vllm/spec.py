@@ -18,6 +18,7 @@ from kvtier.integrations.vllm.facts import facts_in
 from kvtier.integrations.vllm.logs import speak_through_vllm
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.metrics import DEFINITIONS, metric_to_vllm
+from kvtier.integrations.vllm.model_kinds import layer_specs, require_proven, unproven_kinds
 from kvtier.integrations.vllm.worker import WorkerAdapter, kv_caches_from_vllm
 from kvtier.tiering.spec import TieringOffloadingSpec
 
@@ -75,6 +76,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
 
     def get_worker(self, kv_caches: vllm_api.CanonicalKVCaches) -> WorkerAdapter:
         if self._worker is None:
+            self._require_proven_model()
             worker = self._spec.get_worker(kv_caches_from_vllm(kv_caches))
             self._worker = WorkerAdapter(
                 worker,
@@ -84,6 +86,19 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
                 flush=self._flush_of(worker),
             )
         return self._worker
+
+    def _require_proven_model(self) -> None:
+        """Through the plain door; `KVTierConnector` knows before it makes a spec.
+
+        Asked of a rank alone: vLLM tells a spec on the scheduler's side nothing of the model.
+        """
+        vllm_config = vllm_api.get_current_vllm_config_or_none()
+        if self._facts is None and vllm_config is not None:
+            require_proven(
+                unproven_kinds(vllm_config, layer_specs(vllm_config)),
+                self.kvtier_config.extra_config,
+                warn=self.kvtier_config.parallel.rank == 0,
+            )
 
     def _flush_of(self, worker: OffloadingWorker) -> Callable[[], None] | None:
         """What makes sure that the device has all jobs, where that matters."""

@@ -34,6 +34,7 @@ try:
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheSpec,
+        SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
     )
     from vllm.v1.kv_offload.base import (
@@ -100,9 +101,11 @@ __all__ = [
     "RequestOffloadingContext",
     "ScheduleEndContext",
     "SchedulerOutput",
+    "SlidingWindowSpec",
     "TransferResult",
     "UniformTypeKVCacheSpecs",
     "VllmConfig",
+    "get_current_vllm_config_or_none",
     "get_hash_fn_by_name",
     "kv_cache_utils",
     "may_sleep",
