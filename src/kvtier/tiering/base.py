@@ -137,6 +137,9 @@ class SecondaryTierManager(ABC):
 
     medium: ClassVar[Medium | None] = None
     """What kind of memory the blocks are kept in. None: fits every filter."""
+    capacity_blocks: int | None = None
+    """How many blocks there is room for. A tier that knows sets it; engines say it when they
+    start."""
 
     def __init__(
         self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str

@@ -104,6 +104,8 @@ class FirstLife:
     was_killed: bool
     """Whether vLLM has lost its patience with a process of its own."""
     stop_alone: Stop
+    figures_at_start: dict[str, float]
+    log: str
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,7 @@ def first_life(
         Server(vllm, llama) as stock,
     ):
         server.wait_until_up()
+        figures_at_start = server.figures()
         regions = regions_below(server.process.pid)
         cold = server.complete_together(PROMPTS)
         server.wait_until(partial(_has_stored, server, BLOCKS))
@@ -149,6 +152,8 @@ def first_life(
         stop,
         was_killed,
         stop_alone,
+        figures_at_start,
+        server.process.stdout + server.process.stderr,
     )
     slab.unlink()
 
@@ -164,6 +169,20 @@ def test_clients_are_served_from_disk(first_life: FirstLife) -> None:
     assert_same(first_life.from_disk, first_life.alone)
     assert [answer.cached_tokens for answer in first_life.from_disk] == [CACHED_TOKENS] * 8
     assert first_life.blocks_from_disk == BLOCKS
+
+
+def test_counters_are_there_before_the_first_request(first_life: FirstLife) -> None:
+    for name in ("stored", "loaded"):
+        assert first_life.figures_at_start[f"tier_0_disk_{name}_blocks"] == 0
+
+
+def test_the_log_can_be_searched(first_life: FirstLife) -> None:
+    lines = [line.partition("] ")[2] for line in first_life.log.splitlines() if "[kvtier/" in line]
+    assert lines
+    assert all(line.startswith("kvtier: ") for line in lines), lines
+    [banner] = [line for line in lines if line.startswith("kvtier: release ")]
+    slots = len(OTHERS) * BLOCKS_OF_PROMPT
+    assert f"host memory {slots} blocks ({slots * BLOCK_TOKENS} tokens), disk " in banner
 
 
 @pytest.mark.parametrize(
@@ -266,7 +285,9 @@ def test_two_servers_share_a_directory_and_killing_them_leaves_nothing(
         assert len(regions) == 2
         with vllms_own_removed(first.process.pid, second.process.pid):
             first.kill_all()
-            # vLLM's engine does not notice that the process that takes requests is gone.
-            second.stop(signal.SIGKILL)
+            # vLLM's engine does not notice that the process that takes requests is gone; kvtier
+            # does, and has it end.
+            stop = second.stop(signal.SIGKILL)
+        assert [name for name in stop.end.orphans if "EngineCore" in name] == []
         assert not any(region.exists() for region in regions)
     assert not any(map(is_locked, slabs))

@@ -97,11 +97,21 @@ def asked_for_cuda_graphs(**extra_config: Any) -> str:
     return "pieces" if needs_pieces else "whole"
 
 
+class _Lines(logging.Handler):
+    """What vLLM's format shows of a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} [{record.filename}] {record.getMessage()}")
+
+
 def voices() -> dict[str, Any]:
     """How kvtier's logger is set up next to vLLM's, by what the user had done to either."""
     ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
-    vllms, users = logging.NullHandler(), logging.NullHandler()
-    names: dict[logging.Handler, str] = {vllms: "vllm's", users: "user's"}
+    vllms, users = _Lines(), logging.NullHandler()
     found = {}
     for case, our_handlers, our_level, their_handlers in (
         ("untouched", [], logging.NOTSET, [vllms]),
@@ -115,8 +125,11 @@ def voices() -> dict[str, Any]:
         theirs.setLevel(logging.WARNING)
         for _ in range(2):  # both halves of an engine in one process
             speak_through_vllm()
+        vllms.lines.clear()
+        logging.getLogger("kvtier.tiering.disk.manager").warning("%d of %d", 1, 2)
         found[case] = {
-            "handlers": [names[handler] for handler in ours.handlers],
+            "vllm's": list(vllms.lines),
+            "user's": users in ours.handlers,
             "level": logging.getLevelName(ours.level),
             "propagates": ours.propagate,
         }

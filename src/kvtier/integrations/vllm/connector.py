@@ -22,11 +22,12 @@ from kvtier.integrations.vllm.facts import (
     told,
     with_spec,
 )
-from kvtier.integrations.vllm.logs import speak_through_vllm
+from kvtier.integrations.vllm.logs import log_why_it_cannot_start, speak_through_vllm
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.model_kinds import require_proven, specs_in, unproven_kinds
 from kvtier.integrations.vllm.prefill_clock import PrefillClock
 from kvtier.integrations.vllm.prefix_lookups import announce_prefix_lookups
+from kvtier.integrations.vllm.server_watch import ServerWatch
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
 from kvtier.integrations.vllm.worker import WorkerAdapter
 from kvtier.tiering.factory import SecondaryTierFactory
@@ -50,26 +51,27 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         kv_cache_config: vllm_api.KVCacheConfig,
     ) -> None:
         speak_through_vllm()
-        self._tells_by_block = _can_be_computed_from_any_block(kv_cache_config)
-        is_scheduler = role == vllm_api.KVConnectorRole.SCHEDULER
-        facts = (
-            engine_facts(vllm_config, kv_cache_config)
-            if is_scheduler
-            else EngineFacts(
-                may_sleep=getattr(vllm_config.model_config, "enable_sleep_mode", True),
-                cannot_tell=None
-                if self._tells_by_block or differences.REPORTS_FAILED_REQUESTS
-                else _OLD_RELEASE,
+        with log_why_it_cannot_start():
+            self._tells_by_block = _can_be_computed_from_any_block(kv_cache_config)
+            is_scheduler = role == vllm_api.KVConnectorRole.SCHEDULER
+            facts = (
+                engine_facts(vllm_config, kv_cache_config)
+                if is_scheduler
+                else EngineFacts(
+                    may_sleep=getattr(vllm_config.model_config, "enable_sleep_mode", True),
+                    cannot_tell=None
+                    if self._tells_by_block or differences.REPORTS_FAILED_REQUESTS
+                    else _OLD_RELEASE,
+                )
             )
-        )
-        changed = told(vllm_config, facts)
-        _require_kvtiers_spec(changed)
-        require_proven(
-            unproven_kinds(vllm_config, specs_in(kv_cache_config)),
-            vllm_config.kv_transfer_config.kv_connector_extra_config,
-            warn=is_scheduler,
-        )
-        super().__init__(changed, role, kv_cache_config)
+            changed = told(vllm_config, facts)
+            _require_kvtiers_spec(changed)
+            require_proven(
+                unproven_kinds(vllm_config, specs_in(kv_cache_config)),
+                vllm_config.kv_transfer_config.kv_connector_extra_config,
+                warn=is_scheduler,
+            )
+            super().__init__(changed, role, kv_cache_config)
         if is_scheduler:
             # vLLM reads it after this, and would otherwise end a request whose load has failed.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -77,6 +79,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             """Device blocks that are being filled, by request."""
             self._clock = PrefillClock(self._manager.inner.note_prefill)
             announce_prefix_lookups(self.connector_scheduler, self._manager)
+            self._server_watch = ServerWatch.of_this_engine(vllm_config)
         else:
             self._failed_blocks: set[int] = set()
             self._failed_requests: set[str] = set()
@@ -122,6 +125,12 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         manager = self.connector_scheduler.manager
         assert isinstance(manager, ManagerAdapter)
         return manager
+
+    def shutdown(self) -> None:
+        watch = getattr(self, "_server_watch", None)  # which a rank does not have
+        if watch is not None:
+            watch.close()
+        super().shutdown()
 
     def on_new_request(self, request: vllm_api.Request) -> None:
         super().on_new_request(request)

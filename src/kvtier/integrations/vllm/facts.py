@@ -43,6 +43,8 @@ class EngineFacts:
     """Groups in which a block is of use only with all blocks before it."""
     has_random_hashes: bool = False
     """Whether no other process will arrive at the same block hashes."""
+    longest_prompt: int | None = None
+    """`--max-model-len`; None where nobody asks."""
     may_sleep: bool = True
     """Whether vLLM may unmap its caches."""
     cannot_tell: str | None = None
@@ -72,6 +74,7 @@ def engine_facts(
             for number, group in enumerate(kv_cache_config.kv_cache_groups)
             if is_full_attention(group.kv_cache_spec)
         ),
+        longest_prompt=getattr(vllm_config.model_config, "max_model_len", None),
         has_random_hashes=differences.draws_hash_root(
             vllm_config.cache_config.prefix_caching_hash_algo
         ),

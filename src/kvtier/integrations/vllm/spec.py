@@ -15,7 +15,11 @@ from kvtier.integrations.vllm import differences, vllm_api
 from kvtier.integrations.vllm.block_hashes import lasting_tiers, refuse_random_root, tell_about
 from kvtier.integrations.vllm.config import config_from_vllm
 from kvtier.integrations.vllm.facts import facts_in
-from kvtier.integrations.vllm.logs import speak_through_vllm
+from kvtier.integrations.vllm.logs import (
+    log_banner,
+    log_why_it_cannot_start,
+    speak_through_vllm,
+)
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.metrics import DEFINITIONS, metric_to_vllm
 from kvtier.integrations.vllm.model_kinds import layer_specs, require_proven, unproven_kinds
@@ -57,8 +61,9 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
         speak_through_vllm()
         vllm_api.warn_if_untested()
         self._facts, users_keys = facts_in(config.extra_config)
-        self.kvtier_config = config_from_vllm(config, users_keys, self._facts)
-        self._spec = kvtier_spec_cls(users_keys)(self.kvtier_config)
+        with log_why_it_cannot_start():
+            self.kvtier_config = config_from_vllm(config, users_keys, self._facts)
+            self._spec = kvtier_spec_cls(users_keys)(self.kvtier_config)
         self._spec.engine = None if self._facts is None else self._facts.engine
         self._manager: ManagerAdapter | None = None
         self._worker: WorkerAdapter | None = None
@@ -71,13 +76,15 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
         but no other process will ever find a block in it.
         """
         if self._manager is None:
-            self._manager = self._start()
+            with log_why_it_cannot_start():
+                self._manager = self._start()
         return self._manager
 
     def get_worker(self, kv_caches: vllm_api.CanonicalKVCaches) -> WorkerAdapter:
         if self._worker is None:
-            self._require_proven_model()
-            worker = self._spec.get_worker(kv_caches_from_vllm(kv_caches))
+            with log_why_it_cannot_start():
+                self._require_proven_model()
+                worker = self._spec.get_worker(kv_caches_from_vllm(kv_caches))
             self._worker = WorkerAdapter(
                 worker,
                 worker.board,
@@ -133,6 +140,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
                     raise _missing(config, missing)
                 manager = self._spec.get_manager()
                 undo_board.pop_all()
+        log_banner(config, manager, None if self._facts is None else self._facts.longest_prompt)
         return ManagerAdapter(
             manager,
             board,

@@ -229,11 +229,15 @@ class Holder:
     pid: int
     host: str
     since_ns: int
+    parent_pid: int = 0
+    """The process that started it, as it was when the slab was opened; 0: not known. An engine
+    whose server was killed has another parent afterwards."""
 
     def encode(self, note: bytes = b"") -> bytes:
         """The page. `note`: see `decode_note`; left out where there is no room for it."""
         names = self.engine_id[:_MOST_NAME], self.host[:_MOST_NAME]
-        text = json.dumps([names[0], self.pid, names[1], self.since_ns]).encode()
+        fields = [names[0], self.pid, names[1], self.since_ns, self.parent_pid]
+        text = json.dumps(fields).encode()
         body = _TEXT.pack(_HOLDER_MAGIC, len(text)) + text
         if note and len(note) <= _MOST_NOTE and len(body) <= _NOTE_AT:
             body = body.ljust(_NOTE_AT, b"\0") + _NOTE.pack(_NOTE_MAGIC, len(note)) + note
@@ -246,7 +250,8 @@ class Holder:
         _, length = _TEXT.unpack_from(page)
         text = bytes(page[_TEXT.size : BODY_BYTES])[:length]
         try:
-            engine_id, pid, host, since_ns = json.loads(text)
+            # Earlier releases have not written who the parent is.
+            engine_id, pid, host, since_ns, parent_pid = [*json.loads(text), 0][:5]
         except (ValueError, TypeError, RecursionError):
             raise SlabFormatError("the record of a holder makes no sense") from None
         fields_fit = (
@@ -254,12 +259,14 @@ class Holder:
             and isinstance(host, str)
             and type(pid) is int
             and type(since_ns) is int
+            and type(parent_pid) is int
             and 0 <= pid < _MOST_NUMBER
             and 0 <= since_ns < _MOST_NUMBER
+            and 0 <= parent_pid < _MOST_NUMBER
         )
         if not fields_fit:
             raise SlabFormatError("the record of a holder makes no sense")
-        return cls(engine_id, pid, host, since_ns)
+        return cls(engine_id, pid, host, since_ns, parent_pid)
 
 
 def decode_note(page: Buffer) -> bytes:

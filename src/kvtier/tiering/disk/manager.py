@@ -123,6 +123,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         started = time.monotonic()
         slab = self._slab
         geometry = slab.geometry
+        self.capacity_blocks = geometry.num_slots
         self._residents = Residents(policy_cls, geometry.num_slots, slab.first_seq)
         populate(self._residents, slab, namespace_tag(self.fingerprint))
         logger.info(

@@ -155,7 +155,7 @@ def _open(
     if not file.is_at_its_path():
         raise SlabRefused(f"{file.path} was replaced while it was opened: start the engine again")
     stored = _superblock_or_new(file, payload_bytes, max_bytes)
-    holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns())
+    holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns(), os.getppid())
     note = read_note(file)
     file.write(HOLDER_OFFSET, holder.encode(note))
     superblock = within_file(file, stored)
@@ -275,11 +275,28 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
 
 def _in_use(file: SlabFile) -> str:
     holder = read_holder(file)
-    who = "another process"
+    who, remedy = "another process", "give each engine and each tier a path of its own"
     if holder is not None:
-        is_here = (holder.pid, holder.host) == (os.getpid(), socket.gethostname())
-        place = "this very process" if is_here else f"process {holder.pid} on {holder.host}"
+        is_on_this_host = holder.host == socket.gethostname()
+        place = f"process {holder.pid} on {holder.host}"
+        if is_on_this_host and holder.pid == os.getpid():
+            place = "this very process"
+        elif is_on_this_host and _has_lost_its_parent(holder):
+            place += f", whose parent, process {holder.parent_pid}, has ended"
+            remedy = (
+                f"if that was its server, which was killed, it serves nobody: end it with "
+                f"`kill {holder.pid}`, and start again. Otherwise {remedy}"
+            )
         since = datetime.fromtimestamp(holder.since_ns / 1e9, UTC)
         who = f'the engine "{holder.engine_id}" ({place}, since {since:%Y-%m-%d %H:%M:%S} UTC)'
-    who = printable(who)
-    return f"{file.path} is in use by {who}: give each engine and each tier a path of its own"
+    return f"{file.path} is in use by {printable(who)}: {remedy}"
+
+
+def _has_lost_its_parent(holder: Holder) -> bool:
+    """Whether the process is there, and has another parent than when it opened the slab."""
+    try:
+        stat = Path(f"/proc/{holder.pid}/stat").read_text()
+    except OSError:  # it is in another container, or just ending
+        return False
+    parent_pid = int(stat.rpartition(")")[2].split()[1])
+    return holder.parent_pid not in (0, parent_pid)

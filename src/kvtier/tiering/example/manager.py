@@ -92,7 +92,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         )
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.locality = Locality.LOCAL
-        self.max_blocks = max_blocks
+        self.max_blocks = self.capacity_blocks = max_blocks
         self.blocks: OrderedDict[OffloadKey, SealedBlock] = OrderedDict()
         """What is kept, in the namespace `fingerprint`; the first to leave comes first."""
         self._num_reserved = 0

@@ -117,7 +117,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
         """Blocks that this engine has told of, and not taken back. No more than there is room for:
         others remove some of them, and tell of that themselves."""
-        self._max_announced = options.max_bytes // charge
+        self.capacity_blocks = self._max_announced = options.max_bytes // charge
         self._writing: set[OffloadKey] = set()
         self._num_queued = 0
         self._num_evicted_told = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,19 @@ def refusal(model: str, options: dict[str, Any], **engine_args: Any) -> dict[str
     mapped = {Path(part) for part in Path("/proc/self/maps").read_text().split()}
     left += [str(path) for path in mapped if path.match("/dev/shm/kvtier-*") and path.exists()]
     return {"when": when, "why": why, "left": left}
+
+
+def last_words(model: str, options: dict[str, Any], **engine_args: Any) -> dict[str, Any]:
+    """Of an engine that does not start: what kvtier logs as an error, and what is raised."""
+    errors: list[str] = []
+
+    class Errors(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            errors.append(record.getMessage())
+
+    logging.getLogger("kvtier").addHandler(Errors(logging.ERROR))
+    raised = refusal(model, options, **engine_args)["why"]
+    return {"errors": errors, "raised": raised}
 
 
 def can_be_elsewhere() -> bool:

@@ -1,0 +1,72 @@
+"""What an operator reads when an engine starts, and when it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtier
+from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Door
+from tests.e2e.vllm.lasting_tiers import disk_in, fs_in, with_common_hashes
+from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.remote_engine import RemoteEngine
+from tests.e2e.vllm.scenarios.refusals import last_words
+from tests.e2e.vllm.subject import Subject
+
+pytestmark = pytest.mark.vllm
+
+LONGEST = 512
+ENGINE: dict[str, Any] = {"device_blocks": 64, "max_model_len": LONGEST}
+
+
+@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("subject", ["llama", "hybrid"], indirect=True)
+def test_host_memory_alone_says_what_it_has_room_for(
+    vllm: VLLM, subject: Subject, door: Door
+) -> None:
+    groups = 1 if subject.path.name == "llama" else 3
+    blocks = LONGEST // BLOCK_TOKENS * groups - 1  # one too few for the longest prompt
+    options = {"cpu_bytes_to_use": blocks * subject.slot_bytes()}
+    with RemoteEngine(vllm, subject.path, options, door=door, **ENGINE) as engine:
+        told = engine.told()
+    tokens = blocks * BLOCK_TOKENS // groups
+    [banner] = [text for level, text in told if level == "INFO" and text.startswith("release")]
+    assert banner.startswith(f"release {kvtier.__version__} in vLLM {vllm.zygote.vllm_version}")
+    assert banner.endswith(f": host memory {blocks} blocks ({tokens} tokens)")
+    warnings = [text for level, text in told if level == "WARNING"]
+    if door == "connector":  # the plain door is not told how long a prompt may be
+        [warning] = warnings
+        assert warning.startswith(f"host memory holds {tokens} tokens, and a prompt may have 512")
+        assert "Give it more room, or lower --max-model-len" in warning
+    else:
+        assert warnings == []
+
+
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_every_tier_says_what_it_has_room_for(vllm: VLLM, subject: Subject, tmp_path: Path) -> None:
+    tiers = [disk_in(tmp_path), fs_in(tmp_path), {"type": "example", "max_blocks": 3}]
+    options = {"cpu_bytes_to_use": "64MiB", "secondary_tiers": tiers}
+    with RemoteEngine(with_common_hashes(vllm), subject.path, options, **ENGINE) as engine:
+        engine.generate(list(range(3, 3 + BLOCK_TOKENS)))
+        told, figures = engine.told(), engine.figures()
+    [banner] = [text for level, text in told if text.startswith("release")]
+    assert f", disk {figures['disk_capacity_blocks']:.0f} blocks (" in banner
+    assert ", fs " in banner
+    assert ", example 3 blocks (" in banner
+    [warning] = [text for level, text in told if level == "WARNING" and "tokens, and" in text]
+    assert warning.startswith("example holds ")
+
+
+@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+def test_an_engine_that_cannot_start_says_so_in_one_line(
+    vllm: VLLM, subject: Subject, door: Door
+) -> None:
+    options = {"cpu_bytes_to_use": "4KiB"}
+    told = vllm.run(last_words, str(subject.path), options, door=door, **ENGINE)
+    [line] = told["errors"]
+    assert line == f"cannot start: {told['raised']}"
+    assert "\n" not in line
+    assert "Write " in line
