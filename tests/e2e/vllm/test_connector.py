@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.integrations.vllm.in_process import Door
 from tests.e2e.vllm.faulty_engine import FaultyRemoteEngine
 from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.scenarios.changed_objects import changed
 from tests.e2e.vllm.scenarios.faulty_transfers import WITH_FAULTS
 from tests.e2e.vllm.subject import Subject
 from tests.integrations.vllm.counting_tier import COUNTING
@@ -122,3 +124,10 @@ def test_kvtier_hears_what_only_a_connector_knows(vllm: VLLM, subject: Subject) 
     rest, second = PROMPT_TOKENS - TOKENS, step // 2
     mean = (rest * (TOKENS + rest / 2) + second * second / 2) / (rest + second)
     assert prefills == [*whole, [rest + second, mean, True], *(whole * len(cold))]
+
+
+@pytest.mark.parametrize("door", ["connector", "plain"])
+def test_what_is_changed_in_a_running_engine(vllm: VLLM, llama: Path, door: Door) -> None:
+    """As docs/vllm.md lists it, and nothing else."""
+    replaced = ["_maximal_prefix_lookup"] if door == "connector" else []
+    assert vllm.run(changed, str(llama), door) == {"methods": replaced, "elsewhere": []}

@@ -135,7 +135,8 @@ def first_life(
         metrics = server.metrics()
         blocks_from_disk = server.figure("tier_0_disk_loaded_blocks") - before
         stop = server.stop()
-        was_killed = "force killing" in server.process.stderr
+        log = server.process.stdout + server.process.stderr
+        was_killed = "force killing" in log
         stock.wait_until_up()
         alone = stock.complete_together(PROMPTS)
         stop_alone = stop_under_load(stock)
@@ -153,7 +154,7 @@ def first_life(
         was_killed,
         stop_alone,
         figures_at_start,
-        server.process.stdout + server.process.stderr,
+        log,
     )
     slab.unlink()
 

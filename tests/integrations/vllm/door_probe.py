@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +23,9 @@ from vllm.v1.kv_offload.base import (
 from kvtier import ConfigError
 from kvtier.integrations.vllm import KVTierConnector, KVTierOffloadingSpec, vllm_api
 from kvtier.integrations.vllm.logs import speak_through_vllm
+from kvtier.tiering.factory import TierStartError
 from tests.integrations.vllm.adapter_probe import vllm_config
+from tests.tiering.disk.orphan import orphaned
 
 _PAGE = 4096
 
@@ -91,7 +95,7 @@ def asked_for_cuda_graphs(**extra_config: Any) -> str:
     """What vLLM hears when it asks, before it loads weights, how to capture CUDA graphs."""
     try:
         needs_pieces = KVTierConnector.requires_piecewise_for_cudagraph(extra_config)
-    except ConfigError as error:
+    except (ConfigError, TierStartError) as error:
         return str(error)
     assert isinstance(needs_pieces, bool)
     return "pieces" if needs_pieces else "whole"
@@ -136,6 +140,20 @@ def voices() -> dict[str, Any]:
     return found
 
 
+def slab_of_an_orphan() -> dict[str, Any]:
+    """What vLLM hears before it loads weights, when an engine without a server has the slab."""
+    with tempfile.TemporaryDirectory() as folder:
+        disk = {"type": "disk", "path": f"{folder}/kv.slab", "max_bytes": "1MiB"}
+        keys: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [disk]}
+        with orphaned(Path(folder, "kv.slab")) as (engine_pid, _):
+            while_it_lives = asked_for_cuda_graphs(**keys)
+        return {
+            "pid": engine_pid,
+            "while_it_lives": while_it_lives,
+            "when_it_is_gone": asked_for_cuda_graphs(**keys),
+        }
+
+
 def report() -> dict[str, Any]:
     """By what was tried."""
     good = {"cpu_bytes_to_use": "1MiB"}
@@ -147,5 +165,6 @@ def report() -> dict[str, Any]:
         "good_with_tier": asked_for_cuda_graphs(**good, secondary_tiers=[{"type": "example"}]),
         "typo": asked_for_cuda_graphs(**good, eviction_polici="lru"),
         "typo_in_tier": asked_for_cuda_graphs(**good, secondary_tiers=[{"type": "exampel"}]),
+        "slab_of_an_orphan": slab_of_an_orphan(),
         "voices": voices(),
     }

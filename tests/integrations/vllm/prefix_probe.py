@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
@@ -88,9 +89,26 @@ class _Engine:
         return told
 
 
+def without_the_loop() -> dict[str, Any]:
+    """What is done to the scheduler of a release that has another loop, and what is said."""
+    said: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, lines = logging.getLogger("kvtier.integrations.vllm.prefix_lookups"), Lines()
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    scheduler = SimpleNamespace()
+    announce_prefix_lookups(scheduler, cast("ManagerAdapter", None))
+    logger.removeHandler(lines)
+    return {"changed": sorted(vars(scheduler)), "said": said}
+
+
 def report() -> dict[str, Any]:
     """By what was tried: what is told with an announcement, and without."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"without_the_loop": without_the_loop()}
     tier = {
         "type": "example",
         "max_blocks": 64,

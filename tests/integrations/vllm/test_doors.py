@@ -45,6 +45,15 @@ def test_a_typo_is_told_before_weights_are_loaded(report: dict[str, Any]) -> Non
     assert report["typo_in_tier"].startswith('secondary_tiers[0].type: got "exampel"')
 
 
+def test_an_engine_without_a_server_is_named_before_weights_are_loaded(
+    report: dict[str, Any],
+) -> None:
+    found = report["slab_of_an_orphan"]
+    assert found["while_it_lives"].startswith("secondary_tiers[0]: ")
+    assert f"end it with `kill {found['pid']}`" in found["while_it_lives"]
+    assert found["when_it_is_gone"] == "whole"
+
+
 def test_kvtier_speaks_with_vllms_voice_unless_it_was_given_another(
     report: dict[str, Any],
 ) -> None:

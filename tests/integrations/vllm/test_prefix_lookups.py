@@ -29,3 +29,10 @@ def test_vllm_is_told_what_there_is(report: dict[str, Any]) -> None:
 
 def test_it_is_told_the_same_without_an_announcement(report: dict[str, Any]) -> None:
     assert report["one_by_one"] == report["announced"]
+
+
+def test_a_release_with_another_loop_is_left_as_it_is(report: dict[str, Any]) -> None:
+    found = report["without_the_loop"]
+    assert found["changed"] == []
+    [line] = found["said"]
+    assert line.startswith("this vLLM has no _maximal_prefix_lookup: blocks are looked up one by")

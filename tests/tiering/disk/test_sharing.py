@@ -24,10 +24,11 @@ from kvtier.tiering.disk import recovery, slab
 from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.disk.refusal import SlabRefused
-from kvtier.tiering.disk.slab import Slab, open_slab
+from kvtier.tiering.disk.slab import Slab, open_slab, refuse_orphans
+from tests.tiering.disk.orphan import MAX_BYTES, PAYLOAD_BYTES, orphaned
 from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness
 from tests.tiering.disk.small_disk import loop_disk
-from tests.tiering.patience import PATIENCE_S, wait_until
+from tests.tiering.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -364,39 +365,28 @@ def test_it_was_never_readable_while_it_was_made(
     assert set(modes) == {0o600}
 
 
-_ORPHAN = """
-import os, sys
-from pathlib import Path
-from kvtier.tiering.disk.slab import open_slab
-ready, is_ready = os.pipe()
-if os.fork():
-    os.read(ready, 1)  # the "server" ends once its "engine" has the slab
-    os._exit(0)
-slab = open_slab(Path(sys.argv[1]), 4096, 1 << 20, "engine-0", None)
-print(os.getpid(), os.getppid(), flush=True)
-os.write(is_ready, b"!")
-sys.stdin.read()
-"""
-
-
-def test_an_engine_whose_server_is_gone_is_named_with_the_way_to_end_it(
-    tmp_path: Path,
-) -> None:
+def test_an_engine_whose_server_is_gone_is_named_with_the_way_to_end_it(tmp_path: Path) -> None:
     path = tmp_path / "kv.slab"
-    server = subprocess.Popen(
-        [sys.executable, "-c", _ORPHAN, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-    )
-    with server:
-        assert server.stdout is not None
-        engine_pid, server_pid = server.stdout.readline().split()
-        assert server.wait(60) == 0
-        with pytest.raises(SlabRefused) as refused:
-            open_slab(path, 4096, 1 << 20, "engine-1", None)
-    assert f"process {engine_pid} on" in str(refused.value)
-    assert f"whose parent, process {server_pid}, has ended" in str(refused.value)
-    assert f"end it with `kill {engine_pid}`, and start again" in str(refused.value)
-    wait_until(lambda: not Path(f"/proc/{engine_pid}").exists(), "the orphan has ended")
+    with orphaned(path) as (engine_pid, server_pid):
+        with pytest.raises(SlabRefused) as late:
+            open_slab(path, PAYLOAD_BYTES, MAX_BYTES, "engine-1", None)
+        with pytest.raises(SlabRefused) as early:
+            refuse_orphans(path, 0.0)
+    for refused in (late, early):
+        assert f"process {engine_pid} on" in str(refused.value)
+        assert f"whose parent, process {server_pid}, has ended" in str(refused.value)
+        assert f"end it with `kill {engine_pid}`, and start again" in str(refused.value)
+
+
+def test_only_orphans_are_refused_early(tmp_path: Path) -> None:
+    """An engine may be asked again when it has its slab."""
+    path = tmp_path / "kv.slab"
+    refuse_orphans(path, 0.0)
+    with orphaned(path):
+        pass
+    refuse_orphans(path, PATIENCE_S)  # it may need a moment to end
+    with disk_harness(path), contenders("other") as [other]:
+        refuse_orphans(path, 0.0)
+        other.want(tmp_path / "other.slab")
+        other.answer()
+        refuse_orphans(tmp_path / "other.slab", 0.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvtier.config import ConfigError, OffloadingOptions, Problem
+from kvtier.config import ConfigError, OffloadingOptions, OffloadingParallelConfig, Problem
 from kvtier.integrations.vllm import differences, vllm_api
 from kvtier.integrations.vllm.facts import (
     EngineFacts,
@@ -30,7 +30,11 @@ from kvtier.integrations.vllm.prefix_lookups import announce_prefix_lookups
 from kvtier.integrations.vllm.server_watch import ServerWatch
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
 from kvtier.integrations.vllm.worker import WorkerAdapter
-from kvtier.tiering.factory import SecondaryTierFactory
+from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+from kvtier.tiering.disk.options import DiskOptions
+from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.disk.slab import refuse_orphans
+from kvtier.tiering.factory import SecondaryTierFactory, TierStartError
 
 __all__ = ["KVTierConnector"]
 
@@ -39,6 +43,10 @@ _OLD_RELEASE = (
     "groups, or one that is not full attention. "
     "Use vLLM 0.32 or later, which computes such blocks"
 )
+
+
+_ORPHANS_PATIENCE_S = 5.0
+"""For an engine that is ending because its server was killed."""
 
 
 class KVTierConnector(vllm_api.OffloadingConnector):
@@ -112,11 +120,17 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # vLLM asks before it loads weights, if it is to use CUDA graphs: a typo is told at once.
-        SecondaryTierFactory.plan_secondary_tiers(
-            OffloadingOptions.from_extra_config(extra_config).secondary_tiers
-        )
+        # vLLM asks before it loads weights, if it is to use CUDA graphs: what can be refused at
+        # once is.
+        _refuse_early(extra_config)
         return bool(super().requires_piecewise_for_cudagraph(extra_config))
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: vllm_api.VllmConfig) -> str | None:
+        # The same for those without CUDA graphs, as early as vLLM asks them anything.
+        _refuse_early(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        layout: str | None = super().get_required_kvcache_layout(vllm_config)
+        return layout
 
     # --- scheduler side -----------------------------------------------------------------------
 
@@ -216,6 +230,24 @@ def _can_be_computed_from_any_block(kv_cache_config: vllm_api.KVCacheConfig) -> 
     state; and with several groups the number of a block does not say whose it is."""
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and is_full_attention(groups[0].kv_cache_spec)
+
+
+def _refuse_early(extra_config: dict[str, Any]) -> None:
+    """Raise `ConfigError` for a typo, and `TierStartError` for a slab that an engine without a
+    server holds. Called before the engine is made, in any of its processes, maybe several times."""
+    options = OffloadingOptions.from_extra_config(extra_config)
+    for planned in SecondaryTierFactory.plan_secondary_tiers(options.secondary_tiers):
+        if not issubclass(planned.tier_cls, DiskSecondaryTierManager):
+            continue
+        with log_why_it_cannot_start():
+            try:
+                # Replicas have other files; theirs are looked at when they start.
+                path = DiskOptions.parse(planned.keys, OffloadingParallelConfig()).path
+                refuse_orphans(path.resolve(), _ORPHANS_PATIENCE_S)
+            except ConfigError:
+                continue  # which the tier says better
+            except SlabRefused as refused:
+                raise TierStartError(f"{planned.config.at}: {refused}") from None
 
 
 def _require_kvtiers_spec(vllm_config: vllm_api.VllmConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,8 @@ from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.manager import ManagerAdapter
 
 __all__ = ["announce_prefix_lookups"]
+
+logger = logging.getLogger(__name__)
 
 _LOOP = "_maximal_prefix_lookup"
 """vLLM's loop over the keys of a prompt, which ends with the first miss. The same in all tested
@@ -22,10 +25,15 @@ def announce_prefix_lookups(scheduler: Any, manager: ManagerAdapter) -> None:
 
     Thousands of keys cost less at once than one after the other. And whether loading what is found
     takes longer than computing it can be said at once: found out block by block, that takes a whole
-    engine step, for which the request would wait. A release without that loop is served as ever.
+    engine step, for which the request would wait. In a release without that loop, keys are looked
+    up one by one, with the same answers.
+
+    vLLM has no hook for this. To make the keys here, from the hashes of the request, would do
+    without, but make every key of a prompt twice, at every step in which the request waits.
     """
     one_by_one: Callable[..., int | None] | None = getattr(scheduler, _LOOP, None)
     if one_by_one is None:
+        logger.info("this vLLM has no %s: blocks are looked up one by one, which costs more", _LOOP)
         return
 
     def look_up(

@@ -46,6 +46,7 @@ __all__ = ["Slab", "open_slab"]
 logger = logging.getLogger(__name__)
 
 _LOCK_PATIENCE_S = 1.0
+_ORPHAN_PAUSE_S = 0.1
 _CLOCK_STEP = 2**32
 """By how much the clock jumps when a slab is opened: more than can pass before it is saved."""
 
@@ -290,6 +291,34 @@ def _in_use(file: SlabFile) -> str:
         since = datetime.fromtimestamp(holder.since_ns / 1e9, UTC)
         who = f'the engine "{holder.engine_id}" ({place}, since {since:%Y-%m-%d %H:%M:%S} UTC)'
     return f"{file.path} is in use by {printable(who)}: {remedy}"
+
+
+def refuse_orphans(path: Path, patience_s: float) -> None:
+    """Raise `SlabRefused` if an engine that has lost the process that started it has the slab, and
+    keeps it for so long. Changes nothing; whatever else is wrong is said when the slab is opened.
+
+    For an engine that is about to load its model: it would be refused anyway, minutes later.
+    """
+    try:
+        file = SlabFile(path, os.O_RDONLY)
+    except (NotAFile, OSError):
+        return
+    try:
+        deadline = time.monotonic() + patience_s
+        while not lock_within(file.fd, 0.0):
+            holder = read_holder(file)
+            if (
+                holder is None
+                or holder.host != socket.gethostname()
+                or holder.pid == os.getpid()
+                or not _has_lost_its_parent(holder)
+            ):
+                return
+            if time.monotonic() > deadline:
+                raise SlabRefused(_in_use(file))
+            time.sleep(_ORPHAN_PAUSE_S)
+    finally:
+        file.close()
 
 
 def _has_lost_its_parent(holder: Holder) -> bool:

@@ -1,0 +1,57 @@
+"""An engine that has a slab open, and whose server was killed.
+
+    python -m tests.tiering.disk.orphan PATH
+
+The process that is started ends once its child has the slab; the child says its own number and its
+parent's, and lives until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.tiering.disk.slab import open_slab
+
+PAYLOAD_BYTES, MAX_BYTES = 4096, 1 << 20
+_ROOT = Path(__file__).parents[3]
+
+
+@contextmanager
+def orphaned(path: Path) -> Iterator[tuple[int, int]]:
+    """The engine's process and that of its server, which is gone."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.tiering.disk.orphan", str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": f"{_ROOT / 'src'}{os.pathsep}{_ROOT}"},
+    )
+    with server:  # which closes its input, and waits for its output to end
+        assert server.stdout is not None
+        engine_pid, server_pid = map(int, server.stdout.readline().split())
+        assert server.wait(60) == 0
+        yield engine_pid, server_pid
+        assert server.stdin is not None
+        server.stdin.close()
+        server.stdout.read()
+
+
+def main() -> None:
+    ready, is_ready = os.pipe()
+    if os.fork():
+        os.read(ready, 1)
+        os._exit(0)
+    _slab = open_slab(Path(sys.argv[1]), PAYLOAD_BYTES, MAX_BYTES, "engine-0", None)
+    print(os.getpid(), os.getppid(), flush=True)
+    os.write(is_ready, b"!")
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
