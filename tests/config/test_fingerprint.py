@@ -91,6 +91,7 @@ DECIDES_NOTHING: dict[str, Change] = {
     "extra_config.reset_scope": ({}, {"reset_scope": "primary"}),
     "extra_config.prefill_tokens_per_s": ({}, {"prefill_tokens_per_s": 20_000}),
     "extra_config.shutdown_timeout_ms": ({}, {"shutdown_timeout_ms": 1}),
+    "extra_config.allow_unproven_models": ({}, {"allow_unproven_models": True}),
     "extra_config.engine_config": ({}, {"engine_config": {"rack": 7}}),
 }
 

@@ -31,7 +31,7 @@ USER_MISTAKES: dict[str, Mistake] = {
         {"evicton_policy": "arc"},
         "evicton_policy",
         '"arc"',
-        "only the keys block_size, blocks_per_chunk, cache_namespace",
+        "only the keys allow_unproven_models, block_size, blocks_per_chunk",
         'Did you mean "eviction_policy"?',
     ),
     "hyphens and capitals": (

@@ -266,11 +266,9 @@ def test_two_servers_share_a_directory_and_killing_them_leaves_nothing(
 ) -> None:
     shared = {"type": "fs", "root_dir": str(tmp_path / "shared"), "max_bytes": "64MiB"}
     slabs = [tmp_path / "first.slab", tmp_path / "second.slab"]
-    impatient = vllm.but(orphans_patience=1.0)
     with ExitStack() as stack:
         first, second = (
-            stack.enter_context(Server(impatient, llama, options(disk(slab), shared)))
-            for slab in slabs
+            stack.enter_context(Server(vllm, llama, options(disk(slab), shared))) for slab in slabs
         )
         first.wait_until_up()
         computed = first.complete_together(PROMPTS)
