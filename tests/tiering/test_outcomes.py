@@ -49,7 +49,7 @@ def test_a_tier_that_nobody_loads_from_costs_no_hits(bytes_per_s: float, per_s: 
         each.serve(zipf_prompts(600, per_s=per_s))
     used, usual = engine.answered[150:], alone.answered[150:]
     assert hit_share(used) > hit_share(usual) - 0.01
-    assert mean_ttft(used) < 1.02 * mean_ttft(usual)
+    assert mean_ttft(used) < 1.05 * mean_ttft(usual)
 
 
 def test_a_tier_that_is_loaded_from_loses_no_stores() -> None:

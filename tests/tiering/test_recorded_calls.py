@@ -15,7 +15,6 @@ from kvtier.tiering.health import TierSettings
 from kvtier.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     GroupShape,
-    TieringOffloadingManager,
 )
 from tests import vllm_calls
 from tests.tiering.simulation.faults import CHARACTERS
@@ -24,6 +23,7 @@ from tests.tiering.simulation.memory import SlotUses, Truth, Use, plain_memory
 from tests.tiering.simulation.tier import SimulatedTier
 from tests.tiering.simulation.traits import TierTraits
 from tests.tiering.simulation.violation import Witness
+from tests.tiering.simulation.watched_manager import WatchedManager
 from tests.tiering.simulation.world import World
 from tests.vllm_calls import Recording
 from tests.vllm_replay import Replay, Transfer
@@ -60,7 +60,8 @@ class Rig:
         ]
         # Group 2 of those with windows is the one with full attention.
         is_windowed = "sliding_window" in recording.scenario
-        self.manager = TieringOffloadingManager(
+        self.manager = WatchedManager(
+            self.world,
             self.primary,
             self.tiers,
             settings=[SETTINGS for _ in self.tiers],

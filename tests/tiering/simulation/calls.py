@@ -105,9 +105,7 @@ class WatchedCalls:
     def prepare_store(
         self, keys: list[OffloadKey], context: ReqContext
     ) -> PrepareStoreOutput | None:
-        self._world.is_offering_store = True
         output = self._call("prepare_store", self._manager.prepare_store, keys, context)
-        self._world.is_offering_store = False
         accepted = None if output is None else [name(key) for key in output.keys_to_store]
         self._world.note(
             f"prepare_store {context.req_id} {' '.join(map(name, keys))}: {accepted} "
@@ -160,5 +158,4 @@ class WatchedCalls:
 
     def shutdown(self) -> None:
         self._world.note("shutdown")
-        self._world.is_ending = True
         self._call("shutdown", self._manager.shutdown)

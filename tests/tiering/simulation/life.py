@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvtier.base import Locality
 from kvtier.tiering.health import BreakerSettings, TierSettings
-from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager
 from tests.tiering.simulation.calls import WatchedCalls
 from tests.tiering.simulation.engine import Engine, Habits
 from tests.tiering.simulation.faults import CHARACTERS
@@ -19,6 +19,7 @@ from tests.tiering.simulation.request import Group, PromptTree
 from tests.tiering.simulation.tier import SimulatedStorage, SimulatedTier
 from tests.tiering.simulation.traits import TierTraits
 from tests.tiering.simulation.violation import Violation, Witness
+from tests.tiering.simulation.watched_manager import WatchedManager
 from tests.tiering.simulation.world import World
 
 _PATIENCE = 400
@@ -84,7 +85,8 @@ class Life:
         self._groups = groups = _groups(rng)
         world.scale = 10 ** rng.uniform(-2, 0)
         self.tiers = [self._tier(position) for position in range(rng.choice((1, 1, 2, 2, 3)))]
-        self.manager = TieringOffloadingManager(
+        self.manager = WatchedManager(
+            self.world,
             self.primary,
             self.tiers,
             settings=[tier.traits.settings for tier in self.tiers],
