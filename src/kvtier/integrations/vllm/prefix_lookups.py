@@ -29,7 +29,7 @@ def announce_prefix_lookups(scheduler: Any, manager: ManagerAdapter) -> None:
     up one by one, with the same answers.
 
     vLLM has no hook for this. To make the keys here, from the hashes of the request, would do
-    without, but make every key of a prompt twice, at every step in which the request waits.
+    without, but every key of a prompt would be made, and kept, twice.
     """
     one_by_one: Callable[..., int | None] | None = getattr(scheduler, _LOOP, None)
     if one_by_one is None:
