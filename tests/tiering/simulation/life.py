@@ -101,6 +101,7 @@ class Life:
             share = int(tier.traits.settings.max_pinned_share * num_blocks)
             least = max(1, min(32, num_blocks - self.primary.reserve))
             tier.rules.max_pinned = max(share, least)
+            tier.jobs_of_manager = self.manager._promotions.jobs
             tier.neighbours = [other for other in self.tiers if other is not tier]
         self.inspector = Inspector(world, self.manager, self.primary, self.tiers)
         self.calls = WatchedCalls(world, self.manager, self.inspector.after_call)

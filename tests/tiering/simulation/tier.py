@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -21,6 +21,7 @@ from kvtier.base import (
     ScheduleEndContext,
 )
 from kvtier.tiering.base import JobNotBegun, JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.jobs import Job
 from tests.tiering.simulation.backing import Backing
 from tests.tiering.simulation.caller_rules import CallerRules
 from tests.tiering.simulation.corruption import Kept
@@ -75,6 +76,8 @@ class SimulatedTier(SecondaryTierManager):
         self.rules = CallerRules(world, self.tier_type, self.medium, self.locality)
         self.backing = Backing(world, traits.capacity, traits.faults, traits.locality)
         self.neighbours: list[SimulatedTier] = []
+        self.jobs_of_manager: Mapping[int, Job] = {}
+        """The manager's own record: it alone knows which loads only measure a tier."""
         self.unreported: dict[int, RunningJob] = {}
         self.just_brought: list[OffloadKey] = []
         """Blocks whose load the last poll has reported, and that are of use."""
@@ -390,7 +393,8 @@ class SimulatedTier(SecondaryTierManager):
             return
         # Another job that brings the same block may be given up right after.
         self.just_brought += [key for key in running.arrived if key not in world.promoting]
-        if not running.is_given_up:
+        # What only measures a tier is kept for nobody.
+        if not running.is_given_up and self.jobs_of_manager[result.job_id].is_awaited:
             until = world.time.now + self.traits.settings.load_timeout_s
             world.tally["leased blocks"] += len(running.arrived)
             for key in running.arrived:
