@@ -267,7 +267,11 @@ def test_where_one_tier_is_declined_the_next_one_is_asked() -> None:
     assert rig.manager.lookup_prefix(prompt, request) == (len(prompt), False)
     rig.step()
     assert slow.loads() == []
-    assert [job.keys for job in unknown.loads()] == [prompt]
+    assert [job.keys for job in unknown.loads()] == [prompt[:8]], "it is measured first"
+    unknown.finish(transfer_time=0.001)
+    assert rig.manager.lookup_prefix(prompt, request) == (len(prompt), False)
+    rig.step()
+    assert [job.keys for job in unknown.loads()] == [prompt[8:]]
 
 
 MIDDLE = 8192

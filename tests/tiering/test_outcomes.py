@@ -101,7 +101,12 @@ def test_a_warm_tier_is_measured_before_the_first_request(bytes_per_s: float) ->
     assert after < (0.9 if bytes_per_s == QUICK else 1.03) * alone
 
 
+@pytest.mark.parametrize("names_keys", [True, False])
 @pytest.mark.parametrize("bytes_per_s", [50e6, 500e6, QUICK])
-def test_requests_hardly_wait_for_a_tier_that_is_just_being_measured(bytes_per_s: float) -> None:
-    after, alone = storm(VirtualEngine(bytes_per_s, kept=KEPT)), storm(VirtualEngine(None))
+def test_requests_hardly_wait_for_a_tier_that_is_just_being_measured(
+    bytes_per_s: float, names_keys: bool
+) -> None:
+    """At the start, or, if it cannot name any blocks then, with the first that a request wants."""
+    after = storm(VirtualEngine(bytes_per_s, kept=KEPT, names_keys=names_keys))
+    alone = storm(VirtualEngine(None))
     assert after < 0.9 * alone if bytes_per_s == QUICK else after < alone + 0.3

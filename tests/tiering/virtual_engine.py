@@ -69,6 +69,8 @@ class PacedTier(SecondaryTierManager):
         super().__init__(**kwargs)
         self.kept: dict[OffloadKey, None] = {}
         self.note: bytes | None = None
+        self.names_keys = True
+        """Whether it says what it has when the engine starts."""
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self._loads: deque[TransferJob] = deque()
@@ -98,7 +100,7 @@ class PacedTier(SecondaryTierManager):
         pass
 
     def known_keys(self, most: int) -> list[OffloadKey]:
-        return list(self.kept)[:most]
+        return list(self.kept)[:most] if self.names_keys else []
 
     def keep_note(self, note: bytes) -> None:
         self.note = note
@@ -166,10 +168,11 @@ class VirtualEngine:
         tokens_per_s: float = 10_000,
         kept: Iterable[OffloadKey] = (),
         note: bytes | None = None,
+        names_keys: bool = True,
         **settings: Any,
     ) -> None:
         """`bytes_per_s`: of the tier, maybe by the time since the start; None: no tier. `kept`,
-        `note`: what an earlier engine has left in the tier."""
+        `note`: what an earlier engine has left in the tier; `names_keys`: which says so."""
         self.clock = Clock()
         self.start = self.clock.now
         self.primary = CPUPrimaryTierOffloadingManager(
@@ -189,6 +192,7 @@ class VirtualEngine:
             ]
             self.tiers[0].kept.update(dict.fromkeys(kept))
             self.tiers[0].note = note
+            self.tiers[0].names_keys = names_keys
         self.manager = TieringOffloadingManager(
             self.primary,
             self.tiers,

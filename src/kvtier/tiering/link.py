@@ -122,7 +122,7 @@ class TierLink:
             min(_LONGEST_EXPLORATION_S, settings.load_timeout_s * _EXPLORATION_SHARE)
         )
         self.probes: set[int] = set()
-        """Jobs by which it is measured when the engine starts, while they are under way."""
+        """Jobs by which it is first measured, while they are under way."""
         self.probed_at = -inf
         """When they began."""
         self.num_pinned = 0
@@ -627,6 +627,16 @@ class TierLink:
                 "reset: it is not used any more. Mend its begin_epoch.",
                 self.name,
             )
+
+    @property
+    def was_probed(self) -> bool:
+        """Whether it was measured, or is being measured."""
+        return self.probed_at > -inf
+
+    def begin_probing(self, job_ids: Iterable[int], now: float) -> None:
+        """These jobs, which are under way, measure it."""
+        self.probes.update(job_ids)
+        self.probed_at = now
 
     def is_probed_since(self, now: float, seconds: float) -> bool:
         """Whether it has been measured for no longer than this."""

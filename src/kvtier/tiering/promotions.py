@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 _PROBE_SIZES = (1, 8)
-"""Blocks of the jobs that measure a tier when the engine starts: two sizes make a line."""
+"""Blocks of the jobs that measure a tier when the engine starts: two sizes make a line. If it could
+not name any then, the first load that a request wants has no more than the last number."""
 _PROBE_PATIENCE_S = 0.25
 """A tier that takes longer for these is not waited for."""
 _MOST_BLIND_S, _MOST_BLIND = 1.0, 8
@@ -113,12 +114,12 @@ class Promotions:
 
     def probe(self, keys: list[OffloadKey], link: TierLink, request: TierRequest) -> None:
         """Measure a tier with blocks that nobody waits for."""
-        start = 0
-        link.probed_at = self._step.now
+        start, job_ids = 0, []
         for size in _PROBE_SIZES:
             if self._bring_up(keys[start : start + size], link, request, is_awaited=False):
-                link.probes.add(self._transfers.last_id)
+                job_ids.append(self._transfers.last_id)
             start += size
+        link.begin_probing(job_ids, self._step.now)
 
     def declines(self, group: bytes, request: TierRequest) -> bool:
         """Whether what a request has found below, having looked up its whole prompt, would not be
@@ -208,7 +209,11 @@ class Promotions:
             return False
         if link.probes:
             return False  # how quick the tier is, is known in a moment: it waits for that
-        num_sent = self._bring_up(keys, link, request, is_awaited=True)
+        is_probe = expected.load_s is None and self._prefill.may_learn and not link.was_probed
+        wanted = keys[: _PROBE_SIZES[-1]] if is_probe else keys
+        num_sent = self._bring_up(wanted, link, request, is_awaited=True)
+        if num_sent and is_probe:
+            link.begin_probing([self._transfers.last_id], now)
         link.count("hit_blocks", num_sent)
         if num_sent and expected.load_s is not None:
             self._trials.note_load(expected.load_s)
