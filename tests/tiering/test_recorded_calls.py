@@ -74,6 +74,7 @@ class Rig:
             clock=self.world.time,
         )
         for tier in self.tiers:
+            tier.jobs_of_manager = self.manager._promotions.jobs
             tier.rules.max_pinned = num_blocks
         self.inspector = Inspector(self.world, self.manager, self.primary, self.tiers)
         self._uses: dict[Transfer, Use] = {}
