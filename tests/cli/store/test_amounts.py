@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvtier.cli.store.amounts import as_size
 from kvtier.config import parse_size
-from kvtier.cpu.host_memory import format_bytes
 
 
 @pytest.mark.parametrize(
@@ -35,8 +34,3 @@ def test_a_size_is_rounded_down(num_bytes: int) -> None:
     told = parse_size(as_size(num_bytes), may_be_zero=True)
     assert told <= num_bytes
     assert num_bytes - told <= max(1, num_bytes // 50)
-
-
-def test_what_memory_has_left_is_rounded_down() -> None:
-    assert format_bytes((2 << 30) - 1) == f"1.99 GiB ({(2 << 30) - 1} bytes)"
-    assert format_bytes(2 << 30) == f"2.00 GiB ({2 << 30} bytes)"

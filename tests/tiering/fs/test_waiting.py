@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.tiering.fs import clerk as clerk_module
 from kvtier.tiering.fs.books import Books
-from kvtier.tiering.fs.lease import Lease, NoRoom
+from kvtier.tiering.fs.lease import Lease, Shut
 from kvtier.tiering.fs.seat import Occupant
 from tests.tiering.fs.accounts import store_some, wait_until_stored
 from tests.tiering.fs.pauses import shorten_pauses
@@ -42,13 +42,13 @@ def other(root: Path) -> Iterator[Books]:
 def is_refused(lease: Lease, times: int) -> Callable[[], bool]:
     """Whether so many who came one after the other were all refused by now. They have a thread,
     which ends with the lease."""
-    refused: list[NoRoom] = []
+    refused: list[Shut] = []
 
     def take() -> None:
         for _ in range(times):
             try:
                 lease.take()
-            except NoRoom as refusal:
+            except Shut as refusal:
                 refused.append(refusal)
 
     threading.Thread(target=take, daemon=True).start()
