@@ -7,7 +7,6 @@ that can bite are read first, and the tightest one is reported together with wha
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,14 +56,13 @@ _CGROUP_V1 = _CgroupFiles(
 
 
 def format_bytes(count: int) -> str:
-    """`count` for people, rounded down, with the exact figure beside it."""
+    """`count` for people, with the exact figure beside it."""
     size = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break
         size /= 1024
-    rounded = math.floor(size * 100) / 100
-    return f"{count} bytes" if unit == "bytes" else f"{rounded:.2f} {unit} ({count} bytes)"
+    return f"{count} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({count} bytes)"
 
 
 def require_room(
