@@ -166,19 +166,19 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
+def vllm(vllm_python: Path) -> Iterator[VLLM]:
     """Stock vLLM, imported once for all tests."""
     from tests.e2e.vllm.processes import stock_vllm
 
-    with stock_vllm(vllm_python, tmp_path_factory.mktemp("vllm")) as vllm:
+    with stock_vllm(vllm_python) as vllm:
         yield vllm
 
 
 @pytest.fixture(scope="module")
-def vllm_0_28(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
+def vllm_0_28() -> Iterator[VLLM]:
     """Stock vLLM 0.28, whatever release the other tests run with."""
     from tests.e2e.vllm.processes import stock_vllm
 
     python = _interpreter("KVTIER_VLLM28_PYTHON", "vLLM 0.28")
-    with stock_vllm(python, tmp_path_factory.mktemp("vllm-0.28")) as vllm:
+    with stock_vllm(python) as vllm:
         yield vllm

@@ -18,7 +18,7 @@ from tests.cli.store.outcomes import (
 )
 from tests.cli.store.roots import file_of, fill_root
 from tests.cli.store.slabs import flip, overwrite
-from tests.cli.store.test_refusals import as_nobody
+from tests.cli.store.test_refusals import as_nobody, let_others_in
 from tests.tiering.fs.rig import block_files
 
 COMMANDS: dict[str, list[str]] = {
@@ -69,8 +69,7 @@ def test_what_is_no_root_is_refused_and_left_alone(
 def test_a_root_of_someone_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kv"
     fill_root(path, KEYS)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)  # pytest keeps others out
+    let_others_in(tmp_path)
     with as_nobody():
         assert_all_refuse(capsys, COMMANDS, path, f"no permission for {path}: run this as")
     assert len(block_files(path)) == len(KEYS)

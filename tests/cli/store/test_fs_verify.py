@@ -21,7 +21,7 @@ from kvtier.tiering.io.page import PAGE_BYTES
 from tests.cli.store.outcomes import interrupt, start
 from tests.cli.store.roots import file_of, fill_root
 from tests.cli.store.slabs import NAMESPACE, flip, run_store
-from tests.cli.store.test_refusals import as_nobody
+from tests.cli.store.test_refusals import as_nobody, let_others_in
 from tests.tiering.fs.rig import ROW_BYTES, fs_harness
 
 KEYS = TierHarness.keys(40)
@@ -134,9 +134,8 @@ def test_what_we_may_not_read_is_not_damaged(
     name = fill_root(root, KEYS)
     file = file_of(root, name, VICTIM)
     file.chmod(0)
-    for folder in (root, *root.parents[:3]):
-        folder.chmod(0o755)  # pytest keeps others out, and so does the tier
-    for folder in root.rglob("*"):
+    let_others_in(root)
+    for folder in root.rglob("*"):  # the tier keeps others out, too
         folder.chmod(0o755 if folder.is_dir() else 0o644)
     file.chmod(0)
     with as_nobody():

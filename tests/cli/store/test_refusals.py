@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,12 +120,19 @@ def as_nobody() -> Iterator[None]:
         os.setresuid(0, 0, 0)
 
 
+def let_others_in(folder: Path) -> None:
+    """pytest keeps others out of all directories that it makes."""
+    top = Path(tempfile.gettempdir()).resolve()
+    for each in (folder, *folder.parents):
+        if top in each.parents:
+            each.chmod(0o755)
+
+
 def test_a_slab_of_someone_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kv.slab"
     fill(path, [])
     path.chmod(0)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)  # pytest keeps others out
+    let_others_in(tmp_path)
     with as_nobody():
         assert_all_refuse(capsys, COMMANDS, path, f"no permission for {path}: run this as")
 

@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -369,12 +370,13 @@ class VLLM:
 
 
 @contextmanager
-def stock_vllm(python: Path, folder: Path) -> Iterator[VLLM]:
-    """vLLM of that environment; at the end, all processes have ended and `folder` is empty."""
-    zygote = ZygoteProcess(python, folder)
-    try:
-        zygote.wait_until_ready()
-        yield VLLM(zygote)
-    finally:
-        zygote.stop()
-        shutil.rmtree(folder)
+def stock_vllm(python: Path) -> Iterator[VLLM]:
+    """vLLM of that environment; at the end, all processes have ended and have left no files."""
+    # Not among pytest's directories: vLLM names sockets after it, and 107 letters are the limit.
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+        zygote = ZygoteProcess(python, Path(folder))
+        try:
+            zygote.wait_until_ready()
+            yield VLLM(zygote)
+        finally:
+            zygote.stop()
