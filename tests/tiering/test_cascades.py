@@ -162,6 +162,18 @@ def test_slots_of_stores_that_have_ended_are_there_for_the_next_store() -> None:
     assert rig.store(keys(10, 11, 12), rig.begin("next")) == keys(10, 11, 12)
 
 
+def test_a_step_without_room_asks_tiers_once_more_and_not_for_every_request() -> None:
+    rig = Rig(num_blocks=8, max_pinned_share=1.0)
+    request = rig.begin("slow")
+    rig.store(keys(*range(7)), request)
+    others = [rig.begin(f"other {n}") for n in range(50)]
+    rig.step()
+    before = rig.tiers[0].num_polls
+    for n, other in enumerate(others):
+        rig.manager.prepare_store(keys(100 + 2 * n, 101 + 2 * n), other)
+    assert rig.tiers[0].num_polls == before + 1
+
+
 def test_what_ends_while_the_engine_computes_is_found_by_the_next_lookup() -> None:
     """Stores are offered after the step has ended: where there is room, tiers are not asked then,
     but when the next step begins."""

@@ -523,3 +523,33 @@ def test_any_manager_can_be_told(make: Callable[[], OffloadingManager]) -> None:
 def test_a_request_need_not_say_how_long_its_prompt_is() -> None:
     assert ReqContext("r").num_prompt_tokens is None
     assert ReqContext("r", num_prompt_tokens=5).num_prompt_tokens == 5
+
+
+def test_a_tier_whose_first_measurement_failed_is_used_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The load that was to measure it raised, and is never reported."""
+    rig = Rig(num_blocks=64, prefill_tokens_per_s=None)
+    tier, prompt = rig.tiers[0], keys(*range(8))
+    rig.keep_below(prompt)
+
+    def refuse(job: TransferJob) -> None:
+        monkeypatch.undo()
+        raise ConnectionError("the server is restarting")
+
+    monkeypatch.setattr(tier, "submit_load", refuse)
+    first = rig.begin("first")
+    assert not rig.manager.lookup_prefix(prompt, first).is_final
+    rig.step()
+    assert rig.manager.lookup_prefix(prompt, first) == (0, True)
+    rig.manager.on_request_finished(first)
+    rig.clock.now += 60
+    rig.step()
+    # The slots of the load that raised may still be written to: they stay out of use.
+    prompt = keys(*range(100, 108))
+    rig.keep_below(prompt)
+    second = rig.begin("second")
+    assert not rig.manager.lookup_prefix(prompt, second).is_final
+    rig.step()
+    tier.finish(transfer_time=0.001)
+    assert rig.manager.lookup_prefix(prompt, second) == (8, True)

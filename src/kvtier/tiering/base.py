@@ -193,8 +193,8 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """The jobs that ended since the last call. Asked at most once per scheduling step, and
-        again where a store finds no room in host memory."""
+        """The jobs that ended since the last call. Asked once per scheduling step, and once
+        more where a store finds no room in host memory."""
 
     @abstractmethod
     def drain_jobs(self) -> None:

@@ -634,8 +634,12 @@ class TierLink:
         return self.probed_at > -inf
 
     def begin_probing(self, job_ids: Iterable[int], now: float) -> None:
-        """These jobs, which are under way, measure it."""
-        self.probes.update(job_ids)
+        """These jobs measure it, but for those that it refused when they were submitted: one that
+        raised may never be reported."""
+        under_way = (self._jobs.get(job_id) for job_id in job_ids)
+        self.probes.update(
+            job.transfer.job_id for job in under_way if job is not None and not job.is_late
+        )
         self.probed_at = now
 
     def is_probed_since(self, now: float, seconds: float) -> bool:

@@ -125,6 +125,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._clock = clock
         self._step = Step(clock())
         self._step_has_begun = False
+        self._asked_in_step = -1
+        """The step in which tiers were last asked because a store found no room."""
         self._last_work = self._step.now
         """When the engine last brought work."""
         self._groups = Groups(groups or {})
@@ -442,13 +444,7 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         keys = list(keys)
         if not self.primary_tier.has_room_for(len(keys), req_context):
-            # Tiers may have ended jobs that pin slots. This does not begin a step: many engines
-            # offer stores after `on_schedule_end`, and the next step's lookups must find what ends
-            # until then.
-            self._step.now = now = self._clock()
-            for link in self._links:
-                if link.num_jobs:
-                    self._harvest(link, now)
+            self._look_for_room()
         output = self.primary_tier.prepare_store(keys, req_context)
         request = self._request_of(req_context)
         request.has_run = True
@@ -463,6 +459,21 @@ class TieringOffloadingManager(OffloadingManager):
             stored = set(new)
             self._cascades.offer_again([key for key in keys if key not in stored], request)
         return output
+
+    def _look_for_room(self) -> None:
+        """Tiers may have ended jobs that pin slots: ask them, once in a step.
+
+        This does not begin a step: many engines offer stores after `on_schedule_end`, and the next
+        step's lookups must find what ends until then.
+        """
+        step = self._step
+        if self._asked_in_step == step.number:
+            return
+        self._asked_in_step = step.number
+        step.now = now = self._clock()
+        for link in self._links:
+            if link.num_jobs:
+                self._harvest(link, now)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
