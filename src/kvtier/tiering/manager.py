@@ -371,10 +371,10 @@ class TieringOffloadingManager(OffloadingManager):
         )
 
     def is_moving_blocks(self) -> bool:
-        """Whether tiers have jobs that may still end in time, or are to get some. Unlike
+        """Whether tiers have work that may still end in time, or are to get some. Unlike
         `has_pending_work` without a bound: for those who want to wait until all is stored."""
         now = self._clock()
-        return any(link.backlog or link.has_jobs_in_time(now) for link in self._links)
+        return any(link.backlog or link.has_pending_work(now) for link in self._links)
 
     # --- lookups and loads ----------------------------------------------------------------------
 

@@ -19,11 +19,13 @@ from kvtier.seal import SealFailure
 from kvtier.testing import TierHarness, payload_of
 from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.layout import SUPERBLOCK_OFFSETS, encode_stamp, write_slot_header
+from kvtier.tiering.disk.reader import SlabReader
+from kvtier.tiering.disk.recovery import write_index
 from kvtier.tiering.disk.slab import Slab
 from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.crash.image import Image, write
 from tests.tiering.disk.rig import bytes_for, disk_harness, disk_of, du
-from tests.tiering.patience import wait_until
+from tests.tiering.patience import PATIENCE_S, wait_until
 
 ROW_BYTES = 4096
 
@@ -505,3 +507,25 @@ def test_a_damaged_block_is_announced_and_taken_back(tmp_path: Path) -> None:
         harness.step()
         assert told(harness, removed=True) == [keys[3]]
         assert sorted(told(harness, removed=False)) == sorted(keys)
+
+
+def test_an_engine_has_work_until_the_index_names_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is told to end may be killed as soon as it says that it has none."""
+    may_write = threading.Event()
+
+    def write_later(*args: Any) -> None:
+        assert may_write.wait(PATIENCE_S)
+        write_index(*args)
+
+    path = tmp_path / "kv.slab"
+    with disk_harness(path) as harness:
+        wait_until(lambda: not harness.tier.has_pending_work(), "the index is in the file")
+        monkeypatch.setattr(kvtier.tiering.disk.keeper, "write_index", write_later)
+        harness.wait_for(harness.store(harness.keys(4)))
+        assert harness.tier.has_pending_work()
+        may_write.set()
+        wait_until(lambda: not harness.tier.has_pending_work(), "the index is in the file")
+        with SlabReader(path) as reader:
+            assert len(reader.snapshot().live_slots()) == 4

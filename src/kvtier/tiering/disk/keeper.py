@@ -55,6 +55,8 @@ class IndexKeeper:
         self._wanted_cut = slab.superblock.cut
         self._note: bytes | None = None
         """A note that is to be written."""
+        self._is_writing = False
+        """Whether pages were taken out of the index that are not in the file yet."""
         self._wake = threading.Event()
         self._stopping = False
         self._resting_until = 0.0
@@ -77,6 +79,14 @@ class IndexKeeper:
         """What was stored before this sequence number must never be found again."""
         self._wanted_cut = seq
         self._wake.set()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the file lacks something that another engine must know: which blocks it has, or
+        that earlier ones are not valid any more."""
+        # In this order: pages are on their way before they are taken out of the index.
+        is_index_behind = self._slab.index.has_changed or self._is_writing
+        return is_index_behind or self._wanted_cut > self._slab.superblock.cut
 
     def keep_note(self, note: bytes) -> None:
         """Write this down for the next engine, within a second."""
@@ -191,10 +201,14 @@ class IndexKeeper:
 
     def _write(self) -> None:
         index = self._slab.index
-        pages = index.take_changed()
-        if pages:
-            try:
-                write_index(self._slab.file, index, pages)
-            except OSError:
-                index.give_back(pages)
-                raise
+        self._is_writing = True
+        try:
+            pages = index.take_changed()
+            if pages:
+                try:
+                    write_index(self._slab.file, index, pages)
+                except OSError:
+                    index.give_back(pages)
+                    raise
+        finally:
+            self._is_writing = False

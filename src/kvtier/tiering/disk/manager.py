@@ -209,6 +209,11 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def kept_note(self) -> bytes | None:
         return self._slab.note or None
 
+    def has_pending_work(self) -> bool:
+        # vLLM may end its engine process in the middle of `shutdown`: what is stored should be in
+        # the index before the engine has nothing left to do.
+        return self._keeper.is_behind
+
     def begin_epoch(self, fingerprint: bytes) -> None:
         """Blocks from before are gone at once for this engine, and a moment later, when that stands
         in the file, for every other."""
