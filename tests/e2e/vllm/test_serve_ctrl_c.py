@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import main
-from kvtier.tiering.disk.reader import SlabReader
 from tests.e2e.vllm.openai_server import Server
 from tests.e2e.vllm.processes import VLLM
-from tests.e2e.vllm.test_serve import BLOCKS_OF_PROMPT, PROMPTS, disk, options
+from tests.e2e.vllm.test_serve import BLOCKS_OF_PROMPT, PROMPTS, disk, has_stored, options
 
 pytestmark = pytest.mark.vllm
 
@@ -31,5 +30,4 @@ def test_the_blocks_of_the_last_answer_are_on_disk(
         # A terminal sends it to every process that was started there.
         os.killpg(server.process.pid, signal.SIGINT)
         server.process.wait()
-    with SlabReader(slab) as reader:
-        assert len(reader.snapshot().live_slots()) == BLOCKS_OF_PROMPT
+    assert has_stored(slab, BLOCKS_OF_PROMPT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.e2e.vllm.lasting_tiers import disk_in
 from tests.e2e.vllm.openai_server import Server, random_words
 from tests.e2e.vllm.process_tree import regions_below
 from tests.e2e.vllm.processes import VLLM
+from tests.e2e.vllm.test_serve import has_stored
 
 pytestmark = pytest.mark.vllm
 
@@ -44,7 +46,8 @@ def test_each_replica_has_a_region_and_a_slab_file_of_its_own(
             for replica in (0, 1)
             for prompt in (PROMPT, OTHER)
         ]
-        server.wait_until(lambda: server.figure("tier_0_disk_stored_blocks") == 4 * BLOCKS)
+        for slab in tmp_path.iterdir():
+            server.wait_until(partial(has_stored, slab, 2 * BLOCKS))
         assert [answer.cached_tokens for answer in answers] == [0] * 4
         server.post("/reset_prefix_cache")
         again = [

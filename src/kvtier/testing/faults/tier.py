@@ -257,6 +257,10 @@ class FaultyTier(SecondaryTierManager):
         return self.tier.kept_note()
 
     @property
+    def capacity_blocks(self) -> int | None:  # type: ignore[override]
+        return self.tier.capacity_blocks
+
+    @property
     def medium(self) -> Medium | None:  # type: ignore[override]
         return self.tier.medium
 
