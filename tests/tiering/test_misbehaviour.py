@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -86,6 +87,46 @@ def test_an_answer_that_is_none_does_not_reach_the_engine(
     monkeypatch.setattr(rig.tiers[0], method, lambda *args: garbage)
     for number in range(10):
         live(rig, number)
+
+
+class Panic(BaseException):
+    """As client libraries raise it that are not written in Python."""
+
+
+def panicking() -> Iterator[bytes]:
+    raise Panic
+    yield b""
+
+
+class PanickingKey(bytes):
+    def __hash__(self) -> int:
+        raise Panic
+
+
+MISSING = {
+    "endless": itertools.cycle(keys(1, 2)),
+    "lazy": panicking(),
+    "set": set(keys(1)),
+    "empty set": set(),
+    "too many": keys(1, 2, 1),
+    "unhashable": [[]],
+    "panicking key": [PanickingKey(keys(1)[0])],
+}
+
+
+@pytest.mark.parametrize("answer", MISSING.values(), ids=MISSING)
+def test_an_answer_that_is_no_list_of_keys_is_not_iterated(
+    answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have no end, and may raise anything."""
+    rig = Rig()
+    monkeypatch.setattr(rig.tiers[0], "missing", lambda *_: answer)
+    request = rig.begin("r")
+    rig.store(keys(1, 2), request)
+    rig.manager.on_request_finished(request)
+    stats = rig.manager.get_stats()
+    assert stats.counters["kvtier_tier_0_hand0_violations"] == 1
+    assert stats.gauges["kvtier_tier_0_hand0_breaker_state"] == 2
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ _MAX_EXTRA_RESULTS = 100
 """How many reports of jobs that it was never given are taken at once."""
 _CLOCK_SLACK_S = 1.0
 _ONLY_RESULTS = frozenset({LookupResult})
+_ONLY_KEYS = frozenset({bytes})
 
 
 class TierLink:
@@ -238,18 +239,21 @@ class TierLink:
     def missing(self, keys: Sequence[OffloadKey], context: ReqContext) -> Sequence[OffloadKey]:
         """Those of the keys, in their order, that the tier says it lacks."""
         none: Sequence[OffloadKey] = ()
-        answer = self.call("missing", self.tier.missing, keys, context, default=none)
-        try:
-            named = set(answer)
-            if not named:
-                return none
-            found = [key for key in keys if key in named]
-            if isinstance(answer, (list, tuple)) and len(found) == len(answer):
-                return found
-        except Exception:
-            pass
+        return self.call("missing", self._missing, keys, context, default=none)
+
+    def _missing(self, keys: Sequence[OffloadKey], context: ReqContext) -> Sequence[OffloadKey]:
+        answer: object = self.tier.missing(keys, context)
+        # Anything else than a list is not iterated: it may have no end.
+        if isinstance(answer, (list, tuple)) and len(answer) <= len(keys):
+            if not answer:
+                return ()
+            if set(map(type, answer)) <= _ONLY_KEYS:
+                named = set(answer)
+                found = [key for key in keys if key in named]
+                if len(found) == len(answer):
+                    return found
         self.violated(f"missing answered {_shown(answer)} for {len(keys)} keys")
-        return none
+        return ()
 
     def call(self, what: str, method: Callable[..., T], *args: object, default: T) -> T:
         """Call the tier; `default`, if that fails."""
