@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from kvtier.base import LookupResult, OffloadKey, ReqContext
 from kvtier.testing import TierHarness
+from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from tests.tiering.disk.engine import configured_engine
 from tests.tiering.disk.hot_engine import HOT
 from tests.tiering.patience import wait_until
@@ -116,3 +118,46 @@ def test_the_head_of_a_prompt_that_was_stored_in_parts_outlives_its_tail(tmp_pat
         assert engine.serve(HOT) == 4
         engine.settle()
     assert num_hits_after_pressure(path, 32, 4) == 4
+
+
+LONG = TierHarness.keys(1024)
+ROOM_FOR_LONG = 1040
+
+
+def serve_long(path: Path) -> int:
+    """A prompt that is stored in many parts, most of them after its request has ended. Returns how
+    many blocks were touched, counted as often as they were."""
+    num_touched = 0
+    with configured_engine(
+        path, num_rows=ROOM_FOR_LONG, num_blocks=ROOM_FOR_LONG, max_pinned_share=1 / 16
+    ) as engine:
+        tier = engine.tier
+        assert isinstance(tier, DiskSecondaryTierManager)
+        touch = tier._residents.touch
+
+        def counted(keys: Collection[OffloadKey], req_context: ReqContext) -> int:
+            nonlocal num_touched
+            num_touched += len(keys)
+            return touch(keys, req_context)
+
+        tier._residents.touch = counted  # type: ignore[method-assign]
+        engine.serve(LONG, then_step=False)
+        assert engine.figures()["kvtier_tier_0_disk_waiting_blocks"] >= len(LONG) * 7 / 8
+        engine.settle()
+        assert engine.figures()["kvtier_disk_resident_blocks"] == len(LONG)
+    return num_touched
+
+
+def test_a_long_prompt_that_is_stored_in_parts_is_not_touched_with_each(tmp_path: Path) -> None:
+    """That would be quadratic in its length, on the scheduler's thread."""
+    assert serve_long(tmp_path / "kv.slab") <= 2 * len(LONG)
+
+
+def test_the_head_of_a_prompt_that_waited_to_be_stored_outlives_its_tail(tmp_path: Path) -> None:
+    path = tmp_path / "kv.slab"
+    serve_long(path)
+    with configured_engine(path, num_rows=4096, num_blocks=ROOM_FOR_LONG) as engine:
+        assert engine.tier.capacity_blocks is not None
+        engine.serve(cold(engine.tier.capacity_blocks - 4))
+        engine.settle()
+        assert engine.serve(LONG) == 4

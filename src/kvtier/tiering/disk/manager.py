@@ -137,6 +137,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         )
         self._last_touch: tuple[str, tuple[OffloadKey, ...]] = ("", ())
         """The request whose uses were told last, if it has not ended, and what it used."""
+        self._stored_since = False
+        """Whether that request has stored blocks after its uses were told."""
         self._unannounced = dict.fromkeys(self._residents.readable)
         """Blocks of an earlier engine that nobody has been told of yet."""
         self._in_flight: set[Transfer[SlabBlock]] = set()
@@ -178,7 +180,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         keys = tuple(keys)
-        self._last_touch = (req_context.req_id, keys)
+        self._last_touch, self._stored_since = (req_context.req_id, keys), False
         self._use(keys, req_context)
 
     def _use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -197,8 +199,18 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._last_touch = ("", ())
-        self._residents.on_request_finished(req_context)
+        req_id, used = self._last_touch
+        is_last = req_id == req_context.req_id
+        try:
+            if is_last and self._stored_since:
+                # Blocks that were offered again, or had to wait, were stored after their uses were
+                # told. This puts the head of the prompt last again, wherever they are in it. Once
+                # for all of them: a long prompt is stored in many parts.
+                self._use(used, req_context)
+        finally:  # a policy of the user's own may raise
+            if is_last:
+                self._last_touch = ("", ())
+            self._residents.on_request_finished(req_context)
 
     def known_keys(self, most: int) -> Sequence[OffloadKey]:
         return list(islice(self._residents.readable, most))
@@ -274,12 +286,9 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._report_removed(evicted)
         blocks = residents.place(new, job.req_context)
         self._counters[metrics.REFUSED] += len(todo) - len(blocks)
-        req_id, used = self._last_touch
-        if req_id == job.req_context.req_id:
-            keys = used  # these blocks are offered again, and belong among them
-        elif not here:
-            keys = ()
-        if keys:
+        if self._last_touch[0] == job.req_context.req_id:
+            self._stored_since = True
+        if here:
             try:
                 # Last: then the head of the prompt leaves last, wherever the new blocks are in it.
                 self._use(keys, job.req_context)
