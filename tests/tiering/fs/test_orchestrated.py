@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from kvtier.base import Locality, LookupResult, Medium, ReqContext
 from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.factory import TierStartError
 from kvtier.tiering.fs import metrics
+from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from tests.tiering.disk.rig import bytes_for as slab_bytes_for
 from tests.tiering.disk.rig import is_mapped
@@ -137,6 +139,25 @@ def test_an_engine_ends_though_its_files_do_not_answer(root: Path) -> None:
     wait_until(lambda: set(threading.enumerate()) <= threads, "the tier has ended")
     with configured_engine(root) as after:
         assert after.serve(PROMPTS[0]) == 6
+
+
+def test_an_engine_leaves_its_seat_though_the_file_server_is_slow(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uses of many blocks wait to be noted: that may be given up, the rest of the end may not."""
+    real = Below.lstat
+
+    def lstat(self: Below, path: str | Path) -> os.stat_result:
+        if threading.current_thread().name == "kvtier-fs-uses":
+            time.sleep(0.005)
+        return real(self, path)
+
+    monkeypatch.setattr(Below, "lstat", lstat)
+    with configured_engine(root) as engine:
+        engine.serve(PROMPTS[0])
+        engine.settle()
+        engine.tier.touch(TierHarness.keys(10_000, start=1000), ReqContext("long"))
+    assert os.listdir(root / "engines") == []
 
 
 def test_a_start_that_fails_says_which_tier(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvtier.tiering.fs import uses as module
 from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.names import LONGEST_KEY, SHARDS, block_path
 from kvtier.tiering.fs.uses import Uses
-from tests.tiering.patience import wait_until
+from tests.tiering.patience import PATIENCE_S, wait_until
 
 LONG_AGO_NS = 10**18
 SAME_USE_S = module._SAME_USE_NS / 1e9
@@ -48,7 +48,8 @@ class Noted:
             (directory / shard).mkdir(parents=True)
         self.num_marks = 0
         self.errors: list[OSError] = []
-        self.uses = Uses(Below(directory.parent), self.errors.append)
+        self.below = Below(directory.parent)
+        self.uses = Uses(self.below, self.errors.append)
         self.uses.start()
 
     def add(self, *keys: OffloadKey) -> None:
@@ -236,26 +237,65 @@ def test_what_another_engine_has_noted_later_stays(noted: Noted, clock: Clock) -
     assert noted.stamp(key) == later
 
 
-def test_what_waits_is_bounded_and_the_newest_is_kept(
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_what_waits_is_bounded_in_blocks_and_the_newest_is_kept(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WRITE_EVERY_S", 3600.0)
+    monkeypatch.setattr(module, "_LONGEST_END_S", PATIENCE_S)
+    monkeypatch.setattr(module, "_MAX_WAITING", 64)
+    noted = Noted(tmp_path / "namespace")
+    first, *others = keys(1 + 64 * batch)
+    noted.add(first, *others)
+    noted.note(first)
+    for start in range(0, len(others), batch):
+        noted.note(*others[start : start + batch])
+    noted.uses.stop()
+    is_noted = [noted.stamp(key) > LONG_AGO_NS for key in (first, *others)]
+    num_noted = 64 // batch * batch
+    assert is_noted == [False] * (len(is_noted) - num_noted) + [True] * num_noted
+
+
+def test_of_a_prompt_that_is_too_long_the_head_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_WRITE_EVERY_S", 3600.0)
+    monkeypatch.setattr(module, "_LONGEST_END_S", PATIENCE_S)
+    monkeypatch.setattr(module, "_MAX_WAITING", 4)
     noted = Noted(tmp_path / "namespace")
-    first, last = keys(2)
-    noted.add(first, last)
-    noted.note(first)
-    for _ in range(module._MAX_WAITING):
-        noted.note(last)
-    assert len(noted.uses._waiting) == module._MAX_WAITING
+    noted.add(*keys(6))
+    noted.note(*keys(6))
     noted.uses.stop()
-    assert noted.stamp(first) == LONG_AGO_NS
-    assert noted.stamp(last) > LONG_AGO_NS
+    assert [noted.stamp(key) > LONG_AGO_NS for key in keys(6)] == [True] * 4 + [False] * 2
+
+
+def test_the_end_does_not_wait_for_a_slow_file_server(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be written in a moment is forgotten."""
+    monkeypatch.setattr(module, "_WRITE_EVERY_S", 3600.0)
+    noted = Noted(tmp_path / "namespace")
+    noted.add(*keys(100))
+    real = noted.below.lstat
+
+    def lstat(path: Any) -> os.stat_result:
+        clock.pass_s(module._LONGEST_END_S * 0.4)
+        return real(path)
+
+    monkeypatch.setattr(noted.below, "lstat", lstat)
+    for key in keys(50):
+        noted.note(key)
+    noted.note(*keys(100)[50:])
+    noted.uses.stop()
+    is_noted = [noted.stamp(key) > LONG_AGO_NS for key in keys(100)]
+    assert is_noted == [True] * 3 + [False] * 97
 
 
 def test_the_last_uses_are_written_before_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_WRITE_EVERY_S", 3600.0)
+    monkeypatch.setattr(module, "_LONGEST_END_S", PATIENCE_S)
     noted = Noted(tmp_path / "namespace")
     noted.add(*keys(3))
     noted.note(*keys(3))
