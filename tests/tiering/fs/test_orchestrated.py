@@ -12,14 +12,14 @@ import pytest
 from kvtier.base import Locality, LookupResult, Medium, ReqContext
 from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.factory import TierStartError
-from kvtier.tiering.fs import metrics
+from kvtier.tiering.fs import lookups, metrics
 from kvtier.tiering.fs.below import Below
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from tests.tiering.disk.rig import bytes_for as slab_bytes_for
 from tests.tiering.disk.rig import is_mapped
 from tests.tiering.engine import Engine, engine_with
 from tests.tiering.fs.engine import configured_engine, engine_with_faults
-from tests.tiering.fs.rig import block_files, bytes_for, du, silent_files
+from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, fs_of, silent_files
 from tests.tiering.patience import wait_until
 
 PROMPTS = [TierHarness.keys(6, start=10 * number) for number in range(12)]
@@ -158,6 +158,44 @@ def test_an_engine_leaves_its_seat_though_the_file_server_is_slow(
         engine.settle()
         engine.tier.touch(TierHarness.keys(10_000, start=1000), ReqContext("long"))
     assert os.listdir(root / "engines") == []
+
+
+def test_what_was_stored_after_it_was_missed_is_not_offered_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its use is to be noted before its file is there."""
+    monkeypatch.setattr(lookups, "_SURELY_FOR_S", 0.0)
+    request = ReqContext("late")
+    with fs_harness(root) as harness:
+        tier = fs_of(harness)
+        late, never = harness.keys(2)
+        tier.touch([late, never], request)
+        wait_until(lambda: len(tier._uses._absent) == 2, "both are found to be absent")
+        (report,) = harness.wait_for(harness.store([late]))
+        assert report.result.success
+        assert list(tier.missing([late, never], request)) == [never]
+
+
+def test_what_is_being_stored_is_not_found_absent(root: Path) -> None:
+    request = ReqContext("early")
+    with fs_harness(root) as harness:
+        tier = fs_of(harness)
+        early, never = harness.keys(2)
+        with silent_files(tier):
+            job = harness.store([early])
+            tier.touch([early, never], request)
+            wait_until(lambda: never in tier._uses._absent, "the other is found to be absent")
+            assert early not in tier._uses._absent
+        harness.wait_for(job)
+
+
+def test_after_a_reset_nothing_is_known_to_be_absent(root: Path) -> None:
+    with fs_harness(root) as harness:
+        tier = fs_of(harness)
+        tier.touch(harness.keys(3), ReqContext("before"))
+        wait_until(lambda: len(tier._uses._absent) == 3, "all are found to be absent")
+        harness.begin_epoch(b"1" * 16)
+        assert not tier._uses._absent
 
 
 def test_a_start_that_fails_says_which_tier(tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ class Noted:
             (directory / shard).mkdir(parents=True)
         self.num_marks = 0
         self.errors: list[OSError] = []
+        self.coming: set[OffloadKey] = set()
         self.below = Below(directory.parent)
-        self.uses = Uses(self.below, self.errors.append)
+        self.uses = Uses(self.below, self.errors.append, self.coming.__contains__)
         self.uses.start()
 
     def add(self, *keys: OffloadKey) -> None:
@@ -235,6 +236,27 @@ def test_what_another_engine_has_noted_later_stays(noted: Noted, clock: Clock) -
     noted.note(key)
     noted.wait()
     assert noted.stamp(key) == later
+
+
+def test_an_absent_block_is_named_however_many_were_found_absent_before(
+    noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of them is forgotten."""
+    monkeypatch.setattr(module, "_MAX_KNOWN", 8)
+    *once, hot = keys(20)
+    noted.note(*once)
+    noted.wait()
+    noted.note(hot)
+    noted.wait()
+    assert noted.uses.take_absent(noted.path, [*once, hot]) == [*once[-7:], hot]
+
+
+def test_a_block_that_is_being_written_is_not_absent(noted: Noted) -> None:
+    first, second = keys(2)
+    noted.coming.add(first)
+    noted.note(first, second)
+    noted.wait()
+    assert noted.uses.take_absent(noted.path, keys(2)) == [second]
 
 
 @pytest.mark.parametrize("batch", [1, 5, 64])

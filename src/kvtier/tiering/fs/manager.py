@@ -150,7 +150,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         )
         self._lanes: list[Lane[OffloadKey]] = []
         self._lookups = Lookups(books.below, self._directory, self._note_error)
-        self._uses = Uses(books.below, self._note_error)
+        self._uses = Uses(books.below, self._note_error, self._writing.__contains__)
         try:
             self._lookups.start()
             self._uses.start()
@@ -226,6 +226,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._namespace = namespace_path(blocks, self.fingerprint)
         self._directory = str(self._namespace)
         self._lookups.look_into(self._directory)
+        self._uses.forget_absent()
         self._clerk.use(self._namespace, self._public, junk)
         self._writing.clear()
 
@@ -310,6 +311,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
                 self._report_removed(keys)
             else:
                 self._lookups.note_present(keys)
+                self._uses.note_present(keys)
             if change is Change.STORED:
                 self._report_stored(keys)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from math import inf
 
@@ -29,16 +29,25 @@ class Uses:
     """A thread that notes uses. What comes faster than it can write is forgotten, and with it only
     how recently some blocks were used."""
 
-    def __init__(self, below: Below, on_error: Callable[[OSError], None]) -> None:
+    def __init__(
+        self,
+        below: Below,
+        on_error: Callable[[OSError], None],
+        is_coming: Callable[[OffloadKey], bool],
+    ) -> None:
+        """Both are called on the thread. `is_coming`: whether a block is being written. It is as
+        recent as can be, and not there yet."""
         self._below = below
         self._on_error = on_error
+        self._is_coming = is_coming
         self._lock = threading.Lock()
         """Held for `_waiting` and `_absent`, never during I/O."""
         self._waiting: deque[tuple[str, Sequence[OffloadKey], int]] = deque()
         self._num_waiting = 0
         """Blocks in there."""
-        self._absent: dict[OffloadKey, str] = {}
-        """Blocks that were used and had no file, by the namespace looked into."""
+        self._absent: OrderedDict[OffloadKey, str] = OrderedDict()
+        """Blocks that were used and had no file, by the namespace looked into; the latest come
+        last."""
         self._stamps: dict[tuple[str, OffloadKey], int] = {}
         """The thread's own: time stamps that it has seen or set. They save a look at the file of a
         block that every other request uses."""
@@ -71,6 +80,19 @@ class Uses:
             found = [key for key in keys if key in absent]
             return [key for key in found if absent.pop(key) == namespace]
 
+    def note_present(self, keys: Sequence[OffloadKey]) -> None:
+        """These blocks are there now."""
+        absent = self._absent
+        if absent:
+            with self._lock:
+                for key in keys:
+                    absent.pop(key, None)
+
+    def forget_absent(self) -> None:
+        """Another namespace is used from now on."""
+        with self._lock:
+            self._absent.clear()
+
     def stop(self) -> None:
         """Write what there is to write, for a moment, and end; the rest is forgotten. Waits, if
         need be for one file. Without a start, changes nothing."""
@@ -96,7 +118,7 @@ class Uses:
 
     def _write(self, namespace: str, keys: Sequence[OffloadKey], when_ns: int) -> None:
         for position, key in enumerate(keys):
-            if len(key) > LONGEST_KEY:
+            if len(key) > LONGEST_KEY or self._is_coming(key):
                 continue
             # Of one prompt, the head is the last to leave.
             stamp = when_ns - position
@@ -123,5 +145,7 @@ class Uses:
 
     def _note_absent(self, namespace: str, key: OffloadKey) -> None:
         with self._lock:
-            if len(self._absent) < _MAX_KNOWN:
-                self._absent[key] = namespace
+            self._absent[key] = namespace
+            self._absent.move_to_end(key)
+            if len(self._absent) > _MAX_KNOWN:
+                self._absent.popitem(last=False)
