@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -390,3 +391,48 @@ def test_only_orphans_are_refused_early(tmp_path: Path) -> None:
         other.want(tmp_path / "other.slab")
         other.answer()
         refuse_orphans(tmp_path / "other.slab", 0.0)
+
+
+@pytest.fixture
+def _nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks a regular file exclusively only for a descriptor that is open for writing."""
+    flock = fcntl.flock
+
+    def flock_on_nfs(fd: int, operation: int) -> None:
+        access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        if is_file and operation & fcntl.LOCK_EX and access == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_on_nfs)
+
+
+@pytest.mark.usefixtures("_nfs")
+def test_orphans_are_refused_early_on_nfs_too(tmp_path: Path) -> None:
+    path = tmp_path / "kv.slab"
+    open_here(path).close()
+    refuse_orphans(path, 0.0)
+    with orphaned(path), pytest.raises(SlabRefused, match="whose parent"):
+        refuse_orphans(path, 0.0)
+
+
+def test_a_file_that_cannot_be_locked_or_read_does_not_keep_an_engine_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check before the start only looks: opening the slab reports the failure."""
+    path = tmp_path / "kv.slab"
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with orphaned(path):
+        with monkeypatch.context() as patch:
+            patch.setattr(SlabFile, "read", fail)
+            refuse_orphans(path, 0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", fail)
+            refuse_orphans(path, 0.0)
+    loop = tmp_path / "loop.slab"
+    loop.symlink_to(loop)
+    refuse_orphans(loop, 0.0)

@@ -243,7 +243,7 @@ def _refuse_early(extra_config: dict[str, Any]) -> None:
             try:
                 # Replicas have other files; theirs are looked at when they start.
                 path = DiskOptions.parse(planned.keys, OffloadingParallelConfig()).path
-                refuse_orphans(path.resolve(), _ORPHANS_PATIENCE_S)
+                refuse_orphans(path, _ORPHANS_PATIENCE_S)
             except ConfigError:
                 continue  # which the tier says better
             except SlabRefused as refused:

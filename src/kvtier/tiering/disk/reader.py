@@ -6,7 +6,6 @@ being written is read again, and a slot that does not fit the index may have bee
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 import time
@@ -188,17 +187,8 @@ class SlabReader:
         return read_holder(self.file)
 
     def is_held(self) -> bool:
-        """Whether someone has it open for writing, on this machine and in any container.
-
-        Found out by locking it together with others and letting go at once: there is no way to
-        look at a lock that sees through the walls of containers.
-        """
-        try:
-            fcntl.flock(self.file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self.file.fd, fcntl.LOCK_UN)
-        return False
+        """Whether someone has it open for writing, on this machine and in any container."""
+        return self.file.is_locked()
 
     def clear_request(self) -> bytes | None:
         """The last request to clear that was written into the file, obeyed or not."""

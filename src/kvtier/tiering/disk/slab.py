@@ -245,7 +245,7 @@ def _use_o_direct(file: SlabFile, is_required: bool) -> None:
 def _lock(file: SlabFile) -> None:
     """Wait a moment if someone else has it: an engine that is just ending, or `kvtier store`."""
     if not lock_within(file.fd, _LOCK_PATIENCE_S):
-        raise SlabRefused(_in_use(file))
+        raise SlabRefused(_in_use(file.path, read_holder(file)))
 
 
 def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
@@ -274,8 +274,7 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
         return format_slab(file, geometry, superblock)
 
 
-def _in_use(file: SlabFile) -> str:
-    holder = read_holder(file)
+def _in_use(path: Path, holder: Holder | None) -> str:
     who, remedy = "another process", "give each engine and each tier a path of its own"
     if holder is not None:
         is_on_this_host = holder.host == socket.gethostname()
@@ -290,22 +289,23 @@ def _in_use(file: SlabFile) -> str:
             )
         since = datetime.fromtimestamp(holder.since_ns / 1e9, UTC)
         who = f'the engine "{holder.engine_id}" ({place}, since {since:%Y-%m-%d %H:%M:%S} UTC)'
-    return f"{file.path} is in use by {printable(who)}: {remedy}"
+    return f"{path} is in use by {printable(who)}: {remedy}"
 
 
 def refuse_orphans(path: Path, patience_s: float) -> None:
     """Raise `SlabRefused` if an engine that has lost the process that started it has the slab, and
-    keeps it for so long. Changes nothing; whatever else is wrong is said when the slab is opened.
+    keeps it for so long. Changes nothing. A file that cannot be opened, locked or read is not
+    refused here: opening the slab says better what is wrong with it.
 
     For an engine that is about to load its model: it would be refused anyway, minutes later.
     """
     try:
-        file = SlabFile(path, os.O_RDONLY)
+        file = SlabFile(Path(os.path.realpath(path)), os.O_RDONLY)
     except (NotAFile, OSError):
         return
     try:
         deadline = time.monotonic() + patience_s
-        while not lock_within(file.fd, 0.0):
+        while file.is_locked():
             holder = read_holder(file)
             if (
                 holder is None
@@ -315,8 +315,10 @@ def refuse_orphans(path: Path, patience_s: float) -> None:
             ):
                 return
             if time.monotonic() > deadline:
-                raise SlabRefused(_in_use(file))
+                raise SlabRefused(_in_use(file.path, holder))
             time.sleep(_ORPHAN_PAUSE_S)
+    except OSError:
+        return
     finally:
         file.close()
 
