@@ -70,6 +70,9 @@ holders = st.builds(
     pid=st.integers(0, 2**31),
     host=st.text(max_size=300),
     since_ns=growing,
+    parent_pid=st.integers(0, 2**31),
+    pid_namespace=growing,
+    started_ticks=growing,
 )
 
 
@@ -111,6 +114,16 @@ def test_a_holder_comes_back(holder: Holder) -> None:
     assert (found.pid, found.since_ns) == (holder.pid, holder.since_ns)
     if max(len(holder.engine_id), len(holder.host)) <= 64:
         assert found == holder
+
+
+@pytest.mark.parametrize(
+    ("text", "parent_pid"), [('["engine", 4711, "host", 12345]', 0), ('["e", 4711, "h", 1, 9]', 9)]
+)
+def test_a_holder_of_an_earlier_release_is_read(text: str, parent_pid: int) -> None:
+    page = closed((struct.pack("<8sI", b"KVTHOLD\0", len(text)) + text.encode()).ljust(PAGE_BYTES))
+    found = Holder.decode(page)
+    assert (found.pid, found.parent_pid) == (4711, parent_pid)
+    assert found.pid_namespace == found.started_ticks == 0
 
 
 @given(note=st.binary(max_size=1024), name=st.text(max_size=128))

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,11 @@ from kvtier.config import OffloadingParallelConfig
 from kvtier.testing import TierHarness
 from kvtier.tiering.disk import recovery, slab
 from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.disk.layout import HOLDER_OFFSET, Holder
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.disk.refusal import SlabRefused
 from kvtier.tiering.disk.slab import Slab, open_slab, refuse_orphans
+from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.orphan import MAX_BYTES, PAYLOAD_BYTES, orphaned
 from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness
 from tests.tiering.disk.small_disk import loop_disk
@@ -391,6 +394,46 @@ def test_only_orphans_are_refused_early(tmp_path: Path) -> None:
         other.want(tmp_path / "other.slab")
         other.answer()
         refuse_orphans(tmp_path / "other.slab", 0.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"pid_namespace": 1}, id="in another pid namespace"),
+        pytest.param({"started_ticks": 1}, id="its number was given to another process"),
+        pytest.param({"pid_namespace": 0}, id="pid namespace unknown"),
+        pytest.param({"started_ticks": 0}, id="start unknown"),
+        pytest.param({"pid_namespace": 0, "started_ticks": 0}, id="an earlier release"),
+    ],
+)
+def test_no_advice_to_kill_a_process_that_may_not_be_the_holder(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Containers may share a host name, and number their processes apart."""
+    path = tmp_path / "kv.slab"
+    with orphaned(path) as (engine_pid, _):
+        with path.open("r+b") as file:
+            holder = Holder.decode(os.pread(file.fileno(), PAGE_BYTES, HOLDER_OFFSET))
+            assert holder.pid == engine_pid
+            os.pwrite(file.fileno(), replace(holder, **changes).encode(), HOLDER_OFFSET)
+        refuse_orphans(path, 0.0)
+        with pytest.raises(SlabRefused) as refused:
+            open_slab(path, PAYLOAD_BYTES, MAX_BYTES, "engine-1", None)
+    assert f"process {engine_pid} on" in str(refused.value)
+    assert "`kill" not in str(refused.value)
+    assert "whose parent" not in str(refused.value)
+    assert "give each engine and each tier a path of its own" in str(refused.value)
+
+
+def test_a_holder_with_our_number_in_another_container_is_not_taken_for_us(tmp_path: Path) -> None:
+    path = tmp_path / "kv.slab"
+    with orphaned(path), path.open("r+b") as file:
+        holder = Holder.decode(os.pread(file.fileno(), PAGE_BYTES, HOLDER_OFFSET))
+        impostor = replace(holder, pid=os.getpid(), pid_namespace=1)
+        os.pwrite(file.fileno(), impostor.encode(), HOLDER_OFFSET)
+        with pytest.raises(SlabRefused, match=f"process {os.getpid()} on") as refused:
+            open_slab(path, PAYLOAD_BYTES, MAX_BYTES, "engine-1", None)
+    assert "this very process" not in str(refused.value)
 
 
 @pytest.fixture

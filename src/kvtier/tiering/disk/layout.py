@@ -232,11 +232,24 @@ class Holder:
     parent_pid: int = 0
     """The process that started it, as it was when the slab was opened; 0: not known. An engine
     whose server was killed has another parent afterwards."""
+    pid_namespace: int = 0
+    """Inode of the namespace that `pid` is a number in; 0: not known. Containers have one each,
+    and may share a host name."""
+    started_ticks: int = 0
+    """Clock ticks from boot to the start of the process; 0: not known. A later process that is
+    given the same `pid` has another."""
 
     def encode(self, note: bytes = b"") -> bytes:
         """The page. `note`: see `decode_note`; left out where there is no room for it."""
-        names = self.engine_id[:_MOST_NAME], self.host[:_MOST_NAME]
-        fields = [names[0], self.pid, names[1], self.since_ns, self.parent_pid]
+        fields = [
+            self.engine_id[:_MOST_NAME],
+            self.pid,
+            self.host[:_MOST_NAME],
+            self.since_ns,
+            self.parent_pid,
+            self.pid_namespace,
+            self.started_ticks,
+        ]
         text = json.dumps(fields).encode()
         body = _TEXT.pack(_HOLDER_MAGIC, len(text)) + text
         if note and len(note) <= _MOST_NOTE and len(body) <= _NOTE_AT:
@@ -250,23 +263,22 @@ class Holder:
         _, length = _TEXT.unpack_from(page)
         text = bytes(page[_TEXT.size : BODY_BYTES])[:length]
         try:
-            # Earlier releases have not written who the parent is.
-            engine_id, pid, host, since_ns, parent_pid = [*json.loads(text), 0][:5]
+            # Earlier releases wrote the first four or five of these.
+            engine_id, pid, host, since_ns, *rest = [*json.loads(text), 0, 0, 0][:7]
+            parent_pid, pid_namespace, started_ticks = rest
         except (ValueError, TypeError, RecursionError):
             raise SlabFormatError("the record of a holder makes no sense") from None
         fields_fit = (
             isinstance(engine_id, str)
             and isinstance(host, str)
-            and type(pid) is int
-            and type(since_ns) is int
-            and type(parent_pid) is int
-            and 0 <= pid < _MOST_NUMBER
-            and 0 <= since_ns < _MOST_NUMBER
-            and 0 <= parent_pid < _MOST_NUMBER
+            and all(
+                type(number) is int and 0 <= number < _MOST_NUMBER
+                for number in (pid, since_ns, parent_pid, pid_namespace, started_ticks)
+            )
         )
         if not fields_fit:
             raise SlabFormatError("the record of a holder makes no sense")
-        return cls(engine_id, pid, host, since_ns, parent_pid)
+        return cls(engine_id, pid, host, since_ns, parent_pid, pid_namespace, started_ticks)
 
 
 def decode_note(page: Buffer) -> bytes:

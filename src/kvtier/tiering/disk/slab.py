@@ -156,7 +156,7 @@ def _open(
     if not file.is_at_its_path():
         raise SlabRefused(f"{file.path} was replaced while it was opened: start the engine again")
     stored = _superblock_or_new(file, payload_bytes, max_bytes)
-    holder = Holder(engine_id, os.getpid(), socket.gethostname(), time.time_ns(), os.getppid())
+    holder = _this_process(engine_id)
     note = read_note(file)
     file.write(HOLDER_OFFSET, holder.encode(note))
     superblock = within_file(file, stored)
@@ -277,11 +277,10 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
 def _in_use(path: Path, holder: Holder | None) -> str:
     who, remedy = "another process", "give each engine and each tier a path of its own"
     if holder is not None:
-        is_on_this_host = holder.host == socket.gethostname()
         place = f"process {holder.pid} on {holder.host}"
-        if is_on_this_host and holder.pid == os.getpid():
+        if holder.pid == os.getpid() and _is_found_by_pid(holder):
             place = "this very process"
-        elif is_on_this_host and _has_lost_its_parent(holder):
+        elif _has_lost_its_parent(holder):
             place += f", whose parent, process {holder.parent_pid}, has ended"
             remedy = (
                 f"if that was its server, which was killed, it serves nobody: end it with "
@@ -307,12 +306,7 @@ def refuse_orphans(path: Path, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         while file.is_locked():
             holder = read_holder(file)
-            if (
-                holder is None
-                or holder.host != socket.gethostname()
-                or holder.pid == os.getpid()
-                or not _has_lost_its_parent(holder)
-            ):
+            if holder is None or holder.pid == os.getpid() or not _has_lost_its_parent(holder):
                 return
             if time.monotonic() > deadline:
                 raise SlabRefused(_in_use(file.path, holder))
@@ -323,11 +317,50 @@ def refuse_orphans(path: Path, patience_s: float) -> None:
         file.close()
 
 
+def _this_process(engine_id: str) -> Holder:
+    return Holder(
+        engine_id,
+        os.getpid(),
+        socket.gethostname(),
+        time.time_ns(),
+        os.getppid(),
+        _pid_namespace(),
+        _parent_and_start("self")[1],
+    )
+
+
 def _has_lost_its_parent(holder: Holder) -> bool:
     """Whether the process is there, and has another parent than when it opened the slab."""
-    try:
-        stat = Path(f"/proc/{holder.pid}/stat").read_text()
-    except OSError:  # it is in another container, or just ending
+    if holder.parent_pid == 0 or not _is_found_by_pid(holder):
         return False
-    parent_pid = int(stat.rpartition(")")[2].split()[1])
-    return holder.parent_pid not in (0, parent_pid)
+    return _parent_and_start(holder.pid)[0] not in (0, holder.parent_pid)
+
+
+def _is_found_by_pid(holder: Holder) -> bool:
+    """Whether the holder's pid names the holder to this process, and not another process: one in
+    another container, or one that was given the same number later."""
+    return (
+        holder.host == socket.gethostname()
+        and holder.pid_namespace != 0
+        and holder.started_ticks != 0
+        and holder.pid_namespace == _pid_namespace()
+        and holder.started_ticks == _parent_and_start(holder.pid)[1]
+    )
+
+
+def _pid_namespace() -> int:
+    """The inode of this process's pid namespace; 0: not known."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _parent_and_start(pid: int | str) -> tuple[int, int]:
+    """The parent of a process, and its start in clock ticks since boot; zeros: not known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()  # with a name that may not be UTF-8
+    except OSError:
+        return 0, 0
+    fields = stat.rpartition(b")")[2].split()  # from the third on
+    return int(fields[1]), int(fields[19])
