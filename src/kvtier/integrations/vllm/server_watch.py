@@ -13,8 +13,11 @@ import os
 import select
 import signal
 import threading
+from multiprocessing.context import ForkServerProcess
+from typing import TYPE_CHECKING
 
-from kvtier.integrations.vllm import vllm_api
+if TYPE_CHECKING:
+    from kvtier.integrations.vllm import vllm_api
 
 __all__ = ["ServerWatch"]
 
@@ -37,37 +40,41 @@ class ServerWatch:
 
     @classmethod
     def of_this_engine(cls, vllm_config: vllm_api.VllmConfig) -> ServerWatch | None:
-        """For an engine that nobody but the process that started it can reach; else None.
+        """For an engine that nobody but the process that started it can reach; else None. If that
+        process is gone already, killed while the model was loaded, this engine ends at once.
 
         With several servers or replicas, and with a front end that is another program, that process
         only starts the others, which may go on without it.
         """
-        parent = multiprocessing.parent_process()
+        parent, engine = multiprocessing.parent_process(), multiprocessing.current_process()
         if (
             parent is None
             or parent.pid is None
             # Replicas have a number in their name.
-            or multiprocessing.current_process().name != "EngineCore"
+            or engine.name != "EngineCore"
             or getattr(vllm_config.parallel_config, "_api_process_count", None) != 1
             or "VLLM_RUST_FRONTEND_PATH" in os.environ
         ):
             return None
+        # The number of a server that is gone may be another process's by now. A fork server stands
+        # between the server and its engine, so there the number is all there is to go by.
+        if not isinstance(engine, ForkServerProcess) and os.getppid() != parent.pid:
+            _end_this_engine(parent.pid)
+            return None
         try:
             return cls(parent.pid)
+        except ProcessLookupError:
+            _end_this_engine(parent.pid)
         except OSError as error:
             logger.debug("the server, process %d, cannot be watched: %s", parent.pid, error)
-            return None
+        return None
 
     def _run(self) -> None:
-        ready, _, _ = select.select([self._server, self._wake], [], [])
-        if self._wake in ready:
-            return
-        logger.error(
-            "the server that started this engine, process %d, has ended without ending it: nobody "
-            "can reach this engine any more, and it ends",
-            self._pid,
-        )
-        os.kill(os.getpid(), signal.SIGTERM)
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self._server, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        if self._wake not in dict(poll.poll()):
+            _end_this_engine(self._pid)
 
     def close(self) -> None:
         """Stop watching. Once more changes nothing."""
@@ -78,3 +85,12 @@ class ServerWatch:
         self._thread.join()
         os.close(self._wake)
         os.close(self._server)
+
+
+def _end_this_engine(server_pid: int) -> None:
+    logger.error(
+        "the server that started this engine, process %d, has ended without ending it: nobody can "
+        "reach this engine any more, and it ends",
+        server_pid,
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
