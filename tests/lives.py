@@ -63,7 +63,7 @@ class LivesCommand:
         """Live many lives; end with a non-zero status if one of them went wrong."""
         chosen: Iterable[int] = arguments.seeds or seeds("0")
         if not isinstance(chosen, range) and not arguments.minutes:
-            parser.error("give --seed, --seeds A-B, or --minutes")
+            parser.error("give --seed, --seeds A-B, or --minutes with --seeds A-")
         start = time.monotonic()
         num_lives = 0
         tally: Counter[str] = Counter()

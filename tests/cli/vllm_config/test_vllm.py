@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvtier.cli import main
 from kvtier.cli.vllm_config.findings import Finding, Status
 from kvtier.cli.vllm_config.installation import environment_of_command, this_environment
 from kvtier.cli.vllm_config.machine import Machine
@@ -216,6 +218,37 @@ def test_the_command_has_all_that_a_warm_restart_needs(
     assert document["environment"] == (
         {"PYTHONHASHSEED": "0"} if words[0] == "PYTHONHASHSEED=0" else {}
     )
+
+
+@pytest.mark.parametrize("version", [NEWEST, "0.28.0"])
+def test_what_is_printed_becomes_the_server_and_takes_further_flags(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    version: str,
+) -> None:
+    machine = environment(tmp_path, ("vllm", version))
+    folder = tmp_path / "on the path"
+    folder.mkdir()
+    server = folder / "vllm"
+    server.write_text('#!/bin/sh\necho "$$" "$PYTHONHASHSEED"\nprintf "%s\\n" "$@"\n')
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{machine.environment['PATH']}:{os.environ['PATH']}")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    main(["vllm-config", "--cpu", "1MiB", "--model", "a model", "--disk", f"{tmp_path}/kv:1MiB"])
+    script = tmp_path / "serve.sh"
+    script.write_text(capsys.readouterr().out)
+    path = f"{folder}:{os.environ['PATH']}"
+    with subprocess.Popen(
+        ["sh", script, "--max-model-len", "4096"],
+        env=os.environ | {"PATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as shell:
+        said, *arguments = shell.communicate(timeout=30)[0].splitlines()
+    assert said.split() == [str(shell.pid), *(["0"] if version == "0.28.0" else [])]
+    assert arguments[:2] == ["serve", "a model"]
+    assert arguments[-2:] == ["--max-model-len", "4096"]
 
 
 def test_later_none_is_needed() -> None:

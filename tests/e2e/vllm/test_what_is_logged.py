@@ -59,12 +59,12 @@ def test_every_tier_says_what_it_has_room_for(vllm: VLLM, subject: Subject, tmp_
     assert warning.startswith("example holds ")
 
 
+@pytest.mark.parametrize("options", [{"cpu_bytes_to_use": "4KiB"}, {"cpu_byte_to_use": "4GiB"}])
 @pytest.mark.parametrize("door", ["connector", "plain"])
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_an_engine_that_cannot_start_says_so_in_one_line(
-    vllm: VLLM, subject: Subject, door: Door
+    vllm: VLLM, subject: Subject, door: Door, options: dict[str, Any]
 ) -> None:
-    options = {"cpu_bytes_to_use": "4KiB"}
     told = vllm.run(last_words, str(subject.path), options, door=door, **ENGINE)
     [line] = told["errors"]
     assert line == f"cannot start: {told['raised']}"

@@ -46,8 +46,14 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What is printed for a shell."""
-        return self.command or self.flag
+        """What is printed for a shell: the flags, or a script that takes further ones.
+
+        The script's process becomes the server's, so that a supervisor's signals reach it.
+        """
+        if self.command is None:
+            return self.flag
+        start = "exec env" if self.environment else "exec"
+        return f'{start} {self.command} "$@"'
 
     def as_json(self) -> str:
         document = {

@@ -235,11 +235,11 @@ def _can_be_computed_from_any_block(kv_cache_config: vllm_api.KVCacheConfig) -> 
 def _refuse_early(extra_config: dict[str, Any]) -> None:
     """Raise `ConfigError` for a typo, and `TierStartError` for a slab that an engine without a
     server holds. Called before the engine is made, in any of its processes, maybe several times."""
-    options = OffloadingOptions.from_extra_config(extra_config)
-    for planned in SecondaryTierFactory.plan_secondary_tiers(options.secondary_tiers):
-        if not issubclass(planned.tier_cls, DiskSecondaryTierManager):
-            continue
-        with log_why_it_cannot_start():
+    with log_why_it_cannot_start():
+        options = OffloadingOptions.from_extra_config(extra_config)
+        for planned in SecondaryTierFactory.plan_secondary_tiers(options.secondary_tiers):
+            if not issubclass(planned.tier_cls, DiskSecondaryTierManager):
+                continue
             try:
                 # Replicas have other files; theirs are looked at when they start.
                 path = DiskOptions.parse(planned.keys, OffloadingParallelConfig()).path
