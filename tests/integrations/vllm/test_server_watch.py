@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,13 +53,18 @@ def serving(
     gate = folder / "gate"
     os.mkfifo(gate)
     arguments = [method, name, str(num_servers), str(num_files), str(gate)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.integrations.vllm.server_and_engine", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-    ) as process:
+    environment = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    with (
+        # A server that is killed leaves the socket of its fork server, whose path must be short.
+        tempfile.TemporaryDirectory() as sockets,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.integrations.vllm.server_and_engine", *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | environment | {"TMPDIR": sockets},
+        ) as process,
+    ):
         try:
             server = Server(process, gate)
             engine = os.pidfd_open(server.engine_pid)
