@@ -161,6 +161,17 @@ def test_it_says_that_other_things_keep_a_namespace(
     assert document["strays"] == [f"blocks/{name}/07/thesis.tex"]
 
 
+def test_of_what_it_keeps_it_shows_what_is_left(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = fill_root(root, KEYS)
+    (root / "blocks" / name / "07" / "thesis.tex").touch()
+    assert main(["store", "gc", str(root), "--yes", *ANY_AGE]) == 0
+    shown = capsys.readouterr().out
+    assert f"removed     0 of 1 orphaned namespaces: {len(KEYS)} blocks" in shown
+    assert f"  keep    {name}  0 blocks, " in shown
+
+
 def test_only_what_was_not_used_for_so_long(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = fill_root(root, KEYS[:10], "old")
     older = fill_root(root, KEYS[:7], "older")

@@ -101,7 +101,7 @@ class GcReport:
                 f"removed     {num_whole} of {len(self._orphans)} orphaned namespaces: "
                 f"{self._num_removed} blocks, {as_size(self._freed_bytes)}"
             )
-            yield from _kept_lines(self.candidates)
+            yield from _kept_lines(self.candidates, self.removals)
         else:
             yield f"removed     none of {len(self._orphans)} orphaned namespaces"
             yield from _kept_lines(self.candidates)
@@ -145,11 +145,18 @@ def candidate_lines(candidates: Sequence[Candidate]) -> Iterator[str]:
     yield from _kept_lines(candidates)
 
 
-def _kept_lines(candidates: Sequence[Candidate]) -> Iterator[str]:
+def _kept_lines(candidates: Sequence[Candidate], removals: Sequence[Removal] = ()) -> Iterator[str]:
+    """`removals`: what was removed of some of them, which were to be removed as a whole."""
+    removed = {removal.space.name: removal for removal in removals}
     for each in candidates:
         if each.kept_because is not None:
-            size = f"{each.space.num_blocks} blocks, {as_size(each.space.num_bytes)}"
-            yield f"  keep    {each.space.name}  {size}: {each.kept_because}"
+            space, part = each.space, removed.get(each.space.name)
+            num_blocks, num_bytes = space.num_blocks, space.num_bytes
+            if part is not None:
+                num_blocks = max(0, num_blocks - part.num_blocks)
+                num_bytes = max(0, num_bytes - part.freed_bytes)
+            size = f"{num_blocks} blocks, {as_size(num_bytes)}"
+            yield f"  keep    {space.name}  {size}: {each.kept_because}"
 
 
 def _relative(stray: Stray, root: Path) -> str:
