@@ -69,9 +69,9 @@ class TestSmallOnItsOwnThread(TestOnItsOwnThread):
         return GatedTier(spec, view, "example", max_blocks=4)
 
 
-class TestWithLatency(ExampleConformance):
+class TestWithLatency(TestOnItsOwnThread):
     def make_tier(self, spec: OffloadingSpec, view: memoryview) -> SecondaryTierManager:
-        return ExampleSecondaryTierManager(spec, view, "example", simulate_async=True, latency_ms=2)
+        return GatedTier(spec, view, "example", latency_ms=2)
 
 
 class TestBehindAWrapperWithoutFaults(ExampleConformance):
