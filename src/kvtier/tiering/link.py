@@ -596,22 +596,17 @@ class TierLink:
             for job in self._loads
         )
 
-    def has_jobs_in_time(self, now: float) -> bool:
-        """Whether a job is under way that may still end in time."""
-        return any(
-            self._may_end_in_time(job, now)
-            for queue in (self._loads, self._stores)
-            for job in queue
-        )
-
     def _may_end_in_time(self, job: Job, now: float) -> bool:
         return not (job.is_done or job.is_late or self._is_overdue(job, now))
 
     def has_pending_work(self, now: float) -> bool:
         """Whether a job is under way that may still end in time, or the tier has other work."""
-        return self.has_jobs_in_time(now) or (
-            self.is_closed
-            and bool(self.call("has_pending_work", self.tier.has_pending_work, default=False))
+        # In order of deadlines, and without most of those that are late: the first one tells.
+        for queue in (self._loads, self._stores):
+            if any(self._may_end_in_time(job, now) for job in queue):
+                return True
+        return self.is_closed and bool(
+            self.call("has_pending_work", self.tier.has_pending_work, default=False)
         )
 
     def forget_jobs(self) -> None:
