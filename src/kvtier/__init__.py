@@ -117,7 +117,7 @@ __all__ = [
     "make_offload_key",
 ]
 
-# Where the names live that are not the contract's own.
+# The modules of the names that `kvtier.base` does not define.
 _HOMES = {
     "AttentionKind": "kvtier.config",
     "CPUOffloadingManager": "kvtier.cpu.manager",
@@ -141,7 +141,7 @@ _HOMES = {
     "load_user_config": "kvtier.config",
 }
 
-# Hidden from type checkers: with it in sight, they would accept any misspelt name.
+# Hidden from type checkers, which would otherwise accept any misspelt name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """The contract: keys, request contexts, results, and the abstract manager, worker and spec.
 
 Everything else in kvtier, every storage tier, and every engine adapter speaks in these terms.
-This module knows no tier and no engine. It needs numpy and nothing else.
+This module depends on numpy alone: on no tier and on no engine.
 
 Threads: an `OffloadingManager` lives on the engine's scheduler thread and is called from that
 thread only. An `OffloadingWorker` lives in a worker process (one per rank) and is called from
@@ -73,12 +73,12 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
 
 
 def get_offload_block_hash(key: OffloadKey) -> bytes:
-    """The block hash inside `key`."""
+    """Return the block hash inside `key`."""
     return key[:-_GROUP_IDX_BYTES]
 
 
 def get_offload_group_idx(key: OffloadKey) -> int:
-    """The KV-cache group index inside `key`."""
+    """Return the KV-cache group index inside `key`."""
     return int.from_bytes(key[-_GROUP_IDX_BYTES:], "big")
 
 
@@ -103,13 +103,13 @@ class Locality(StrEnum):
 
 
 class TierMatcher(NamedTuple):
-    """One pattern of a `TierFilter`. `None`, on either side, matches anything."""
+    """One pattern of a `TierFilter`. A field that is None matches every tier."""
 
     medium: Medium | None = None
     locality: Locality | None = None
 
     def matches(self, medium: Medium | None, locality: Locality | None) -> bool:
-        """Whether a tier with this medium and locality fits the pattern."""
+        """True if a tier with this medium and locality fits. None means unknown, and fits."""
         return (self.medium is None or medium is None or self.medium == medium) and (
             self.locality is None or locality is None or self.locality == locality
         )
@@ -117,14 +117,14 @@ class TierMatcher(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TierFilter:
-    """Which tiers a request may load from. No matchers: none of them."""
+    """The tiers that a request may load from. Without matchers: none."""
 
     matchers: tuple[TierMatcher, ...] = ()
 
     ALL: ClassVar[TierFilter]
 
     def allows(self, medium: Medium | None, locality: Locality | None) -> bool:
-        """Whether at least one matcher fits."""
+        """True if at least one matcher fits."""
         return any(matcher.matches(medium, locality) for matcher in self.matchers)
 
 
@@ -140,17 +140,17 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class ReqContext:
-    """What is known about one request; made once, passed to every call that acts for it.
+    """One request. The engine makes it once, and passes it to every call for this request.
 
-    The scratch space is keyed by type, so that a tier parses a request's hints once, in
-    `on_new_request`, and finds the result again in every later call.
+    `set_state` and `get_state` keep values by type: a tier parses a request's hints once, in
+    `on_new_request`, and finds the result in every later call.
     """
 
     req_id: str
     kv_transfer_params: Mapping[str, Any] | None = None
     load_tier_filter: TierFilter = TierFilter.ALL
     num_prompt_tokens: int | None = field(default=None, kw_only=True)
-    """How long its prompt is, where the engine says so, and looks all of it up."""
+    """Tokens of the prompt. None: the engine does not say, or looks up only part of the prompt."""
     _state: dict[type, Any] = field(default_factory=dict, init=False, repr=False)
 
     def set_state(self, value: object) -> None:
@@ -158,7 +158,7 @@ class ReqContext:
         self._state[type(value)] = value
 
     def get_state(self, cls: type[_T]) -> _T | None:
-        """The value of exactly this type set last, or None."""
+        """Return the last value set with exactly this type, or None."""
         return self._state.get(cls)
 
 
@@ -166,7 +166,7 @@ class LookupResult(Enum):
     """Answer of `OffloadingManager.lookup`."""
 
     MISS = auto()
-    """Not there, or not to be had in time: compute it."""
+    """Not there, or not available in time: compute the block."""
     HIT = auto()
     """Readable now."""
     HIT_PENDING = auto()
@@ -179,16 +179,16 @@ class PrefixLookup(NamedTuple):
     """Answer of `OffloadingManager.lookup_prefix`."""
 
     num_hits: int
-    """Leading keys that are there, whether readable now or on their way."""
+    """Number of leading keys whose blocks are readable now or on their way."""
     is_final: bool
-    """False: something among the keys asked for is still pending, ask again."""
+    """False: some of the keys are still pending, so ask again."""
 
 
 class OffloadPolicy(Enum):
     """Which of a request's blocks a manager wants to be offered."""
 
     BLOCK_LEVEL = "block_level"
-    """New blocks only; what was a prefix hit is not offered again."""
+    """New blocks only; prefix hits are not offered again."""
     REQUEST_LEVEL = "request_level"
     """All blocks of the request, prefix hits included."""
 
@@ -213,7 +213,7 @@ class ScheduleEndContext(NamedTuple):
 
 
 class LoadStoreSpec(ABC):
-    """Where one side of a transfer is. Travels from the scheduler to the workers, pickled."""
+    """The places of the blocks on one side of a transfer. The scheduler pickles it for workers."""
 
     @staticmethod
     @abstractmethod
@@ -224,8 +224,8 @@ class LoadStoreSpec(ABC):
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
     """Blocks named by their index in some array of equal blocks.
 
-    An index of -1 names a block that turned out not to exist; whoever executes the transfer
-    must report it as failed.
+    An index of -1 names a block that turned out not to exist; the worker must report a transfer
+    with such an index as failed.
     """
 
     def __init__(self, block_ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
@@ -271,14 +271,14 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 @dataclass(slots=True)
 class PrepareStoreOutput:
-    """What `prepare_store` decided."""
+    """Answer of `OffloadingManager.prepare_store`."""
 
     keys_to_store: list[OffloadKey]
     """The keys to be copied, in the order in which they were offered."""
     store_spec: LoadStoreSpec
     """Where they go, one entry per key to store."""
     evicted_keys: list[OffloadKey]
-    """What had to leave for them."""
+    """The keys that were evicted to make room."""
 
 
 @dataclass(slots=True)
@@ -310,8 +310,8 @@ class OffloadingEvent:
     removed: bool
     locality: Locality | None = None
     tier: str | None = None
-    """Which tier below host memory, named as in its figures: `tier_0_disk`. None: host memory. The
-    orchestrator sets it, so that tiers of one medium can be told apart; a tier leaves it alone."""
+    """The tier's name in the metrics, such as `tier_0_disk`; None for host memory. It distinguishes
+    tiers of one medium. The tier leaves it None; the manager above the tiers sets it."""
 
 
 class MetricKind(Enum):
@@ -324,7 +324,7 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
-    """What a metrics endpoint has to know about one figure in `OffloadingStats`."""
+    """Describes one metric of `OffloadingStats` to a metrics endpoint."""
 
     kind: MetricKind
     documentation: str
@@ -334,14 +334,14 @@ class MetricDefinition:
 
 @dataclass(slots=True)
 class OffloadingStats:
-    """Figures of one manager. The names are those of `build_metric_definitions`."""
+    """Metrics of one manager, under the names of `build_metric_definitions`."""
 
     counters: dict[str, float] = field(default_factory=dict)
-    """Increase since the last call."""
+    """Increase since the last `get_stats`."""
     gauges: dict[str, float] = field(default_factory=dict)
-    """Value now."""
+    """Current value."""
     histograms: dict[str, list[float]] = field(default_factory=dict)
-    """Observations since the last call."""
+    """Observations since the last `get_stats`."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -350,12 +350,12 @@ class OffloadingStats:
 
 
 class OffloadingManager(ABC):
-    """Knows which blocks are offloaded and where. Scheduler thread only; no method blocks.
+    """Keeps track of offloaded blocks. Scheduler thread only; no method blocks.
 
-    Transfers. `prepare_load` and `prepare_store` hand out places and protect them;
-    `complete_load` and `complete_store` end that, for the same (request, key). Keys of a
-    completion come as a collection in any order. A completion that fits nothing outstanding
-    (a second one, one for another request's transfer, one from before a reset) changes nothing.
+    Transfers. `prepare_load` and `prepare_store` hand out places, which stay protected until
+    `complete_load` or `complete_store` with the same request and key. A completion may name its
+    keys in any order. It changes nothing if it matches no open transfer: if it was reported before,
+    names the wrong request, or belongs to a transfer from before a reset.
 
     Mistakes of the caller do not raise: they are counted and logged, and the answer is the safe
     one (a miss, no store).
@@ -363,10 +363,10 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Whether one block can be loaded. Called again and again while a request waits."""
+        """Return whether one block can be loaded. Called at every step while a request waits."""
 
     def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrefixLookup:
-        """How many leading keys hit, and whether that is the last word.
+        """Return how many leading keys hit, and whether that is final.
 
         The scan ends at the first miss. It goes on past a key that is not known yet, so that
         tiers can start asking for the rest, but such a key ends the count of hits.
@@ -387,84 +387,85 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pin the blocks and say where they are, in the order of `keys`.
+        """Pin the blocks and return where they are, in the order of `keys`.
 
-        To be called for keys that were a HIT in the same step.
+        Called for keys that were a HIT in the same step.
         """
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """The worker has read these blocks, or has given up: unpin them."""
+        """Unpin the blocks: the worker has read them, or has given up."""
         return
 
     @abstractmethod
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Make room for the blocks of `keys`, given in prompt order, and protect it.
+        """Reserve room for the blocks of `keys`, which are in prompt order.
 
-        Keys already there, and keys not worth storing, are left out; a key of this call is
-        never evicted by it. None: nothing can be stored now, offer them again later.
+        Leaves out keys that are stored already or not worth storing, and evicts no key of this
+        call. None: nothing can be stored now; offer the keys again later.
         """
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """The worker has written these blocks: they may be read. Or it failed: forget them."""
+        """Make the blocks readable, now that they are written; if not `success`, drop them."""
         return
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """The request uses these blocks, given in prompt order, wherever it has them from."""
+        """Count a use of these blocks, loaded or computed. `keys` are in prompt order."""
         return
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request arrived. Called once, before any other call for it."""
+        """Begin a request. Called once, before any other call for it."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """No further `prepare_*` for this request. Completions may still follow."""
+        """End a request: no `prepare_*` follows for it. Completions may still follow."""
         return
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """One scheduling step has ended. Called once per step."""
+        """End a scheduling step. Called once per step."""
         return
 
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
-        """One engine step has computed `num_tokens` tokens of prompts, in `seconds`.
+        """Record that one engine step computed `num_tokens` prompt tokens in `seconds`.
 
-        `mean_position`: of these tokens, each counted from the start of its own prompt, cached ones
-        included. Called after a step, by engines that know; it takes about a microsecond. Steps
-        that mostly decode are better left out. For managers that weigh loading against computing.
+        `mean_position`: how many tokens of its prompt precede each of them, on average, whether
+        these were computed or cached.
+        Called after a step, by engines that measure it; it takes about a microsecond. Leave out
+        steps that mostly decode. Managers use it to weigh loading against computing.
         """
         return
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping, though it may have no request left.
+        """True while the engine must keep stepping, even without requests.
 
-        True while a request waits for something that can still arrive. For what nobody waits for,
-        such as stores in tiers below, it is True for a bounded time after the engine last brought
-        work (a request that came or ended, or a store that completed), so that an engine can pause,
-        sleep and shut down. Transfers under way then go on without steps: their results are taken
-        in at the next call, whichever it is.
+        That is while a request waits for something that can still arrive. For work that no request
+        waits for, such as stores to tiers, it is True only for a bounded time after the engine last
+        brought work (a request came or ended, or a store completed), so that an engine can pause,
+        sleep and shut down. Transfers then continue without steps; the next call of any method
+        takes in their results.
         """
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events since the last call, in the order in which they happened."""
+        """Return the events since the last call, in the order in which they happened."""
         return ()
 
     def reset_cache(self) -> None:
-        """Nothing computed before this call is valid any more. Never waits.
+        """Make everything that was computed before this call unreachable. Never waits.
 
-        Slots that a transfer may still be using are quarantined until the first completion of a
-        transfer prepared later. The engine, in turn, ends or flushes all earlier transfers
-        before it starts a later one, and does not deliver their completions any more. Requests
-        that are running now store nothing until they are preempted (`on_schedule_end`): what they
-        hold on the device was computed before.
+        Slots that a transfer may still be using are quarantined. The quarantine ends when a
+        transfer that was prepared after the reset has completed. So the engine must wait for all
+        earlier transfers before it starts a later one, and must not report their completion.
+        Requests that are running now store nothing until they are preempted (`on_schedule_end`),
+        because their blocks on the device were computed before the reset.
         """
         return
 
     def get_stats(self) -> OffloadingStats | None:
-        """Figures since the last call; None if this manager keeps none."""
+        """Return the metrics since the last call; None if this manager has none."""
         return None
 
     def shutdown(self) -> None:
@@ -507,22 +508,22 @@ class CanonicalKVCaches:
 class OffloadingWorker(ABC):
     """Copies blocks between the device and one offloading medium. Worker process, main thread.
 
-    Every accepted job is reported by `get_finished` exactly once, also a failed one.
+    `get_finished` reports every accepted job exactly once, even if it failed.
     """
 
     @abstractmethod
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        """Start copying device blocks out. False: refused, and not reported later."""
+        """Start copying blocks from the device. False: refused, and not reported later."""
 
     @abstractmethod
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Start copying blocks into the device. False: refused, and not reported later."""
+        """Start copying blocks to the device. False: refused, and not reported later."""
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that ended since the last call. Does not wait."""
+        """Return the jobs that ended since the last call. Does not wait."""
 
     @abstractmethod
     def wait(self, job_ids: Collection[int]) -> None:
@@ -546,28 +547,28 @@ class OffloadingSpec(ABC):
     """
 
     engine: Any = None
-    """The engine's own configuration object, on the scheduler's side of an engine that gives it:
-    vLLM's `VllmConfig`, with KVTierConnector. None everywhere else. No part of `config` or of its
-    fingerprint. A tier that reads it runs in that engine alone."""
+    """The engine's own configuration object, such as vLLM's `VllmConfig` with KVTierConnector. Set
+    on the scheduler's side only, by engines that provide it; otherwise None. Not part of `config`
+    or of its fingerprint. A tier that reads it works in that engine only."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         self.config = config
 
     def __getstate__(self) -> dict[str, Any]:
-        # Workers must not be sent the engine's configuration, should someone pickle a spec.
+        # A pickled spec must not carry the engine's configuration to a worker.
         return {name: value for name, value in vars(self).items() if name != "engine"}
 
     @classmethod
     def build_metric_definitions(
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
-        """Every figure that `get_stats` of the manager may report."""
+        """Return every metric that `get_stats` of the manager may report."""
         return {}
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """The scheduler-side half. The same object at every call."""
+        """Return the scheduler-side half; the same object at every call."""
 
     @abstractmethod
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The worker-side half, for this rank's caches. The same object at every call."""
+        """Return the worker-side half for this rank's caches; the same object at every call."""

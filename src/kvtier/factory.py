@@ -1,4 +1,4 @@
-"""Names to classes: what is registered, what is installed, and what a module path points to."""
+"""Finds the class that a name in the configuration stands for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from kvtier.config.errors import ConfigError, Problem
-from kvtier.config.kinds import CLASS_NAME, MODULE_PATH, REQUIRED_TEXT
+from kvtier.config.errors import ConfigError, Problem, describe
+from kvtier.config.fields import CLASS_NAME, MODULE_PATH, REQUIRED_TEXT
 from kvtier.config.options import CPU_SPEC, TIERING_SPEC
 from kvtier.config.reader import nearest
-from kvtier.config.redaction import describe
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -24,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_NAMED = 5
-"""So many classes of a module are named where there is no such class."""
+_MAX_NAMED = 5
+"""Most classes that the message about a missing class lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a class is to be found, and what led there."""
+    """Where a class was found, and the keys that named it."""
 
     module_path: str
     class_name: str
     origin: str
-    """The same, in words that follow "is"."""
+    """Where the class comes from, in words that follow "the tier X is"."""
     name: str
     name_key: str
     module_path_key: str | None
@@ -43,11 +42,12 @@ class _Source:
 
 
 class ClassRegistry(Generic[T]):
-    """Finds the class that a name in the configuration means. Loads nothing before it is asked.
+    """Resolves names to classes of one kind. Imports a module only when its class is needed.
 
-    Looked for in this order: registered names; entry points of installed packages; the class of
-    that name in the module that the configuration gives. So neither installing a package nor a
-    module path changes what a registered name means.
+    A name is searched for first among the registered names, then among the entry points of
+    installed packages. Last, it is taken as the name of a class in the module that the
+    configuration gives. So neither an installed package nor a module path changes the meaning of a
+    registered name.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class ClassRegistry(Generic[T]):
         self._name_key = name_key
         self._module_path_key = module_path_key
         self._registered: dict[str, tuple[str, str]] = {}
-        self._compared_with_installed: set[str] = set()
+        self._names_compared: set[str] = set()
 
     def register(self, name: str, module_path: str, class_name: str) -> None:
-        """Let `name` mean `class_name` of `module_path`, which is imported when first needed.
+        """Register `class_name` of `module_path` as `name`. The module is imported when first used.
 
-        Saying the same again changes nothing: engines load their plug-ins more than once.
-        `ValueError`: the name has another meaning already, or one of the three cannot be.
+        Registering the same class again changes nothing: engines load their plug-ins more than
+        once. Raises `ValueError` if the name stands for another class or an argument is malformed.
         """
         for what, kind, given in (
             (f"{self._kind}'s name", REQUIRED_TEXT, name),
@@ -88,9 +88,9 @@ class ClassRegistry(Generic[T]):
         self._registered[name] = (module_path, class_name)
 
     def resolve(self, name: str, module_path: str | None = None, at: str = "") -> type[T]:
-        """The class that `name` means, or `ConfigError`. Called while an engine starts.
+        """Return the class that `name` stands for, or raise `ConfigError`. Called at engine start.
 
-        `at` says where the two keys stand in the configuration: `secondary_tiers[1]`, for one.
+        `at`: the entry of the configuration that gives both, such as `secondary_tiers[1]`.
         """
         source = self._find(name, module_path, f"{at}." if at else "")
         if module_path is not None and source.module_path_key is None:
@@ -104,10 +104,14 @@ class ClassRegistry(Generic[T]):
             )
         return self._checked(_load(source), source)
 
+    def known_names(self) -> list[str]:
+        """Registered names in the order of registration, then those of entry points."""
+        return list(dict.fromkeys((*self._registered, *sorted(self._entry_points().names))))
+
     def _find(self, name: str, module_path: str | None, prefix: str) -> _Source:
         name_key, module_path_key = prefix + self._name_key, prefix + self._module_path_key
         if name in self._registered:
-            self._warn_of_claims_to(name)
+            self._warn_of_shadowed_entry_points(name)
             found, class_name = self._registered[name]
             origin = f"registered as {found}.{class_name}"
             return _Source(found, class_name, origin, name, name_key, None)
@@ -118,13 +122,13 @@ class ClassRegistry(Generic[T]):
                 Problem(
                     name_key,
                     describe(name),
-                    f"a name that one installed package claims, not {' and '.join(claims)}",
+                    f"a name that only one installed package uses, not {' and '.join(claims)}",
                     f"Uninstall all but one of the packages with this {self._kind}",
                 )
             )
         if claims:
             (value,) = claims
-            # An entry point may end in "[extras]", which say nothing about the class.
+            # An entry point may end in "[extras]", which are not part of the class's name.
             found, _, class_name = value.partition("[")[0].strip().partition(":")
             origin = f"the installed entry point {value!r} of group {self._entry_point_group}"
             return _Source(found, class_name, origin, name, name_key, None)
@@ -145,11 +149,11 @@ class ClassRegistry(Generic[T]):
             )
         )
 
-    def _warn_of_claims_to(self, name: str) -> None:
-        # Once per name: reading what is installed costs milliseconds.
-        if name in self._compared_with_installed:
+    def _warn_of_shadowed_entry_points(self, name: str) -> None:
+        # Once per name: reading the installed entry points takes milliseconds.
+        if name in self._names_compared:
             return
-        self._compared_with_installed.add(name)
+        self._names_compared.add(name)
         for point in self._entry_points().select(name=name):
             logger.warning(
                 "The entry point %r of group %s has no effect: %s %r is registered already. "
@@ -161,7 +165,7 @@ class ClassRegistry(Generic[T]):
             )
 
     def _entry_points(self) -> EntryPoints:
-        # Here, because it takes longer to import than everything above.
+        # Imported here, because this import takes longer than all those at the top together.
         from importlib.metadata import entry_points
 
         return entry_points(group=self._entry_point_group)
@@ -193,7 +197,7 @@ class ClassRegistry(Generic[T]):
 
 def _load(source: _Source) -> object:
     try:
-        # Either may import more: a module may load its classes when they are first asked for.
+        # Both calls may import: a module may load its classes on first access.
         return getattr(importlib.import_module(source.module_path), source.class_name, None)
     except Exception as error:
         key, given = (
@@ -208,7 +212,7 @@ def _load(source: _Source) -> object:
 
 def _why_no_module(error: Exception, source: _Source) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    # The module itself or a package around it, rather than something that it imports.
+    # True if the module itself or a package around it is missing, not a module that it imports.
     if missing and f"{source.module_path}.".startswith(f"{missing}."):
         return (
             f"There is no module {missing!r} here: install its package in the engine's "
@@ -217,16 +221,16 @@ def _why_no_module(error: Exception, source: _Source) -> str:
     if missing:
         return (
             f"{source.module_path} needs the module {missing!r}, which is not here: install its "
-            "package in the engine's environment, or mend the import"
+            "package in the engine's environment, or fix the import"
         )
-    return f"Importing {source.module_path} fails with {type(error).__name__} ({error}): mend that"
+    return f"Importing {source.module_path} fails with {type(error).__name__} ({error}): fix that"
 
 
 def _why_no_class(found: object, source: _Source, base: type[object]) -> str:
     if isinstance(found, type):
         return f"Derive {found.__qualname__} from {base.__qualname__}"
     if found is not None:
-        return f"{source.module_path}.{source.class_name} is no class: name one"
+        return f"{source.module_path}.{source.class_name} is not a class: give the name of a class"
     fitting = _fitting_classes(source, base)
     if not source.class_name:
         example = fitting[0] if fitting else "MyClass"
@@ -237,13 +241,13 @@ def _why_no_class(found: object, source: _Source, base: type[object]) -> str:
     meant = nearest(source.class_name, fitting)
     if meant and source.module_path_key:
         return f'{there}. Did you mean "{meant}"?'
-    named = [meant] if meant else fitting[:_MOST_NAMED]
-    more = "" if meant or len(fitting) <= _MOST_NAMED else ", and others"
-    return f"{there}, but {', '.join(named)}{more}"
+    named = [meant] if meant else fitting[:_MAX_NAMED]
+    more = "" if meant or len(fitting) <= _MAX_NAMED else ", and others"
+    return f"{there}; it has {', '.join(named)}{more}"
 
 
 def _fitting_classes(source: _Source, base: type[object]) -> list[str]:
-    """What the module has that could have been named, its own classes before those of others."""
+    """Return the names of the module's subclasses of `base`, its own before imported ones."""
     module = importlib.import_module(source.module_path)
     fitting = {
         name: value
@@ -275,20 +279,17 @@ class OffloadingSpecFactory:
 
     @classmethod
     def register_spec(cls, name: str, module_path: str, class_name: str) -> None:
-        """Let `name` mean `class_name` of `module_path`, imported when first needed.
-
-        Once more with the same arguments changes nothing; `ValueError` otherwise.
-        """
+        """Register `class_name` of `module_path` as `name`. See `ClassRegistry.register`."""
         cls._registry.register(name, module_path, class_name)
 
     @classmethod
     def get_spec_cls(cls, options: OffloadingOptions) -> type[OffloadingSpec]:
-        """The class of the spec, or `ConfigError`."""
+        """Return the class of the spec, or raise `ConfigError`."""
         return cls._registry.resolve(options.spec_name, options.spec_module_path)
 
     @classmethod
     def create_spec(cls, config: OffloadingConfig) -> OffloadingSpec:
-        """The spec itself. Called once on the scheduler side and once in every worker."""
+        """Make the spec. Called once on the scheduler side and once in every worker."""
         return cls.get_spec_cls(config.options)(config)
 
 

@@ -1,8 +1,8 @@
-"""What happens when a caller breaks the contract.
+"""Mistakes of callers: counted and logged in production, raised in strict mode.
 
-In production nothing is raised into the engine: the mistake is counted, the first one of its
-kind is logged with the key, and the caller gets the safe answer. In strict mode, which the tests
-run in, the same mistake raises.
+In production nothing is raised into the engine: the first mistake of a kind is logged with its key,
+all are counted, and the caller gets the safe answer. In strict mode, which the tests use, a mistake
+raises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ContractViolation(RuntimeError):
 
 
 def strict_by_default() -> bool:
-    """Whether the environment asks for strict mode (`KVTIER_STRICT=1`)."""
+    """True if the environment asks for strict mode (`KVTIER_STRICT=1`)."""
     return os.environ.get(STRICT_ENV, "") not in ("", "0")
 
 
@@ -35,12 +35,12 @@ class MisuseLog:
 
     @property
     def total(self) -> int:
-        """All violations so far, of whatever kind."""
+        """All violations so far, of every kind."""
         return self.counts.total()
 
     def record(self, kind: str, key: object, req_id: str, remedy: str) -> None:
-        """Count one violation; raise in strict mode, else log the first of its kind. `key`: None
-        where it is not about a block."""
+        """Count one violation. Raises in strict mode; otherwise logs the first of its kind. `key`:
+        None if it does not concern a block."""
         self.counts[kind] += 1
         if not self._strict and self.counts[kind] > 1:
             return
@@ -49,4 +49,4 @@ class MisuseLog:
         message = f"{self._component}: {kind} ({where}request {req_id!r}): {remedy}"
         if self._strict:
             raise ContractViolation(message)
-        logger.warning("%s. Further ones are counted, not logged.", message)
+        logger.warning("%s. Further violations of this kind are counted, not logged.", message)

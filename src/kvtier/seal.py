@@ -1,11 +1,11 @@
-"""The seal: what a block carries with it when it leaves host memory, and how it is checked.
+"""The seal: a header that identifies a block outside host memory and proves that it is intact.
 
-A seal is a header of `SEAL_BYTES` bytes in front of (or beside) a block's payload. It says what the
-payload is and proves that neither has changed. Whoever reads a block back says which block it
-expects; anything else is refused, with the reason.
+A seal is `SEAL_BYTES` bytes in front of a block's payload, or beside it. It names the block and
+holds a digest of the payload and a checksum of itself. The reader of a block says which block it
+expects; any other block, and any damaged one, is refused with the reason.
 
-Made and checked on a tier's I/O threads, never on the scheduler's: the digest reads every byte.
-All functions are pure and may be called from any thread.
+Seals are made and checked on a tier's I/O threads, never on the scheduler's, because the digest
+reads every byte. The functions share no state, so any thread may call them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["SEAL_BYTES", "Seal", "SealError", "SealFailure", "check", "make", "read"]
 
 SEAL_BYTES = 256
-"""Length of every seal. Part of the format, like everything below."""
+"""Length of every seal. It is part of the stored format, like the constants below."""
 
 _MAGIC = b"KVTSEAL\x00"
 _VERSION = 1
@@ -41,7 +41,7 @@ _PADDING = bytes(SEAL_BYTES - _FIELDS.size - _CHECKSUM.size)
 
 
 class SealFailure(StrEnum):
-    """Why a block was refused. In the order in which things are looked at."""
+    """Why a block was refused. `check` finds all but `STALE`, and looks for them in this order."""
 
     NOT_SEALED = "not_sealed"
     """There is no seal: something else, or nothing, was written here."""
@@ -52,13 +52,13 @@ class SealFailure(StrEnum):
     FINGERPRINT = "fingerprint"
     """A block of another model, layout or epoch."""
     KEY = "key"
-    """Another block."""
+    """The seal of another block: its key is not the one that was asked for."""
     LENGTH = "length"
     """The payload is longer or shorter than what was sealed."""
     DIGEST = "digest"
     """The payload is not what was sealed."""
     STALE = "stale"
-    """The right block, but not the one that was stored last in this place."""
+    """The right block, but older than the one last stored in this place. Found by the disk tier."""
 
 
 class SealError(Exception):
@@ -71,21 +71,21 @@ class SealError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What a seal says."""
+    """The content of a seal."""
 
     fingerprint: bytes
-    """`OffloadingConfig.fingerprint` of the engine that wrote it."""
+    """What `OffloadingConfig.fingerprint` returned in the engine that wrote the block."""
     key: OffloadKey
     payload_bytes: int
     digest: bytes
     writer: str
-    """The engine that wrote it; cut to what fits."""
+    """The id of the engine that wrote the block, cut to 32 bytes."""
     time_ns: int
-    """When, in nanoseconds since 1970."""
+    """When the seal was made, in nanoseconds since 1970."""
 
 
 def make(key: OffloadKey, payload: Buffer, fingerprint: bytes, writer: str) -> bytes:
-    """The seal of a block. `payload` is contiguous.
+    """Return the seal of a block. `payload` is contiguous.
 
     Raises `ValueError` for a key or fingerprint that does not fit the format.
     """
@@ -93,8 +93,8 @@ def make(key: OffloadKey, payload: Buffer, fingerprint: bytes, writer: str) -> b
         raise ValueError(f"a key of {len(key)} bytes: at most {_MAX_KEY_BYTES} fit into a seal")
     if len(fingerprint) != _FINGERPRINT_BYTES:
         raise ValueError(
-            f"a fingerprint of {len(fingerprint)} bytes: give the {_FINGERPRINT_BYTES} of "
-            "OffloadingConfig.fingerprint()"
+            f"a fingerprint of {len(fingerprint)} bytes: give the {_FINGERPRINT_BYTES} bytes that "
+            "OffloadingConfig.fingerprint() returns"
         )
     name = writer.encode("utf-8", "replace")[:_MAX_WRITER_BYTES]
     fields = _FIELDS.pack(
@@ -113,7 +113,7 @@ def make(key: OffloadKey, payload: Buffer, fingerprint: bytes, writer: str) -> b
 
 
 def read(header: bytes | bytearray | memoryview) -> Seal:
-    """What a seal says, or `SealError`. Trusts nothing but the seal's own checksum."""
+    """Return the content of a seal, or raise `SealError`. Checks the seal, not the payload."""
     _, _, key_len, name_len, size, when, fingerprint, digest, name, key = _fields_of(header)
     return Seal(
         fingerprint=fingerprint,
@@ -131,7 +131,7 @@ def check(
     key: OffloadKey,
     fingerprint: bytes,
 ) -> SealFailure | None:
-    """Why `payload` is not the block of `key` under `fingerprint`; None if it is."""
+    """Return why `payload` is not the block of `key` under `fingerprint`; None if it is."""
     try:
         _, _, key_len, _, size, _, sealed_for, digest, _, sealed_key = _fields_of(header)
     except SealError as error:
@@ -148,7 +148,7 @@ def check(
 
 
 def _fields_of(header: bytes | bytearray | memoryview) -> tuple[Any, ...]:
-    """The fields in the order in which they are packed, or `SealError`."""
+    """Return the fields in packed order, or raise `SealError`."""
     if len(header) < SEAL_BYTES:
         raise SealError(SealFailure.NOT_SEALED)
     header = bytes(header[:SEAL_BYTES])

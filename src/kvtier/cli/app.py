@@ -1,4 +1,4 @@
-"""What the `kvtier` command understands: its subcommands, options and exit codes."""
+"""The `kvtier` command: its subcommands, options and exit codes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import typer
 from kvtier import __version__
 from kvtier.cli.store.app import store_app
 from kvtier.cli.vllm_config.app import HELP as VLLM_CONFIG_HELP
-from kvtier.cli.vllm_config.app import vllm_config
-from kvtier.cli.vllm_config.tier_order import InGivenOrder
+from kvtier.cli.vllm_config.app import InGivenOrder, vllm_config
 
 __all__ = ["app", "run"]
 
 _HELP = """
-kvtier keeps the KV cache of an LLM engine: blocks leave the device for host memory, cascade to
-the tiers below, and come back before they would have been computed again.
+kvtier keeps the KV cache of an LLM engine: blocks are copied from the device to host memory and to
+the tiers below, and come back faster than they could be computed again.
 
 Start here; it needs no GPU and no download, and takes about half a minute of processor
 time:
@@ -32,14 +31,14 @@ The flag for vLLM, checked against this machine:
 \b
     kvtier vllm-config --help
 
-What tiers keep on disk, while engines run or not:
+Inspect what tiers keep on disk, also while engines run:
 
 \b
     kvtier store --help
 """
 
 _DEMO_HELP = """
-Show that offloading changes when a token comes, never which one.
+Show that offloading makes the first token come sooner and changes no token.
 
 A small real transformer serves prompts on this machine: cold, then from the device cache, from host
 memory, from disk, from disk in a restarted process, as a hybrid model with sliding-window layers,
@@ -53,8 +52,8 @@ offloading.
 
 It takes about half a minute of processor time.
 
-Exit code 0: all identical, and all served from where it should be; 1: not so; 2: wrong input, not
-enough memory or room on disk, or the result could not be written.
+Exit code 0: all tokens and logits are identical, and all blocks came from where they should; 1:
+otherwise; 2: wrong input, not enough memory or disk space, or the result could not be written.
 docs/demo.md says how each figure is measured.
 """
 
@@ -76,9 +75,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         app(args=None if argv is None else list(argv), prog_name="kvtier")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:  # before anything was begun
+    except KeyboardInterrupt:  # before the command began
         return 128 + signal.SIGINT
-    except OSError as error:  # the help could not be written; commands say such things themselves
+    except OSError as error:  # the help could not be written; commands handle this themselves
         from kvtier.cli.output import end_of_output, note
 
         note(f"kvtier: {end_of_output(error)}")
@@ -109,23 +108,23 @@ def _demo(
     tokens: Annotated[
         int, typer.Option(help="Tokens of each prompt, 32 to 8184.", metavar="N")
     ] = 1024,
-    requests: Annotated[int, typer.Option(help="How many prompts, 1 to 64.", metavar="N")] = 4,
+    requests: Annotated[int, typer.Option(help="Number of prompts, 1 to 64.", metavar="N")] = 4,
     lengths: Annotated[
         str,
         typer.Option(
-            help="Prompt lengths at which warm and cold are compared, 32 to 8184, with commas.",
+            help="Prompt lengths at which warm and cold are compared, 32 to 8184 tokens each.",
             metavar="N,N,...",
         ),
     ] = "256,512,1024,2048,4096",
     seed: Annotated[
         int,
-        typer.Option(help="Of prompts and the model's weights, 0 to 4294967295.", metavar="N"),
+        typer.Option(help="Seed of prompts and model weights, 0 to 4294967295.", metavar="N"),
     ] = 0,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
-    # Here, since it loads numpy, which `kvtier --help` does not need.
+    # Imported here because it loads numpy, which `kvtier --help` does not need.
     from kvtier.cli.demo.command import run_demo
     from kvtier.cli.demo.settings import DemoSettings, WrongSetting
 

@@ -1,4 +1,4 @@
-"""Standard output: written as it comes, whoever reads it or stops reading."""
+"""Standard output and standard error of the commands."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import sys
 from contextlib import suppress
 
-from kvtier.config.redaction import printable
+from kvtier.config.errors import printable
 
 __all__ = ["CannotWrite", "NobodyReads", "end_of_output", "finish", "note", "write", "write_line"]
 
 
 class NobodyReads(Exception):
-    """Whoever was reading has seen enough."""
+    """The reader of standard output has closed it."""
 
 
 class CannotWrite(Exception):
-    """The result could not be written; says why."""
+    """The result could not be written. The message says why."""
 
 
 def write(text: str) -> None:
@@ -25,7 +25,7 @@ def write(text: str) -> None:
     try:
         if sys.stdout is None:  # closed before the command was started
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        # A path may be no text in any encoding.
+        # A path may contain bytes that no encoding can write.
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     except OSError as error:
@@ -33,12 +33,12 @@ def write(text: str) -> None:
 
 
 def write_line(line: str) -> None:
-    """Write a part of the result that is one line, whatever names are in it."""
+    """Write one line of the result. Control characters in names are escaped."""
     write(f"{printable(line)}\n")
 
 
 def finish() -> None:
-    """See to it that all of the result is written."""
+    """Flush the result."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -47,16 +47,17 @@ def finish() -> None:
 
 
 def note(text: str) -> None:
-    """Tell whoever is there, beside the result: one line, whatever names are in it."""
+    """Print one line on standard error. Control characters in names are escaped."""
     if sys.stderr is not None:
         with suppress(OSError):
             print(printable(text), file=sys.stderr, flush=True)
 
 
 def end_of_output(error: OSError) -> Exception:
-    """What to raise, or say, when standard output takes no more. Nothing is written to it then."""
+    """Return the exception to raise for an error of standard output. Discards what is still
+    buffered."""
     if sys.stdout is not None:
-        # What is still in the buffer would fail once more when the interpreter ends.
+        # Otherwise the interpreter fails once more when it flushes the buffer at exit.
         with suppress(OSError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):

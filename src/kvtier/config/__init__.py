@@ -1,15 +1,17 @@
-"""One typed, checked configuration; what is refused is refused with its key and a remedy.
+"""The configuration, typed and checked.
 
-config = OffloadingConfig(
-    groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer.0",)),),
-    worker_kv_bytes_per_block=65536,
-    engine_id="engine-0",
-    model=OffloadingModelConfig(name="my-model", dtype="bfloat16"),
-    cache=OffloadingCacheConfig(tokens_per_hash=16),
-    parallel=OffloadingParallelConfig(),
-    extra_config={"cpu_bytes_to_use": "8GiB"},
-)
-config.options.eviction_policy, config.num_blocks, config.fingerprint()
+The error for a value that is refused names the key, the value and the remedy.
+
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer.0",)),),
+        worker_kv_bytes_per_block=65536,
+        engine_id="engine-0",
+        model=OffloadingModelConfig(name="my-model", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16),
+        parallel=OffloadingParallelConfig(),
+        extra_config={"cpu_bytes_to_use": "8GiB"},
+    )
+    config.options.eviction_policy, config.num_blocks, config.fingerprint()
 """
 
 from kvtier.config.engine import (
@@ -20,9 +22,7 @@ from kvtier.config.engine import (
     OffloadingParallelConfig,
 )
 from kvtier.config.errors import ConfigError, Problem
-from kvtier.config.files import load_user_config, parse_user_config
-from kvtier.config.fingerprint import FINGERPRINT_BYTES, new_epoch
-from kvtier.config.offloading import OffloadingConfig
+from kvtier.config.offloading import FINGERPRINT_BYTES, OffloadingConfig, new_epoch
 from kvtier.config.options import (
     TIER_KEYS,
     USER_KEYS,
@@ -32,7 +32,12 @@ from kvtier.config.options import (
     WritePolicyName,
     read_secondary_tiers,
 )
-from kvtier.config.reader import OptionReader
+from kvtier.config.reader import (
+    OptionReader,
+    TierOptions,
+    load_user_config,
+    parse_user_config,
+)
 from kvtier.config.sizes import SizeError, format_size, parse_size
 
 __all__ = [
@@ -52,6 +57,7 @@ __all__ = [
     "ResetScope",
     "SizeError",
     "TierConfig",
+    "TierOptions",
     "WritePolicyName",
     "format_size",
     "load_user_config",

@@ -1,18 +1,43 @@
-"""A refused configuration, told so that an operator can mend it without reading code."""
+"""Why a configuration is refused, in messages that an operator can act on and that hold no secret.
+
+`describe`, `printable` and `without_secrets` make text from outside safe for messages and logs.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from kvtier.config.sizes import as_int
+
+_LONGEST = 200
+_SHORTEST_SECRET = 4
+_SECRET = (
+    r"pass?_?w|passphrase|pwd|secret|credential|auth|bearer|cookie|connection_?string"
+    r"|(?:access|account|api|private|shared)_?key|token\b|\bsas\b|\bsig"
+)
+_SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
+# "key" may be a password or a sort key: its value is hidden if it is long enough for a secret.
+_MAYBE_SECRET_KEY = re.compile(r"key\b", re.IGNORECASE)
+# Secrets inside a text, such as a JSON object that shell quoting has turned into one string.
+_SECRET_IN_TEXT = re.compile(
+    rf"""((?:(?:{_SECRET})\w*|key)["']*\s*[:=]\s*["']*)[^\s"',}}]+""", re.IGNORECASE
+)
+# Everything up to the last "@": a password may itself contain "@" or "/".
+_URL_USER_INFO = re.compile(r"(?<=://)\S*@")
+_HIDDEN = "***"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, and what to write instead."""
+    """One refused value, and what to write instead."""
 
     key: str
-    """Where it stands, as a path such as `secondary_tiers[1].type`."""
+    """The path of the key, such as `secondary_tiers[1].type`."""
     given: str
-    """What stands there, as `describe` shows it: without passwords."""
+    """The value as `describe` shows it: without passwords."""
     allowed: str
     remedy: str
     """One sentence, without its full stop; or a question."""
@@ -25,8 +50,8 @@ class Problem:
 class ConfigError(ValueError):
     """The configuration cannot work. Raised before anything is allocated or opened.
 
-    Carries every problem that could be found at once, so that mending takes few rounds. Only a
-    tier's own word on the values of its keys comes when it is started; nothing stays open then.
+    Carries every problem that was found, so that correcting them takes few rounds. A tier checks
+    the values of its own keys later, when it starts; it leaves nothing open if it refuses them.
     """
 
     def __init__(self, *problems: Problem) -> None:
@@ -38,3 +63,76 @@ class ConfigError(ValueError):
             return str(self.problems[0])
         lines = "".join(f"\n- {problem}" for problem in self.problems)
         return f"{len(self.problems)} problems in the configuration:{lines}"
+
+
+def describe(value: object, key: str = "") -> str:
+    """Return the value of `key` as a message may show it: short, on one line, without secrets."""
+    text = json.dumps(_redacted(value, key), default=_unknown_to_json, ensure_ascii=False)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, with control characters escaped. For text from outside, such as a
+    file name or an engine's name in a file, before it goes to a log or a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+def without_secrets(text: str, options: Mapping[str, object]) -> str:
+    """Return `text` without the secrets of `options`. A tier wrote it, and may have quoted them."""
+    for secret in sorted(_secrets_in(options, ""), key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    return _without_marked_secrets(text)
+
+
+def _secrets_in(value: object, key: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _secrets_in(item, f"{key} {name}" if _may_name_secret(key) else str(name))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _secrets_in(item, key)
+    elif _may_name_secret(key):
+        if not _is_too_small(value):
+            yield str(value)
+    elif isinstance(value, str):
+        for user_info in _URL_USER_INFO.findall(value):
+            password = user_info[:-1].partition(":")[2]
+            if len(password) >= _SHORTEST_SECRET:
+                yield password
+
+
+def _may_name_secret(key: str) -> bool:
+    return bool(_SECRET_KEY.search(key) or _MAYBE_SECRET_KEY.search(key))
+
+
+def _is_too_small(value: object) -> bool:
+    """True for values too short to be secrets. Hiding them would also hide parts of other words."""
+    return isinstance(value, bool | None) or len(str(value)) < _SHORTEST_SECRET
+
+
+def _without_marked_secrets(text: str) -> str:
+    return _SECRET_IN_TEXT.sub(rf"\1{_HIDDEN}", _URL_USER_INFO.sub(f"{_HIDDEN}@", text))
+
+
+def _unknown_to_json(value: object) -> int | str:
+    number = as_int(value)
+    return _without_marked_secrets(repr(value)) if number is None else number
+
+
+def _redacted(value: object, key: str) -> object:
+    if value is not None and _SECRET_KEY.search(key):
+        return _HIDDEN
+    if _MAYBE_SECRET_KEY.search(key) and not _is_too_small(value):
+        return _HIDDEN
+    if isinstance(value, str):
+        return _without_marked_secrets(value)
+    if isinstance(value, Mapping):
+        return {str(name): _redacted(item, str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(item, key) for item in value]
+    return value

@@ -1,40 +1,43 @@
-"""The configuration: what the engine says about itself, joined with what the user set."""
+"""The configuration: the engine's description of itself, joined with the user's keys."""
 
 from __future__ import annotations
 
+import json
 import logging
 import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
-from kvtier.config.checks import (
-    engine_problems,
-    part_problems,
-    require_one_block,
-    resolve_blocks_per_chunk,
-)
 from kvtier.config.engine import (
     OffloadingCacheConfig,
     OffloadingGroupConfig,
     OffloadingModelConfig,
     OffloadingParallelConfig,
+    engine_problems,
+    part_problems,
+    with_plain_ints,
 )
-from kvtier.config.errors import ConfigError, Problem
-from kvtier.config.fingerprint import fingerprint
-from kvtier.config.numbers import as_int, with_plain_ints
+from kvtier.config.errors import ConfigError, Problem, describe
 from kvtier.config.options import OffloadingOptions
+from kvtier.config.sizes import LARGEST_SIZE, as_int, format_size
 
 logger = logging.getLogger(__name__)
+
+FINGERPRINT_BYTES = 16
+_FORMAT_VERSION = 1
+_EPOCH_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadingConfig:
-    """Everything an `OffloadingSpec` is built from. Immutable; pickles.
+    """Everything that an `OffloadingSpec` is built from. Immutable, and can be pickled.
 
     Made by the engine's adapter, once on the scheduler side and once in every worker, before
-    anything is allocated. Making it parses and checks all of it: an instance that exists fits
-    together. Otherwise a `ConfigError` names every problem at once.
+    anything is allocated. The constructor parses and checks everything, and raises one
+    `ConfigError` with all problems.
     """
 
     groups: tuple[OffloadingGroupConfig, ...]
@@ -44,7 +47,7 @@ class OffloadingConfig:
     """Distinct for every running engine, data-parallel replicas included."""
     model: OffloadingModelConfig
     cache: OffloadingCacheConfig
-    """`blocks_per_chunk` is what the user set, where the user set it."""
+    """`blocks_per_chunk` is the user's value, if there is one."""
     parallel: OffloadingParallelConfig
     extra_config: Mapping[str, Any] = field(repr=False)
     """The user's mapping as given; read `options` instead. Not in `repr`: it may hold passwords."""
@@ -66,50 +69,55 @@ class OffloadingConfig:
         if problems:
             raise ConfigError(*problems)
         object.__setattr__(self, "options", options)
-        blocks_per_chunk = resolve_blocks_per_chunk(self, options)
+        blocks_per_chunk = _resolve_blocks_per_chunk(self, options)
         object.__setattr__(self, "cache", replace(self.cache, blocks_per_chunk=blocks_per_chunk))
-        require_one_block(self)
-        self._warn_of_events_nobody_sees()
+        _require_one_block(self)
+        self._warn_of_unpublished_events()
 
     @property
     def engine_config(self) -> Any:
-        """What the engine passes on to its own spec and tiers; opaque to kvtier."""
+        """The object that the engine passes on to its spec and tiers; kvtier does not read it."""
         return self.options.engine_config
 
     @property
     def cpu_page_size(self) -> int:
-        """Bytes of one rank's cell in a row of the primary tier."""
+        """Bytes that one rank holds of one offloaded block."""
         return self.worker_kv_bytes_per_block * self.cache.blocks_per_chunk
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one offloaded block: the cells of all ranks, up to the next whole page."""
+        """Bytes of one offloaded block: the parts of all ranks, rounded up to whole pages."""
         pages = -(-self.cpu_page_size * self.parallel.world_size // mmap.PAGESIZE)
         return pages * mmap.PAGESIZE
 
     @property
     def num_blocks(self) -> int:
-        """Offloaded blocks that the CPU budget holds; at least 1."""
+        """Offloaded blocks that fit in the CPU budget; at least 1."""
         return self.options.cpu_bytes_to_use // self.row_bytes
 
     def fingerprint(self, epoch: bytes = b"") -> bytes:
-        """`FINGERPRINT_BYTES` that differ whenever one key could stand for different bytes.
+        """Return a digest that differs whenever one key could stand for different bytes.
 
         Tiers put it before a key, or into a block's seal. It covers the model and its weights,
         the namespace, the cache's layout, groups and sizes, and how a block is spread over
-        ranks; not who is running (engine, rank, replica), nor budgets, policies, tiers and
-        events. Equal in every process and on every machine of the same page size.
+        ranks. It does not cover the engine's id, rank and replica, nor budgets, policies, tiers and
+        events. It is equal in every process and on every machine of the same page size.
 
-        `epoch` separates what was computed before a `reset_cache` from what is computed after
-        it; take it from `new_epoch`. Empty: never reset. Any thread; some tens of microseconds.
+        `epoch` separates blocks computed before a `reset_cache` from blocks computed after it; take
+        it from `new_epoch`. It is empty as long as the cache has not been reset.
+
+        Any thread may call this. It takes tens of microseconds.
         """
-        return fingerprint(self, epoch)
+        encoded = json.dumps(self._identity(epoch), sort_keys=True, separators=(",", ":"))
+        # A cryptographic digest: nobody can choose a namespace that collides with another one.
+        digest = blake2b(encoded.encode("ascii"), digest_size=FINGERPRINT_BYTES, person=b"kvtier")
+        return digest.digest()
 
     def require_weights_identity(self) -> None:
-        """Raise `ConfigError` unless the weights are known beyond the model's name.
+        """Raise `ConfigError` unless the weights are identified beyond the model's name.
 
-        Called by every tier that outlives the process, before it opens its storage: other
-        weights under the same name would find this engine's blocks.
+        Every tier that outlives the process calls it before it opens its storage: otherwise an
+        engine with other weights under the same name would find this engine's blocks.
         """
         if self.model.weights_revision is not None or self.options.cache_namespace is not None:
             return
@@ -120,10 +128,46 @@ class OffloadingConfig:
                 "nothing, and the engine does not know the weights revision "
                 f"of {self.model.name!r} either{f' ({why})' if why else ''}",
                 "a text that identifies the weights, when a tier keeps blocks beyond the process",
-                'Set cache_namespace to your own word for these weights, such as "llama3-8b-v2", '
+                'Set cache_namespace to your own name for these weights, such as "llama3-8b-v2", '
                 "and change it whenever they change; or serve the model from a hub commit",
             )
         )
+
+    def _identity(self, epoch: bytes) -> dict[str, Any]:
+        """Return everything that the fingerprint covers. It is encoded as JSON, which quotes texts,
+        so that no two different identities have the same encoding."""
+        model, cache, parallel = self.model, self.cache, self.parallel
+        # Left out where it is empty, so that fingerprints from before it existed stay the same.
+        variant = [model.variant] if model.variant else []
+        return {
+            "format_version": _FORMAT_VERSION,
+            "epoch": epoch.hex(),
+            "namespace": self.options.cache_namespace,
+            "model": [model.name, model.dtype, model.weights_revision, *variant],
+            "kv_cache_layout": self.kv_cache_layout,
+            "tokens_per_hash": cache.tokens_per_hash,
+            "blocks_per_chunk": cache.blocks_per_chunk,
+            "worker_kv_bytes_per_block": self.worker_kv_bytes_per_block,
+            # Depends on the machine's page size, which decides the padding of a stored block.
+            "row_bytes": self.row_bytes,
+            "parallel": [
+                parallel.world_size,
+                parallel.tp_size,
+                parallel.pp_size,
+                parallel.pcp_size,
+                parallel.dcp_size,
+            ],
+            "groups": [
+                [
+                    group.group_id,
+                    group.tokens_per_block,
+                    list(group.layer_names),
+                    group.kind,
+                    group.window_tokens,
+                ]
+                for group in self.groups
+            ],
+        }
 
     def _take_plain_ints(self) -> None:
         plain = {
@@ -136,7 +180,7 @@ class OffloadingConfig:
             if value is not None:
                 object.__setattr__(self, name, value)
 
-    def _warn_of_events_nobody_sees(self) -> None:
+    def _warn_of_unpublished_events(self) -> None:
         if self.enable_kv_cache_events:
             return
         keys = [
@@ -152,3 +196,74 @@ class OffloadingConfig:
                 "Enable them in the engine.",
                 key,
             )
+
+
+def new_epoch() -> bytes:
+    """Return a name, never used before, for the time after a `reset_cache`.
+
+    It is random rather than a counter, because another engine, or this one after a restart, could
+    count to the same number with other weights.
+    """
+    return os.urandom(_EPOCH_BYTES)
+
+
+def _resolve_blocks_per_chunk(config: OffloadingConfig, options: OffloadingOptions) -> int:
+    """Return the device blocks of one offloaded block: the user's value, or the engine's."""
+    if options.blocks_per_chunk is not None:
+        return options.blocks_per_chunk
+    if options.block_size is None:
+        return config.cache.blocks_per_chunk
+    sizes = sorted({group.tokens_per_block for group in config.groups})
+    if len(sizes) > 1:
+        raise ConfigError(
+            Problem(
+                "block_size",
+                str(options.block_size),
+                "only where all KV-cache groups have device blocks of one size; "
+                f"here they have {', '.join(map(str, sizes))} tokens",
+                "Set blocks_per_chunk instead",
+            )
+        )
+    blocks, rest = divmod(options.block_size, sizes[0])
+    if rest:
+        nearest = [str(count * sizes[0]) for count in (blocks, blocks + 1) if count]
+        raise ConfigError(
+            Problem(
+                "block_size",
+                str(options.block_size),
+                f"a multiple of the device's block size, {sizes[0]} tokens",
+                f"Write {' or '.join(nearest)}",
+            )
+        )
+    return blocks
+
+
+def _require_one_block(config: OffloadingConfig) -> None:
+    """Raise `ConfigError` unless the CPU budget holds at least one offloaded block."""
+    budget, row_bytes = config.options.cpu_bytes_to_use, config.row_bytes
+    if budget >= row_bytes:
+        return
+    raise ConfigError(
+        Problem(
+            "cpu_bytes_to_use",
+            f"{describe(config.extra_config['cpu_bytes_to_use'])} ({budget} bytes)",
+            f"at least one block, {row_bytes} bytes (worker_kv_bytes_per_block "
+            f"{config.worker_kv_bytes_per_block} x blocks_per_chunk "
+            f"{config.cache.blocks_per_chunk} x world_size {config.parallel.world_size}, "
+            "rounded up to the page size)",
+            _remedy_for_small_budget(config),
+        )
+    )
+
+
+def _remedy_for_small_budget(config: OffloadingConfig) -> str:
+    chosen = [
+        key
+        for key in ("block_size", "blocks_per_chunk")
+        if getattr(config.options, key) is not None and config.cache.blocks_per_chunk > 1
+    ]
+    if chosen and config.row_bytes > LARGEST_SIZE:
+        return f"Lower {chosen[0]}"
+    lower = f", or lower {chosen[0]}" if chosen else ""
+    enough = format_size(config.row_bytes)
+    return f'Write "{enough}" or more{lower}; a useful cache holds thousands of blocks'

@@ -1,16 +1,20 @@
-"""What the user may set: the keys of `extra_config`, parsed once into typed values."""
+"""The keys that a user may set. Each is declared once, and parsed by its declaration.
+
+`OffloadingOptions` declares the keys at the top of the user's object, `TierConfig` those that every
+entry of `secondary_tiers` may have. A tier's own keys are declared beside the tier.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from kvtier.config.errors import ConfigError, Problem
-from kvtier.config.kinds import (
+from kvtier.config.errors import ConfigError, Problem, describe
+from kvtier.config.fields import (
     BOOLEAN,
     MILLISECONDS,
     MODULE_PATH,
@@ -21,11 +25,12 @@ from kvtier.config.kinds import (
     SIZE,
     TEXT,
     Kind,
+    declared_keys,
+    key,
     one_of,
     whole_number,
 )
 from kvtier.config.reader import OptionReader
-from kvtier.config.redaction import describe
 
 if TYPE_CHECKING:
     from kvtier.base import Locality
@@ -39,14 +44,14 @@ VLLM_ONLY_KEYS = {
     "canonical_layout": "kvtier stores blocks in the layout of the engine's own cache",
     "backpressure": "kvtier bounds a slow tier by its timeouts and its max_pinned_share",
 }
-"""Keys of vLLM 0.32's offloading that kvtier has no use for, each with the reason."""
+"""Keys of vLLM 0.32's offloading that have no effect in kvtier, each with the reason."""
 
 VLLM_ONLY_TIER_KEYS = {"backpressure": VLLM_ONLY_KEYS["backpressure"]}
 """The same, inside an entry of `secondary_tiers`."""
 
 
 class ResetScope(StrEnum):
-    """How far `reset_cache` reaches."""
+    """The tiers that `reset_cache` affects."""
 
     ALL = "all"
     """Earlier blocks become unreachable in every tier."""
@@ -61,31 +66,76 @@ class WritePolicyName(StrEnum):
     """As soon as they are stored in the primary tier."""
 
 
+def _parse_locality(value: object) -> Locality:
+    # Imported here: `kvtier.base` loads numpy, which reading a configuration does not need.
+    from kvtier.base import Locality
+
+    return one_of(Locality).parse(value)
+
+
+def _parse_threshold(value: object) -> int:
+    # vLLM writes 0 for "no threshold", which is the same as 1.
+    return whole_number(0).parse(value) or 1
+
+
+_SAMPLE_ENTRY = '{"type": "example"}'
+_TIER_TYPE = Kind(
+    'the name of a tier, such as "example", or of a class in module_path', REQUIRED_TEXT.parse
+)
+_TIER_LIST = Kind(f"a list of objects such as [{_SAMPLE_ENTRY}]", OPAQUE.parse)
+_LOCALITY = Kind('"LOCAL" or "REMOTE"', _parse_locality)
+_THRESHOLD = Kind(whole_number(0).allowed, _parse_threshold)
+
+
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """One entry of `secondary_tiers`: the keys all tiers share, and the tier's own."""
+    """One entry of `secondary_tiers`: the keys that all tiers share, and the tier's own."""
 
-    type: str
-    """A registered name, or the class's name inside `module_path`."""
+    type: str = key(
+        _TIER_TYPE,
+        "A built-in tier, an installed one, or a class's name inside `module_path`.",
+        remedy_if_missing=f"Write {_SAMPLE_ENTRY}, or the name of an installed tier",
+    )
     position: int = 0
     """Place in lookup order, from 0."""
-    module_path: str | None = None
-    enable_kv_events: bool = False
-    locality: Locality | None = None
-    """None: the tier decides."""
-    lookup_timeout_ms: float | None = None
-    """None, for this and the next three: what `kvtier.tiering.health.TierSettings` says."""
-    load_timeout_ms: float | None = None
-    store_timeout_ms: float | None = None
-    max_pinned_share: float | None = None
-    """Part of the primary tier's slots that stores to this tier may pin at once."""
-    write_policy: WritePolicyName = WritePolicyName.THROUGH
+    module_path: str | None = key(
+        MODULE_PATH, "Module that holds the tier class named by `type`.", default=None
+    )
+    enable_kv_events: bool = key(
+        BOOLEAN, "Publish events for blocks that appear in this tier or leave it.", default=False
+    )
+    locality: Locality | None = key(
+        _LOCALITY,
+        "Whether the tier's storage belongs to this machine or is reached over a network.",
+        default=None,
+    )
+    # For this key and the next three, None means the default in
+    # `kvtier.tiering.health.TierSettings`.
+    lookup_timeout_ms: float | None = key(
+        MILLISECONDS,
+        "How long a request waits for the tier to find out whether it has a block.",
+        default=None,
+    )
+    load_timeout_ms: float | None = key(
+        MILLISECONDS, "How long a request waits for blocks that the tier is loading.", default=None
+    )
+    store_timeout_ms: float | None = key(
+        MILLISECONDS, "How long the tier may take to write blocks.", default=None
+    )
+    max_pinned_share: float | None = key(
+        SHARE,
+        "The part of host memory's slots that stores to this tier may pin at once.",
+        default=None,
+    )
+    write_policy: WritePolicyName = key(
+        one_of(WritePolicyName), "When blocks go to this tier.", default=WritePolicyName.THROUGH
+    )
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The tier's own keys, unparsed. Not in `repr`: it may hold passwords."""
+    """The tier's own keys, unparsed. Not in `repr`: they may hold passwords."""
 
     @property
     def at(self) -> str:
-        """Where the entry stands, for messages about its keys."""
+        """The path of the entry, for messages about its keys."""
         return f"secondary_tiers[{self.position}]"
 
     @classmethod
@@ -100,66 +150,88 @@ class TierConfig:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingOptions:
-    """The user's settings. The names are the user's keys; a missing key has the value here."""
+    """The user's settings. The names of the fields are the user's keys."""
 
-    cpu_bytes_to_use: int
-    spec_name: str = CPU_SPEC
-    spec_module_path: str | None = None
-    block_size: int | None = None
-    """Tokens of one offloaded block. At most one of this and `blocks_per_chunk` is set."""
-    blocks_per_chunk: int | None = None
-    """Device blocks of one offloaded block."""
-    eviction_policy: str = "lru"
-    cache_policy_module_path: str | None = None
-    store_threshold: int = 1
-    """A block is stored when the n-th request brings it; 1 stores every block."""
-    max_tracker_size: int = 64_000
-    offload_prompt_only: bool = True
-    self_describing_kv_events: bool = False
-    secondary_tiers: tuple[TierConfig, ...] = ()
-    """In lookup order."""
-    cache_namespace: str | None = None
-    reset_scope: ResetScope = ResetScope.ALL
-    prefill_tokens_per_s: float | None = None
-    """How fast the engine computes a prompt. None: learnt while it runs. 0: not to be asked."""
-    shutdown_timeout_ms: float = 10_000.0
-    """How long the tiers together may take to end."""
-    allow_unproven_models: bool = False
-    """Serve a model of a kind that no test has served. Read by integrations with engines."""
-    engine_config: Any = field(default=None, repr=False)
-    """Opaque to kvtier; tiers find it through the spec."""
+    cpu_bytes_to_use: int = key(
+        SIZE, "Host memory for the primary tier, shared by all ranks of the engine."
+    )
+    spec_name: str = key(
+        TEXT, "The class that builds the manager and the workers.", default=CPU_SPEC
+    )
+    spec_module_path: str | None = key(
+        MODULE_PATH, "Module that holds the spec class named by `spec_name`.", default=None
+    )
+    block_size: int | None = key(whole_number(1), "Tokens of one offloaded block.", default=None)
+    blocks_per_chunk: int | None = key(
+        whole_number(1), "Device blocks of one offloaded block.", default=None
+    )
+    eviction_policy: str = key(TEXT, "Which block leaves the primary tier first.", default="lru")
+    cache_policy_module_path: str | None = key(
+        MODULE_PATH, "Module that holds the policy class named by `eviction_policy`.", default=None
+    )
+    store_threshold: int = key(
+        _THRESHOLD, "Number of requests that must bring a block before it is stored.", default=1
+    )
+    max_tracker_size: int = key(
+        whole_number(1),
+        "Blocks whose requests are counted for `store_threshold`.",
+        default=64_000,
+    )
+    offload_prompt_only: bool = key(
+        BOOLEAN,
+        "Offload the blocks of prompts only, not those of generated tokens.",
+        default=True,
+    )
+    self_describing_kv_events: bool = key(
+        BOOLEAN,
+        "Give the events of offloaded blocks their tokens and block size.",
+        default=False,
+    )
+    secondary_tiers: tuple[TierConfig, ...] = key(
+        _TIER_LIST, "The tiers below host memory, in lookup order.", default=()
+    )
+    cache_namespace: str | None = key(TEXT, "Your own name for these weights.", default=None)
+    reset_scope: ResetScope = key(
+        one_of(ResetScope),
+        "The tiers that a cache reset of the engine affects.",
+        default=ResetScope.ALL,
+    )
+    prefill_tokens_per_s: float | None = key(
+        RATE, "How many prompt tokens the engine computes in a second.", default=None
+    )
+    shutdown_timeout_ms: float = key(
+        MILLISECONDS,
+        "How long all tiers together may take to finish their work when the engine ends.",
+        default=10_000.0,
+    )
+    allow_unproven_models: bool = key(
+        BOOLEAN,
+        "Serve kinds of models that kvtier is not tested with.",
+        default=False,
+    )
+    engine_config: Any = key(
+        OPAQUE,
+        "Anything that your engine passes on to its own spec or tiers.",
+        default=None,
+        in_repr=False,
+    )
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> OffloadingOptions:
-        """Parse the user's keys, or raise `ConfigError` with all that is wrong with them.
+        """Parse the user's keys, or raise `ConfigError` with every problem in them.
 
-        Checks what can be checked without knowing the engine; `OffloadingConfig` does the rest.
+        Checks everything that does not depend on the engine; `OffloadingConfig` checks the rest.
         Later changes to `extra_config` do not reach the result.
         """
         _require_object(extra_config)
         reader = OptionReader(_without_vllm_only(extra_config, VLLM_ONLY_KEYS, at=""))
         tiers = _read_tiers(reader)
-        options = cls(
-            cpu_bytes_to_use=reader.required("cpu_bytes_to_use", SIZE),
-            spec_name=reader.get("spec_name", TEXT, TIERING_SPEC if tiers else CPU_SPEC),
-            spec_module_path=reader.optional("spec_module_path", MODULE_PATH),
-            block_size=reader.optional("block_size", whole_number(1)),
-            blocks_per_chunk=reader.optional("blocks_per_chunk", whole_number(1)),
-            eviction_policy=reader.get("eviction_policy", TEXT, "lru"),
-            cache_policy_module_path=reader.optional("cache_policy_module_path", MODULE_PATH),
-            # vLLM writes 0 for "no threshold"; here one value means one thing.
-            store_threshold=reader.get("store_threshold", whole_number(0), 1) or 1,
-            max_tracker_size=reader.get("max_tracker_size", whole_number(1), 64_000),
-            offload_prompt_only=reader.get("offload_prompt_only", BOOLEAN, True),
-            self_describing_kv_events=reader.get("self_describing_kv_events", BOOLEAN, False),
-            secondary_tiers=tiers,
-            cache_namespace=reader.optional("cache_namespace", TEXT),
-            reset_scope=reader.get("reset_scope", one_of(ResetScope), ResetScope.ALL),
-            prefill_tokens_per_s=reader.optional("prefill_tokens_per_s", RATE),
-            shutdown_timeout_ms=reader.get("shutdown_timeout_ms", MILLISECONDS, 10_000.0),
-            allow_unproven_models=reader.get("allow_unproven_models", BOOLEAN, False),
-            engine_config=reader.optional("engine_config", OPAQUE),
-        )
+        keys = declared_keys(cls)
+        del keys["secondary_tiers"]
+        if tiers:
+            keys["spec_name"] = replace(keys["spec_name"], default=TIERING_SPEC)
+        values = {name: reader.declared(name, declared) for name, declared in keys.items()}
+        options = cls(secondary_tiers=tiers, **values)
         _refuse_contradictions(reader, options)
         reader.refuse_unread(
             "Give the content of kv_connector_extra_config alone, not the object around it"
@@ -173,17 +245,17 @@ class OffloadingOptions:
         return options
 
 
-USER_KEYS = tuple(key.name for key in fields(OffloadingOptions))
-"""Every key a user may set."""
+USER_KEYS = tuple(declared_keys(OffloadingOptions))
+"""Every key that a user may set at the top of the object."""
 
-TIER_KEYS = tuple(key.name for key in fields(TierConfig) if key.name not in ("position", "options"))
-"""Every key that all entries of `secondary_tiers` understand."""
+TIER_KEYS = tuple(declared_keys(TierConfig))
+"""Every key that any entry of `secondary_tiers` may have, whatever its type."""
 
 
 def read_secondary_tiers(extra_config: Mapping[str, Any]) -> tuple[TierConfig, ...]:
-    """The tiers of a user's configuration, in lookup order, or `ConfigError`.
+    """Return the tiers of a user's configuration, in lookup order, or raise `ConfigError`.
 
-    For those who have no other use for it: nothing else is looked at, or needs to be there.
+    All other keys are ignored. Metrics use this: they need the tiers before the rest is parsed.
     """
     _require_object(extra_config)
     reader = OptionReader(extra_config)
@@ -199,33 +271,19 @@ def _require_object(extra_config: object) -> None:
                 "extra_config",
                 describe(extra_config),
                 "an object with the user's keys",
-                'Write {"cpu_bytes_to_use": "8GiB"}, for one',
+                'Write an object such as {"cpu_bytes_to_use": "8GiB"}',
             )
         )
 
 
-def _parse_locality(value: object) -> Locality:
-    # Here, because `kvtier.base` loads numpy, which reading a configuration does not need.
-    from kvtier.base import Locality
-
-    return one_of(Locality).parse(value)
-
-
-_SAMPLE_ENTRY = '{"type": "example"}'
-_TIER_TYPE = Kind(
-    'the name of a tier, such as "example", or of a class in module_path', REQUIRED_TEXT.parse
-)
-_LOCALITY = Kind('"LOCAL" or "REMOTE"', _parse_locality)
-
-
 def _read_tiers(reader: OptionReader) -> tuple[TierConfig, ...]:
-    entries: object = reader.optional("secondary_tiers", OPAQUE)
+    entries: object = reader.optional("secondary_tiers", _TIER_LIST)
     if entries is None:
         return ()
     if not isinstance(entries, (list, tuple)):
         reader.refuse(
             "secondary_tiers",
-            f"a list of objects such as [{_SAMPLE_ENTRY}]",
+            _TIER_LIST.allowed,
             "Put the one tier in brackets" if isinstance(entries, Mapping) else "Write a list",
         )
         return ()
@@ -240,21 +298,11 @@ def _read_tier(problems: list[Problem], entry: object, position: int) -> TierCon
         problems.append(Problem(at, describe(entry), 'an object with a "type"', f"Write {meant}"))
         return TierConfig(type="", position=position)
     reader = OptionReader(_without_vllm_only(entry, VLLM_ONLY_TIER_KEYS, at), at)
-    tier = TierConfig(
-        type=reader.required(
-            "type", _TIER_TYPE, f"Write {_SAMPLE_ENTRY}, or the name of an installed tier"
-        ),
-        position=position,
-        module_path=reader.optional("module_path", MODULE_PATH),
-        enable_kv_events=reader.get("enable_kv_events", BOOLEAN, False),
-        locality=reader.optional("locality", _LOCALITY),
-        lookup_timeout_ms=reader.optional("lookup_timeout_ms", MILLISECONDS),
-        load_timeout_ms=reader.optional("load_timeout_ms", MILLISECONDS),
-        store_timeout_ms=reader.optional("store_timeout_ms", MILLISECONDS),
-        max_pinned_share=reader.optional("max_pinned_share", SHARE),
-        write_policy=reader.get("write_policy", one_of(WritePolicyName), WritePolicyName.THROUGH),
-        options=deepcopy(reader.unread()),
-    )
+    values = {
+        name: reader.declared(name, declared)
+        for name, declared in declared_keys(TierConfig).items()
+    }
+    tier = TierConfig(position=position, options=deepcopy(reader.unread()), **values)
     problems.extend(reader.problems)
     return tier
 
@@ -262,14 +310,14 @@ def _read_tier(problems: list[Problem], entry: object, position: int) -> TierCon
 def _without_vllm_only(
     given: Mapping[str, Any], vllm_only: Mapping[str, str], at: str
 ) -> dict[str, Any]:
-    for key, reason in vllm_only.items():
-        if key in given:
+    for name, reason in vllm_only.items():
+        if name in given:
             logger.warning(
                 "%s has no effect: it is a key of vLLM's own offloading, and %s. Remove it.",
-                f"{at}.{key}" if at else key,
+                f"{at}.{name}" if at else name,
                 reason,
             )
-    return {key: value for key, value in given.items() if key not in vllm_only}
+    return {name: value for name, value in given.items() if name not in vllm_only}
 
 
 def _refuse_contradictions(reader: OptionReader, options: OffloadingOptions) -> None:
@@ -292,7 +340,7 @@ def _refuse_contradictions(reader: OptionReader, options: OffloadingOptions) -> 
             "Set eviction_policy to the class's name",
         )
     if options.secondary_tiers and options.spec_name == CPU_SPEC:
-        # Better no engine than one that quietly keeps nothing where the user wants it kept.
+        # Refused: otherwise the engine would silently store nothing in the user's tiers.
         reader.refuse(
             "spec_name",
             f'"{TIERING_SPEC}", since there are secondary_tiers: {CPU_SPEC} has none',

@@ -1,22 +1,31 @@
-"""Reads a mapping that a user wrote, key by key, and notes all that is wrong with it."""
+"""Reads the configuration that a user wrote, as a file, a text or a mapping.
+
+`OptionReader` reads a mapping key by key and collects every problem in it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Mapping
-from typing import TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 
-from kvtier.config.errors import ConfigError, Problem
-from kvtier.config.kinds import Kind, Unfit
-from kvtier.config.redaction import describe
+from kvtier.config.errors import ConfigError, Problem, describe
+from kvtier.config.fields import Key, Kind, Unfit, declared_keys
 
 T = TypeVar("T")
+Syntax = Literal["json", "toml"]
+
+_SYNTAX_OF_SUFFIX: dict[str, Syntax] = {".json": "json", ".toml": "toml"}
+_REQUIRED = "This key is required: add it"
 
 
 class OptionReader:
-    """One mapping being read. The keys asked for are the keys known.
+    """Reads one mapping. The known keys are those that the caller has asked for.
 
-    A value that does not fit is noted in `problems` and read as None, whatever the declared
-    type: call `raise_problems` before using what was read.
+    A value that does not fit is recorded in `problems` and read as None, whatever the declared
+    type: call `raise_problems` before using the values.
     """
 
     def __init__(self, options: Mapping[str, object], at: str = "") -> None:
@@ -26,25 +35,25 @@ class OptionReader:
         self._asked: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the user gave `key` a value. A JSON null is none."""
+        """True if the user gave `key` a value. A JSON null does not count."""
         return self._options.get(key) is not None
 
-    def required(self, key: str, kind: Kind[T], remedy: str = "This key is required: add it") -> T:
-        """The value of a key that must be there. `remedy`: what to do where it is not."""
+    def required(self, key: str, kind: Kind[T], remedy: str = _REQUIRED) -> T:
+        """Read a key that must be there. `remedy`: what to do if it is missing."""
         self._asked.add(key)
         if not self.has(key):
             typo = nearest(key, map(str, self.unread()))
-            self.refuse(key, kind.allowed, f'Is "{typo}" meant to be it?' if typo else remedy)
+            self.refuse(key, kind.allowed, f'Is "{typo}" a misspelling of it?' if typo else remedy)
             return cast(T, None)
         return self._parse(key, kind)
 
     def optional(self, key: str, kind: Kind[T]) -> T | None:
-        """The value of a key that may be missing or null."""
+        """Read a key that may be missing or null."""
         self._asked.add(key)
         return self._parse(key, kind) if self.has(key) else None
 
     def get(self, key: str, kind: Kind[T], default: T) -> T:
-        """The value of a key that may be missing, but not null."""
+        """Read a key that may be missing, but not null."""
         self._asked.add(key)
         if key not in self._options:
             return default
@@ -53,13 +62,24 @@ class OptionReader:
         self.refuse(key, kind.allowed, f"Leave it out to have the default, {describe(default)}")
         return default
 
+    def declared(self, name: str, key: Key) -> Any:
+        """Read a key as it is declared."""
+        if key.is_required:
+            return self.required(name, key.kind, key.remedy_if_missing or _REQUIRED)
+        if key.default is None:
+            return self.optional(name, key.kind)
+        if key.null_is_default:
+            value = self.optional(name, key.kind)
+            return key.default if value is None else value
+        return self.get(name, key.kind, key.default)
+
     def refuse(self, key: str, allowed: str, remedy: str) -> None:
-        """Note that what stands at `key`, or its absence, cannot be."""
+        """Record that the value of `key`, or its absence, is refused."""
         given = describe(self._options[key], key) if key in self._options else "nothing"
         self.problems.append(Problem(self._prefix + key, given, allowed, remedy))
 
     def unread(self) -> dict[str, object]:
-        """What is left after all keys asked for."""
+        """Return the keys that were not asked for, with their values."""
         return {key: value for key, value in self._options.items() if key not in self._asked}
 
     def refuse_unread(
@@ -69,10 +89,10 @@ class OptionReader:
         where: str = "elsewhere",
         known_remedies: Mapping[str, str] | None = None,
     ) -> None:
-        """Note every key that nobody asked for, with the known key nearest to it.
+        """Record every key that was not asked for as a problem, with the known key nearest to it.
 
-        `elsewhere`: keys that are known, but not here; `where` says in which place they are.
-        `known_remedies`: of keys that are not known, but expected, whatever they resemble.
+        `elsewhere`: keys that belong to another place, which `where` names.
+        `known_remedies`: what to do about keys that users are known to put here by mistake.
         """
         known = sorted(self._asked)
         other = tuple(elsewhere)
@@ -81,7 +101,7 @@ class OptionReader:
             self.problems.append(
                 Problem(
                     f"{self._prefix}{key}",
-                    # A misspelled "password" must not show what it holds either.
+                    # The value of a misspelled "password" must not be shown either.
                     describe(value, f"{meant} {key}"),
                     f"only the keys {', '.join(known)}",
                     (known_remedies or {}).get(str(key))
@@ -91,7 +111,7 @@ class OptionReader:
             )
 
     def raise_problems(self) -> None:
-        """Raise `ConfigError` with everything noted, if anything was."""
+        """Raise `ConfigError` with all problems recorded so far, if there are any."""
         if self.problems:
             raise ConfigError(*self.problems)
 
@@ -103,24 +123,132 @@ class OptionReader:
             return cast(T, None)
 
 
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """Base of the frozen dataclass in which a type of tier declares its own keys.
+
+    A tier with such a class names it in `SecondaryTierManager.options_cls`. The tier's constructor
+    takes `**keys` and passes them to `parse`.
+    """
+
+    given: Mapping[str, object] = field(
+        default_factory=dict, kw_only=True, repr=False, compare=False
+    )
+    """The keys as the user wrote them, for messages. Not in `repr`: they may hold passwords."""
+
+    not_here: ClassVar[Mapping[str, str]] = {}
+    """Keys that users set here by mistake, mostly those of other tiers, each with the remedy."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, object]) -> Self:
+        """Check and convert the keys of an entry, or raise `ConfigError` with all problems.
+
+        Does not look at the machine: a configuration may be checked on another one.
+        """
+        reader = OptionReader(given)
+        values = {name: reader.declared(name, key) for name, key in declared_keys(cls).items()}
+        reader.refuse_unread("Remove it", known_remedies=cls.not_here)
+        reader.raise_problems()
+        options = cls(**values, given=dict(given))
+        options.require_consistent()
+        return options
+
+    def require_consistent(self) -> None:
+        """Raise `ConfigError` for keys that contradict each other. Called by `parse`."""
+
+    def require_place(self) -> None:
+        """Raise `ConfigError` unless this machine has the directory that the tier needs."""
+
+    def as_given(self, name: str) -> str:
+        """Return the value of a key for a message, as the user wrote it."""
+        return describe(self.given.get(name, getattr(self, name)), name)
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` was probably meant to be, if there is one. Case does not count."""
-    # Here, because most configurations have no typo in them.
+    """Return the known name that was probably meant, or None. Case does not matter."""
+    # Imported here, because most configurations have no typo in them.
     from difflib import get_close_matches
 
     spelled = {other.lower(): other for other in known}
-    # A little stricter than by default: "max_blocks" is not meant to be "block_size".
+    # A little stricter than the default: "max_blocks" does not mean "block_size".
     matches = get_close_matches(name.lower(), spelled, n=1, cutoff=0.65)
     if not matches:
-        # A part of the name may be all that is remembered: "tiers".
+        # The user may remember only a part of the name, such as "tiers".
         matches = [other for other in spelled if name.lower() in other.split("_")]
     return spelled[matches[0]] if len(matches) == 1 else None
 
 
 def _remedy(key: str, meant: str | None, where: str) -> str | None:
-    """What to do about a key that is not known here, if it is known what was meant."""
+    """Return what to do about an unknown key, or None if no known key resembles it."""
     if meant is None:
         return None
     if where:
         return f"It belongs {where}" if key == meant else f'Did you mean "{meant}" {where}?'
     return f'Did you mean "{meant}"?'
+
+
+# --- files and texts ---------------------------------------------------------------------------
+
+
+def load_user_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of a `.json` or `.toml` file, for use as `extra_config`."""
+    name = os.fspath(path)
+    suffix = os.path.splitext(name)[1]
+    syntax = _SYNTAX_OF_SUFFIX.get(suffix.lower())
+    if syntax is None:
+        _refuse(
+            name, f"the suffix {suffix!r}", "a .json or .toml file", "Convert it to JSON or TOML"
+        )
+    try:
+        # "utf-8-sig", because some editors write a byte-order mark before the text.
+        with open(name, encoding="utf-8-sig") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        _refuse(name, str(error), "a readable UTF-8 file", "Check the path and its permissions")
+    return parse_user_config(text, syntax, source=name)
+
+
+def parse_user_config(text: str, syntax: Syntax, source: str = "extra_config") -> dict[str, Any]:
+    """Return the keys written in `text`. `source`: its name in messages."""
+    try:
+        content = _parse_json(text) if syntax == "json" else _parse_toml(text)
+    except (ValueError, RecursionError) as error:
+        _refuse(
+            source, f"a text that does not parse ({error})", f"valid {syntax.upper()}", "Correct it"
+        )
+    if not isinstance(content, dict):
+        _refuse(
+            source,
+            f"a {type(content).__name__} at the top",
+            "an object with the user's keys",
+            'Write an object such as {"cpu_bytes_to_use": "8GiB"}',
+        )
+    return content
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Of two equal keys, Python's JSON would silently keep the last; its TOML refuses them.
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key!r} appears twice")
+        content[key] = value
+    return content
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _refuse(key: str, given: str, allowed: str, remedy: str) -> NoReturn:
+    raise ConfigError(Problem(key, given, allowed, remedy))

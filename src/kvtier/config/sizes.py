@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from math import isfinite
-
-from kvtier.config.numbers import as_int
+from math import floor, isfinite
+from typing import SupportsIndex
 
 _PREFIXES = "KMGTP"
 _BINARY: dict[str, int] = {f"{p}iB": 1024**n for n, p in enumerate(_PREFIXES, start=1)}
 _DECIMAL: dict[str, int] = {f"{p}B": 1000**n for n, p in enumerate(_PREFIXES, start=1)}
+_SHOWN = ("KiB", "MiB", "GiB", "TiB")
 _UNITS = {unit.lower(): size for unit, size in (_BINARY | _DECIMAL | {"B": 1, "": 1}).items()}
 
-# No computer addresses more; what is larger is a slip of the unit.
 LARGEST_SIZE = 2**63 - 1
+"""No computer addresses more memory than this, so a larger size has the wrong unit."""
 _SHAPE = re.compile(r"(\d{1,19})(?:\.(\d{1,18}))? *([A-Za-z]*)", re.ASCII)
 
 
 class SizeError(ValueError):
-    """Not a size. The message says what to write instead, as one sentence without full stop."""
+    """Not a size. The message says what to write instead: a sentence without a full stop."""
+
+
+def as_int(value: object) -> int | None:
+    """Return `value` as a plain int, or None if it is not a whole number. True and 8.0 do not count
+    as whole numbers; numpy's integers do."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None  # an array of several numbers, for example
 
 
 def parse_size(value: object, *, may_be_zero: bool = False) -> int:
-    """The number of bytes `value` stands for: a number of bytes, or a text with a unit.
+    """Return the number of bytes that `value` stands for: a number of bytes, or a text with a unit.
 
-    A part of a byte is left out: "1.1TiB" is meant, and so is an engine's `1.3 * 2**30`.
+    Fractions of a byte are dropped, so that "1.1TiB" and an engine's `1.3 * 2**30` are accepted.
     """
     if isinstance(value, str):
         size = _parse_text(value)
@@ -42,11 +54,27 @@ def parse_size(value: object, *, may_be_zero: bool = False) -> int:
 
 
 def format_size(size: int) -> str:
-    """The shortest exact way to write `size` that `parse_size` reads."""
+    """Return `size` as a text that `parse_size` reads back: exact, in the largest binary unit that
+    divides it."""
     for unit, scale in reversed(_BINARY.items()):
         if size and size % scale == 0:
             return f"{size // scale}{unit}"
     return f"{size}B"
+
+
+def as_size(num_bytes: float, digits: int = 3) -> str:
+    """Return a size for people to read, such as "62.5 MiB". It is rounded down to about `digits`
+    digits, so that free space and limits are never overstated."""
+    amount, unit = float(num_bytes), "B"
+    for larger in _SHOWN:
+        if amount < 1000:
+            break
+        amount, unit = amount / 1024, larger
+    places = 0 if unit == "B" else max(0, digits - len(str(int(amount))))
+    text = f"{floor(amount * 10**places) / 10**places:.{places}f}"
+    if places:
+        text = text.rstrip("0").rstrip(".")
+    return f"{text} {unit}"
 
 
 def _parse_text(text: str) -> int:

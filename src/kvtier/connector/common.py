@@ -1,4 +1,4 @@
-"""What an engine and the connector tell each other, and what travels to the workers.
+"""The data that an engine, the connector and the workers pass to each other.
 
 The engine keeps its own requests, blocks and scheduling. Everything here is plain data.
 """
@@ -12,45 +12,47 @@ from typing import Any, NamedTuple, Protocol
 from kvtier.base import GPULoadStoreSpec, LoadStoreSpec, TransferResult
 
 NO_DEVICE_BLOCK = -1
-"""Stands in a block table where a request has no block any more: it has left the window."""
+"""Entry of a block table for a block that the request has given back: it has left the window
+of its group's attention."""
 
 
 class EngineRequest(Protocol):
-    """What the connector has to know of a request. An engine's own request object may be one."""
+    """What the connector needs of a request. An engine's own request object can satisfy it."""
 
     @property
     def request_id(self) -> str:
-        """Distinct among the requests that are alive, or whose load has not been reported."""
+        """Unique among the requests that are alive or whose load has not been reported."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, and what was generated so far."""
+        """Tokens of the prompt and those generated so far."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One for every full `tokens_per_hash` tokens so far. Each stands for all tokens up to its
-        end, so equal hashes mean equal prefixes. Grows while the request does."""
+        """One hash for every full `tokens_per_hash` tokens so far. Each stands for all tokens up to
+        its end, so equal hashes mean equal prefixes. Grows while the request does."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """All `num_tokens` of them. Asked for only when events describe themselves."""
+        """All `num_tokens` tokens. Read only when events are self-describing."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the user of the engine wants for this request."""
+        """Hints from the user for this request; see `RequestHints`."""
 
 
 class PrefixMatch(NamedTuple):
     """Answer of `get_num_new_matched_tokens`."""
 
     num_tokens: int
-    """Tokens behind the computed ones that can be loaded. Never all tokens of the request: at least
-    one is left to be computed."""
+    """Tokens after the computed ones that can be loaded. At least one token of the request is left
+    to be computed."""
     is_pending: bool
-    """True: not known yet, or on its way. Leave the request waiting, and ask again next step."""
+    """True if the answer is not known yet, or blocks are on their way. Leave the request waiting,
+    and ask again in the next step."""
 
 
 @dataclass(slots=True)
@@ -59,8 +61,8 @@ class ScheduledRequest:
 
     request_id: str
     block_ids: tuple[Sequence[int], ...]
-    """For each group, the request's device blocks by position in the prompt, as far as it has
-    any; `NO_DEVICE_BLOCK` for those that it has given back."""
+    """For each group, the request's device blocks by position in the prompt; `NO_DEVICE_BLOCK` for
+    those that it has given back."""
     num_computed_tokens: int
     """Tokens whose KV is complete on the device before the step runs, in all groups."""
 
@@ -74,19 +76,20 @@ class StepPlan:
     """Requests that run for the first time, or for the first time since they were preempted."""
     preempted_req_ids: Collection[str] = ()
     allocated_block_ids: tuple[Collection[int], ...] = ()
-    """For each group, device blocks that were given to a request in this step. Whatever still reads
-    or writes them for someone else has to end first."""
+    """For each group, device blocks that were given to a request in this step. Transfers that still
+    read them for another request have to end first."""
 
 
 MIN_PREFILL_TOKENS = 64
-"""Prompt tokens of a step that says something of what prompts cost. Those with fewer decode."""
+"""Fewest prompt tokens of a step whose duration is used to measure prefill. Steps with fewer mostly
+decode."""
 
 
 class ComputedTokens(NamedTuple):
     """Tokens of one request that the model has computed in one step."""
 
     first: int
-    """Position of the first of them in the request."""
+    """Position of the first token in the request."""
     num_tokens: int
 
 
@@ -98,7 +101,7 @@ class Prefill(NamedTuple):
 
 
 def prefill_in(computed: Iterable[ComputedTokens]) -> Prefill | None:
-    """What of a step is prefill; None: too little of it, the step decodes."""
+    """The prefill in a step; None if there is too little of it to measure."""
     num_tokens = num_requests = 0
     sum_of_positions = 0.0
     for first, count in computed:
@@ -121,31 +124,32 @@ class TransferOrder(NamedTuple):
 
 @dataclass(slots=True)
 class ConnectorMetadata:
-    """What the workers have to do in one step, in this order, before the model runs. Pickled where
-    they are other processes."""
+    """What the workers have to do in one step, in this order, before the model runs. It is pickled
+    if the workers are other processes."""
 
     flush: list[int] = field(default_factory=list)
-    """Jobs from before a reset: wait for them."""
+    """Jobs to wait for because they began before a reset."""
     stores: list[TransferOrder] = field(default_factory=list)
-    """Start these."""
+    """Stores to start."""
     wait_for: list[int] = field(default_factory=list)
-    """Stores, maybe of this very step, whose device blocks were given away: wait for them."""
+    """Stores to wait for, which may be of this step: their device blocks were given to other
+    requests."""
     loads: list[TransferOrder] = field(default_factory=list)
-    """Start these."""
+    """Loads to start."""
 
 
 class LoadedRequest(NamedTuple):
-    """A load has ended."""
+    """A load that has ended."""
 
     request_id: str
     num_computed_tokens: int
-    """Tokens of the request that are on the device now. Fewer than were to be loaded, if part of it
-    failed: the engine computes the rest."""
+    """Tokens of the request that are on the device now. After a failed load, those from before it:
+    the engine computes the rest."""
 
 
 @dataclass(slots=True)
 class WorkerOutput:
-    """What one rank reports after a step."""
+    """Transfers that one rank reports after a step."""
 
     rank: int
     finished: list[TransferResult] = field(default_factory=list)

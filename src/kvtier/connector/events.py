@@ -1,4 +1,5 @@
-"""What an engine tells the outside about offloaded blocks."""
+"""The engine's KV-cache events for offloaded blocks: their types, and their translation from a
+manager's events."""
 
 from __future__ import annotations
 
@@ -24,33 +25,38 @@ if TYPE_CHECKING:
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventTranslator", "KVCacheEvent"]
 
 _MAX_TOKENS = 1 << 22
-"""Tokens that are remembered, for events that describe themselves. Eight bytes each."""
+"""How many tokens to keep at most for self-describing events. Each takes eight bytes."""
 
 
 @dataclass(slots=True)
 class BlockStored:
-    """Blocks can be loaded from a medium."""
+    """Blocks that can be loaded from a medium from now on.
+
+    A *self-describing* event is about one block, and says which tokens it holds. The option
+    `self_describing_kv_events` asks for these.
+    """
 
     block_hashes: list[bytes]
     group_indices: list[int]
-    """The KV-cache group of each: blocks of several groups may share an event."""
+    """The KV-cache group of each block: blocks of several groups may share an event."""
     medium: Medium
     locality: Locality | None = None
     block_size: int = 0
-    """Tokens of one block; 0: not said, for blocks of different groups may differ."""
+    """Tokens of one block. 0 unless the event is self-describing: blocks of different groups may
+    differ in size."""
     parent_block_hash: bytes | None = None
-    """The block before, where the event describes itself; None at the start of a prompt."""
+    """Self-describing events: hash of the block before; None at the start of a prompt."""
     token_ids: list[int] = field(default_factory=list)
-    """What the block stands for, where the event describes itself."""
+    """Self-describing events: the tokens of the block."""
     group_kind: AttentionKind | None = None
-    """Of the group, where the event describes itself."""
+    """Self-describing events: the attention kind of the group."""
     tier: str | None = None
-    """Which tier below host memory; None: host memory. As in `OffloadingEvent`."""
+    """Name of the tier below host memory, as in `OffloadingEvent`; None for host memory."""
 
 
 @dataclass(slots=True)
 class BlockRemoved:
-    """Blocks are gone from a medium."""
+    """Blocks that can no longer be loaded from a medium."""
 
     block_hashes: list[bytes]
     group_indices: list[int]
@@ -62,7 +68,7 @@ class BlockRemoved:
 
 @dataclass(slots=True)
 class AllBlocksCleared:
-    """Nothing that was offloaded before can be loaded any more, from any medium."""
+    """No block that was offloaded before can be loaded any more, from any medium."""
 
 
 KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -75,7 +81,7 @@ class _Description(NamedTuple):
 
 
 class EventTranslator:
-    """Turns a manager's events into the engine's. Scheduler thread only."""
+    """Turns a manager's events into KV-cache events of the engine. Scheduler thread only."""
 
     def __init__(self, self_describing: bool) -> None:
         self._self_describing = self_describing
@@ -83,7 +89,7 @@ class EventTranslator:
         self._num_tokens = 0
 
     def describe(self, state: RequestOffloadState) -> None:
-        """Remember what a request's blocks stand for, in case they are stored or promoted."""
+        """Remember the tokens of a request's blocks, in case the blocks are stored or promoted."""
         if not self._self_describing:
             return
         tokens = state.req.token_ids
@@ -106,12 +112,14 @@ class EventTranslator:
             self._num_tokens -= len(oldest.token_ids)
 
     def translate(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
-        """The same, for the outside."""
+        """The engine's events for these events of the manager, in the same order."""
         translated: list[KVCacheEvent] = []
         for event in events:
             if event.removed:
                 translated.append(
-                    BlockRemoved(*_named(event.keys), event.medium, event.locality, event.tier)
+                    BlockRemoved(
+                        *_hashes_and_groups(event.keys), event.medium, event.locality, event.tier
+                    )
                 )
             else:
                 translated += self._stored(event)
@@ -120,12 +128,14 @@ class EventTranslator:
     def _stored(self, event: OffloadingEvent) -> Iterable[BlockStored]:
         plain = [key for key in event.keys if key not in self._descriptions]
         if plain:
-            yield BlockStored(*_named(plain), event.medium, event.locality, tier=event.tier)
+            yield BlockStored(
+                *_hashes_and_groups(plain), event.medium, event.locality, tier=event.tier
+            )
         for key in event.keys:
             described = self._descriptions.get(key)
             if described is not None:
                 yield BlockStored(
-                    *_named([key]),
+                    *_hashes_and_groups([key]),
                     event.medium,
                     event.locality,
                     len(described.token_ids),
@@ -136,7 +146,7 @@ class EventTranslator:
                 )
 
 
-def _named(keys: list[OffloadKey]) -> tuple[list[bytes], list[int]]:
+def _hashes_and_groups(keys: list[OffloadKey]) -> tuple[list[bytes], list[int]]:
     return (
         [get_offload_block_hash(key) for key in keys],
         [get_offload_group_idx(key) for key in keys],

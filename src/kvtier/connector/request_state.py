@@ -1,17 +1,31 @@
-"""What the connector remembers of one request."""
+"""One request: its hints (`kv_transfer_params`, parsed once), and how far it is offloaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from kvtier.base import OffloadKey, ReqContext, make_offload_key
-from kvtier.connector.hints import RequestHints, parse_hints
+from kvtier.base import (
+    Locality,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    TierFilter,
+    TierMatcher,
+    make_offload_key,
+)
 
 if TYPE_CHECKING:
     from kvtier.connector.common import EngineRequest
-    from kvtier.connector.geometry import Geometry, GroupGeometry
+    from kvtier.connector.planning import Geometry, GroupGeometry
+
+__all__ = ["RequestGroupState", "RequestHints", "RequestOffloadState", "parse_hints"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -20,18 +34,21 @@ class RequestGroupState:
 
     geometry: GroupGeometry
     keys: list[OffloadKey] = field(default_factory=list)
-    """Of the offloaded blocks (chunks) that the request's tokens fill so far."""
+    """Keys of the offloaded blocks (chunks) that the request's tokens fill so far."""
     num_offered: int = 0
     """Chunks that were offered for storing, or need not be."""
     loaded: range = range(0)
-    """Chunks that were loaded: they are not offered."""
+    """Chunks that were loaded: they are not offered for storing."""
     num_described: int = 0
-    """Chunks whose tokens the events know."""
+    """Chunks whose tokens the event translator has."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestOffloadState:
-    """One request, from `on_new_request` until its last transfer has ended."""
+    """One request, from `on_new_request` until its last transfer has ended.
+
+    The scheduler half of the connector makes it and is the only one that changes it.
+    """
 
     req: EngineRequest
     config: Geometry
@@ -40,21 +57,22 @@ class RequestOffloadState:
     hints: RequestHints = field(init=False)
     group_states: tuple[RequestGroupState, ...] = field(init=False)
     stores_hits: bool = False
-    """Whether what it has loaded is offered for storing as well."""
+    """True if blocks that it has loaded are offered for storing as well."""
     has_failed_load: bool = False
-    """Whether it computes for itself, because a load has failed."""
+    """True once a load has failed: the request computes its blocks itself."""
     is_on_device: bool = False
-    """Whether the engine has taken it in, and not preempted it since."""
+    """True while the engine runs it, or loads for it; False again after a preemption."""
     is_loading: bool = False
-    """Whether the engine waits for the end of a load."""
+    """True while the engine waits for the end of a load."""
     num_jobs: int = 0
+    """Transfers that have not ended."""
     is_finished: bool = False
 
     def __post_init__(self) -> None:
         params = self.req.kv_transfer_params
         self.hints = parse_hints(params)
         if not isinstance(params, Mapping):
-            params = None  # tiers need not be told what cannot be read
+            params = None  # not readable, so tiers do not get it
         self.req_context = ReqContext(
             self.req.request_id,
             params,
@@ -64,7 +82,7 @@ class RequestOffloadState:
         self.group_states = tuple(RequestGroupState(group) for group in self.config.groups)
 
     def update_keys(self) -> None:
-        """Make keys for the chunks that have become full since the last time."""
+        """Make keys for the chunks that have become full since the last call."""
         hashes = self.req.block_hashes
         for state in self.group_states:
             per_chunk = state.geometry.hashes_per_chunk
@@ -73,17 +91,122 @@ class RequestOffloadState:
                 state.keys.append(key)
 
     def loads(self, start: int, end: int) -> None:
-        """Its tokens from `start` to `end` come from where they would be stored: they need not be
-        offered. What the device's own cache had is offered: it may be nowhere else."""
+        """Note that the tokens from `start` to `end` are loaded, and so need not be stored. Tokens
+        before `start` are offered: the device's own cache may be the only place that has them."""
         if not self.stores_hits:
             for state in self.group_states:
                 size = state.geometry.tokens_per_chunk
                 state.loaded = range(-(-start // size), end // size)
 
     def start_again(self) -> None:
-        """All that it had on the device is gone."""
+        """Note that the request has lost its device blocks: it was preempted."""
         self.has_failed_load = False
         self.is_on_device = False
         for state in self.group_states:
             state.num_offered = 0
             state.loaded = range(0)
+
+
+# --- hints --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What the user wants for one request."""
+
+    skip: bool = False
+    """Neither load nor store anything for this request."""
+    max_offload_tokens: int | None = None
+    """Store only blocks within this number of tokens from the start of the prompt."""
+    load_tiers: TierFilter = TierFilter.ALL
+    """Tiers to load from. Host memory is always allowed."""
+
+
+_NONE = RequestHints()
+
+_KEYS = ("skip", "max_offload_tokens", "kv_load_tiers", "max_load_tokens")
+"""Hints that kvtier reads, and `max_load_tokens`, which vLLM reads itself."""
+_MAX_KEY_LENGTH = 32
+"""Longer keys are not compared with `_KEYS`: a client chooses them, and comparing takes time."""
+
+
+def parse_hints(params: Mapping[str, Any] | None) -> RequestHints:
+    """Read the hints in a request's `kv_transfer_params`. Never raises.
+
+    Both the connector of this package and the plug-in for vLLM call it, once per request. A value
+    that cannot be read is ignored with a warning. Keys that are not hints are for tiers; a key that
+    looks like a misspelt hint is warned about.
+    """
+    if not params:
+        return _NONE
+    if not isinstance(params, Mapping):
+        _warn("", params, "is ignored: give an object.")
+        return _NONE
+    for key in params:
+        if key not in _KEYS and (meant := _meant_by(key)):
+            what = f"is not read by kvtier: did you mean {meant}?"
+            _warn(f"not {meant}", params[key], what, name=key)
+    skip = params.get("skip", False)
+    if not isinstance(skip, bool):
+        _warn("skip", skip, "is ignored: give true or false.")
+        skip = False
+    most = params.get("max_offload_tokens")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+        _warn("max_offload_tokens", most, "is ignored: give a whole number, 0 or more.")
+        most = None
+    entries = params.get("kv_load_tiers")
+    return RequestHints(skip, most, TierFilter.ALL if entries is None else _filter_of(entries))
+
+
+@lru_cache(maxsize=256)
+def _meant_by(key: object) -> str | None:
+    """The hint that this key is probably a misspelling of."""
+    if not isinstance(key, str) or len(key) > _MAX_KEY_LENGTH:
+        return None
+    plain = key.lower().replace("-", "_")
+    return next(iter(get_close_matches(plain, _KEYS, n=1, cutoff=0.85)), None)
+
+
+def _filter_of(entries: object) -> TierFilter:
+    """A filter from the entries that can be read. If there are none, it allows host memory alone: a
+    mistake in a list of tiers must not allow tiers that the user wanted to exclude."""
+    allowed = 'give a list such as [{"medium": "STORAGE", "locality": "LOCAL"}].'
+    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
+        _warn("kv_load_tiers", entries, f"allows host memory alone: {allowed}")
+        return TierFilter()
+    matchers: dict[TierMatcher, None] = {}
+    for place, entry in enumerate(entries):
+        try:
+            matchers[_matcher_of(entry)] = None
+        except (ValueError, TypeError, AttributeError):
+            _warn(
+                "kv_load_tiers[]",
+                entry,
+                f"is ignored: {allowed}",
+                name=f"kv_load_tiers[{place}]",
+            )
+    return TierFilter(tuple(matchers))
+
+
+def _matcher_of(entry: object) -> TierMatcher:
+    if isinstance(entry, str):
+        return TierMatcher(Medium(entry.upper()))
+    if not isinstance(entry, Mapping) or not set(entry) <= {"medium", "locality"}:
+        raise TypeError
+    medium, locality = entry.get("medium"), entry.get("locality")
+    return TierMatcher(
+        None if medium is None else Medium(medium.upper()),
+        None if locality is None else Locality(locality.upper()),
+    )
+
+
+_warned_topics: set[str] = set()
+
+
+def _warn(topic: str, given: object, what: str, *, name: str | None = None) -> None:
+    """Log a warning once per topic, later ones at DEBUG: a client could fill the log. `name`: the
+    key to show, if it is not the topic."""
+    level = logging.DEBUG if topic in _warned_topics else logging.WARNING
+    _warned_topics.add(topic)
+    key = topic if name is None else name
+    logger.log(level, "kv_transfer_params.%s = %.200r %s", key, given, what)

@@ -1,9 +1,16 @@
-"""The connector's half beside the engine's scheduler: what to load, what to store, and when."""
+"""The scheduler half of the connector: what to load, what to store, and when.
+
+The calls for one request: `on_new_request`, `get_num_new_matched_tokens` (a match, see `planning`),
+`update_state_after_alloc` (starts a load), `build_connector_meta` (starts stores, and makes workers
+wait for stores whose device blocks were given away), `update_connector_output` (transfers end),
+`request_finished`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.base import (
@@ -25,11 +32,14 @@ from kvtier.connector.common import (
     prefill_in,
 )
 from kvtier.connector.events import AllBlocksCleared, EventTranslator
-from kvtier.connector.geometry import Geometry
-from kvtier.connector.jobs import ConnectorJob
-from kvtier.connector.matching import Matcher, device_range
+from kvtier.connector.planning import (
+    Geometry,
+    Matcher,
+    device_range,
+    prepare_store,
+    take_offers,
+)
 from kvtier.connector.request_state import RequestGroupState, RequestOffloadState
-from kvtier.connector.storing import prepare_store, take_offers
 from kvtier.misuse import MisuseLog
 
 if TYPE_CHECKING:
@@ -40,24 +50,47 @@ if TYPE_CHECKING:
 __all__ = ["OffloadingConnectorScheduler", "RequestGroupState", "RequestOffloadState"]
 
 
+@dataclass(slots=True, eq=False)
+class ConnectorJob:
+    """One transfer between device and host memory. It ends when every rank has reported it, and
+    has failed if one rank failed."""
+
+    job_id: int
+    state: RequestOffloadState
+    keys: list[OffloadKey]
+    is_store: bool
+    device_blocks: list[int]
+    """Device blocks that it reads or writes, of all groups: groups may share one pool of blocks."""
+    tokens_before: int = 0
+    """Loads only: tokens on the device before the load."""
+    tokens_after: int = 0
+    """Loads only: tokens on the device after a load that succeeds."""
+    ranks: set[int] = field(default_factory=set)
+    """Ranks that have reported it."""
+    has_failed: bool = False
+    is_stale: bool = False
+    """True for a job from before a reset: its result is not used."""
+
+
 class OffloadingConnectorScheduler:
-    """Turns what an engine schedules into loads and stores. The engine's scheduler thread only.
+    """Turns what an engine schedules into loads and stores. Engine's scheduler thread only.
 
     The order of calls in one step:
 
-    1. `on_new_request` for each request that has arrived;
-    2. `get_num_new_matched_tokens` for a waiting request, and, if the engine takes it in,
-       `update_state_after_alloc` at once, before another request is asked for;
+    1. `on_new_request` for each new request;
+    2. `get_num_new_matched_tokens` for a waiting request and, if the engine admits it,
+       `update_state_after_alloc` at once, before the next request is looked up;
     3. `build_connector_meta`, once, also in a step without requests. The workers carry it out
        before the model runs;
     4. the model runs, and the workers report: `note_model_run` and `update_connector_output`;
     5. `request_finished` for each request that has ended, before its blocks are given away.
 
-    Guarantees. A block is stored only when all of it has been computed, from the blocks the request
-    has at that moment; if those are given to someone else, the transfer is waited for first. A
-    block is loaded into the blocks given with `update_state_after_alloc`; the engine keeps them
-    until the load is reported. A job is done when every rank has reported it. A failed load leaves
-    the request with what it had before; a failed store leaves no block. Nothing raises for it.
+    Guarantees. A block is stored only when all of it has been computed, from the device blocks the
+    request has at that moment; if those are given to another request, the workers first wait for
+    the store. A block is loaded into the device blocks given with `update_state_after_alloc`; the
+    engine keeps them until the load is reported. A job ends when every rank has reported it. A
+    failed load leaves the request with the tokens it had before, and a failed store leaves no
+    block; neither raises.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
@@ -70,33 +103,34 @@ class OffloadingConnectorScheduler:
         self._events = EventTranslator(
             config.enable_kv_cache_events and config.options.self_describing_kv_events
         )
-        self._events_taken: list[KVCacheEvent] = []
-        """Of the time before a reset."""
-        self._tells_resets = (
+        self._pending_events: list[KVCacheEvent] = []
+        """Events from before a reset, for the next `take_events`."""
+        self._reports_resets = (
             config.enable_kv_cache_events and config.options.reset_scope is ResetScope.ALL
         )
         self._states: dict[str, RequestOffloadState] = {}
         self._jobs: dict[int, ConnectorJob] = {}
         self._last_job_id = 0
         self._metadata = ConnectorMetadata()
-        """What is gathered for the next step."""
+        """Transfers collected for the next step."""
         self._readers: dict[int, set[int]] = {}
-        """Stores under way, by the device blocks they read."""
+        """Job ids of the stores under way, by the device block they read."""
         self._reset_req_ids: list[str] = []
-        """Requests that were waiting at the last reset, until the manager was told."""
+        """Requests that waited at the last reset; the next `on_schedule_end` names them."""
         self._dropped: list[LoadedRequest] = []
-        """Loads that a reset has ended before they began."""
+        """Loads that ended without being sent to the workers, because of a reset or because the
+        request was not announced."""
         self._misuse = MisuseLog("connector")
         self._loading: Counter[OffloadKey] = Counter()
-        """Blocks on their way to the device."""
+        """Number of loads under way for each block."""
 
     # --- requests -------------------------------------------------------------------------------
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """A request has arrived. Before any other call for it.
+        """Announce a request. Call it before any other method for this request.
 
-        Raises `ValueError` for an id whose last load was not reported yet: its end would be taken
-        for the new request's.
+        Raises `ValueError` if the last load of a request with the same id was not reported yet: the
+        end of that load would be mistaken for one of the new request.
         """
         former = self._states.get(request.request_id)
         if former is not None and former.is_loading:
@@ -112,9 +146,9 @@ class OffloadingConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> PrefixMatch:
-        """How many tokens behind the computed ones can be loaded.
+        """How many tokens after the computed ones can be loaded.
 
-        `num_computed_tokens`: what the device's own cache has of the request, in whole device
+        `num_computed_tokens`: tokens of the request in the device's own cache, in whole device
         blocks of every group.
         """
         state = self._announced(request.request_id)
@@ -128,12 +162,12 @@ class OffloadingConnectorScheduler:
         if end <= start:
             return PrefixMatch(0, is_pending=False)
         if self._is_being_loaded(state, start, end):
-            # Soon the device's own cache has it.
+            # Another request is loading some of it: soon the device's own cache has that.
             return PrefixMatch(0, is_pending=True)
         return PrefixMatch(end - start, is_pending=False)
 
     def _announced(self, request_id: str) -> RequestOffloadState | None:
-        """What is known of a request; None, and reported, if it was never announced."""
+        """The state of a request. If it was never announced: None, and the misuse is recorded."""
         state = self._states.get(request_id)
         if state is None:
             self._misuse.record(
@@ -163,8 +197,8 @@ class OffloadingConnectorScheduler:
         num_computed_tokens: int,
         num_external_tokens: int,
     ) -> None:
-        """The engine has taken a request in, with device blocks for all of its computed and matched
-        tokens. `block_ids`: as in `ScheduledRequest`."""
+        """The engine has admitted a request, with device blocks for all of its computed and matched
+        tokens: start its load. `block_ids`: as in `ScheduledRequest`."""
         state = self._announced(request.request_id)
         if state is None:
             if num_external_tokens:  # the engine waits for the end of this load
@@ -195,10 +229,9 @@ class OffloadingConnectorScheduler:
         self._metadata.loads.append(TransferOrder(job.job_id, device, offloaded))
 
     def request_finished(self, request_id: str, last: ScheduledRequest | None = None) -> None:
-        """A request has ended, or was aborted. Before its device blocks are given away.
+        """A request has ended or was aborted. Call it before its device blocks are given away.
 
-        `last`: what it has on the device now. Without it, what it has computed in its last step is
-        not stored.
+        `last`: its device blocks now. Without it, blocks computed in the last step are not stored.
         """
         state = self._states.get(request_id)
         if state is None:
@@ -212,7 +245,8 @@ class OffloadingConnectorScheduler:
     # --- steps ----------------------------------------------------------------------------------
 
     def build_connector_meta(self, plan: StepPlan) -> ConnectorMetadata:
-        """What the workers have to do before the model runs. Once in a step."""
+        """The transfers of this step, which the workers start before the model runs. Call it once
+        per step."""
         for request_id in plan.preempted_req_ids:
             state = self._states.get(request_id)
             if state is not None:
@@ -223,7 +257,7 @@ class OffloadingConnectorScheduler:
                 state.is_on_device = True
                 self._offer(state, scheduled)
         self._fence(plan)
-        # What was waiting at a reset has nothing from before it on the device, either.
+        # Like preempted requests, those that waited at a reset have no old block on the device.
         preempted = {*plan.preempted_req_ids, *self._reset_req_ids}
         self._reset_req_ids = []
         self.manager.on_schedule_end(ScheduleEndContext(plan.new_req_ids, preempted))
@@ -231,7 +265,7 @@ class OffloadingConnectorScheduler:
         return metadata
 
     def _offer(self, state: RequestOffloadState, scheduled: ScheduledRequest) -> None:
-        """Store what the request has computed, and not offered yet."""
+        """Store the blocks that the request has computed since its last offer."""
         if state.hints.skip:
             return
         self._update_keys(state)
@@ -239,7 +273,7 @@ class OffloadingConnectorScheduler:
         if offers:
             store = prepare_store(self.manager, offers, state)
             if store is None:
-                return  # the same again in the next step
+                return  # offered again in the next step
             if store.keys:
                 job = self._begin(state, store.keys, True, store.device_blocks)
                 for block in store.device_blocks:
@@ -256,7 +290,7 @@ class OffloadingConnectorScheduler:
         return limit if most is None else min(limit, most)
 
     def _fence(self, plan: StepPlan) -> None:
-        """Wait for stores that still read device blocks which someone else has been given."""
+        """Have the workers wait for stores that read device blocks given to another request."""
         waiting: dict[int, None] = {}
         for blocks in plan.allocated_block_ids:
             for block in blocks:
@@ -265,7 +299,7 @@ class OffloadingConnectorScheduler:
         self._metadata.wait_for += waiting
 
     def update_connector_output(self, outputs: Iterable[WorkerOutput]) -> list[LoadedRequest]:
-        """What the workers have reported since the last time. Returns the loads that have ended."""
+        """Take the reports of the workers, and return the loads that have ended."""
         loaded, self._dropped = self._dropped, []
         for output in outputs:
             for result in output.finished:
@@ -279,10 +313,10 @@ class OffloadingConnectorScheduler:
         return loaded
 
     def note_model_run(self, computed: Iterable[ComputedTokens], seconds: float) -> None:
-        """The model has run, for `seconds`, and has computed these tokens. After each run.
+        """The model has computed these tokens in `seconds`. Call it after each run of the model.
 
-        Without it, the manager guesses from its stores what computing a prompt costs, and then
-        whether loading a prefix is worth the wait.
+        From this the manager decides whether loading a prefix is faster than computing it. Without
+        these calls, the manager estimates the cost of computing from the rate of stores.
         """
         prefill = prefill_in(computed)
         if prefill is not None:
@@ -334,16 +368,16 @@ class OffloadingConnectorScheduler:
     # --- the whole cache ------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Nothing computed before is valid any more. Never waits: what is under way is waited for
-        at the beginning of the next step, and what it brings is not used.
+        """Forget all blocks: nothing computed before is valid any more. Never waits: at the start
+        of the next step the workers wait for transfers under way, whose results are not used.
 
-        What running requests have on the device was computed before, and is not stored. The engine
-        preempts them (`StepPlan.preempted_req_ids`), or lets them end with what they have.
+        Blocks that running requests have on the device are not stored. The engine preempts these
+        requests (`StepPlan.preempted_req_ids`), or lets them end with the blocks they have.
         """
         unsent = [order.job_id for order in (*self._metadata.stores, *self._metadata.loads)]
         for job in self._jobs.values():
             job.is_stale = True
-        for job_id in unsent:  # not to be copied at all; but an engine waits for its loads
+        for job_id in unsent:  # never sent to the workers; the engine still waits for the loads
             self._end(self._jobs[job_id], self._dropped)
         self._metadata = ConnectorMetadata(flush=list(self._jobs))
         self._loading.clear()
@@ -351,27 +385,26 @@ class OffloadingConnectorScheduler:
             request_id for request_id, state in self._states.items() if not state.is_on_device
         ]
         self.manager.reset_cache()
-        self._events_taken += self._events.translate(self.manager.take_events())
-        if self._tells_resets and not (
-            self._events_taken and isinstance(self._events_taken[-1], AllBlocksCleared)
+        self._pending_events += self._events.translate(self.manager.take_events())
+        if self._reports_resets and not (
+            self._pending_events and isinstance(self._pending_events[-1], AllBlocksCleared)
         ):
-            self._events_taken.append(AllBlocksCleared())
+            self._pending_events.append(AllBlocksCleared())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What appeared in, and disappeared from, each medium since the last call."""
-        events = self._events_taken + self._events.translate(self.manager.take_events())
-        self._events_taken = []
+        """Blocks that were stored in, and removed from, each medium since the last call."""
+        events = self._pending_events + self._events.translate(self.manager.take_events())
+        self._pending_events = []
         return events
 
     def get_stats(self) -> OffloadingStats | None:
-        """The manager's figures since the last call."""
+        """The manager's statistics since the last call."""
         return self.manager.get_stats()
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping for transfers, also without requests."""
-        # A job that was not sent yet is among the jobs.
+        """True while the engine must keep stepping for transfers, even without requests."""
         return bool(self._jobs or self._dropped) or self.manager.has_pending_work()
 
     def shutdown(self) -> None:
-        """Release everything. After the workers have been shut down."""
+        """Release all memory and tiers. Call it after the workers have been shut down."""
         self.manager.shutdown()

@@ -1,4 +1,4 @@
-"""The connector's half in each worker process."""
+"""The worker half of the connector: one in each worker process, for one rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ __all__ = ["OffloadingConnectorWorker"]
 
 
 class OffloadingConnectorWorker:
-    """Carries out what the scheduler's half has decided, for one rank. The worker's main thread.
-
-    In every step: `start_kv_transfers`, the model, `get_finished`.
+    """Carries out the transfers that the scheduler half has decided, for one rank. Called on the
+    worker's main thread. In every step: `start_kv_transfers`, the model, `get_finished`.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
@@ -25,15 +24,15 @@ class OffloadingConnectorWorker:
         self._worker: OffloadingWorker | None = None
         self._refused: list[TransferResult] = []
         self._saved: ConnectorMetadata | None = None
-        """What `handle_preemptions` has begun."""
+        """The metadata of a step whose stores `handle_preemptions` has started already."""
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches) -> None:
-        """This rank's device caches. Once, before anything else."""
+        """Hand over this rank's device caches. Call it once, before any other method."""
         self._worker = self._spec.get_worker(kv_caches)
 
     def start_kv_transfers(self, metadata: ConnectorMetadata) -> None:
-        """Before the model runs. Waits only for transfers that the model, or a load, would run
-        over."""
+        """Start the step's transfers; call it before the model runs. Waits only for transfers from
+        before a reset, and for stores whose device blocks the model or a load would overwrite."""
         if metadata is not self._saved:
             self._save(metadata)
         self._saved = None
@@ -43,8 +42,11 @@ class OffloadingConnectorWorker:
                 self._refuse(job_id)
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """For engines that write into blocks of preempted requests before `start_kv_transfers`: do
-        the part of it that saves what those blocks hold. The rest is left for that call."""
+        """Start the step's stores early, and wait for those that must have ended.
+
+        For engines that overwrite blocks of preempted requests before `start_kv_transfers`, which
+        does the rest.
+        """
         self._save(metadata)
         self._saved = metadata
 
@@ -59,7 +61,7 @@ class OffloadingConnectorWorker:
             worker.wait(metadata.wait_for)
 
     def get_finished(self) -> WorkerOutput:
-        """Transfers that ended since the last call, failed ones included. Does not wait."""
+        """Transfers that have ended since the last call, failed ones included. Does not wait."""
         refused, self._refused = self._refused, []
         return WorkerOutput(self._rank, [*refused, *self._the_worker().get_finished()])
 

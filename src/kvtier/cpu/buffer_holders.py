@@ -1,8 +1,8 @@
-"""Naming who still holds a piece of a mapping that should be gone. Best effort, for a warning.
+"""Finds the objects that still refer to mapped memory. Best effort, for a warning.
 
-Arrays are not known to the garbage collector, so the question is asked the other way round:
-which of the objects it does know, and which running functions, refer to an array or a memoryview
-that points into the mapping.
+The garbage collector does not track arrays. So the search goes the other way round: it finds the
+objects that the collector tracks, and the running functions, that refer to an array or a memoryview
+of that memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["describe_holders"]
 _MAX_NAMED = 8
 _MAX_HOPS = 3
 _PLAIN_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# How memory is held, not who holds it.
+# Objects between the memory and its holder. They are not named themselves.
 _BUFFER_TYPES = ("memoryview", "managedbuffer")
 
 
@@ -35,10 +35,10 @@ class _Local(NamedTuple):
 
 
 def describe_holders(address: int, length: int) -> list[str]:
-    """One phrase for each place that refers to memory between `address` and `address + length`.
+    """One phrase for each object that refers to memory from `address` to `address + length`.
 
-    Walks over every live object: for shutdown, and only when something was left behind. Asks
-    none of them for attributes, not even for `__class__`: some objects run code for that, or raise.
+    Slow, because it visits every live object: call it only when a part is still held at shutdown.
+    Reads no attributes of the objects, not even `__class__`: some run code for that, or raise.
     """
     running = list(_locals_of_running_functions())
     phrases: dict[str, None] = {}
@@ -70,7 +70,7 @@ def _locals_of_running_functions() -> Iterator[_Local]:
         frame: FrameType | None = innermost
         while frame is not None:
             code = frame.f_code
-            # A module's variables are found as the module's.
+            # Variables of a module are found through the module object.
             if code.co_flags & inspect.CO_OPTIMIZED and code.co_filename != __file__:
                 place = (
                     f"in {code.co_qualname}() ({code.co_filename}:{frame.f_lineno}, thread "
@@ -85,13 +85,13 @@ def _take_locals(frame: FrameType) -> dict[str, Any]:
     snapshot = frame.f_locals
     values = dict(snapshot)
     if sys.version_info < (3, 13):
-        # There the frame keeps the snapshot, which would itself become a holder.
+        # Before Python 3.13 the frame keeps the snapshot, which would become a holder itself.
         snapshot.clear()
     return values
 
 
 def _address_of(candidate: Any) -> int:
-    """Where the data of an array, a memoryview or a tensor starts; -1 for anything else."""
+    """The data address of an array, a memoryview or a tensor; -1 for any other object."""
     kind = type(candidate)
     try:
         if kind is memoryview:
@@ -101,12 +101,12 @@ def _address_of(candidate: Any) -> int:
         if kind.__name__ == "Tensor" and kind.__module__ == "torch":
             return int(candidate.data_ptr())
     except (ValueError, TypeError, RuntimeError):
-        pass  # released, of a format that numpy does not know, or without storage
+        pass  # a released view, a format that numpy does not support, or no storage
     return -1
 
 
 def _place(container: Any, held: Any, running: list[_Local]) -> str:
-    """Where `container` is, following plain containers up to something that has a name."""
+    """Where `container` is: the plain containers around it, up to an object with a name."""
     hops = []
     for _ in range(_MAX_HOPS):
         owner = _owner_of_attributes(container) if type(container) is dict else container
@@ -126,7 +126,7 @@ def _place(container: Any, held: Any, running: list[_Local]) -> str:
 
 def _named_referrer_of(container: Any) -> Any:
     for referrer in gc.get_referrers(container):
-        # The lists and tuples that refer to it may be the ones being walked here.
+        # Lists and tuples that refer to it may belong to this search.
         kind = type(referrer)
         if kind is dict or kind not in (FrameType, _Local, *_PLAIN_CONTAINERS):
             return referrer
@@ -141,7 +141,7 @@ def _owner_of_attributes(attributes: dict[str, Any]) -> Any:
 
 
 def _attributes_of(owner: Any) -> Any:
-    """The object's own dictionary, without running any code of its class."""
+    """The object's `__dict__`, read without running code of its class."""
     try:
         return object.__getattribute__(owner, "__dict__")
     except (AttributeError, TypeError):

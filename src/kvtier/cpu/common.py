@@ -1,4 +1,4 @@
-"""What the two halves of the CPU tier share."""
+"""Slot numbers, as the manager of the CPU tier passes them to its workers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tries the copies between the GPU and host memory on this machine.
+"""Tests the copies between the GPU and host memory on this machine.
 
-Every way to copy is checked bit for bit, with pages of many sizes; then the bandwidth of each size
-is measured, beside that of one plain copy of pinned memory. Exits with 1 if a byte was wrong, a
-copy failed or a way is not to be had on this machine, and with 2 if there is nothing to try, or too
-little memory.
+Every way to copy is checked bit for bit, with pages of many sizes. Then the bandwidth is measured
+for each page size and compared with a plain copy of pinned memory. Exits with 1 if a byte was
+wrong, a copy failed or a way is not available on this machine, and with 2 if there is no usable GPU
+or too little memory.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.cpu.cuda.copies import Copies
-from kvtier.cpu.cuda.copy_paths import Path, choose_path
 from kvtier.cpu.cuda.driver import CudaUnavailable, cuda_driver
-from kvtier.cpu.cuda.jobs_failed import JobsFailed
 from kvtier.cpu.host_memory import NotEnoughMemory
-from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+
+if TYPE_CHECKING:
+    from kvtier.cpu.cuda.copies import Copies, CopyPath
+    from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
 __all__ = ["main", "why_no_gpu"]
 
 MIB = 1 << 20
 PAGE_SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20)
 _LAYOUTS = (*((size, 1) for size in PAGE_SIZES), (16 << 10, 32), (64 << 10, 32))
-"""Pages, and of how many tensors a block has one."""
+"""Pairs of a page size and a number of tensors. A block has one page in each tensor."""
 _ODD_SIZES = (16, 48, 4096 - 16, 4096 + 16, 20_000, 100_000 + 16)
 _UNALIGNED_SIZES = (1, 17, 4099)
 _SMALL_PAGE_BYTES = 64
 _UNPINNED = "unpinned memory"
 _CHECKED_MIB, _CHECKED_MIB_OF_GPU = 144, 280
-"""What the largest pages take, and on the GPU the buffers and zeros beside them."""
+"""Host and GPU memory that the check of the largest pages takes."""
 _LEAST_MIB = 64
 _NUM_TENSORS = 3
 _FEW_BLOCKS, _MANY_BLOCKS = 24, 8_400
-"""Half of them are copied at once. With the latter, of small pages, that is more than one launch of
-the kernel takes."""
+"""Blocks of a check with large and with small pages. A job copies half of them. Half of
+`_MANY_BLOCKS` is more than one launch of the kernel takes."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs it for these command-line arguments; the exit status."""
+    """Run the self-test with these command-line arguments. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.cpu.gpu_selftest", description=__doc__)
     parser.add_argument("--device", type=_number, default=0, help="number of the GPU (default 0)")
     parser.add_argument(
         "--mib",
         type=_mebibytes,
         default=1024,
-        help="MiB to measure the bandwidth with (default 1024): three times as much host memory is "
-        "taken, a third of it in /dev/shm, and a little over twice as much of the GPU",
+        help="MiB to measure the bandwidth with (default 1024). Takes 3 times as much host memory, "
+        "a third of it in /dev/shm, and a little over 2 times as much GPU memory",
     )
     parser.add_argument("--no-bandwidth", action="store_true", help="only check the bytes")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if (reason := why_no_gpu(options.device)) is not None:
-        print(f"No self-test: {reason}", file=sys.stderr)
+        print(f"The self-test cannot run: {reason}", file=sys.stderr)
         return 2
     import torch
 
@@ -76,9 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not isinstance(error, NotEnoughMemory) and "out of memory" not in str(error).lower():
             raise
         print(
-            f"No self-test: {error}\nIt needs {_CHECKED_MIB} MiB of /dev/shm and "
-            f"{_CHECKED_MIB_OF_GPU} MiB of the GPU, and --mib to measure: give a smaller --mib, or "
-            "--no-bandwidth. Another process may hold the GPU's memory",
+            f"The self-test cannot run: {error}\nThe checks need {_CHECKED_MIB} MiB in /dev/shm "
+            f"and {_CHECKED_MIB_OF_GPU} MiB of GPU memory; measuring the bandwidth needs more. "
+            "Give a smaller --mib, or --no-bandwidth. Another process may hold the GPU's memory",
             file=sys.stderr,
         )
         return 2
@@ -101,7 +101,7 @@ def _mebibytes(text: str) -> int:
 
 @contextmanager
 def _messages_once() -> Iterator[None]:
-    """Show every message once: workers are opened again and again here."""
+    """Log every message once, although many workers are opened here."""
     seen: set[object] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -120,7 +120,7 @@ def _messages_once() -> Iterator[None]:
 
 
 def why_no_gpu(device: int) -> str | None:
-    """What is missing to use the GPU of that number, and the remedy; None: nothing."""
+    """The reason why the GPU of that number cannot be used, with the remedy; None if it can."""
     try:
         import torch
     except ImportError:
@@ -133,8 +133,8 @@ def why_no_gpu(device: int) -> str | None:
         )
     if not 0 <= device < torch.cuda.device_count():
         return (
-            f"--device {device}: there are {torch.cuda.device_count()}, counted from 0, of those "
-            "that CUDA_VISIBLE_DEVICES shows"
+            f"--device {device}: torch finds {torch.cuda.device_count()} GPUs, counted from 0. "
+            "CUDA_VISIBLE_DEVICES may hide others"
         )
     try:
         cuda_driver()
@@ -144,7 +144,9 @@ def why_no_gpu(device: int) -> str | None:
 
 
 def _check_all(device: Any) -> int:
-    """How many ways to copy are wrong, or are not to be had."""
+    """Check every way to copy. Returns the number of problems."""
+    from kvtier.cpu.cuda.trial import JobsFailed
+
     wrong = 0
     for name, sizes, open_copies in _ways():
         began = time.perf_counter()
@@ -165,24 +167,25 @@ def _check_all(device: Any) -> int:
             print(f"  {name}: WRONG BYTES with pages of {', '.join(map(str, bad))} bytes")
         elif open_copies is not None and not failed and set(taken) != {name}:
             wrong += 1
-            print(f"  {name}: NOT TO BE HAD here, it became {', '.join(taken)}: see the warnings")
+            print(f"  {name}: NOT AVAILABLE here, {', '.join(taken)} instead: see the warnings")
         elif not failed:
             print(f"  {name}: every byte right, {len(sizes)} page sizes ({took:.1f} s)", flush=True)
     return wrong
 
 
 def _ways() -> Iterator[tuple[str, tuple[int, ...], Callable[..., Copies] | None]]:
+    from kvtier.cpu.cuda.copies import CopyPath
     from kvtier.cpu.gpu_worker import open_unpinned
 
     yield "as chosen by size", (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), None
-    for path in Path:
+    for path in CopyPath:
         name = path.words
-        unaligned = _UNALIGNED_SIZES if path in {Path.ENGINES, Path.ENGINES_TWICE} else ()
+        unaligned = _UNALIGNED_SIZES if path in {CopyPath.ENGINES, CopyPath.ENGINES_TWICE} else ()
         yield name, (*PAGE_SIZES, *_ODD_SIZES, *unaligned), _always(path)
     yield _UNPINNED, (*PAGE_SIZES, *_ODD_SIZES, *_UNALIGNED_SIZES), open_unpinned
 
 
-def _always(path: Path) -> Callable[[Any, SharedOffloadRegion, ExitStack], Copies]:
+def _always(path: CopyPath) -> Callable[[Any, SharedOffloadRegion, ExitStack], Copies]:
     from kvtier.cpu.gpu_worker import open_pinned
 
     return lambda device, region, undo: open_pinned(device, region, undo, lambda _: path)
@@ -194,46 +197,47 @@ def _is_exact(
     open_copies: Callable[..., Copies] | None,
     taken: Counter[str],
 ) -> bool:
-    """Whether scattered blocks arrive in their slots, and come back, and nothing else changes.
+    """True if scattered blocks arrive in their slots, and come back, and no other byte changes.
 
-    `taken` counts the ways that jobs really went.
+    `taken` counts the paths that jobs really took.
     """
-    from kvtier.cpu.cuda.rig import open_rig
     from kvtier.cpu.cuda.streams import StreamCopies
+    from kvtier.cpu.cuda.trial import open_trial
 
     order = np.random.default_rng(page_bytes)
     num_blocks = _MANY_BLOCKS if page_bytes <= _SMALL_PAGE_BYTES else _FEW_BLOCKS
-    with open_rig(device, page_bytes, _NUM_TENSORS, num_blocks, open_copies) as rig:
+    with open_trial(device, page_bytes, _NUM_TENSORS, num_blocks, open_copies) as trial:
         half = num_blocks // 2
-        rig.rows[:] = 0xEE
-        expected = np.array(rig.rows)
-        before = [tensor.cpu().numpy().copy() for tensor in rig.tensors]
+        trial.rows[:] = 0xEE
+        expected = np.array(trial.rows)
+        before = [tensor.cpu().numpy().copy() for tensor in trial.tensors]
         blocks = order.permutation(num_blocks)[:half]
         slots = order.permutation(num_blocks)[:half]
-        rig.finish([rig.submit(True, blocks, slots)])
+        trial.finish([trial.submit(True, blocks, slots)])
         for index, array in enumerate(before):
             start = index * page_bytes
             expected[slots, start : start + page_bytes] = array[blocks]
-        if not np.array_equal(rig.rows, expected):
+        if not np.array_equal(trial.rows, expected):
             return False
         targets = order.permutation(num_blocks)[:half]
-        rig.finish([rig.submit(False, targets, slots)])
-        copies = rig.worker.copies
+        trial.finish([trial.submit(False, targets, slots)])
+        copies = trial.worker.copies
         if isinstance(copies, StreamCopies):
             taken.update({path.words: count for path, count in copies.taken.items()})
         else:
             taken[_UNPINNED] += 1
-        for tensor, array in zip(rig.tensors, before, strict=True):
+        for tensor, array in zip(trial.tensors, before, strict=True):
             array[targets] = array[blocks]
             if not np.array_equal(tensor.cpu().numpy(), array):
                 return False
-        if not np.array_equal(rig.rows, expected):  # which were only to be read
+        if not np.array_equal(trial.rows, expected):  # a load must not change the slots
             return False
     return True
 
 
 def _measure_all(device: Any, num_bytes: int) -> None:
-    from kvtier.cpu.cuda.bandwidth import measure, measure_plain_copy
+    from kvtier.cpu.cuda.copies import choose_path
+    from kvtier.cpu.cuda.trial import measure, measure_plain_copy
 
     plain = measure_plain_copy(device, num_bytes)
     print(f"\nGB/s with {num_bytes // MIB} MiB of scattered pages, and the share of a plain copy")

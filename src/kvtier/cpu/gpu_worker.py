@@ -1,8 +1,10 @@
-"""The copying half of the CPU tier for caches on a CUDA device."""
+"""The worker of the CPU tier for caches on a CUDA device."""
 
 from __future__ import annotations
 
 import logging
+import resource
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -17,21 +19,16 @@ from kvtier.base import (
     LoadStoreSpec,
     TransferResult,
 )
-from kvtier.cpu.cell_size import require_cell_fits
-from kvtier.cpu.cuda.copies import Copies, Ticket
-from kvtier.cpu.cuda.copy_paths import Path
-from kvtier.cpu.cuda.device_tensors import device_of, device_tensors
+from kvtier.config.sizes import as_size
+from kvtier.cpu.cuda.copies import Copies, CopyPath, Ticket, UnpinnedCopies
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError, cuda_driver
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
-from kvtier.cpu.cuda.page_table import Grid, HostCell, PageTable
-from kvtier.cpu.cuda.pinning import pin_region
+from kvtier.cpu.cuda.page_table import Grid, HostCell, PageTable, device_of, device_tensors
 from kvtier.cpu.cuda.streams import StreamCopies
-from kvtier.cpu.cuda.unpinned import UnpinnedCopies
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
-from kvtier.cpu.slot_worker import SlotWorker
-from kvtier.cpu.transfer_plan import Asked, TransferRefused, plan_transfer
+from kvtier.cpu.worker import JobSpec, SlotWorker, TransferRefused, plan_transfer
 
-__all__ = ["GPUOffloadingWorker", "open_pinned", "open_unpinned"]
+__all__ = ["GPUOffloadingWorker", "open_pinned", "open_unpinned", "pin_region"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +41,17 @@ class _Job:
 
 
 class GPUOffloadingWorker(SlotWorker):
-    """Has blocks copied between a CUDA device and the shared region, beside the model's kernels.
+    """Copies blocks between a CUDA device and the shared region, beside the model's kernels.
 
-    Submitting a job checks it as a whole, leaves it to `copies` and returns; whether it is done is
-    seen from the device's own marks, without waiting. Jobs of one direction are done in the order
-    in which they were submitted; the directions do not wait for each other. Every job begins after
-    all that the calling thread's current stream was given before it, so a store finds what was
-    computed. A store's blocks must not be overwritten, nor a load's read, before the job is
-    reported or `wait` returns.
+    Submitting a job hands it to `copies` and returns; events of the device show when it is done,
+    without waiting. Jobs of one direction run in the order in which they were submitted; the two
+    directions do not wait for each other. Every job begins after all work that was on the calling
+    thread's current stream before it, so a store finds what was computed. The engine must not
+    overwrite a store's blocks, nor read a load's, before the job is reported or `wait` returns.
 
-    A job that cannot be right copies nothing and is reported as failed, with the reason in the log.
-    So is one that the driver refuses, when nothing of it is copied any more. After a store its
-    slots hold the pages of that store and zeros, and nothing from before.
+    An invalid job copies nothing and is reported as failed, with the reason in the log.
+    A job that the driver refuses is reported as failed once no copy of it is under way. After a
+    store, its slots hold the pages of that store and zeros; nothing from before is left.
 
     The worker owns `region` from the moment its constructor returns; `shutdown` cleans it up.
     """
@@ -68,11 +64,11 @@ class GPUOffloadingWorker(SlotWorker):
         *,
         open_copies: Callable[[Any, SharedOffloadRegion, ExitStack], Copies] | None = None,
     ) -> None:
-        """`open_copies`: what does the copying instead of the device, given the device, the region
-        and where to leave what is to be undone at the end."""
+        """`open_copies`: makes the object that copies pages; by default `open_pinned`. Its
+        arguments are the device, the region, and a stack of callbacks for the shutdown."""
         super().__init__(region)
         tensors = device_tensors(kv_caches)
-        require_cell_fits([tensor.page_bytes for tensor in tensors], region, blocks_per_chunk)
+        region.require_cell_fits([tensor.page_bytes for tensor in tensors], blocks_per_chunk)
         if region.rank is None:
             raise ValueError("the region was opened for the scheduler, which has no cell")
         device = device_of(kv_caches)
@@ -85,7 +81,7 @@ class GPUOffloadingWorker(SlotWorker):
         )
         with ExitStack() as undo:
             self.copies = (open_copies or open_pinned)(device, region, undo)
-            """What does the copying."""
+            """Copies the pages of jobs."""
             zeros = self.copies.make_zeros(max(tensor.page_bytes for tensor in tensors))
             self._table = PageTable(tensors, kv_caches.group_data_refs, cell, zeros)
             self.copies.expect(self._table.columns)
@@ -107,21 +103,21 @@ class GPUOffloadingWorker(SlotWorker):
         for jobs in (self._stores, self._loads):
             for job in reversed(jobs):
                 if job.job_id in job_ids:
-                    # All before it are done when it is.
+                    # When it is done, so are all jobs before it.
                     _wait(job)
                     break
 
     def flush(self) -> None:
-        """Return when the device has been given all jobs that were submitted.
+        """Return when all submitted jobs are on the device's streams.
 
-        For engines that may unmap their caches: synchronising the device then covers all jobs.
+        For engines that may unmap their caches: synchronizing the device then covers all jobs.
         """
         self.copies.flush()
 
     def shutdown(self) -> None:
-        """Finish all jobs, let go of the device's memory, and clean up the region. Idempotent.
+        """Finish all jobs, free the device's memory, and clean up the region. Idempotent.
 
-        What was not reported yet can still be asked for with `get_finished`.
+        `get_finished` still returns the results that were not taken yet.
         """
         if self._closed:
             return
@@ -132,13 +128,16 @@ class GPUOffloadingWorker(SlotWorker):
                     _wait(job)
                 self._collect(jobs)
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         try:
             self._undo.close()
         except Exception:
-            logger.exception("The device could not be let go of in order")
+            logger.exception(
+                "Some resources of the CUDA device could not be released. They are freed when this "
+                "process ends"
+            )
         finally:
             self._tensors.clear()
             self._region.cleanup()
@@ -157,7 +156,7 @@ class GPUOffloadingWorker(SlotWorker):
             job = self._start(job_id, device_spec, slot_spec, is_store)
         except Exception as error:
             self._ended.append(_failure(job_id, is_store, error))
-        except BaseException:  # an interrupt: nobody will ask for this job
+        except BaseException:  # an interrupt: no caller will ask for this job
             self._unreported.discard(job_id)
             raise
         else:
@@ -167,18 +166,18 @@ class GPUOffloadingWorker(SlotWorker):
     def _start(
         self, job_id: int, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
     ) -> _Job:
-        asked = Asked.take(device_spec, slot_spec)
-        num_pages = asked.blocks.size * self._table.most_pages
+        spec = JobSpec.take(device_spec, slot_spec)
+        num_pages = spec.blocks.size * self._table.most_pages
         ticket = self.copies.start(
-            lambda: self._grids(asked, is_store), num_pages, is_store=is_store
+            lambda: self._grids(spec, is_store), num_pages, is_store=is_store
         )
-        return _Job(job_id, ticket, asked.group_sizes)
+        return _Job(job_id, ticket, spec.group_sizes)
 
-    def _grids(self, asked: Asked, is_store: bool) -> list[Grid]:
-        """What a job copies. Any thread."""
+    def _grids(self, spec: JobSpec, is_store: bool) -> list[Grid]:
+        """The pages that a job copies. Raises `TransferRefused`. Any thread."""
         table = self._table
         transfers = plan_transfer(
-            asked,
+            spec,
             is_store=is_store,
             blocks_per_chunk=table.blocks_per_chunk,
             num_slots=table.num_slots,
@@ -187,7 +186,7 @@ class GPUOffloadingWorker(SlotWorker):
         return table.grids(transfers, is_store=is_store)
 
     def _collect(self, jobs: deque[_Job]) -> None:
-        """Note the results of what has ended, in order."""
+        """Note the results of ended jobs, in order."""
         while jobs:
             job = jobs[0]
             try:
@@ -202,10 +201,10 @@ class GPUOffloadingWorker(SlotWorker):
 
 
 def _failure(job_id: int, is_store: bool, error: Exception) -> TransferResult:
-    """What is reported of such a job; the log has the reason."""
+    """The result of a failed job. The reason goes to the log."""
     name = "Store" if is_store else "Load"
     if isinstance(error, TransferRefused):
-        # As text: a log that keeps its records would keep the frames of this job with them.
+        # As text: a log handler that keeps records would keep this job's memory with the error.
         logger.error("%s job %d failed: %s", name, job_id, str(error))
         return TransferResult(job_id, success=False, transfer_size=0)
     logger.error("%s job %d failed", name, job_id, exc_info=error)
@@ -216,7 +215,7 @@ def _wait(job: _Job) -> None:
     try:
         job.ticket.wait()
     except Exception as error:
-        # It is told when the job is asked for.
+        # `get_finished` reports it.
         logger.debug("Job %d: %s", job.job_id, error)
 
 
@@ -224,15 +223,16 @@ def open_pinned(
     device: Any,
     region: SharedOffloadRegion,
     undo: ExitStack,
-    choose: Callable[[Grid], Path] | None = None,
+    choose: Callable[[Grid], CopyPath] | None = None,
 ) -> Copies:
-    """The quickest that this machine has; slower ones, and a warning, if memory cannot be pinned.
+    """Pin the region and return `StreamCopies`; if it cannot be pinned, warn and return the slower
+    `UnpinnedCopies`.
 
     `choose`: as for `StreamCopies`. Raises `CudaUnavailable` if there is no driver.
     """
     driver = cuda_driver()
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # the device's context is this thread's now
+        torch.cuda.current_stream().synchronize()  # makes the device's context current
         if not pin_region(region, driver):
             return open_unpinned(device, region, undo)
         undo.callback(_unpin, region, driver)
@@ -242,8 +242,47 @@ def open_pinned(
     return copies
 
 
+def pin_region(region: SharedOffloadRegion, driver: CudaDriver) -> bool:
+    """Pin the whole region for this process's device. Logs a warning and returns False on failure.
+
+    Every rank pins for itself: ranks share the memory, but not their devices' mappings. A rank's
+    cells are in all rows, so each pins the whole region.
+    """
+    began = time.perf_counter()
+    try:
+        driver.register_host(region.address, region.size_bytes)
+    except CudaError as error:
+        logger.warning(
+            "The shared region (%s) could not be pinned: %s. Blocks are copied through the "
+            "driver's own buffers, many times slower than the bus, so offloading may not pay. %s",
+            as_size(region.size_bytes),
+            error,
+            _remedy(region.size_bytes),
+        )
+        return False
+    logger.info(
+        "Pinned the shared region, %s, in %.1f s",
+        as_size(region.size_bytes),
+        time.perf_counter() - began,
+    )
+    return True
+
+
+def _remedy(size_bytes: int) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and limit < size_bytes:
+        return (
+            f"This process may lock {limit} bytes of memory: raise that with `ulimit -l unlimited`,"
+            " LimitMEMLOCK=infinity (systemd) or --ulimit memlock=-1 (Docker)"
+        )
+    return (
+        "The limit on locked memory does not seem to be the reason. Give a smaller "
+        "cpu_bytes_to_use, or look for messages of the driver in the kernel log (dmesg)"
+    )
+
+
 def open_unpinned(device: Any, _region: SharedOffloadRegion, undo: ExitStack) -> Copies:
-    """What there is for a region that cannot be pinned."""
+    """Copies for a region that is not pinned."""
     copies = UnpinnedCopies(device, cuda_driver())
     undo.callback(_close, copies, device)
     return copies
@@ -253,8 +292,8 @@ def _close(copies: Copies, device: Any) -> None:
     with ExitStack() as steps:
         steps.callback(torch.cuda.set_device, torch.cuda.current_device())
         steps.callback(copies.close)
-        # First of all: a thread that never had to do with the device has no context to free memory
-        # in. Closed it is even if the device has failed.
+        # Runs first, because a thread that has not used the device has no context to free memory
+        # in. `close` runs even if this fails.
         steps.callback(torch.cuda.set_device, device)
 
 
@@ -264,8 +303,8 @@ def _open_kernel(device: Any, driver: CudaDriver) -> PageKernel | None:
         return PageKernel(driver, torch.cuda.get_device_properties(device), stream)
     except (KernelUnavailable, CudaError) as error:
         logger.warning(
-            "Pages below 128 KiB are copied by the copy engines, up to eleven times slower than "
-            "the bus (16 KiB): %s",
+            "The copy kernel cannot be used: %s. Pages below 128 KiB are copied by the copy "
+            "engines, which is up to 11 times slower (with pages of 16 KiB)",
             error,
         )
         return None

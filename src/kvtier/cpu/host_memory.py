@@ -1,8 +1,9 @@
-"""Whether this machine can hold a new shared-memory file, asked before its first page is touched.
+"""Checks that this machine has room for a new shared-memory file, before a page is touched.
 
-A shared-memory file larger than what is left does not fail when it is made. It kills later: with
-SIGBUS when the filesystem is full, with the OOM killer when the memory is. So the three limits
-that can bite are read first, and the tightest one is reported together with what raises it.
+A shared-memory file that is too large can be made without an error. The process is killed later:
+by SIGBUS when the filesystem is full, by the OOM killer when the memory is. So the limits of the
+filesystem, of the machine and of the control groups are read first, and the error names the
+tightest one and how to raise it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.config.sizes import as_size
+
 __all__ = [
     "NotEnoughMemory",
     "RoomLimit",
     "cgroup_limits",
     "filesystem_limit",
-    "format_bytes",
     "machine_limit",
     "require_room",
 ]
@@ -26,7 +28,7 @@ _UNLIMITED_IN_CGROUP_V1 = 1 << 60
 
 
 class NotEnoughMemory(RuntimeError):
-    """The memory asked for is not there. The message has the figures and the remedy."""
+    """There is not enough memory. The message has the figures and the remedy."""
 
 
 class RoomLimit(NamedTuple):
@@ -36,15 +38,16 @@ class RoomLimit(NamedTuple):
     where: str
     remedy: str
     advisable: int
-    """What may be taken without ending at the limit: where everything else also takes memory, less
-    than what is available."""
+    """How much to take without coming close to the limit. Less than `available` where other
+    processes take memory from the same limit."""
 
 
 class _CgroupFiles(NamedTuple):
     limit: str
     usage: str
     reclaimable: tuple[str, ...]
-    """What the kernel gives back before it kills: page cache, such as a model's weights."""
+    """The lines of memory.stat that count memory which the kernel frees before it kills a process:
+    above all page cache, such as a model's weights."""
 
 
 _CGROUP_V2 = _CgroupFiles(
@@ -55,23 +58,13 @@ _CGROUP_V1 = _CgroupFiles(
 )
 
 
-def format_bytes(count: int) -> str:
-    """`count` for people, with the exact figure beside it."""
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{count} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({count} bytes)"
-
-
 def require_room(
     directory: str, purpose: str, *, num_rows: int, row_bytes: int, total: Callable[[int], int]
 ) -> None:
     """Raise `NotEnoughMemory` unless the rows fit in `directory` and in memory.
 
-    `total` says what so many rows take together with all that comes with them, which is less than
-    a byte for each byte of a row.
+    `total`: the size of the whole file with a given number of rows. A row must add less than twice
+    `row_bytes`, so that the error does not advise fewer rows than would fit.
     """
     asked = total(num_rows)
     limits = list(_limits(asked, directory))
@@ -84,8 +77,9 @@ def require_room(
         excess = total(rows_that_fit) - advisable
         rows_that_fit -= max(1, excess // (2 * row_bytes))
     raise NotEnoughMemory(
-        f"{purpose} needs {format_bytes(asked)}, but only {format_bytes(tightest.available)} are "
-        f"available in {tightest.where}. {tightest.remedy}, or lower cpu_bytes_to_use to "
+        f"{purpose} needs {as_size(asked)} ({asked} bytes), but only "
+        f"{as_size(tightest.available)} ({tightest.available} bytes) are available in "
+        f"{tightest.where}. {tightest.remedy}, or lower cpu_bytes_to_use to "
         f"{rows_that_fit * row_bytes} at most"
     )
 
@@ -97,8 +91,8 @@ def _limits(asked: int, directory: str) -> Iterator[RoomLimit]:
 
 
 def filesystem_limit(asked: int, directory: str) -> Iterator[RoomLimit]:
-    """What the file system of `directory` has left, if it has a size; with the remedy for what is
-    `asked` of it."""
+    """The free space of the file system of `directory`, if it has a size limit. The remedy names
+    the size that it needs for `asked` more bytes."""
     filesystem = os.statvfs(directory)
     if filesystem.f_blocks == 0:
         return  # a tmpfs mounted without a size limit
@@ -120,7 +114,7 @@ def _memory_limit(available: int, where: str, remedy: str) -> RoomLimit:
 
 
 def machine_limit() -> Iterator[RoomLimit]:
-    """What this machine has left."""
+    """The free memory of this machine."""
     with open("/proc/meminfo", encoding="ascii") as meminfo:
         for line in meminfo:
             if line.startswith("MemAvailable:"):
@@ -134,8 +128,8 @@ def machine_limit() -> Iterator[RoomLimit]:
 def cgroup_limits(membership: Path, mount: Path) -> Iterator[RoomLimit]:
     """The memory limit of this process's control group and of every group above it.
 
-    Inside a container `membership` may name a path of the host that is not visible under
-    `mount`; the levels that can be seen are the ones that count.
+    Inside a container, `membership` may name a path of the host that is not visible under `mount`.
+    Only the visible levels are read.
     """
     try:
         lines = membership.read_text().splitlines()

@@ -1,21 +1,22 @@
-"""The file behind a shared offload region: who makes it, who joins it, who removes it.
+"""The file of a shared offload region: how processes make it, join it and remove it.
 
-Whether a region is in use is a matter of one lock. Every user holds a shared `flock` on the file
-for as long as it uses it, and the kernel drops the lock when the process dies, however it dies.
-From that follow the rules that everything here keeps:
+One lock shows whether a region is in use. Every process that uses it holds a shared `flock` on the
+file, and the kernel drops the lock when the process dies, even after `kill -9`. The code below
+keeps these rules:
 
-- A file is born locked: made without a name (O_TMPFILE), locked exclusively, given its header,
-  and only then linked into the directory. Nobody can find it unlocked while its maker lives.
-- The maker keeps the exclusive lock until all bytes are reserved. Those who join wait for their
+- A new file is locked before it has a name: it is made with O_TMPFILE, locked exclusively, given
+  its header, and only then linked into the directory. No process can find it unlocked while its
+  maker lives.
+- The maker keeps the exclusive lock until all bytes are reserved. Joining processes wait for their
   shared lock, which they get when the file is finished or its maker is dead.
-- Whoever obtains the exclusive lock on an existing file knows that nobody uses it, and removes
-  it. Its bytes are never used again, whatever engine they belonged to.
-- The name is removed only under a lock of the very file that it names, so that it cannot
-  meanwhile have become the name of another: under the exclusive one when nobody uses the file any
-  more, under a shared one when all who ever will have joined.
+- A process that gets the exclusive lock on an existing file has proof that no process uses it, and
+  removes it. Its bytes are never used again.
+- A process removes the name only while it holds a lock on the file, so that the name cannot pass to
+  another file meanwhile. The lock is exclusive if no process uses the file any more, and shared if
+  all processes that will use it have joined.
 
-The lock is taken on an open file that nothing else shares: a mapping does not prolong it, a
-subprocess does not inherit it, and a forked child, which maps the region too, does.
+The lock belongs to a file descriptor that is used for nothing else. A mapping does not keep it, and
+a subprocess does not inherit it. A forked child does, because it maps the region too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-from kvtier.cpu.host_memory import NotEnoughMemory, format_bytes, require_room
+from kvtier.config.sizes import as_size
+from kvtier.cpu.host_memory import NotEnoughMemory, require_room
 
 __all__ = ["RegionFile", "RegionShape", "reclaim_dead_regions"]
 
@@ -50,7 +52,11 @@ _MAX_ENGINE_ID_IN_HEADER = 200
 
 @dataclass(frozen=True, slots=True)
 class RegionShape:
-    """What all users of one region must agree on."""
+    """The sizes that all users of one region must agree on.
+
+    A region has one *row* of `kv_bytes_per_block` bytes for each slot. A row has one *cell* of
+    `cpu_page_size` bytes for each rank, which holds that rank's part of the block.
+    """
 
     num_blocks: int
     kv_bytes_per_block: int
@@ -58,7 +64,7 @@ class RegionShape:
 
     @property
     def num_cells(self) -> int:
-        """For how many ranks there is room in a row."""
+        """Ranks that have room in a row."""
         return self.kv_bytes_per_block // self.cpu_page_size
 
     @property
@@ -73,7 +79,7 @@ class RegionShape:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the file: one page that says what it is, the notice board, then the rows."""
+        """Bytes of the file: one page of header, the notice board, then the rows."""
         return _HEADER_BYTES + self.board_bytes + self.rows_bytes
 
     def __str__(self) -> str:
@@ -84,7 +90,7 @@ class RegionShape:
 
 
 class RegionFile:
-    """One process's share in a region file. `leave` ends it; both are for one thread."""
+    """One process's use of a region file, until `leave`. One thread."""
 
     def __init__(self, path: str, lock_fd: int, shape: RegionShape) -> None:
         self.path = path
@@ -93,12 +99,11 @@ class RegionFile:
 
     @classmethod
     def make_or_join(cls, directory: str, engine_id: str, shape: RegionShape) -> RegionFile:
-        """This engine's region, complete and locked for this process.
+        """Make or join this engine's region. It is then complete, and locked for this process.
 
         Waits while another process is making it; if that process dies, this one takes over.
         Raises `NotEnoughMemory` when the region does not fit, and `ValueError` when it is in use
-        with another shape or when its name is taken by a foreign file. Nothing is left behind
-        then.
+        with another shape or when another kind of file has its name. Errors leave nothing behind.
         """
         path = os.path.join(directory, _file_name(engine_id))
         while True:
@@ -111,7 +116,7 @@ class RegionFile:
 
     @classmethod
     def join(cls, directory: str, engine_id: str, shape: RegionShape) -> RegionFile | None:
-        """This engine's region if another process has made it; else None, and none is made.
+        """Join this engine's region. Returns None, and makes none, if no process has made it.
 
         Raises `ValueError` like `make_or_join`.
         """
@@ -128,8 +133,8 @@ class RegionFile:
         return self._map(_HEADER_BYTES + self._shape.board_bytes, self._shape.rows_bytes)
 
     def _map(self, offset: int, size: int) -> mmap.mmap:
-        # The mapping keeps a descriptor. Opened afresh, that one does not carry the lock, so that
-        # a mapping which outlives its region does not keep the file in place.
+        # The mapping keeps a descriptor. A newly opened one does not carry the lock, so a mapping
+        # that outlives its region does not keep the file in place.
         assert self._lock_fd is not None
         fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -140,39 +145,39 @@ class RegionFile:
             os.close(fd)
 
     def remove_name(self) -> None:
-        """Everybody who will ever use the region has joined: let nobody else find it.
+        """Remove the file's name. Call it when all processes that will use the region have joined.
 
-        From now on it ends with its last user, however that one ends, and nothing is left behind
-        in the directory. A process that asks for it all the same gets one of its own.
+        The kernel frees the file with its last user, even a killed one, and nothing is left in the
+        directory. A process that asks for the region after this gets a new one.
         """
         assert self._lock_fd is not None
         if _is_named(self.path, self._lock_fd):
             os.unlink(self.path)
 
     def leave(self) -> None:
-        """Give up this process's share; the last one to leave removes the file. Idempotent."""
+        """End this process's use. The last process to leave removes the file. Idempotent."""
         if self._lock_fd is not None:
             lock_fd, self._lock_fd = self._lock_fd, None
             _give_up(self.path, lock_fd)
 
 
 def reclaim_dead_regions(directory: str) -> int:
-    """Remove the regions that nobody uses any more; how many there were.
+    """Remove the regions that no process uses any more. Returns how many there were.
 
-    Files that are not regions, or not this user's, are left alone.
+    Files that are not regions, or belong to another user, stay.
     """
     names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
     return sum(_reclaim_if_dead(os.path.join(directory, name)) for name in names)
 
 
 def _file_name(engine_id: str) -> str:
-    """A name of fixed form: no id can leave the directory, no two ids meet in one name."""
+    """The file name of an engine: a digest, so that no id can leave the directory or clash."""
     digest = hashlib.blake2b(engine_id.encode("utf-8", "surrogatepass"), digest_size=16)
     return f"kvtier-{digest.hexdigest()}.region"
 
 
 def _join(path: str, engine_id: str, shape: RegionShape) -> int | None:
-    """The descriptor of the finished file at `path`, locked; None if there is none to join."""
+    """Open and lock the finished file at `path`. Returns None if there is none to join."""
     try:
         fd = _open_region(path)
     except _NotARegion as foreign:
@@ -189,14 +194,14 @@ def _join(path: str, engine_id: str, shape: RegionShape) -> int | None:
         _give_up(path, fd)
         raise
     _give_up(path, fd)
-    # Several processes may have found out together that the maker is dead, and keep each other
-    # from the exclusive lock for a moment: step aside before trying again.
+    # Several processes may find the maker dead at the same time, and keep each other from the
+    # exclusive lock. Wait a random time before the next try.
     time.sleep(random.uniform(0, 0.005))
     return None
 
 
 def _share(path: str, fd: int, engine_id: str, shape: RegionShape) -> bool:
-    """Take the shared lock, once the maker is done. False: the file is dead, gone or half made."""
+    """Take the shared lock when the maker is done. False: the file is unused, gone or half made."""
     if _remove_if_dead(path, fd):
         return False
     fcntl.flock(fd, fcntl.LOCK_SH)
@@ -216,17 +221,17 @@ def _require_same_shape(
         raise ValueError(
             f"engine {engine_id!r} already uses a region of another shape ({path}): it was made "
             f"with {existing}; this process asks for {wanted}. Give all processes of one engine "
-            "the same configuration, its pipeline stages equally many layers, and each engine an "
-            "engine_id of its own"
+            "the same configuration, all its pipeline stages the same number of layers, and each "
+            "engine an engine_id of its own"
         )
 
 
 def _make(directory: str, path: str, engine_id: str, shape: RegionShape) -> int | None:
-    """The descriptor of a new file at `path`, locked; None if another process was faster."""
+    """Make and lock a new file at `path`. Returns None if another process was faster."""
     reclaim_dead_regions(directory)
     fd = _open_nameless(directory)
     try:
-        os.fchmod(fd, 0o600)  # whatever the umask is
+        os.fchmod(fd, 0o600)  # the umask may have removed bits
         fcntl.flock(fd, fcntl.LOCK_EX)
         os.pwrite(fd, _header(engine_id, shape), 0)
         if not _link(fd, path):
@@ -238,7 +243,7 @@ def _make(directory: str, path: str, engine_id: str, shape: RegionShape) -> int 
     except BaseException:
         _give_up(path, fd)
         raise
-    if not _is_named(path, fd):  # removed by hand, or in the moment between the two locks
+    if not _is_named(path, fd):  # removed by hand, or while the lock became a shared one
         os.close(fd)
         return None
     return fd
@@ -256,10 +261,10 @@ def _open_nameless(directory: str) -> int:
 
 
 def _link(fd: int, path: str) -> bool:
-    """Give the nameless file its name; False if the name is taken."""
+    """Give the nameless file its name. False if the name is taken."""
     try:
-        # Given a directory descriptor, even a meaningless one, Python calls linkat, which can
-        # follow the link to the file. Plain link cannot.
+        # With a directory descriptor, even an unused one, Python calls linkat, which can follow the
+        # link to the file. link cannot.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
     except FileExistsError:
         return False
@@ -267,7 +272,7 @@ def _link(fd: int, path: str) -> bool:
 
 
 def _require_room(directory: str, engine_id: str, shape: RegionShape, already: int) -> None:
-    """Raise `NotEnoughMemory` unless there is room for the file, of which `already` bytes exist."""
+    """Raise `NotEnoughMemory` unless the file has room. `already`: bytes that it takes now."""
     require_room(
         directory,
         f"The KV-cache region of engine {engine_id!r}",
@@ -279,7 +284,7 @@ def _require_room(directory: str, engine_id: str, shape: RegionShape, already: i
 
 @contextmanager
 def _explained_lack_of_space(directory: str, engine_id: str, shape: RegionShape) -> Iterator[None]:
-    """Give the figures and the remedy also when the space runs out after it was asked for."""
+    """Raise `NotEnoughMemory` with figures and remedy if space runs out after the check."""
     try:
         yield
     except OSError as error:
@@ -287,14 +292,14 @@ def _explained_lack_of_space(directory: str, engine_id: str, shape: RegionShape)
             raise
         _require_room(directory, engine_id, shape, already=0)
         raise NotEnoughMemory(
-            f"{directory} refused the {format_bytes(shape.file_bytes)} of the KV-cache region of "
+            f"{directory} refused the {as_size(shape.file_bytes)} of the KV-cache region of "
             f"engine {engine_id!r} ({error.strerror}), although they are free now: another "
             "process took and returned them, or there are no inodes left. Try again"
         ) from error
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Allocate every byte now; the file has its full size when, and only when, that is done."""
+    """Allocate every byte. The file has its full size only when that is done."""
     # In steps, because a signal undoes the step that it interrupts.
     for offset in range(0, size, _RESERVE_STEP):
         os.posix_fallocate(fd, offset, min(_RESERVE_STEP, size - offset))
@@ -313,17 +318,17 @@ def _read_shape(fd: int) -> RegionShape:
 
 
 class _NotARegion(Exception):
-    """Why a file is to be left alone."""
+    """The reason why a file is not this user's region."""
 
 
 def _open_region(path: str) -> int | None:
-    """Open the region file at `path`; None if there is no such file."""
+    """Open the region file at `path`. Returns None if there is no file."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _NotARegion(f"not to be opened ({error.strerror})") from error
+        raise _NotARegion(f"a file that cannot be opened ({error.strerror})") from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -339,7 +344,7 @@ def _open_region(path: str) -> int | None:
 
 
 def _give_up(path: str, fd: int) -> None:
-    """Give up the lock on a file; the last one to do so removes it."""
+    """Close a file, which drops its lock. Removes the file if no other process uses it."""
     os.close(fd)
     _reclaim_if_dead(path)
 
@@ -358,7 +363,7 @@ def _reclaim_if_dead(path: str) -> bool:
 
 
 def _remove_if_dead(path: str, fd: int) -> bool:
-    """Remove the file if nobody holds a lock on it; whether it is gone."""
+    """Remove the file if no process holds a lock on it. Returns True if no process does."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -370,7 +375,7 @@ def _remove_if_dead(path: str, fd: int) -> bool:
 
 
 def _is_named(path: str, fd: int) -> bool:
-    """Whether `path` still names the file open as `fd`."""
+    """True if `path` still names the file open as `fd`."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:

@@ -1,13 +1,16 @@
-"""One block of shared memory for the scheduler and for all ranks of an engine."""
+"""The shared memory of an engine's scheduler and ranks."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import logging
 import mmap
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 
 import numpy as np
@@ -15,28 +18,35 @@ from numpy.typing import NDArray
 
 from kvtier.cpu.buffer_holders import describe_holders
 from kvtier.cpu.notice_board import NoticeBoard
-from kvtier.cpu.prefault import prefault
 from kvtier.cpu.region_file import RegionFile, RegionShape
 
 __all__ = ["SharedOffloadRegion"]
 
 logger = logging.getLogger(__name__)
 
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap module has no name for it
+_PIECE_BYTES = 1 << 26
+_MAX_THREADS = 8
+
+# Not mmap.madvise: it keeps the GIL, so threads would run one after the other.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 class SharedOffloadRegion:
     """The slots of the primary tier, in one mapping that every process of the engine shares.
 
     A slot is a row of `kv_bytes_per_block` bytes. Rank r owns `cpu_page_size` bytes of every row,
-    its cell, from byte `r * cpu_page_size` on. What no rank owns is zero, and a new region is
-    zero throughout: the bytes of an earlier engine never show, whatever its id was.
+    its cell, from byte `r * cpu_page_size` on. Bytes that no rank owns are zero, and a new region
+    is all zero: bytes of an earlier engine never appear, even under the same id.
 
-    All processes of the engine construct it, in any order and at the same time, and one of them
-    makes it. `rank=None` is the scheduler, which has no cell of its own. Each process calls it
-    from one thread; the memory may then be used from any.
+    All processes of the engine construct it, in any order and at the same time; the first one
+    makes the file. `rank=None` is the scheduler, which has no cell. Each process calls the methods
+    from one thread; any thread may use the memory.
 
-    The constructor returns with all memory reserved and this process's part of it mapped, so that
-    no later access fails or stops for it. It raises `ValueError` for arguments that cannot be
-    right and `NotEnoughMemory` when there is no room, and leaves nothing behind then.
+    When the constructor returns, all memory is reserved and this process's part of it is mapped, so
+    no later access fails or waits for a page fault. It raises `ValueError` for impossible arguments
+    and `NotEnoughMemory` when there is no room, and then leaves nothing behind.
     """
 
     def __init__(
@@ -68,8 +78,8 @@ class SharedOffloadRegion:
             undo.callback(self.board.close)
             if rank is not None and not self.board.sign_in(rank):
                 raise ValueError(
-                    f"rank {rank} of engine {engine_id!r} is here already: give each engine an "
-                    "engine_id of its own, or none where the engine makes one up"
+                    f"rank {rank} of engine {engine_id!r} is already in use: give each engine an "
+                    "engine_id of its own, or leave it out if the engine generates one"
                 )
             undo.pop_all()
         self.path = file.path
@@ -104,6 +114,22 @@ class SharedOffloadRegion:
         self._cell_bytes_used += page_bytes
         return view
 
+    def require_cell_fits(self, page_bytes: Sequence[int], blocks_per_chunk: int) -> None:
+        """Raise `ValueError` if a rank's caches do not fit into its cell.
+
+        `page_bytes`: the page size of each canonical tensor.
+        """
+        if blocks_per_chunk < 1:
+            raise ValueError(f"blocks_per_chunk={blocks_per_chunk}: a slot holds at least 1 block")
+        cell_bytes = sum(page_bytes) * blocks_per_chunk
+        if cell_bytes > self.cpu_page_size:
+            raise ValueError(
+                f"the caches need {cell_bytes} bytes per slot (blocks_per_chunk="
+                f"{blocks_per_chunk} pages of each of {len(page_bytes)} tensors), but the region "
+                f"was made with cpu_page_size={self.cpu_page_size}. Give the true "
+                "worker_kv_bytes_per_block, the sum of all tensors' page_size_bytes"
+            )
+
     def create_kv_memoryview(self) -> memoryview:
         """All rows without a copy: a writable memoryview of shape (num_blocks, row_bytes).
 
@@ -122,8 +148,8 @@ class SharedOffloadRegion:
     def cleanup(self) -> None:
         """End this process's use of the region. The last process removes the file. Idempotent.
 
-        Views from `create_kv_memoryview` raise from now on. The memory stays mapped for as long
-        as someone holds a slice of one, or an array: those are named in a warning.
+        Views from `create_kv_memoryview` raise from now on. The memory stays mapped while slices or
+        arrays of it exist; a warning names the objects that hold them.
         """
         if self._mapping is None:
             return
@@ -132,15 +158,15 @@ class SharedOffloadRegion:
             self.board.sign_out(self.rank)
         self.board.close()
         while self._views:
-            with suppress(BufferError):  # an array was made of it; that one is named below
+            with suppress(BufferError):  # an array of it exists; the warning below names it
                 self._views.pop().release()
         try:
             _close(mapping)
         except BufferError:
             logger.warning(
                 "The shared region %s of engine %r was cleaned up while parts of it are still "
-                "held by: %s. The memory (%d bytes) stays until they are dropped. Whoever holds "
-                "a part must drop it before cleanup().",
+                "held by: %s. The memory (%d bytes) stays mapped until they are dropped. Drop them "
+                "before cleanup().",
                 self.path,
                 self.engine_id,
                 "; ".join(describe_holders(self.address, self.size_bytes)) or "unknown holders",
@@ -156,7 +182,7 @@ class SharedOffloadRegion:
         return flat.reshape(self.num_blocks, self.row_bytes)
 
     def _own_ranges(self) -> Iterator[tuple[int, int]]:
-        """The bytes that this process will touch: a rank its cells, the scheduler everything."""
+        """The bytes that this process will touch: a rank's cells; for the scheduler, all bytes."""
         if self.rank is None:
             yield 0, self.size_bytes
             return
@@ -169,7 +195,7 @@ def _close(mapping: mmap.mmap) -> None:
     try:
         mapping.close()
     except BufferError:
-        gc.collect()  # garbage in a cycle is nobody's fault
+        gc.collect()  # the holders may be garbage in a cycle
         mapping.close()
 
 
@@ -197,3 +223,55 @@ def _require_possible(shape: RegionShape, rank: int | None) -> None:
             f"cpu_page_size={cell}, so ranks are 0 to {row // cell - 1}. Make kv_bytes_per_block "
             "at least world_size * cpu_page_size"
         )
+
+
+def prefault(address: int, ranges: Iterable[tuple[int, int]]) -> None:
+    """Map the pages of all (start, end) byte ranges, counted from the page-aligned `address`.
+
+    No later copy then waits for a page fault. The bytes do not change, even if other processes
+    write them at the same time. Runs in several threads, which have ended when it returns. Raises
+    `OSError` if a page cannot be mapped.
+    """
+    pieces = list(_page_aligned_pieces(ranges))
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))
+    # Each thread gets one share of the list: a task for each piece would cost more.
+    shares = [pieces[first::num_threads] for first in range(num_threads)]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-prefault") as pool:
+        for done in [pool.submit(_populate_all, address, share) for share in shares]:
+            done.result()
+
+
+def _populate_all(address: int, pieces: list[tuple[int, int]]) -> None:
+    for start, end in pieces:
+        _populate(address + start, end - start)
+
+
+def _page_aligned_pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The ranges rounded to pages, neighbours joined, then cut into pieces of bounded size."""
+    joined: list[tuple[int, int]] = []
+    for first_byte, end_byte in ranges:
+        start = first_byte // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-end_byte // mmap.PAGESIZE) * mmap.PAGESIZE
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    for start, end in joined:
+        for piece in range(start, end, _PIECE_BYTES):
+            yield piece, min(piece + _PIECE_BYTES, end)
+
+
+def _populate(address: int, length: int) -> None:
+    while _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:
+            _read_every_page(address, length)
+            return
+        if code not in (errno.EAGAIN, errno.EINTR):
+            raise OSError(code, f"cannot prefault {length} bytes: {os.strerror(code)}")
+
+
+def _read_every_page(address: int, length: int) -> None:
+    """For kernels before 5.14. A read maps a page too, and cannot undo another process's write."""
+    memory = (ctypes.c_ubyte * length).from_address(address)
+    np.asarray(memory)[:: mmap.PAGESIZE].max()

@@ -1,18 +1,16 @@
-"""The CPU tier alone: host memory below the device, and nothing below that."""
+"""The CPU tier alone: host memory without tiers below it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtier.base import CanonicalKVCaches, MetricDefinition, OffloadingSpec
-from kvtier.cpu.device_pages import device_pages, is_on_cuda
+from kvtier.base import CanonicalKVCaches, MetricDefinition, MetricKind, OffloadingSpec
 from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.cpu.metrics import METRIC_DEFINITIONS
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
-from kvtier.cpu.slot_worker import SlotWorker
+from kvtier.cpu.worker import SlotWorker, device_pages, is_on_cuda
 
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
@@ -20,17 +18,63 @@ if TYPE_CHECKING:
 
 __all__ = ["CPUOffloadingSpec"]
 
+METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
+    "kvtier_cpu_slots": MetricDefinition(MetricKind.GAUGE, "Slots of the primary tier."),
+    "kvtier_cpu_resident_blocks": MetricDefinition(
+        MetricKind.GAUGE, "Blocks in the primary tier that can be read now."
+    ),
+    "kvtier_cpu_writing_blocks": MetricDefinition(
+        MetricKind.GAUGE, "Blocks on their way from the device into the primary tier."
+    ),
+    "kvtier_cpu_pinned_blocks": MetricDefinition(
+        MetricKind.GAUGE, "Readable blocks that cannot be evicted because they are being read."
+    ),
+    "kvtier_cpu_quarantined_slots": MetricDefinition(
+        MetricKind.GAUGE,
+        "Slots out of use: a transfer that was given up may still be using them.",
+    ),
+    "kvtier_cpu_stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored."),
+    "kvtier_cpu_promoted_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks brought up from a tier below."
+    ),
+    "kvtier_cpu_adopted_blocks": MetricDefinition(
+        MetricKind.COUNTER,
+        "Blocks from a tier below that arrived after their promotion was given up.",
+    ),
+    "kvtier_cpu_loaded_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks loaded."),
+    "kvtier_cpu_evicted_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks evicted."),
+    "kvtier_cpu_failed_stores": MetricDefinition(
+        MetricKind.COUNTER, "Blocks whose copy into the primary tier failed."
+    ),
+    "kvtier_cpu_filtered_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because too few requests had them in their prompts."
+    ),
+    "kvtier_cpu_truncated_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because the prompt is larger than the tier."
+    ),
+    "kvtier_cpu_stale_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because they may be from before a reset."
+    ),
+    "kvtier_cpu_refused_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because too few slots could be freed."
+    ),
+    "kvtier_cpu_misuse": MetricDefinition(
+        MetricKind.COUNTER, "Calls that broke the contract and were answered safely."
+    ),
+}
+
 
 class CPUOffloadingSpec(OffloadingSpec):
-    """Wires the manager on the scheduler's side, the region and the worker on a rank's.
+    """Makes the manager on the scheduler's side, and the region and the worker on a rank's.
 
-    The scheduler's side opens no region: it deals in slot numbers only. Making one raises
-    `ConfigError` on either side when the eviction policy is not to be had.
+    The scheduler's side opens no region: it uses slot numbers only. The constructor raises
+    `ConfigError` on either side if the eviction policy cannot be found.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        # The manager asks again; a rank has none, and must not reserve memory under a wrong name.
+        # Checked here, not in `get_manager`, because a rank makes no manager, and should fail
+        # before it reserves memory.
         CachePolicyFactory.get_cache_policy_cls(
             config.options.eviction_policy, config.options.cache_policy_module_path
         )
@@ -60,11 +104,12 @@ class CPUOffloadingSpec(OffloadingSpec):
         """The worker for this rank's caches, with all its memory reserved.
 
         Raises, and leaves nothing behind, when the caches are neither in host memory nor on a CUDA
-        device (`TypeError`), do not fit the configuration (`ValueError`), when there is no room
-        (`NotEnoughMemory`), or when the NVIDIA driver is too old (`CudaUnavailable`).
+        device (`TypeError`), when they do not fit the configuration (`ValueError`), when there is
+        no room (`NotEnoughMemory`), or when the NVIDIA driver is missing or too old
+        (`CudaUnavailable`).
         """
         if self._worker is None:
-            # First of all, before gigabytes are reserved for caches that cannot be used.
+            # Checks the caches before gigabytes are reserved for caches that cannot be used.
             worker_cls = _worker_for(kv_caches)
             region = SharedOffloadRegion(
                 self.config.engine_id,
@@ -84,11 +129,11 @@ class CPUOffloadingSpec(OffloadingSpec):
 def _worker_for(
     kv_caches: CanonicalKVCaches,
 ) -> type[HostOffloadingWorker] | type[GPUOffloadingWorker]:
-    """By where the caches are. Raises if no worker can use them."""
+    """The worker class for the memory that the caches are in. Raises if there is none."""
     if is_on_cuda(kv_caches):
-        # Here, since it needs torch; whoever has such caches has it.
-        from kvtier.cpu.cuda.device_tensors import device_of, device_tensors
+        # Imported here because they need torch, which an engine with such caches has.
         from kvtier.cpu.cuda.driver import cuda_driver
+        from kvtier.cpu.cuda.page_table import device_of, device_tensors
         from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 
         device_of(kv_caches)

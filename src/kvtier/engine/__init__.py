@@ -1,7 +1,7 @@
-"""A reference engine: a small, real transformer in numpy, and all that an engine needs around it.
+"""A reference engine: a small, real transformer in numpy with a scheduler and a paged cache.
 
-It shows how an engine drives `kvtier.connector`, and it is the oracle of the end-to-end tests:
-its tokens and logits have the same bits with and without offloading.
+It shows how an engine drives `kvtier.connector`. The end-to-end tests compare its tokens and logits
+with and without offloading: they must have the same bits.
 
     model, config = ModelConfig(), EngineConfig()
     offloading = offloading_config(model, config, {"cpu_bytes_to_use": "1GiB"}, "my-engine")
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from kvtier.engine.config import EngineConfig, ModelConfig
 from kvtier.engine.engine import Engine
-from kvtier.engine.hooks import Connector
-from kvtier.engine.offloading import make_connector, offloading_config
+from kvtier.engine.offloading import Connector, make_connector, offloading_config
 from kvtier.engine.request import FinishReason, RequestResult
 
 __all__ = [

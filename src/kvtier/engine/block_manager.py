@@ -1,18 +1,84 @@
-"""Gives device blocks to requests, and finds prefixes that are on the device already."""
+"""Allocates device blocks to requests, and finds prefixes that are on the device already."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
+
 from kvtier.connector.common import NO_DEVICE_BLOCK
-from kvtier.engine.block_pool import BlockPool
 from kvtier.engine.cache import first_block_ids
 from kvtier.engine.config import EngineConfig, LayerGroup
 from kvtier.engine.request import Request
 
-__all__ = ["BlockManager"]
+__all__ = ["BlockManager", "BlockPool"]
+
+
+class BlockPool:
+    """The device blocks of one KV-cache group, with reference counts. An unused block keeps its
+    content until it is reused; the one unused for longest is reused first."""
+
+    def __init__(self, first_id: int, num_blocks: int) -> None:
+        self._num_users = dict.fromkeys(range(first_id, first_id + num_blocks), 0)
+        self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(self._num_users)
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def num_unused(self) -> int:
+        """Blocks that could be allocated."""
+        return len(self._unused)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their hash, used or not."""
+        return len(self._block_of)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the block with this content, or None."""
+        return self._block_of.get(block_hash)
+
+    def use(self, block: int) -> None:
+        """Add a user to a block that `find` returned."""
+        if not self._num_users[block]:
+            del self._unused[block]
+        self._num_users[block] += 1
+
+    def allocate(self) -> int:
+        """Return an unused block, which must exist, with one user. Its content is dropped."""
+        block, _ = self._unused.popitem(last=False)
+        self._forget(block)
+        self._num_users[block] = 1
+        return block
+
+    def cache(self, block: int, block_hash: bytes) -> None:
+        """Let `find` return this block, which is in use, unless another has the same content."""
+        if block not in self._hash_of and block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Remove a user from each block. Blocks that are then unused and have no hash are reused
+        first; those with a hash join the end of the queue, in the order given."""
+        for block in blocks:
+            self._num_users[block] -= 1
+            if not self._num_users[block]:
+                self._unused[block] = None
+                if block not in self._hash_of:
+                    self._unused.move_to_end(block, last=False)
+
+    def drop_cache(self) -> None:
+        """Make `find` forget all blocks. Blocks in use stay in use."""
+        self._block_of.clear()
+        self._hash_of.clear()
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
 
 
 class BlockManager:
-    """Keeps the block tables of requests. The scheduler's thread only.
+    """Keeps the block tables of requests. Used on the scheduler's thread only.
 
     A table has an entry for every block up to the request's last one. In a group with a window,
     entries before the window are `NO_DEVICE_BLOCK`.
@@ -37,11 +103,11 @@ class BlockManager:
 
     @property
     def num_cached_blocks(self) -> tuple[int, ...]:
-        """For each group, blocks that a prefix may be found in."""
+        """For each group, blocks that can be found by their hash, used or not."""
         return tuple(pool.num_cached for pool in self._pools)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens can run when it is alone."""
+        """True if a request of `num_tokens` tokens can run alone."""
         return all(
             group.window is not None or -(-num_tokens // tokens) <= num
             for group, tokens, num in zip(
@@ -52,7 +118,8 @@ class BlockManager:
     # --- prefixes -------------------------------------------------------------------------------
 
     def match_prefix(self, request: Request) -> int:
-        """How many leading tokens are on the device, in all groups. At least one is left over."""
+        """Return how many leading tokens are on the device in all groups. A request's last token
+        never counts."""
         end = (request.num_tokens - 1) // self._alignment * self._alignment
         shorter = True
         while shorter and end:
@@ -64,7 +131,7 @@ class BlockManager:
         return end
 
     def _match_group(self, request: Request, group_idx: int, end: int) -> int:
-        """The longest prefix of at most `end` tokens of which this group has what is needed."""
+        """Return the longest prefix, of at most `end` tokens, that this group can continue from."""
         tokens, group = self._block_tokens[group_idx], self._groups[group_idx]
         if group.window is None:
             for index in range(end // tokens):
@@ -93,15 +160,15 @@ class BlockManager:
     def start(
         self, request: Request, num_matched: int, num_loaded: int, num_scheduled: int
     ) -> bool:
-        """Give a request without blocks those of its prefix of `num_matched` tokens, and new ones
-        for what is loaded and computed behind it. False: not enough blocks, nothing has changed.
-        """
-        going_on = num_matched + num_loaded
+        """Give a request the blocks of its matched prefix, and new ones for the tokens after it
+        that are loaded or computed. Returns False if there are too few blocks; then the request
+        gets none."""
+        resume_at = num_matched + num_loaded
         for group_idx, (group, tokens) in enumerate(
             zip(self._groups, self._block_tokens, strict=True)
         ):
             table = request.block_tables[group_idx]
-            first_needed = group.first_needed_token(going_on) // tokens
+            first_needed = group.first_needed_token(resume_at) // tokens
             for index in range(num_matched // tokens):
                 block = None
                 if index >= first_needed:
@@ -110,13 +177,14 @@ class BlockManager:
                     self._pools[group_idx].use(block)
                 table.append(NO_DEVICE_BLOCK if block is None else block)
             table += [NO_DEVICE_BLOCK] * (first_needed - len(table))
-        if self.grow(request, going_on + num_scheduled):
+        if self.grow(request, resume_at + num_scheduled):
             return True
         self.release(request)
         return False
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Give new blocks, so that there are blocks for `num_tokens`. False: not enough."""
+        """Allocate until the request has blocks for `num_tokens`. Returns False, and allocates
+        nothing, if there are not enough."""
         missing = [
             max(0, -(-num_tokens // tokens) - len(table))
             for tokens, table in zip(self._block_tokens, request.block_tables, strict=True)
@@ -130,7 +198,7 @@ class BlockManager:
         return True
 
     def cache_computed(self, request: Request) -> None:
-        """The blocks that are full of computed tokens can be found from now on."""
+        """Let later requests find the blocks that are full of computed tokens."""
         for group_idx, table in enumerate(request.block_tables):
             num_full = request.num_computed_tokens // self._block_tokens[group_idx]
             for index in range(request.num_cached_blocks[group_idx], num_full):
@@ -141,7 +209,7 @@ class BlockManager:
             request.num_cached_blocks[group_idx] = num_full
 
     def leave_behind(self, request: Request) -> None:
-        """Give back the blocks that no token from `num_computed_tokens` on looks at."""
+        """Release the blocks that no token from `num_computed_tokens` on attends to."""
         for group_idx, table in enumerate(request.block_tables):
             needed_from = self._groups[group_idx].first_needed_token(request.num_computed_tokens)
             first = needed_from // self._block_tokens[group_idx]
@@ -154,15 +222,15 @@ class BlockManager:
             self._pools[group_idx].release(reversed(left))
 
     def release(self, request: Request) -> None:
-        """Take all blocks from a request. What is cached in them can still be found."""
+        """Release all blocks of a request. Cached blocks can still be found."""
         for group_idx, table in enumerate(request.block_tables):
-            # The end of a prompt is worth less than its head, and reused first.
+            # The end of a prompt is worth less than its head, so it is reused first.
             self._pools[group_idx].release(b for b in reversed(table) if b != NO_DEVICE_BLOCK)
             table.clear()
             request.num_cached_blocks[group_idx] = 0
 
     def take_allocated(self) -> tuple[list[int], ...]:
-        """For each group, the blocks that were given to requests since the last call."""
+        """Return, for each group, the blocks allocated since the last call."""
         allocated, self._allocated = self._allocated, [[] for _ in self._groups]
         return tuple(allocated)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvtier.engine.config import EngineConfig, ModelConfig
-from kvtier.engine.products import Array
+from kvtier.engine.weights import Array
 
 __all__ = ["KVCache", "array_page_bytes", "first_block_ids"]
 
@@ -17,12 +17,13 @@ _KEYS, _VALUES = 0, 1
 
 
 def first_block_ids(engine: EngineConfig) -> tuple[int, ...]:
-    """For each group, the id of its first block. No two groups have an id in common."""
+    """Return the id of each group's first block. No two groups share an id."""
     return tuple(sum(engine.num_blocks[:index]) for index in range(len(engine.num_blocks)))
 
 
 def array_page_bytes(model: ModelConfig, engine: EngineConfig) -> list[int]:
-    """For each array of a rank, the bytes of one of its pages: the largest of any group."""
+    """Return, for each array of a rank, the bytes of one page: one block in one layer. Where groups
+    have pages of different sizes, the largest counts."""
     num_arrays = max(len(group.layers) for group in model.groups)
     return [
         max(
@@ -35,7 +36,7 @@ def array_page_bytes(model: ModelConfig, engine: EngineConfig) -> list[int]:
 
 
 def _page_bytes(model: ModelConfig, engine: EngineConfig, tokens: int) -> int:
-    """What one rank holds of so many tokens in one layer."""
+    """Return the bytes that one rank holds of `tokens` tokens in one layer."""
     return tokens * model.kv_bytes_per_token_and_layer // engine.world_size
 
 
@@ -44,7 +45,7 @@ class KVCache:
 
     All groups live in the same arrays, each in its own range of blocks: the n-th layer of every
     group is in array n. So an offloaded block is as large as a block of one group, not of all. A
-    page of a group with smaller blocks is padded.
+    page is one block in one layer; those of a group with smaller blocks are padded.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
@@ -65,7 +66,7 @@ class KVCache:
         ]
 
     def canonical(self, rank: int) -> CanonicalKVCaches:
-        """This rank's arrays, for its offloading worker."""
+        """Return this rank's arrays, for its offloading worker."""
         return CanonicalKVCaches(
             tensors=[CanonicalKVCacheTensor(array, array.shape[1]) for array in self._arrays[rank]],
             group_data_refs=[
@@ -83,9 +84,9 @@ class KVCache:
         keys: Array,
         values: Array,
     ) -> None:
-        """Keys and values, (tokens, KV heads, head_dim), of the tokens from `start` on.
+        """Write keys and values, (tokens, KV heads, head_dim), of the tokens from `start` on.
 
-        `place`: of the layer in its group.
+        `place`: the layer's index in its group.
         """
         block_tokens = self._block_tokens[group_idx]
         first, end = start // block_tokens, -(-(start + len(keys)) // block_tokens)
@@ -106,9 +107,10 @@ class KVCache:
         present: tuple[int, int],
         wanted: tuple[int, int],
     ) -> tuple[Array, Array]:
-        """Keys and values of positions [*wanted), each (KV heads, positions, head_dim).
+        """Return the keys and the values of the `wanted` positions, each (KV heads, positions,
+        head_dim). `present`, `wanted`: the first position, and the one after the last.
 
-        Zeros outside of [*present), whatever the blocks hold there.
+        Positions outside of `present` are zeros, whatever the blocks hold there.
         """
         block_tokens = self._block_tokens[group_idx]
         start, end = max(present[0], wanted[0]), min(present[1], wanted[1])
@@ -129,7 +131,8 @@ class KVCache:
         return slice(rank * self._heads_per_rank, (rank + 1) * self._heads_per_rank)
 
     def _pages(self, rank: int, group_idx: int, place: int) -> Array:
-        """(blocks, keys and values, heads of this rank, tokens, head_dim), without a copy."""
+        """Return the pages of a layer without copying them, as an array (blocks, keys and values,
+        heads of this rank, tokens, head_dim)."""
         tokens = self._block_tokens[group_idx]
         used = self._arrays[rank][place][:, : self._group_page_bytes[group_idx]]
         return used.view(np.float32).reshape(-1, 2, self._heads_per_rank, tokens, self._head_dim)

@@ -1,13 +1,14 @@
-"""How large the model is, and how much of the machine the engine takes for it."""
+"""The size of the model, of the device cache and of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd, lcm
 
-from kvtier.engine.tokenizer import VOCABULARY
+__all__ = ["VOCABULARY", "EngineConfig", "LayerGroup", "ModelConfig"]
 
-__all__ = ["EngineConfig", "LayerGroup", "ModelConfig"]
+VOCABULARY = 258
+"""The 256 bytes of UTF-8, and the two special tokens of `kvtier.engine.request`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +17,10 @@ class LayerGroup:
 
     layers: tuple[int, ...]
     window: int | None
-    """Tokens that a token looks at, itself included; None: all before it."""
+    """Number of tokens that a token attends to, itself included. None: no limit."""
 
     def first_needed_token(self, position: int) -> int:
-        """The first token whose KV the token at `position` looks at."""
+        """Return the first token that the token at `position` attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
@@ -35,12 +36,12 @@ class ModelConfig:
     mlp_hidden: int = 512
     vocab: int = VOCABULARY
     windowed_layers: tuple[int, ...] = ()
-    """The layers that look back `window` tokens; the others look at all."""
+    """The layers that attend to `window` tokens; the others attend to all."""
     window: int | None = None
     tied: bool = False
-    """Whether the output head is the embedding."""
+    """True if the output head is the embedding matrix, transposed and scaled."""
     max_tokens: int = 8192
-    """Prompt and output of one request."""
+    """Most tokens of one request, prompt and output together."""
     rope_base: float = 10_000.0
     seed: int = 0
 
@@ -48,10 +49,12 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} with num_kv_heads={self.num_kv_heads}: every KV head "
-                "serves equally many heads, so give a multiple"
+                "serves the same number of heads, so give a multiple"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim}: RoPE turns pairs, so give an even number")
+            raise ValueError(
+                f"head_dim={self.head_dim}: RoPE rotates pairs, so give an even number"
+            )
         if bool(self.windowed_layers) != (self.window is not None):
             raise ValueError(
                 f"window={self.window} with windowed_layers={self.windowed_layers}: give both, or "
@@ -59,7 +62,7 @@ class ModelConfig:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(
-                f"window={self.window}: a token looks at least at itself, so 1 or more"
+                f"window={self.window}: a token attends at least to itself, so give 1 or more"
             )
         unknown = set(self.windowed_layers).difference(range(self.num_layers))
         if unknown:
@@ -70,7 +73,7 @@ class ModelConfig:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The KV-cache groups: layers that look at all tokens, then those with a window."""
+        """The KV-cache groups: layers that attend to all tokens, then those with a window."""
         windowed = tuple(sorted(set(self.windowed_layers)))
         full = tuple(layer for layer in range(self.num_layers) if layer not in windowed)
         groups = (LayerGroup(full, None), LayerGroup(windowed, self.window))
@@ -78,7 +81,7 @@ class ModelConfig:
 
     @property
     def kv_bytes_per_token_and_layer(self) -> int:
-        """Keys and values in float32."""
+        """Bytes of the keys and values of one token in one layer, in float32."""
         return 2 * self.num_kv_heads * self.head_dim * 4
 
 
@@ -99,12 +102,13 @@ class EngineConfig:
 
     @property
     def tokens_per_hash(self) -> int:
-        """Every block of every group ends where a hash ends."""
+        """Tokens of one hash, such that every block of every group ends where a hash ends."""
         return gcd(*self.block_tokens)
 
     @property
     def alignment(self) -> int:
-        """A cached prefix ends at a multiple of this: where blocks of all groups end."""
+        """A cached prefix is a multiple of this many tokens, so that it ends with a block in every
+        group."""
         return lcm(*self.block_tokens)
 
     def check_against(self, model: ModelConfig) -> None:
@@ -123,12 +127,12 @@ class EngineConfig:
         if model.num_kv_heads % self.world_size:
             raise ValueError(
                 f"world_size={self.world_size} with num_kv_heads={model.num_kv_heads}: every rank "
-                "holds equally many KV heads, so give a divisor"
+                "holds the same number of KV heads, so give a divisor"
             )
         for group, tokens, blocks in zip(groups, self.block_tokens, self.num_blocks, strict=True):
             if group.window is None:
                 continue
-            # The window before a step, what the step before computed, and the step itself.
+            # Room for the window, for the tokens of the step before, and for those of the step.
             needed = -(-(group.window + 2 * self.token_budget) // tokens) + 2
             if blocks < needed:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""The engine: takes requests, and steps until they have their tokens."""
+"""The engine: accepts requests, and steps until they have their tokens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from kvtier.engine.block_manager import BlockManager
 from kvtier.engine.cache import KVCache
 from kvtier.engine.config import EngineConfig, ModelConfig
 from kvtier.engine.model import Model, Span
-from kvtier.engine.request import FinishReason, Request, RequestResult
+from kvtier.engine.request import FinishReason, Request, RequestResult, encode
 from kvtier.engine.scheduler import Scheduler, Step
-from kvtier.engine.tokenizer import encode
 
 if TYPE_CHECKING:
-    from kvtier.engine.hooks import Connector
+    from kvtier.engine.offloading import Connector
 
 __all__ = ["Engine"]
 
-# Between steps that have nothing to compute, so that transfers get the processor.
+# Pause after a step that computed nothing, so that transfers get the processor.
 _IDLE_S = 0.0002
 
 
 class Engine:
-    """One thread, greedy decoding. With a connector or without, the tokens are the same.
+    """Runs on one thread and decodes greedily. A connector does not change the tokens.
 
-    How an engine drives a connector is in `step`, and in the scheduler's `schedule`.
+    `step` and `Scheduler.schedule` show how an engine drives a connector.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Engine:
         self.blocks = BlockManager(model_config.groups, engine_config)
         self._connector = connector
         self._untaken: list[RequestResult] = []
-        """Results that `generate` came across."""
+        """Results of other requests that ended during `generate`; `step` returns them."""
         hooks = None if connector is None else connector.scheduler
         self._scheduler = Scheduler(engine_config, self.blocks, hooks)
         self._num_arrivals = 0
@@ -69,7 +68,7 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request waits, loads or runs."""
+        """True while any request waits, loads or runs."""
         return self._scheduler.has_requests
 
     def add_request(
@@ -90,8 +89,8 @@ class Engine:
             request_id = f"request-{self._num_arrivals}"
         if self._scheduler.is_known(request_id):
             raise ValueError(
-                f"request_id={request_id!r} belongs to a request that has not ended, or whose load "
-                "has not: give another, or none"
+                f"request_id={request_id!r} is in use: its request, or a load for it, has not "
+                "ended. Give another id, or none"
             )
         self._scheduler.add(
             Request(
@@ -125,7 +124,7 @@ class Engine:
             )
 
     def abort(self, request_id: str) -> RequestResult | None:
-        """End a request now. None: there is no such request."""
+        """End a request now and return its result. None if there is no such request."""
         for request in self._scheduler.requests:
             if request.request_id == request_id:
                 self._scheduler.end(request)
@@ -135,7 +134,7 @@ class Engine:
     # --- steps ----------------------------------------------------------------------------------
 
     def step(self) -> list[RequestResult]:
-        """Compute some tokens. Returns what has finished."""
+        """Compute some tokens. Returns the results of requests that have finished."""
         untaken, self._untaken = self._untaken, []
         step = self._scheduler.schedule()
         connector = self._connector
@@ -185,8 +184,8 @@ class Engine:
         keep_logits: bool = False,
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> list[RequestResult]:
-        """Serve all prompts together. Results in the order of the prompts. Those of other requests
-        that finish meanwhile come with the next `step`."""
+        """Serve all prompts together, and return their results in order. The next `step` returns
+        the results of other requests that finish meanwhile."""
         ids = [
             self.add_request(
                 prompt,
@@ -209,7 +208,7 @@ class Engine:
         return [results[request_id] for request_id in ids]
 
     def drain(self, timeout_s: float = 60.0) -> bool:
-        """Step until no request and no transfer is left. False: not in that time."""
+        """Step until no request and no transfer is left. False if that took too long."""
         deadline = time.monotonic() + timeout_s
         while self.has_requests or self._has_transfers:
             if time.monotonic() > deadline:
@@ -224,22 +223,22 @@ class Engine:
     # --- the caches -----------------------------------------------------------------------------
 
     def take_events(self) -> list[Any]:
-        """What the connector tells about its tiers since the last call."""
+        """Return the connector's events since the last call."""
         return [] if self._connector is None else list(self._connector.scheduler.take_events())
 
     def drop_device_cache(self) -> None:
-        """Find no prefix on the device any more. What is offloaded stays, and requests run on."""
+        """Forget all prefixes on the device. Offloaded blocks stay, and requests run on."""
         self.blocks.drop_cache()
 
     def reset_cache(self) -> None:
-        """Nothing computed so far is valid on the device or in host memory, nor below, unless
-        `reset_scope` says otherwise. Requests start again."""
+        """Make everything computed so far unreachable, on the device and in all tiers that
+        `reset_scope` covers. Requests start again."""
         self._scheduler.reset()
         if self._connector is not None:
             self._connector.scheduler.reset_cache()
 
     def load_weights(self, seed: int) -> None:
-        """Other weights, and nothing left that the old ones have computed."""
+        """Load other weights, and reset the cache, which the old weights computed."""
         self.model = Model(replace(self.model.config, seed=seed))
         self.reset_cache()
 

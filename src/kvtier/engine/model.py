@@ -4,17 +4,116 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.engine.attention import Attention
 from kvtier.engine.cache import KVCache
 from kvtier.engine.config import LayerGroup, ModelConfig
-from kvtier.engine.products import TILE, Array, Product
-from kvtier.engine.rope import Rope
-from kvtier.engine.weights import LayerWeights, make_weights
+from kvtier.engine.weights import TILE, Array, LayerWeights, Product, columns_per_call, make_weights
 
-__all__ = ["Model", "Span"]
+__all__ = ["Attention", "KeyRange", "Model", "Span"]
+
+_NEVER = np.float32(-np.inf)
+
+
+class KeyRange(NamedTuple):
+    """Positions [start, end), in whole key tiles."""
+
+    start: int
+    end: int
+
+
+class Attention:
+    """Attention that adds the same numbers in the same order, whether keys were computed or loaded.
+
+    Keys are read in tiles of `key_tile` tokens, at positions that are multiples of it. The position
+    of a query tile alone decides which key tiles it reads. Keys that a row must not see get the
+    weight 0, so it does not matter whether they have been computed yet.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._queries_per_kv_head = config.num_heads // config.num_kv_heads
+        self._scale = np.float32(config.head_dim**-0.5)
+        rows = self._queries_per_kv_head * TILE
+        self.key_tile = columns_per_call(rows, config.head_dim)
+
+    def keys_of(self, group: LayerGroup, first_position: int) -> KeyRange:
+        """Return the keys that the query tile at `first_position` reads."""
+        start = group.first_needed_token(first_position) // self.key_tile * self.key_tile
+        end = -(-(first_position + TILE) // self.key_tile) * self.key_tile
+        return KeyRange(start, end)
+
+    def attend(
+        self,
+        group: LayerGroup,
+        first_position: int,
+        rows: slice,
+        queries: Array,
+        keys: Array,
+        values: Array,
+    ) -> Array:
+        """Return the attention of `queries`, in their shape (TILE, heads, head_dim).
+
+        It is computed for `rows` only; the other rows are zeros. `keys`, `values`: (KV heads,
+        positions of `keys_of`, head_dim), with zeros where there is no token.
+        """
+        kv_heads, num_keys, dim = keys.shape
+        sharing = self._queries_per_kv_head
+        tiled = (kv_heads, num_keys // self.key_tile, self.key_tile, dim)
+        by_kv_head = (
+            (queries * self._scale)
+            .reshape(TILE, kv_heads, sharing, dim)
+            .transpose(1, 2, 0, 3)
+            .reshape(kv_heads, 1, sharing * TILE, dim)
+        )
+        scores = np.matmul(by_kv_head, keys.reshape(tiled).swapaxes(-1, -2))
+        by_row = scores.reshape(kv_heads, -1, sharing, TILE, self.key_tile)
+        # Products are always of the whole tile. The rest is done row by row, for `rows` alone.
+        is_whole = rows == slice(0, TILE)
+        wanted = by_row if is_whole else by_row[:, :, :, rows].copy()
+        self._mask(wanted, group, first_position, rows)
+        wanted -= wanted.max(axis=(1, 4), keepdims=True)
+        np.exp(wanted, out=wanted)
+        totals = _sum_over_tiles(wanted.sum(axis=-1))
+        if not is_whole:
+            by_row.fill(0)
+            by_row[:, :, :, rows] = wanted
+        sums = _sum_over_tiles(np.matmul(scores, values.reshape(tiled)))
+        attended = np.zeros((kv_heads, sharing, TILE, dim), np.float32)
+        # A sum of zeros may be -0.0 because of keys that a row must not see: adding 0 makes it 0.0.
+        attended[:, :, rows] = sums.reshape(attended.shape)[:, :, rows] / totals[
+            ..., None
+        ] + np.float32(0)
+        return attended.transpose(2, 0, 1, 3).reshape(TILE, -1, dim)
+
+    def _mask(self, scores: Array, group: LayerGroup, first_position: int, rows: slice) -> None:
+        """Give the lowest score to keys that a row must not see.
+
+        `scores`: (KV heads, key tiles, heads of a KV head, rows, keys of a tile).
+        """
+        positions = first_position + np.arange(TILE)[rows, None]
+        first_key = self.keys_of(group, first_position).start
+        for tile in range(scores.shape[1]):
+            start = first_key + tile * self.key_tile
+            is_past = start + self.key_tile <= first_position + 1
+            is_in_window = start >= group.first_needed_token(first_position + TILE - 1)
+            if is_past and (group.window is None or is_in_window):
+                continue
+            keys = np.arange(start, start + self.key_tile)
+            unseen = keys > positions
+            if group.window is not None:
+                unseen |= keys <= positions - group.window
+            np.copyto(scores[:, tile], _NEVER, where=unseen)
+
+
+def _sum_over_tiles(parts: Array) -> Array:
+    """Sum over axis 1, in the order of the key tiles."""
+    total = parts[:, 0].copy()
+    for tile in range(1, parts.shape[1]):
+        total += parts[:, tile]
+    return total
+
 
 _EPSILON = np.float32(1e-5)
 
@@ -24,10 +123,11 @@ class Span:
     """Tokens of one sequence that are computed in one step."""
 
     token_ids: Sequence[int]
-    """Those at positions `start`, `start` + 1, ..."""
+    """The tokens at positions `start`, `start` + 1, ..."""
     start: int
     block_tables: Sequence[Sequence[int]]
-    """For each KV-cache group. The KV of all tokens before `start` that these look at is there."""
+    """The block table of each KV-cache group. Its blocks hold the KV of all earlier tokens that
+    these tokens attend to."""
 
     @property
     def end(self) -> int:
@@ -55,11 +155,33 @@ class _Layer:
         self.down = Product(weights.down)
 
 
+class Rope:
+    """Rotates each pair (i, i + half) of a head by an angle that grows with the position."""
+
+    def __init__(self, config: ModelConfig, padded_tokens: int) -> None:
+        self._half = config.head_dim // 2
+        frequencies = config.rope_base ** (-np.arange(self._half) / self._half)
+        # One table for all positions, because the bits of a cosine may depend on its index in the
+        # array that is computed.
+        angles = np.arange(padded_tokens)[:, None] * frequencies
+        self._cos = np.cos(angles).astype(np.float32)
+        self._sin = np.sin(angles).astype(np.float32)
+
+    def turn(self, heads: Array, first_positions: list[int]) -> Array:
+        """Rotate `heads`, (tiles, TILE, heads, head_dim). `first_positions`: one for each tile."""
+        rows = heads.shape[1]
+        positions = np.asarray(first_positions)[:, None] + np.arange(rows)
+        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
+        low, high = heads[..., : self._half], heads[..., self._half :]
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
 class Model:
-    """Computes the KV of tokens into a cache, and the logits of what follows.
+    """Computes the KV of tokens into a cache, and the logits of the next token.
 
     Every K, V and logit has the same bits however the tokens are split into spans, whatever else
-    is in the batch, and wherever the KV before them came from. See `products` for how.
+    is in the batch, and whether the KV before them was computed or loaded. See
+    `kvtier.engine.weights`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -130,7 +252,8 @@ class Model:
         queries: Array,
         attended: Array,
     ) -> None:
-        """Fill `attended`, both (tiles, TILE, heads, head_dim)."""
+        """Write the attention of `queries` into `attended`. Both are (tiles, TILE, heads,
+        head_dim)."""
         group: LayerGroup = self.config.groups[group_idx]
         ranges = [
             self._attention.keys_of(group, tile * TILE)

@@ -1,11 +1,14 @@
-"""From the engine's own configuration to a connector."""
+"""The connector as the engine calls it, and how it is made from the engine's configuration.
+
+Its two halves, for the scheduler and for the workers, are in `kvtier.connector`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier.config import (
     AttentionKind,
@@ -19,10 +22,77 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.engine.cache import array_page_bytes
 from kvtier.engine.config import EngineConfig, ModelConfig
-from kvtier.engine.hooks import Connector
 from kvtier.factory import OffloadingSpecFactory
 
-__all__ = ["make_connector", "offloading_config"]
+if TYPE_CHECKING:
+    from kvtier.base import CanonicalKVCaches
+    from kvtier.connector.common import (
+        ComputedTokens,
+        ConnectorMetadata,
+        EngineRequest,
+        LoadedRequest,
+        PrefixMatch,
+        ScheduledRequest,
+        StepPlan,
+        WorkerOutput,
+    )
+
+__all__ = ["Connector", "SchedulerHooks", "WorkerHooks", "make_connector", "offloading_config"]
+
+
+class SchedulerHooks(Protocol):
+    """The connector's scheduler half, as engines call it. See `OffloadingConnectorScheduler`."""
+
+    def on_new_request(self, request: EngineRequest) -> None: ...
+
+    def get_num_new_matched_tokens(
+        self, request: EngineRequest, num_computed_tokens: int
+    ) -> PrefixMatch: ...
+
+    def update_state_after_alloc(
+        self,
+        request: EngineRequest,
+        block_ids: tuple[Sequence[int], ...],
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None: ...
+
+    def build_connector_meta(self, plan: StepPlan) -> ConnectorMetadata: ...
+
+    def update_connector_output(self, outputs: Sequence[WorkerOutput]) -> list[LoadedRequest]: ...
+
+    def note_model_run(self, computed: Iterable[ComputedTokens], seconds: float) -> None: ...
+
+    def request_finished(self, request_id: str, last: ScheduledRequest | None = None) -> None: ...
+
+    def has_pending_push_work(self) -> bool: ...
+
+    def take_events(self) -> Iterable[Any]: ...
+
+    def reset_cache(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class WorkerHooks(Protocol):
+    """The connector's worker half, of which each rank has one. See `OffloadingConnectorWorker`."""
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches) -> None: ...
+
+    def start_kv_transfers(self, metadata: ConnectorMetadata) -> None: ...
+
+    def get_finished(self) -> WorkerOutput: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """Both halves of the connector. The engine owns them: its `shutdown` shuts them down."""
+
+    scheduler: SchedulerHooks
+    workers: Sequence[WorkerHooks]
+    """One for each rank, in order."""
 
 
 def offloading_config(
@@ -33,7 +103,7 @@ def offloading_config(
     *,
     enable_kv_cache_events: bool = False,
 ) -> OffloadingConfig:
-    """What this engine says about itself, joined with what the user set. For rank 0."""
+    """Join this engine's description with the user's keys. The result is that of rank 0."""
     engine.check_against(model)
     return OffloadingConfig(
         groups=tuple(
@@ -61,14 +131,14 @@ def offloading_config(
 
 
 def _revision(model: ModelConfig) -> str:
-    """The configuration is all that the weights are made of."""
+    """Return a digest of the configuration, which determines the weights."""
     return blake2b(repr(model).encode(), digest_size=16).hexdigest()
 
 
 def make_connector(config: OffloadingConfig) -> Connector:
-    """Both halves, for all ranks in this process. An engine shuts them down.
+    """Make both halves; all ranks are in this process. The engine shuts them down.
 
-    Raises as the spec does when a tier cannot start or when there is no room.
+    Raises what the spec raises if a tier cannot start or if there is not enough memory.
     """
     ranks = range(config.parallel.world_size)
     scheduler_spec, *worker_specs = [

@@ -1,21 +1,64 @@
-"""One request, from its arrival to its result."""
+"""One request: from text to token ids and hashes, and from its arrival to its result."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
+from hashlib import blake2b
 from typing import Any
 
-from kvtier.engine.block_hash import extend_chain
-from kvtier.engine.products import Array
+import numpy as np
 
-__all__ = ["FinishReason", "Request", "RequestResult", "RequestState"]
+from kvtier.engine.weights import Array
+
+__all__ = [
+    "BOS",
+    "EOS",
+    "HASH_BYTES",
+    "FinishReason",
+    "Request",
+    "RequestResult",
+    "RequestState",
+    "decode",
+    "encode",
+    "extend_chain",
+]
+
+BOS = 256
+"""The token that begins every text. The ids below it are the bytes of UTF-8."""
+EOS = 257
+
+HASH_BYTES = 16
+_START = b"kvtier.engine".ljust(HASH_BYTES, b"\0")
+
+
+def encode(text: str) -> list[int]:
+    """Return `BOS` and the ids of a text."""
+    return [BOS, *text.encode()]
+
+
+def decode(token_ids: Iterable[int]) -> str:
+    """Return the text of some ids. Special ids are left out; bytes that are not UTF-8 become
+    U+FFFD."""
+    return bytes(token for token in token_ids if token < BOS).decode(errors="replace")
+
+
+def extend_chain(chain: list[bytes], token_ids: Sequence[int], tokens_per_hash: int) -> None:
+    """Append the hashes of all full blocks of `tokens_per_hash` tokens that `chain` lacks.
+
+    Each hash covers the hash before it and its own tokens, so it stands for all tokens up to its
+    end. It is the same in every process and on every machine.
+    """
+    for end in range((len(chain) + 1) * tokens_per_hash, len(token_ids) + 1, tokens_per_hash):
+        tokens = np.asarray(token_ids[end - tokens_per_hash : end], "<u4").tobytes()
+        parent = chain[-1] if chain else _START
+        chain.append(blake2b(parent + tokens, digest_size=HASH_BYTES).digest())
 
 
 class RequestState(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = auto()
     """It has no blocks."""
@@ -35,33 +78,33 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """What became of a request."""
+    """The outcome of a request."""
 
     request_id: str
     token_ids: list[int]
-    """The generated ones."""
+    """The generated tokens."""
     logits: list[Array] | None
-    """For each generated token, if they were asked for."""
+    """The logits of each generated token; None if they were not asked for."""
     finish_reason: FinishReason
     time_to_first_token_s: float | None
-    """From the arrival on; None if there was no token."""
+    """Seconds from the request's arrival; None if no token was generated."""
     num_prompt_tokens: int
     num_device_tokens: int
     """Prompt tokens found in the device's own cache when the request first ran."""
     num_loaded_tokens: int
     """Tokens that the connector has loaded."""
     num_computed_tokens: int
-    """Tokens that went through the model, those computed again after a preemption included."""
+    """Tokens that the model computed, including repeats after a preemption."""
     num_preemptions: int
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """What the engine knows of a request. An `EngineRequest` for the connector."""
+    """A request in the engine. The connector gets it as an `EngineRequest`."""
 
     request_id: str
     token_ids: list[int]
-    """Prompt, and what was generated so far."""
+    """The prompt and the tokens generated so far."""
     max_tokens: int
     eos: int | None
     keep_logits: bool
@@ -69,7 +112,7 @@ class Request:
     tokens_per_hash: int
     num_groups: int
     arrival: int
-    """Counts up: older requests go first."""
+    """Sequence number; requests with lower numbers are scheduled first."""
 
     num_prompt_tokens: int = field(init=False)
     state: RequestState = RequestState.WAITING
@@ -81,9 +124,9 @@ class Request:
     num_external_tokens: int = 0
     """Tokens being loaded."""
     is_stale: bool = False
-    """Whether the cache was reset while it was loading."""
+    """True if the cache was reset while it was loading."""
     is_new: bool = True
-    """Whether it has not run yet, or not since it was preempted."""
+    """True until it runs, and again after a preemption."""
     logits: list[Array] = field(default_factory=list)
     arrived_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
@@ -100,17 +143,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, and what was generated so far."""
+        """Number of tokens: the prompt and those generated so far."""
         return len(self.token_ids)
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One for every full `tokens_per_hash` tokens so far."""
+        """The hashes so far, one for every `tokens_per_hash` tokens."""
         extend_chain(self._block_hashes, self.token_ids, self.tokens_per_hash)
         return self._block_hashes
 
     def add_token(self, token: int, logits: Array) -> FinishReason | None:
-        """A token was generated. Returns why it was the last one, if it was."""
+        """Append a generated token. Returns why it is the last one, or None."""
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.token_ids.append(token)
@@ -123,7 +166,7 @@ class Request:
         return None
 
     def result(self, reason: FinishReason) -> RequestResult:
-        """The outcome, when the request has ended."""
+        """Return the outcome, once the request has ended."""
         waited = None if self.first_token_at is None else self.first_token_at - self.arrived_at
         return RequestResult(
             request_id=self.request_id,

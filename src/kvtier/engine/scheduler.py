@@ -15,7 +15,7 @@ from kvtier.engine.request import Request, RequestState
 
 if TYPE_CHECKING:
     from kvtier.connector.common import LoadedRequest
-    from kvtier.engine.hooks import SchedulerHooks
+    from kvtier.engine.offloading import SchedulerHooks
 
 __all__ = ["ScheduledTokens", "Scheduler", "Step"]
 
@@ -24,7 +24,7 @@ _BY_ARRIVAL = attrgetter("arrival")
 
 
 class ScheduledTokens(NamedTuple):
-    """The next `num_tokens` tokens of a request are computed."""
+    """A request, and how many of its tokens the step computes."""
 
     request: Request
     num_tokens: int
@@ -32,7 +32,7 @@ class ScheduledTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step does."""
+    """The work of one step."""
 
     work: list[ScheduledTokens]
     plan: StepPlan
@@ -40,8 +40,8 @@ class Step:
 
 
 class Scheduler:
-    """Older requests go first, always: the oldest makes progress in every step in which it has its
-    blocks, and can take those of younger ones, so every request ends."""
+    """Schedules older requests first. The oldest can take the blocks of younger ones, and makes
+    progress in every step unless it is loading, so every request ends."""
 
     def __init__(
         self, config: EngineConfig, blocks: BlockManager, hooks: SchedulerHooks | None
@@ -52,28 +52,28 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._loading: dict[str, Request] = {}
-        """Also those that were aborted meanwhile: their blocks are still being written."""
+        """Includes aborted requests whose blocks a load is still writing."""
         self._preempted: list[str] = []
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything waits, loads or runs."""
+        """True while any request waits, loads or runs."""
         return bool(self._waiting or self._running or self._loading)
 
     @property
     def requests(self) -> list[Request]:
-        """All that have not ended."""
+        """All requests that have not ended."""
         loading = [r for r in self._loading.values() if r.state is RequestState.LOADING]
         return [*self._waiting, *loading, *self._running]
 
     def is_known(self, request_id: str) -> bool:
-        """Whether this id cannot be given to another request yet."""
+        """True if the id is taken: its request, or the load of an aborted one, has not ended."""
         return request_id in self._loading or any(
             request.request_id == request_id for request in (*self._waiting, *self._running)
         )
 
     def add(self, request: Request) -> None:
-        """A request has arrived."""
+        """Queue a new request."""
         if self._hooks is not None:
             self._hooks.on_new_request(request)
         insort(self._waiting, request, key=_BY_ARRIVAL)
@@ -81,9 +81,9 @@ class Scheduler:
     # --- a step ---------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
-        """Decide, and give out blocks."""
+        """Choose the tokens of the next step, and allocate blocks for them."""
         work = self._schedule_running()
-        if not self._preempted:  # or the blocks would go straight back
+        if not self._preempted:  # otherwise a preempted request would take its blocks back at once
             work += self._admit(self._config.token_budget - sum(n for _, n in work))
         new = [request.request_id for request, _ in work if request.is_new]
         for request, _ in work:
@@ -119,7 +119,7 @@ class Scheduler:
         return work
 
     def _admit(self, budget: int) -> list[ScheduledTokens]:
-        """Start waiting requests. One whose lookup is pending is passed over."""
+        """Start waiting requests. Skips requests whose lookup is pending."""
         work: list[ScheduledTokens] = []
         for request in list(self._waiting):
             if len(self._running) + len(self._loading) >= self._config.max_running:
@@ -166,20 +166,20 @@ class Scheduler:
         insort(self._running, request, key=_BY_ARRIVAL)
 
     def planned(self, step: Step) -> None:
-        """The connector has seen the plan, and been offered all blocks in it: those behind the
-        window are not needed any more."""
+        """Release the blocks that fell out of their window. Called after the connector was offered
+        all blocks of the plan."""
         for request, _ in step.work:
             self._blocks.leave_behind(request)
 
     def computed(self, step: Step) -> None:
-        """The model has run."""
+        """Record the tokens that the model has computed in this step."""
         for request, num_tokens in step.work:
             request.num_computed_tokens += num_tokens
             request.run_tokens += num_tokens
             self._blocks.cache_computed(request)
 
     def loads_ended(self, loaded: Iterable[LoadedRequest]) -> None:
-        """The connector has reported these loads."""
+        """Continue requests whose loads the connector has reported."""
         for request_id, num_on_device in loaded:
             request = self._loading.pop(request_id)
             if request.state is RequestState.FINISHED:
@@ -196,15 +196,16 @@ class Scheduler:
             if num_on_device == num_wanted:
                 self._run(request)
             else:
-                # A window that ends earlier may begin in blocks that it has not got. So it starts
-                # over, and finds in the device's cache what is there.
+                # With sliding-window attention, the shorter prefix may need blocks that were not
+                # loaded, because its window begins earlier. So the request starts over, and finds
+                # the loaded blocks in the device's cache.
                 self._wait(request)
 
     # --- ends -----------------------------------------------------------------------------------
 
     def end(self, request: Request) -> None:
-        """A request has finished, or is aborted. Its blocks are free, unless a load is writing into
-        them: then they are when it is reported."""
+        """End a request that has finished or is aborted, and release its blocks. If a load is
+        writing into them, they are released when the load is reported."""
         last = on_device(request) if request.state is RequestState.RUNNING else None
         if self._hooks is not None:
             self._hooks.request_finished(request.request_id, last)
@@ -216,7 +217,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
 
     def reset(self) -> None:
-        """Nothing computed so far is valid: all requests start again from their tokens."""
+        """Drop everything computed so far: all requests start again from their tokens."""
         self._blocks.drop_cache()
         for request in self._loading.values():
             request.is_stale = True
@@ -243,7 +244,7 @@ class Scheduler:
 
 
 def on_device(request: Request) -> ScheduledRequest:
-    """What a request has on the device now."""
+    """Describe what a request has on the device now."""
     return ScheduledRequest(
         request_id=request.request_id,
         block_ids=tuple(tuple(table) for table in request.block_tables),

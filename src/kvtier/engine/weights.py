@@ -1,18 +1,74 @@
-"""Weights from a seed."""
+"""Weights from a seed, and matrix products in which no row depends on another, to the last bit.
+
+BLAS chooses its kernel, and with it the order of additions, by the shape of a product, and splits
+large products between threads. So every product here consists of calls of one fixed shape: `TILE`
+rows, padded if there are fewer, and a panel of columns small enough for one thread. Then a row has
+the same result whatever the other rows hold, as long as it has the same place in its tile. That
+holds for tokens: the token at position p is always row p % TILE of its tile.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.engine.config import ModelConfig
-from kvtier.engine.products import Array
 
-__all__ = ["LayerWeights", "Weights", "make_weights"]
+__all__ = [
+    "TILE",
+    "Array",
+    "LayerWeights",
+    "Product",
+    "Weights",
+    "columns_per_call",
+    "make_weights",
+]
 
-# Queries and keys larger than the rest, to attend sharply: then one wrong block of the cache
-# changes the logits, and mostly the tokens.
+Array = NDArray[np.float32]
+
+TILE = 32
+"""Rows of every product: tokens at positions [k * TILE, (k + 1) * TILE)."""
+
+# OpenBLAS stays in the calling thread as long as rows * columns * summands is at most this.
+_ONE_THREAD = 1 << 18
+_FEWEST, _MOST = 8, 64
+
+
+def columns_per_call(rows: int, summands: int) -> int:
+    """Return the number of columns, a power of two, with which a product runs on one thread.
+
+    `summands`: how many numbers each element of the product is the sum of. If rows * summands is
+    over 32,768 (for one tile: over 1,024 summands), there is no such number. Then the fewest
+    columns are used, and OPENBLAS_NUM_THREADS=1 in the environment keeps BLAS to one thread.
+    """
+    fitting = max(_FEWEST, min(_MOST, _ONE_THREAD // (rows * summands)))
+    return 1 << (fitting.bit_length() - 1)
+
+
+class Product:
+    """Multiplies tiles with one weight matrix."""
+
+    def __init__(self, weight: Array) -> None:
+        summands, self._columns = weight.shape
+        width = columns_per_call(TILE, summands)
+        num_panels = -(-self._columns // width)
+        padded = np.zeros((summands, num_panels * width), np.float32)
+        padded[:, : self._columns] = weight
+        self._panels = np.ascontiguousarray(
+            padded.reshape(summands, num_panels, width).transpose(1, 0, 2)
+        )
+
+    def __call__(self, tiles: Array) -> Array:
+        """Return the product, (tiles, TILE, columns), of `tiles`, (tiles, TILE, summands)."""
+        panels = np.matmul(np.ascontiguousarray(tiles)[:, None], self._panels)
+        joined: Array = panels.transpose(0, 2, 1, 3).reshape(len(tiles), TILE, -1)
+        return joined[..., : self._columns]
+
+
+# Queries and keys are larger than the rest, so that attention is sharp: one wrong block of the
+# cache then changes the logits, and in most cases the tokens.
 _SHARPNESS = 2.0
 
 
@@ -33,7 +89,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model."""
+    """All weights of a model."""
 
     embedding: Array
     """(vocab, hidden)"""
@@ -44,11 +100,11 @@ class Weights:
 
 
 def make_weights(config: ModelConfig) -> Weights:
-    """The same for the same configuration, in every process."""
+    """Make the weights of a configuration: the same in every process."""
     generator = np.random.default_rng(config.seed)
 
     def matrix(inputs: int, outputs: int, size: float = 1.0) -> Array:
-        # Keeps the size of what passes through.
+        # With this scale, activations keep their magnitude from layer to layer.
         scale = np.float32(size / inputs**0.5)
         return generator.standard_normal((inputs, outputs), np.float32) * scale
 

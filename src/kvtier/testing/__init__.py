@@ -1,12 +1,12 @@
-"""For those who write tiers: the conformance kit, and faults to be injected into any tier.
+"""For authors of tiers: the conformance kit, and faults to inject into any tier.
 
-A tier passes when a test suite with this class in it does:
+A tier conforms if a test class such as this one passes:
 
     class TestMyTier(TierConformance):
         def make_tier(self, spec, view):
             return MyTier(offloading_spec=spec, primary_kv_view=view, tier_type="my")
 
-Only the kit needs pytest, and loads it when it is asked for. See docs/writing-a-tier.md.
+Only the kit needs pytest, and imports it on first use. See docs/writing-a-tier.md.
 """
 
 from __future__ import annotations
@@ -16,17 +16,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtier.testing.conformance import TierConformance
-    from kvtier.testing.damage import BackingBytes, Damage, inflict
-    from kvtier.testing.example_backing import ExampleBacking
-    from kvtier.testing.faults import (
-        Fault,
-        FaultKind,
-        FaultSchedule,
-        FaultyTier,
-        InjectedFault,
-    )
+    from kvtier.testing.damage import BackingBytes, Damage, ExampleBacking, inflict
+    from kvtier.testing.faults import Fault, FaultKind, FaultSchedule, InjectedFault
+    from kvtier.testing.faulty_tier import FaultyTier
     from kvtier.testing.harness import TierHarness
-    from kvtier.testing.payload import payload_of
+    from kvtier.testing.job_ledger import payload_of
 
 __all__ = [
     "BackingBytes",
@@ -46,14 +40,15 @@ __all__ = [
 _HOMES = {
     "BackingBytes": "kvtier.testing.damage",
     "Damage": "kvtier.testing.damage",
-    "ExampleBacking": "kvtier.testing.example_backing",
+    "ExampleBacking": "kvtier.testing.damage",
+    "FaultyTier": "kvtier.testing.faulty_tier",
     "TierConformance": "kvtier.testing.conformance",
     "TierHarness": "kvtier.testing.harness",
     "inflict": "kvtier.testing.damage",
-    "payload_of": "kvtier.testing.payload",
+    "payload_of": "kvtier.testing.job_ledger",
 }
 
-# Hidden from type checkers: with it in sight, they would accept any misspelt name.
+# Hidden from type checkers, which would otherwise accept any misspelt name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

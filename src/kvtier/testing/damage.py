@@ -6,39 +6,43 @@ from enum import StrEnum
 from random import Random
 from typing import Protocol
 
+import numpy as np
+
 from kvtier import seal
 from kvtier.base import OffloadKey
+from kvtier.seal import SEAL_BYTES
+from kvtier.tiering.example.io_thread import SealedBlock
+from kvtier.tiering.example.manager import ExampleSecondaryTierManager
 
-__all__ = ["BackingBytes", "Damage", "inflict"]
+__all__ = ["BackingBytes", "Damage", "ExampleBacking", "inflict"]
 
 
 class Damage(StrEnum):
-    """How a kept block is damaged. None of these may ever be served."""
+    """How a stored block is damaged. A tier must never serve such a block."""
 
     FLIP = "flip"
-    """One bit, anywhere in the seal or the payload, is another."""
+    """One bit of the seal or the payload is flipped."""
     TRUNCATE = "truncate"
-    """The end is missing, from anywhere in the seal or the payload on."""
+    """The block ends early, anywhere in the seal or the payload."""
     SWAP = "swap"
-    """Two blocks have changed places, each with its own seal: whole, and wrong."""
+    """Two intact blocks have changed places, each with its own seal."""
     FOREIGN = "foreign"
-    """A block that another engine sealed under the same key, for other weights: whole, and wrong.
-    """
+    """An intact block that another engine sealed under the same key, for other weights."""
 
 
 class BackingBytes(Protocol):
-    """Reaches the bytes that a tier keeps, behind its back. Written by the tier's author.
+    """Reads and writes the stored bytes of a tier from outside. Written by the tier's author.
 
     A block is its seal followed by its payload, however the tier lays them out. Called while the
-    tier is doing nothing with that block.
+    tier does not use that block.
     """
 
     def read(self, fingerprint: bytes, key: OffloadKey) -> bytes:
-        """What is kept of this block. `KeyError` if nothing is."""
+        """Return the stored bytes of this block, or raise `KeyError`."""
 
     def write(self, fingerprint: bytes, key: OffloadKey, block: bytes) -> None:
-        """Replace what is kept of this block. Less than a whole block: only that much is kept;
-        where blocks have a fixed length, the rest reads as zeros. The tier is not told."""
+        """Replace the stored bytes of this block without the tier's knowledge. A shorter block is
+        stored as it is; where blocks have a fixed length, the rest reads as zeros."""
 
 
 def inflict(
@@ -50,9 +54,9 @@ def inflict(
     other: OffloadKey | None = None,
     seed: int = 0,
 ) -> None:
-    """Damage the kept block of `key`. `other`: the block to swap it with, kept as well.
+    """Damage the stored block of `key`. `other`: a stored block to swap it with.
 
-    The same seed does the same damage. `KeyError` if a block is not kept.
+    The same seed does the same damage. Raises `KeyError` if a block is not stored.
     """
     rng = Random(seed)
     block = backing.read(fingerprint, key)
@@ -68,7 +72,26 @@ def inflict(
         header = seal.make(key, memoryview(payload), their_fingerprint, "foreign")
         backing.write(fingerprint, key, header + payload)
     elif other is None or other == key:
-        raise ValueError("a swap needs two blocks: give another key that is kept as `other`")
+        raise ValueError("a swap needs two blocks: give the key of another stored block as `other`")
     else:
         backing.write(fingerprint, key, backing.read(fingerprint, other))
         backing.write(fingerprint, other, block)
+
+
+class ExampleBacking:
+    """`BackingBytes` of an `ExampleSecondaryTierManager`, which keeps one namespace at a time."""
+
+    def __init__(self, tier: ExampleSecondaryTierManager) -> None:
+        self._tier = tier
+
+    def read(self, fingerprint: bytes, key: OffloadKey) -> bytes:
+        if fingerprint != self._tier.fingerprint:
+            raise KeyError(key)
+        header, payload = self._tier.blocks[key]
+        return header + payload.tobytes()
+
+    def write(self, fingerprint: bytes, key: OffloadKey, block: bytes) -> None:
+        if fingerprint != self._tier.fingerprint or key not in self._tier.blocks:
+            raise KeyError(key)
+        payload = np.frombuffer(block, np.uint8)[SEAL_BYTES:]
+        self._tier.blocks[key] = SealedBlock(block[:SEAL_BYTES], payload)

@@ -1,6 +1,6 @@
-"""Drives one tier as an engine would, and holds it to what the contract says of every call.
+"""Drives one tier as an engine would, and checks the contract at every call.
 
-Needs no pytest: what a tier does wrong is said in an `AssertionError`.
+Needs no pytest: a tier's mistakes are raised as `AssertionError`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,34 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from kvtier.base import (
+    CanonicalKVCaches,
     LookupResult,
     OffloadingEvent,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
     OffloadKey,
     ReqContext,
     ScheduleEndContext,
     make_offload_key,
 )
-from kvtier.testing.job_ledger import JobLedger, Report, demand
-from kvtier.testing.payload import payload_of
-from kvtier.testing.sample_spec import sample_spec
-from kvtier.testing.slots import LentSlots
+from kvtier.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from kvtier.testing.job_ledger import JobLedger, LentSlots, Report, demand, payload_of
 from kvtier.tiering.base import JobNotBegun, JobResult, SecondaryTierManager, TransferJob
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from kvtier.base import OffloadingSpec
 
-__all__ = ["TierHarness"]
+__all__ = ["SampleSpec", "TierHarness", "sample_spec"]
 
+_TOKENS_PER_BLOCK = 16
 _TIER_ANSWERS = (LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY)
 _EMPTY_IF = {
     "get_finished_jobs": "nothing has ended",
@@ -46,13 +54,47 @@ _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.005
 
 
+class SampleSpec(OffloadingSpec):
+    """A spec with a configuration and no engine, which is enough for a tier."""
+
+    def get_manager(self) -> OffloadingManager:
+        raise NotImplementedError("a tier under test has no manager above it")
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        raise NotImplementedError("a tier under test has no worker above it")
+
+
+def sample_spec(row_bytes: int, num_blocks: int, namespace: str, engine_id: str) -> SampleSpec:
+    """Return a spec with two KV-cache groups and rows of `row_bytes`, a multiple of the page size.
+
+    `namespace` identifies the weights, so that a tier which outlives the process accepts it. Specs
+    with the same `namespace` and `row_bytes` have the same fingerprint.
+    """
+    config = OffloadingConfig(
+        groups=tuple(
+            OffloadingGroupConfig(_TOKENS_PER_BLOCK, (f"layer.{group_id}",), group_id)
+            for group_id in range(2)
+        ),
+        worker_kv_bytes_per_block=row_bytes,
+        engine_id=engine_id,
+        model=OffloadingModelConfig(name="sample", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=_TOKENS_PER_BLOCK),
+        parallel=OffloadingParallelConfig(),
+        extra_config={
+            "cpu_bytes_to_use": row_bytes * num_blocks,
+            "cache_namespace": namespace,
+        },
+    )
+    return SampleSpec(config)
+
+
 class TierHarness:
     """One tier, the slots above it, and the engine's side of the contract. A context manager.
 
-    The payload of every block is a function of its key. Whenever a job is reported, it is checked
-    that the job exists and was not reported before, that a load has brought exactly the bytes of
-    each block that it claims, and that a store has left its slots alone. The slots of a reported
-    job are poisoned and watched until the end.
+    The payload of every block is a function of its key. When a job is reported, the harness checks
+    that the job exists and was not reported before, that a load wrote exactly the bytes of each
+    block that it names, and that a store did not change its slots. Then it poisons the job's slots
+    and watches them until the end.
 
     On leaving, every job must have been reported, and no free slot may have changed.
     """
@@ -74,16 +116,16 @@ class TierHarness:
             )
         self.namespace = uuid.uuid4().hex if namespace is None else namespace
         self.patience_s = patience_s
-        """How long anything may take before it is taken for a hang."""
+        """Seconds after which the harness treats a call or a job as hanging."""
         self.spec = sample_spec(row_bytes, num_slots, self.namespace, engine_id=uuid.uuid4().hex)
         self.fingerprint = self.spec.config.fingerprint()
-        """What jobs carry from now on."""
+        """The fingerprint of new jobs."""
         self.slots = LentSlots(num_slots, row_bytes)
         self.ledger = JobLedger(self.slots)
         self.events: list[OffloadingEvent] = []
-        """All that the tier has emitted."""
+        """All events of the tier."""
         self.longest_call_s: dict[str, float] = {}
-        """Per method, the longest that a call on the scheduler's thread took."""
+        """Seconds of the longest call on the scheduler's thread, by method."""
         self._num_polls = 0
         self._num_jobs = 0
         self._num_requests = 0
@@ -95,20 +137,21 @@ class TierHarness:
 
     @staticmethod
     def keys(count: int, start: int = 0, group_idx: int = 0) -> list[OffloadKey]:
-        """The keys of so many blocks in prompt order; always the same ones."""
+        """Return the keys of `count` blocks in prompt order. Equal arguments give equal keys."""
         numbers = range(start, start + count)
         return [make_offload_key(b"block-%026d" % number, group_idx) for number in numbers]
 
     def hits(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
-        """Those of the keys that the tier says it has."""
+        """Return the keys that are a HIT."""
         return {key for key in keys if self.look_up(key) is LookupResult.HIT}
 
     def look_up(self, key: OffloadKey) -> LookupResult:
-        """Ask until the tier knows."""
+        """Look up a key. Repeats the lookup at every step while the answer is RETRY."""
         return self._ask_until_known(lambda request: [self.call("lookup", key, request)])[0]
 
     def look_up_batch(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-        """Ask until the tier knows, up to the first block that it does not have."""
+        """Look up keys with `lookup_batch`, which may stop at the first MISS. Repeats the lookup
+        at every step while an answer is RETRY."""
         return self._ask_until_known(lambda request: self._call_for_answers(keys, request))
 
     def _call_for_answers(self, keys: Sequence[OffloadKey], request: ReqContext) -> Any:
@@ -163,7 +206,7 @@ class TierHarness:
         return [reports[job.job_id] for job in jobs]
 
     def step(self) -> None:
-        """One step of the engine: poll the tier once, and tell it that the step has ended."""
+        """Make one step of the engine: poll the tier once, and end the step."""
         self._num_polls += 1
         for result in self._call_for_several("get_finished_jobs"):
             self.ledger.accept(result, self._num_polls)
@@ -192,17 +235,16 @@ class TierHarness:
         try:
             self.call("submit_load" if job.is_promotion else "submit_store", job)
         except JobNotBegun:
-            # As good as a report: it must not come again, and the slots are not the tier's.
+            # This is its report: no other may follow, and its slots are free.
             self.ledger.accept(JobResult(job.job_id, False), self._num_polls)
-        # A request may end while its jobs are under way, and most do.
+        # Most requests end while their jobs are under way.
         self.call("on_request_finished", job.req_context)
         return job
 
     # --- calls on the scheduler's thread -------------------------------------------------------
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the tier. Its time is noted, and it must not raise anything but
-        `JobNotBegun`."""
+        """Call a method of the tier and time it. It must not raise anything but `JobNotBegun`."""
         started = time.monotonic()
         try:
             return getattr(self.tier, method)(*args)
@@ -218,14 +260,14 @@ class TierHarness:
             self.longest_call_s[method] = max(took, self.longest_call_s.get(method, 0.0))
 
     def new_request(self) -> ReqContext:
-        """A request that the tier has been told of."""
+        """Make a request, tell the tier with `on_new_request`, and return the request."""
         self._num_requests += 1
         request = ReqContext(f"request-{self._num_requests}")
         self.call("on_new_request", request)
         return request
 
     def begin_epoch(self, fingerprint: bytes) -> None:
-        """Later jobs carry this fingerprint, and the tier looks up in it."""
+        """Begin an epoch: later jobs and lookups use this fingerprint."""
         self.fingerprint = fingerprint
         self.call("begin_epoch", fingerprint)
 
@@ -249,7 +291,7 @@ class TierHarness:
     # --- the end -------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Let the tier end its jobs, and take all results by polling once."""
+        """Drain the tier, and collect all results with one poll."""
         self._is_drained = True
         self.call_in_own_thread("drain_jobs")
         self.step()
@@ -264,7 +306,7 @@ class TierHarness:
         self.call_in_own_thread("shutdown")
 
     def call_in_own_thread(self, method: str) -> None:
-        """`drain_jobs` and `shutdown` may wait, so they have a thread; but not for ever."""
+        """Call `drain_jobs` or `shutdown`, which may wait, on a thread with a time limit."""
         errors: list[Exception] = []
 
         def run() -> None:
@@ -281,7 +323,7 @@ class TierHarness:
             raise AssertionError(f"{method} raised {error!r}") from error
 
     def demand_slots_untouched(self) -> None:
-        """Nobody has written into a slot that was not theirs."""
+        """Raise `AssertionError` if a slot was written to while no job had it."""
         touched = self.slots.touched()
         demand(
             not touched,
@@ -290,8 +332,8 @@ class TierHarness:
         )
 
     def release_slots(self) -> list[str]:
-        """Unmap the slots. Answers who still holds a part of them."""
-        with suppress(BufferError):  # an array was made of it; that one is named below
+        """Unmap the slots. Returns the objects that still refer to them."""
+        with suppress(BufferError):  # an array still refers to a row; `close` names it
             self.tier.rows.release()
         return self.slots.close()
 
@@ -314,14 +356,14 @@ class TierHarness:
                     self.demand_slots_untouched()
         finally:
             if not self._is_shut_down:
-                with suppress(AssertionError):  # one complaint is enough
+                with suppress(AssertionError):  # the first complaint is the one to show
                     self.shut_down()
             if not self.slots.is_closed:
                 self.release_slots()
 
 
 def _usable(tier: object) -> SecondaryTierManager:
-    """What `make_tier` has returned, if it is a tier at all."""
+    """Return the tier that `make_tier` returned, or raise `AssertionError` if it is not one."""
     if not isinstance(tier, SecondaryTierManager):
         raise AssertionError(
             f"make_tier returned {tier!r}: let it return the tier, which is made by a class "
@@ -329,7 +371,7 @@ def _usable(tier: object) -> SecondaryTierManager:
         )
     missing = [name for name in _SET_BY_THE_BASE if not hasattr(tier, name)]
     if missing:
-        with suppress(Exception):  # it may have begun something
+        with suppress(Exception):  # its constructor may have started threads
             tier.shutdown()
         raise AssertionError(
             f"{type(tier).__name__} has no {' and no '.join(missing)}: call "

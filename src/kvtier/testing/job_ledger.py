@@ -1,42 +1,129 @@
-"""Which jobs a tier was given, what it reported, and whether that is true."""
+"""The slots that are lent to jobs of a tier, and a ledger of the jobs and their results."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from kvtier.base import OffloadKey
-from kvtier.testing.payload import payload_of
-from kvtier.testing.slots import LentSlots
+from kvtier.cpu.buffer_holders import describe_holders
 from kvtier.tiering.base import JobResult, TransferJob
 
-__all__ = ["JobLedger", "Report", "demand"]
+__all__ = ["JobLedger", "LentSlots", "Report", "demand", "payload_of"]
+
+_POISON = bytes([0xA5, 0x5A, 0xC3, 0x3C])
+
+
+class LentSlots:
+    """The slots of a primary tier, which are lent to jobs. Used on one thread.
+
+    Slots are page-aligned rows in one memory mapping. A slot that is not lent holds poison: a fixed
+    pattern of bytes. So a load that writes nothing is detected, and so is a write into a slot
+    before it is lent or after it was taken back.
+    """
+
+    def __init__(self, num_slots: int, row_bytes: int, seed: int = 0) -> None:
+        self.row_bytes = row_bytes
+        self.is_closed = False
+        self._poison = _POISON * (row_bytes // len(_POISON))
+        self._mapping = mmap.mmap(-1, num_slots * row_bytes)
+        self.view = memoryview(self._mapping).cast("B", (num_slots, row_bytes))
+        self._free = list(range(num_slots))
+        # Shuffled, to detect a tier that assumes a job's slots to be adjacent.
+        Random(seed).shuffle(self._free)
+        for slot in self._free:
+            self.fill(slot, self._poison)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def lend(self, count: int) -> list[int]:
+        """Return `count` slots, all poisoned."""
+        if count > len(self._free):
+            raise ValueError(f"{count} slots wanted, {len(self._free)} are free")
+        lent, self._free = self._free[:count], self._free[count:]
+        return lent
+
+    def take_back(self, slots: list[int]) -> None:
+        """Poison the slots of a job that has ended, to detect later writes."""
+        for slot in slots:
+            self.fill(slot, self._poison)
+        self._free += slots
+
+    def take_back_all(self) -> None:
+        """Take back the slots of all jobs, reported or not."""
+        self._free.clear()
+        self.take_back(list(range(len(self._mapping) // self.row_bytes)))
+
+    def touched(self) -> list[int]:
+        """Return the free slots that were written to."""
+        return [slot for slot in sorted(self._free) if self.content(slot) != self._poison]
+
+    def content(self, slot: int) -> bytes:
+        return self._mapping[slot * self.row_bytes : (slot + 1) * self.row_bytes]
+
+    def is_poison(self, slot: int) -> bool:
+        return self.content(slot) == self._poison
+
+    def fill(self, slot: int, content: bytes) -> None:
+        self._mapping[slot * self.row_bytes : (slot + 1) * self.row_bytes] = content
+
+    def close(self) -> list[str]:
+        """Unmap the slots. If objects still refer to them, they stay mapped, and descriptions of
+        these objects are returned."""
+        self.is_closed = True
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        with suppress(BufferError):  # an array still refers to it, and so to the mapping
+            self.view.release()
+        with suppress(BufferError):
+            self._mapping.close()
+            return []
+        gc.collect()  # cyclic garbage is not the tier's mistake
+        with suppress(BufferError):
+            self._mapping.close()
+            return []
+        return describe_holders(address, len(self._mapping)) or ["unknown holders"]
+
+
+def payload_of(key: OffloadKey, num_bytes: int) -> bytes:
+    """Return the content of the block of `key`: noise, the same in every process. A wrong byte is
+    detected wherever it appears."""
+    return np.random.Generator(np.random.SFC64(xxh3_64_intdigest(key))).bytes(num_bytes)
 
 
 def demand(condition: bool, complaint: str) -> None:
-    """Fail with these words unless `condition` holds."""
+    """Raise `AssertionError` with this complaint unless `condition` holds."""
     if not condition:
         raise AssertionError(complaint)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Report:
-    """One result, and when it came."""
+    """One result, and the poll that returned it."""
 
     poll: int
-    """The number of the call of `get_finished_jobs` that gave it."""
+    """Number of the call of `get_finished_jobs`."""
     job: TransferJob
     result: JobResult
 
     @property
     def moved(self) -> set[OffloadKey]:
-        """The keys that the tier says it has moved, or had already."""
+        """The keys that the tier reports as moved, or as there already."""
         if self.result.success:
             return set(self.job.keys)
         return set(self.result.successful_keys or ())
 
 
 class JobLedger:
-    """Takes down every job and every result, and compares results with the slots.
+    """Records every job and every result, and compares results with the slots.
 
     When a job is reported, its slots are taken back and poisoned.
     """
@@ -44,14 +131,14 @@ class JobLedger:
     def __init__(self, slots: LentSlots) -> None:
         self.unreported: dict[int, TransferJob] = {}
         self.reports: dict[int, Report] = {}
-        """By job id, in the order in which they came."""
+        """By job id, in the order of the reports."""
         self._slots = slots
 
     def note_submitted(self, job: TransferJob) -> None:
         self.unreported[job.job_id] = job
 
     def accept(self, result: object, poll: int) -> None:
-        """Take down a result, or say what is wrong with it."""
+        """Record a result, or raise `AssertionError` with what is wrong."""
         if not isinstance(result, JobResult):
             raise AssertionError(f"get_finished_jobs gave {result!r}: it must give JobResults")
         job_id = result.job_id
@@ -83,7 +170,7 @@ class JobLedger:
             if not job.is_promotion:
                 demand(
                     is_right,
-                    f"{describe(job)} changed slot {slot}, which it was only to read",
+                    f"{describe(job)} changed slot {slot}, which a store must only read",
                 )
             elif key in report.moved:
                 state = (
@@ -100,13 +187,13 @@ class JobLedger:
                 )
 
     def describe_unreported(self) -> str:
-        """The jobs that are missing, as the start of a sentence."""
+        """Return the unreported jobs as the beginning of a sentence."""
         names = [describe(job) for job in self.unreported.values()]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"{shown} {'was' if len(names) == 1 else 'were'}"
 
 
 def describe(job: TransferJob) -> str:
-    """A job, for people."""
+    """Describe a job for a message."""
     kind = "load" if job.is_promotion else "store"
     return f"job {job.job_id} (a {kind} of {len(job.keys)} blocks)"

@@ -1,13 +1,14 @@
-"""The contract of a tier below the primary one: jobs, results, and the abstract tier.
+"""The contract of a tier below the primary tier: jobs, results, and the abstract tier.
 
-A tier keeps blocks somewhere slower and larger than host memory. It never sees the device: it reads
-blocks out of the primary tier's slots and writes them back into slots.
+A tier keeps blocks in a storage that is slower and larger than host memory. It never sees the
+device: it reads blocks from the primary tier's slots and writes them back into slots.
 
-Threads. Every method of a tier is called from the engine's scheduler thread, except `drain_jobs`
-and `shutdown`, which come from a thread of their own while no other call is made. No method but
-those two may wait, do I/O, or copy a block: that is for the tier's own threads. Around every tier
-stands `kvtier.tiering.health`: one that is late, raises or misreports is cut off, and the engine
-goes on.
+Threads. Once a tier has started, the engine calls its methods on the scheduler thread, except
+`drain_jobs` and `shutdown`. These two are called at the end, each on a thread of its own, after all
+other calls; `shutdown` may begin before `drain_jobs` has ended. Only they may wait, do I/O or copy
+a block; for all other methods, the tier's own threads do that. The orchestrator guards every call
+(`kvtier.tiering.tier_calls`): a tier that is late or raises repeatedly, or that breaks its
+contract, is cut off, and the engine goes on.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from kvtier.base import (
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.config import TierOptions
+    from kvtier.tiering.inspection import Report, TierInspector
 
 __all__ = [
     "JobNotBegun",
@@ -51,23 +54,23 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferJob:
-    """Blocks to be moved between the primary tier and one tier below. The slots are the job's until
-    it is reported: they are read by nobody else while they are written, and not written at all
+    """Blocks to be moved between the primary tier and one tier below. The slots belong to the job
+    until it is reported: nothing else reads them while they are written, and nothing writes them
     while they are read."""
 
     job_id: int
     """Never used twice by one engine."""
     keys: Sequence[OffloadKey]
-    """In prompt order where that is known: of what does not fit, the head is worth the most."""
+    """In prompt order where that is known: if not all of them fit, keep the first ones."""
     block_ids: NDArray[np.int64]
     """The slot of each key, in the same order. Read-only."""
     is_promotion: bool
     """True: from the tier into the slots. False: from the slots to the tier."""
     req_context: ReqContext
-    """The request the blocks belong to, or were first wanted by."""
+    """The request that stores the blocks, or that wanted them first."""
     fingerprint: bytes = bytes(16)
-    """What the blocks are sealed with, and the namespace they are kept in. That of the time of the
-    job: the tier's own may have changed since."""
+    """The namespace of the blocks, which is part of their seal. A job keeps the namespace it was
+    made with, even after the tier's own has changed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,34 +79,33 @@ class JobResult:
 
     job_id: int
     success: bool
-    """Whether all blocks were moved, or were there already."""
+    """True if all blocks were moved, or were there already."""
     successful_keys: Collection[OffloadKey] | None = None
-    """Where not all were: those that were. None: none of them. A load must name those whose seal
-    was verified, and no others."""
+    """If not all blocks were moved: the keys of those that were. None: none of them. A load names
+    exactly the blocks whose seal was verified."""
     transfer_time: float | None = None
-    """Seconds that the I/O took, stamped where it happened. None: not known; then this tier is not
-    measured, and no promotion is refused for being slower than recomputing."""
+    """Seconds that the I/O took, measured where it happened. None: not known. The tier is then not
+    measured, so no promotion from it is declined as slower than computing."""
     num_gone: int = 0
-    """A load: so many blocks had left since they were looked up, by someone else's doing. That is
-    no failure of the tier."""
+    """For a load: blocks that another engine or process has removed since they were looked up. They
+    do not count as failures of the tier."""
 
 
 class JobNotBegun(Exception):
-    """Raised by `submit_store` and `submit_load`: the job was not begun. The tier does not touch
-    its slots and does not report it. The slots are free at once; otherwise the job counts as one
-    that was reported as failed."""
+    """Raised by `submit_store` and `submit_load`: the tier has not begun the job, does not touch
+    its slots, and does not report it. The job counts as failed, and its slots are free at once."""
 
 
 class TierRefused(Exception):
-    """A tier cannot start, for a reason that is not in its configuration alone. Raised by its
-    constructor; the message names the reason, and ends with the remedy."""
+    """Raised by the constructor of a tier that cannot start, for a reason that lies at least partly
+    outside its configuration. The message names the reason and ends with the remedy."""
 
 
 class PrimaryRows:
-    """The primary tier's slots as a tier sees them: rows of bytes, without a copy. Any thread.
+    """The primary tier's slots as a tier sees them: rows of bytes, without a copy. For any thread.
 
-    After `release`, asking for a row raises `ValueError`. Whoever holds a row then keeps the memory
-    behind it alive; a tier drops its rows when a job ends.
+    After `release`, asking for a row raises `ValueError`. A row that is still held keeps the memory
+    behind it alive, so a tier drops its rows when a job ends.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -112,7 +114,7 @@ class PrimaryRows:
 
     def __getitem__(self, block_id: int) -> memoryview:
         if not 0 <= block_id < self.num_rows:
-            raise IndexError(f"slot {block_id}: there are {self.num_rows}")
+            raise IndexError(f"slot {block_id} does not exist: there are {self.num_rows} slots")
         start = block_id * self.row_bytes
         return self._flat[start : start + self.row_bytes]
 
@@ -124,22 +126,25 @@ class PrimaryRows:
 class SecondaryTierManager(ABC):
     """One tier below the primary tier.
 
-    Made by `SecondaryTierFactory`, which passes the arguments below by name, and the tier's own
-    keys of its entry in `secondary_tiers` as further keyword arguments, exactly as the user wrote
-    them: a tier checks them and raises `kvtier.config.ConfigError` or `ValueError`.
+    `SecondaryTierFactory` makes it. It passes the arguments below by name, and the tier's own keys
+    of its entry in `secondary_tiers` as further keyword arguments, exactly as the user wrote them:
+    the tier checks them and raises `kvtier.config.ConfigError` or `ValueError`.
 
-    Every submitted job is reported by `get_finished_jobs` exactly once: also when there was nothing
-    to do because all blocks were there, when there was no room, and when it failed. A submit that
-    raises `JobNotBegun` has refused the job, which is not reported then. One that raises anything
-    else counts as begun: nobody waits for the job, but its slots are the tier's until it reports
-    it.
+    `get_finished_jobs` reports every submitted job exactly once: also when there was nothing to do
+    because all blocks were there, when there was no room, and when the job failed. A submit that
+    raises `JobNotBegun` has refused the job, which is then not reported. If it raises anything
+    else, the job counts as begun: no request waits for it, but its slots belong to the tier until
+    the tier reports it.
     """
 
     medium: ClassVar[Medium | None] = None
-    """What kind of memory the blocks are kept in. None: fits every filter."""
+    """The kind of memory that keeps the blocks. None: the tier fits any medium that a request
+    allows (`load_tier_filter`)."""
+    options_cls: ClassVar[type[TierOptions] | None] = None
+    """Declares the keys of a tier whose constructor takes `**keys`. None: the keys are the
+    parameters of the constructor."""
     capacity_blocks: int | None = None
-    """How many blocks there is room for. A tier that knows sets it; engines say it when they
-    start."""
+    """The number of blocks that fit, if the tier knows it; engines log it when they start."""
 
     def __init__(
         self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str
@@ -148,32 +153,32 @@ class SecondaryTierManager(ABC):
         self.offloading_spec = offloading_spec
         self.tier_type = tier_type
         self.locality: Locality | None = None
-        """Set by the tier; what the user gives in `locality` replaces it."""
+        """Set by the tier; the user's key `locality` replaces it."""
         self.enable_kv_events = True
-        """Whether anyone takes the events; set by the orchestrator. While False, record none."""
+        """Set by the orchestrator. While False, nobody takes the events: record none."""
         self.rows = PrimaryRows(primary_kv_view)
         self.fingerprint: bytes = offloading_spec.config.fingerprint()
-        """The namespace of what is looked up now. See `begin_epoch`."""
+        """The current namespace for lookups. See `begin_epoch`."""
         self._writer = offloading_spec.config.engine_id
         self._seal_failures: Counter[seal.SealFailure] = Counter()
         self._seal_failures_lock = threading.Lock()
 
-    # --- what a tier author implements ---------------------------------------------------------
+    # --- a tier author implements these --------------------------------------------------------
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Whether a block is kept here, in the namespace `self.fingerprint`.
+        """Look for a block in the namespace `self.fingerprint`.
 
-        HIT: it can be loaded. MISS: it is not here. RETRY: not known yet, ask again at the next
-        step; the tier finds out meanwhile. A HIT is no promise: a load may still fail.
+        HIT: it can be loaded. MISS: it is not here. RETRY: not known yet; the tier finds out, and
+        is asked again in the next step. A load may still fail after a HIT.
         """
 
     def lookup_batch(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> Sequence[LookupResult]:
-        """The same for several blocks in prompt order, one answer each.
+        """Look for several blocks, given in prompt order; one answer each.
 
-        What follows the first MISS is not looked at, so the answers may end with it.
+        The caller ignores everything behind the first MISS, so the answers may end with it.
         """
         results = []
         for key in keys:
@@ -185,44 +190,45 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def submit_store(self, job: TransferJob) -> None:
-        """Start keeping the blocks in `job.block_ids`. Those that are here already need no copy."""
+        """Start storing the blocks in `job.block_ids`. Blocks that are here need no copy."""
 
     @abstractmethod
     def submit_load(self, job: TransferJob) -> None:
-        """Start writing blocks into `job.block_ids`. Must not wait behind stores."""
+        """Start loading blocks into `job.block_ids`. A load must not wait behind stores."""
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """The jobs that ended since the last call. Asked once per scheduling step, and once
-        more where a store finds no room in host memory."""
+        """The jobs that have ended since the last call. Called once per scheduling step, once more
+        if a store finds no room in host memory, and repeatedly at shutdown."""
 
     @abstractmethod
     def drain_jobs(self) -> None:
-        """Wait until every job has ended; their results are still to be had afterwards.
+        """Wait until every job has ended. `get_finished_jobs` can still be called afterwards.
 
         Jobs that have not begun may be given up, and are then reported as failed.
         """
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request has used these blocks, given in prompt order, wherever it had them from: the
-        device, host memory, this tier or another one.
+        """A request has used these blocks, given in prompt order. They may come from the device,
+        host memory, this tier or another one.
 
-        Called once for each request, when it has ended and its stores have left the device. Loads
-        and stores are not announced here as well.
+        Called at most once for each request, when it has ended and its stores have left the device.
+        Single loads and stores cause no call.
         """
         return
 
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
-        """Those of these blocks that are known to be neither kept here nor being stored.
+        """Name the blocks that are neither kept here nor being stored.
 
-        Asked right after `touch`, with the same keys. Of the blocks named, those still in host
-        memory are offered again with `submit_store`, at a bounded rate. Answer from memory: name no
-        block rather than wait to find out. The default names none, so nothing is offered again.
+        Called, if at all, right after `touch`, with the same keys. The named blocks that are still
+        in host memory are stored again with `submit_store`, at a bounded rate. Answer from memory:
+        leave a block out rather than wait to find out. The default names none, so nothing is stored
+        again.
         """
         return ()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request arrived. Answers which of its blocks the tier wants to be offered."""
+        """A request has arrived. Returns which of its blocks the tier wants."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -234,57 +240,77 @@ class SecondaryTierManager(ABC):
         return
 
     def has_pending_work(self) -> bool:
-        """Whether the engine should keep stepping for something other than jobs. Asked, and heeded,
-        for at most a second after the engine last brought work: an engine that has nothing else to
-        do rests then, whatever tiers have to do."""
+        """True if the engine should keep stepping for something other than jobs. It does so for at
+        most one second after its last work; after that, an engine without requests stops stepping,
+        whatever this returns."""
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Blocks that appeared or disappeared here since the last call, in order."""
+        """Blocks that were stored or removed here since the last call, in order."""
         return ()
 
     def get_stats(self) -> OffloadingStats | None:
-        """Figures since the last call, named as in `build_metric_definitions`."""
+        """Statistics since the last call, named as in `build_metric_definitions`."""
         return None
 
     @classmethod
     def build_metric_definitions(
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
-        """Every figure that `get_stats` may report."""
+        """Defines every metric that `get_stats` may return."""
         return {}
 
+    @classmethod
+    def open_inspector(cls, location: str) -> TierInspector | None:
+        """The inspector that `kvtier store` uses for the storage at `location`, a path or a URL.
+
+        Called in the process of the command, where no tier is running; may wait. None: the location
+        is not this tier's. Raise `InspectionRefused` or `OSError` if it looks like this tier's but
+        cannot be used; another tier may still claim it. The default offers no inspector.
+        """
+        return None
+
+    @classmethod
+    def init_storage(cls, location: str) -> Report | None:
+        """Make storage at `location`, or repair it, for `kvtier store init`.
+
+        Called like `open_inspector`; may also raise `InspectionTimedOut`. None, the default: this
+        tier makes no storage at such a location.
+        """
+        return None
+
     def known_keys(self, most: int) -> Sequence[OffloadKey]:
-        """Some blocks that can be loaded, at most so many; () if there are none, or if it is not
-        known yet. Asked once, when the engine starts: a few are loaded, so that the engine knows
-        how quick the tier is before the first request comes."""
+        """At most `most` blocks that can be loaded; () if there are none, or if the tier does not
+        know yet. Called at most once, when the engine starts: the engine loads these blocks to
+        measure the tier before the first request."""
         return ()
 
     def keep_note(self, note: bytes) -> None:
-        """Keep this note of at most 1,024 bytes for the next engine with this storage, in place of
-        the one before. It says how quick the tier is. For tiers that outlive the process; writing
-        it is for a thread of the tier."""
+        """Keep this note of at most 1,024 bytes for the next engine that uses this storage, in
+        place of the last note. It contains the measured speed of the tier. Only a tier whose
+        storage outlives the process need keep it. Write it on a thread of the tier."""
         return
 
     def kept_note(self) -> bytes | None:
-        """The note that an earlier engine left. None: there is none. It need not be checked."""
+        """The note that an earlier engine left; None if there is none. The tier need not check
+        it."""
         return None
 
     def begin_epoch(self, fingerprint: bytes) -> None:
-        """From now on, look up in another namespace: what was kept before is no longer valid for
-        this engine. Answers found out, or being found out, for the old one must be forgotten. Jobs
-        under way go on, each in the namespace it carries. Must not wait."""
+        """From now on, look up in another namespace: earlier blocks are no longer valid for this
+        engine. Forget all answers for the old namespace, and lookups in it that are under way. Jobs
+        under way go on, each in the namespace that it carries. Must not wait."""
         self.fingerprint = fingerprint
 
     def shutdown(self) -> None:
-        """Release everything: threads, files, connections. Comes after `drain_jobs`, or instead of
-        its end when that takes too long. No call follows."""
+        """Release all threads, files and connections. Called after `drain_jobs` has ended, or while
+        it is still running if it takes too long. No call follows."""
         return
 
-    # --- what a tier author uses ---------------------------------------------------------------
+    # --- a tier author calls these -------------------------------------------------------------
 
     def seal_block(self, job: TransferJob, key: OffloadKey, payload: memoryview) -> bytes:
-        """The seal to be kept with a block of a store job. On an I/O thread of the tier."""
+        """The seal to keep with a block of a store job. Call it on an I/O thread of the tier."""
         return seal.make(key, payload, job.fingerprint, self._writer)
 
     def verify_block(
@@ -294,10 +320,10 @@ class SecondaryTierManager(ABC):
         header: bytes | bytearray | memoryview,
         payload: memoryview,
     ) -> bool:
-        """Whether what a load job has brought is the block of `key`; if not, it is counted.
+        """True if `payload` is the intact block of `key`. Otherwise counts the failure.
 
-        On an I/O thread of the tier, before the job is reported. `payload` is best the slot itself:
-        then nothing can change between the check and the use.
+        Call it on an I/O thread of the tier, before the job is reported. Pass the slot itself as
+        `payload`: then nothing can change between the check and the use.
         """
         failure = seal.check(header, payload, key, job.fingerprint)
         if failure is None:
@@ -306,8 +332,8 @@ class SecondaryTierManager(ABC):
         return False
 
     def refuse_block(self, failure: seal.SealFailure) -> None:
-        """Count a block that is not what it should be, for a reason that the tier itself has found.
-        On an I/O thread of the tier."""
+        """Count a block that the tier itself has found to be wrong. Call it on an I/O thread of the
+        tier."""
         with self._seal_failures_lock:
             self._seal_failures[failure] += 1
 

@@ -1,4 +1,4 @@
-"""Names of tiers to their classes, and entries of `secondary_tiers` to running tiers."""
+"""Makes the tiers that the entries of `secondary_tiers` describe."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import dataclass, field, replace
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvtier.config import TIER_KEYS, ConfigError, OptionReader, Problem, TierConfig
-from kvtier.config.kinds import OPAQUE, Kind
-from kvtier.config.redaction import describe, without_secrets
+from kvtier.config import TIER_KEYS, USER_KEYS, ConfigError, OptionReader, Problem, TierConfig
+from kvtier.config.errors import describe, without_secrets
+from kvtier.config.fields import OPAQUE, REQUIRED, Key, Kind, declared_keys
 from kvtier.factory import ClassRegistry
-from kvtier.tiering.closing import close_tiers
-from kvtier.tiering.key_hints import example_of, misplaced_keys
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.config import TierOptions
     from kvtier.tiering.base import SecondaryTierManager
 
 __all__ = ["PlannedTier", "SecondaryTierFactory", "TierStartError"]
@@ -29,25 +28,41 @@ _ANY_VALUE: Kind[Any] = Kind("a value", OPAQUE.parse)
 
 
 class TierStartError(RuntimeError):
-    """A tier could not start, for a reason that is not in its configuration alone."""
+    """A tier could not start, for a reason outside its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """An entry whose class was found, and whose keys fit its constructor. Nothing is started."""
+    """An entry of `secondary_tiers` whose class was found and whose keys fit its constructor. Not
+    started yet."""
 
     config: TierConfig
     tier_cls: type[SecondaryTierManager]
     keys: Mapping[str, Any] = field(repr=False)
-    """What the constructor gets besides what every one does. May hold passwords."""
+    """The tier's own keyword arguments. They may hold passwords."""
+
+    def parse_options(self) -> TierOptions | None:
+        """Parse the keys that the tier declares, as its constructor does. None: it declares none.
+
+        Raises `ConfigError`, with the full paths of the keys.
+        """
+        options_cls = _options_cls_of(self.tier_cls)
+        if options_cls is None:
+            return None
+        declared = declared_keys(options_cls)
+        given = {name: value for name, value in self.keys.items() if name in declared}
+        try:
+            return options_cls.parse(given)
+        except ConfigError as refused:
+            raise _refusal(refused, self.tier_cls, self.config) from None
 
     def start(
         self, primary_kv_view: memoryview, offloading_spec: OffloadingSpec
     ) -> SecondaryTierManager:
-        """The tier itself. Called while an engine starts, on the scheduler's side.
+        """Start the tier. Called at engine start, on the scheduler's side.
 
-        `ConfigError`: the tier refuses a value. `TierStartError`: it failed otherwise, or is not
-        what a tier must be. Neither keeps hold of the view, unless the tier itself does.
+        Raises `ConfigError` if the tier refuses a value, and `TierStartError` if it fails otherwise
+        or breaks the contract. Neither error keeps a reference to the view.
         """
         config = self.config
         try:
@@ -58,14 +73,17 @@ class PlannedTier:
                 **self.keys,
             )
         except Exception as error:
-            # The frames of the constructor hold a half-made tier, and with it the view.
+            # The constructor's frames refer to a half-made tier, and through it to the view.
             for link in _chain(error):
                 clear_frames(link.__traceback__)
             raise _refusal(error, self.tier_cls, config) from _cause_to_show(error, config)
         defect = _defect_of(tier)
         if defect is not None:
+            # Imported here: a configuration is checked without numpy, which this loads.
+            from kvtier.tiering.tier_calls import close_tiers
+
             close_tiers([tier], offloading_spec.config.options.shutdown_timeout_ms / 1000)
-            del tier  # it may hold the view, and the error's frames would hold it
+            del tier  # the error's frames would keep it, and through it the view
             raise TierStartError(f"{config.at}: the tier {describe(config.type)} {defect}")
         if config.locality is not None:
             tier.locality = config.locality
@@ -99,25 +117,27 @@ class SecondaryTierFactory:
         module_path: str,
         class_name: str,
     ) -> None:
-        """Let `type` mean `class_name` of `module_path`, imported when first needed.
-
-        Once more with the same arguments changes nothing; `ValueError` otherwise.
-        """
+        """Register `class_name` of `module_path` as `type`. See `ClassRegistry.register`."""
         cls._registry.register(type, module_path, class_name)
+
+    @classmethod
+    def known_types(cls) -> list[str]:
+        """The types that can be used without `module_path`: built in, registered or installed."""
+        return cls._registry.known_names()
 
     @classmethod
     def get_secondary_tier_cls(
         cls, tier_config: TierConfig | Mapping[str, Any]
     ) -> type[SecondaryTierManager]:
-        """The class of the tier, or `ConfigError`."""
+        """Return the class of the tier, or raise `ConfigError`."""
         tier = _parsed(tier_config)
         return cls._registry.resolve(tier.type, tier.module_path, tier.at)
 
     @classmethod
     def plan_secondary_tiers(cls, tier_configs: Iterable[TierConfig]) -> list[PlannedTier]:
-        """Find and check all that can be known of these tiers without starting one.
+        """Find the classes of these tiers and check the names of their keys. Starts no tier.
 
-        Raises one `ConfigError` with the problems of all of them.
+        Raises one `ConfigError` with the problems of all tiers.
         """
         planned: list[PlannedTier] = []
         refusals: list[ConfigError] = []
@@ -129,7 +149,7 @@ class SecondaryTierFactory:
             except ConfigError as refused:
                 refusals.append(refused)
         if len(refusals) == 1:
-            raise refusals[0]  # as it is: its cause shows where an import failed
+            raise refusals[0]  # unchanged: its cause shows where an import failed
         if refusals:
             raise ConfigError(*(problem for refused in refusals for problem in refused.problems))
         return planned
@@ -141,10 +161,10 @@ class SecondaryTierFactory:
         primary_kv_view: memoryview,
         offloading_spec: OffloadingSpec,
     ) -> SecondaryTierManager:
-        """The tier itself, started. Called while an engine starts, on the scheduler's side.
+        """Plan and start one tier. Called at engine start, on the scheduler's side.
 
-        `tier_config` is parsed, or an entry as the user writes it. `ConfigError`: the entry cannot
-        work. For the rest see `PlannedTier.start`.
+        `tier_config`: a parsed entry, or one as the user writes it. Raises `ConfigError` for an
+        entry that cannot work; otherwise as `PlannedTier.start`.
         """
         (planned,) = cls.plan_secondary_tiers([_parsed(tier_config)])
         return planned.start(primary_kv_view, offloading_spec)
@@ -156,17 +176,34 @@ def _parsed(tier_config: TierConfig | Mapping[str, Any]) -> TierConfig:
     return TierConfig.from_entry(tier_config)
 
 
-def _own_parameters(tier_cls: type[SecondaryTierManager]) -> dict[str, inspect.Parameter]:
-    """What the constructor takes by name, and maybe `**anything`; less what it always gets."""
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(tier_cls).parameters.items()
-        if name not in _GIVEN_BY_THE_FACTORY and parameter.kind not in _NOT_BY_NAME
-    }
+def _options_cls_of(tier_cls: type[SecondaryTierManager]) -> type[TierOptions] | None:
+    """Return the class that declares the tier's keys. None if there is none, or if the constructor
+    takes no `**keys`: a subclass that lists its own parameters does not take its base's keys."""
+    parameters = inspect.signature(tier_cls).parameters.values()
+    takes_keys = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return tier_cls.options_cls if takes_keys else None
+
+
+def _own_keys(tier_cls: type[SecondaryTierManager]) -> tuple[dict[str, Key], bool]:
+    """Return the keys that the constructor takes, and whether it takes any other key as well."""
+    options_cls = _options_cls_of(tier_cls)
+    keys: dict[str, Key] = {}
+    takes_any = False
+    for name, parameter in inspect.signature(tier_cls).parameters.items():
+        if name in _GIVEN_BY_THE_FACTORY or parameter.kind in _NOT_BY_NAME:
+            continue
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            is_required = parameter.default is parameter.empty
+            keys[name] = Key(_ANY_VALUE, default=REQUIRED if is_required else parameter.default)
+        elif options_cls is not None:
+            keys |= declared_keys(options_cls)
+        else:
+            takes_any = True
+    return keys, takes_any
 
 
 def _require_fitting_class(tier_cls: type[SecondaryTierManager], config: TierConfig) -> None:
-    """Refuse a class that cannot be called as tiers are."""
+    """Raise `ConfigError` for a class whose constructor does not take a tier's arguments."""
     parameters = inspect.signature(tier_cls).parameters
     old = parameters.get("vllm_config")
     if old is not None and ("offloading_spec" not in parameters or old.default is old.empty):
@@ -190,37 +227,39 @@ def _require_fitting_class(tier_cls: type[SecondaryTierManager], config: TierCon
 
 
 def _keys_for(tier_cls: type[SecondaryTierManager], config: TierConfig) -> dict[str, Any]:
-    """What the constructor gets: the tier's own keys, and those of every tier that it names.
+    """Return the constructor's keyword arguments: the tier's own keys, and those of the keys common
+    to all tiers (`TIER_KEYS`) for which its constructor has parameters.
 
-    `ConfigError`, if there are others, or too few.
+    Raises `ConfigError` for unknown and missing keys. The tier checks the values when it starts.
     """
-    parameters = _own_parameters(tier_cls)
-    shared = {name: getattr(config, name) for name in TIER_KEYS if name in parameters}
+    own, takes_any = _own_keys(tier_cls)
+    shared = {name: getattr(config, name) for name in TIER_KEYS if name in own}
     keys = dict(config.options)
     keys |= {name: value for name, value in shared.items() if value is not None}
     reader = OptionReader(keys, config.at)
-    for name, parameter in parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            for key in {str(key) for key in keys}.difference(_GIVEN_BY_THE_FACTORY):
-                reader.optional(key, OPAQUE)
-        elif parameter.default is parameter.empty:
-            example = example_of(config.type, name)
+    others = {str(key) for key in keys}.difference(_GIVEN_BY_THE_FACTORY) if takes_any else ()
+    for name in (*TIER_KEYS, *others):
+        reader.optional(name, OPAQUE)
+    for name, key in own.items():
+        if key.is_required:
+            example = f', such as "{name}": {key.example}' if key.example else ""
             needed = f"The tier {describe(config.type)} needs this key: add it{example}"
             reader.required(name, _ANY_VALUE, needed)
         else:
             reader.optional(name, OPAQUE)
-    for name in TIER_KEYS:
-        reader.optional(name, OPAQUE)
+    remedies = dict.fromkeys(USER_KEYS, "Move it out of secondary_tiers, beside cpu_bytes_to_use")
+    options_cls = _options_cls_of(tier_cls)
+    if options_cls is not None:
+        remedies |= options_cls.not_here
     reader.refuse_unread(
-        f"Remove it; the tier {describe(config.type)} does not know it",
-        known_remedies=misplaced_keys(config.type),
+        f"Remove it; the tier {describe(config.type)} has no such key", known_remedies=remedies
     )
     reader.raise_problems()
     return keys
 
 
 def _defect_of(tier: SecondaryTierManager) -> str | None:
-    """What a tier lacks that has been made, in words that follow its name; None if nothing."""
+    """Return what is wrong with a new tier, in words that follow its name; None if nothing."""
     from kvtier.base import Locality, Medium
 
     if not all(hasattr(tier, name) for name in _SET_BY_THE_BASE):
@@ -236,7 +275,7 @@ def _defect_of(tier: SecondaryTierManager) -> str | None:
         value = getattr(tier, name)
         if value is not None and not isinstance(value, kind):
             members = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
-            return f"says {name} = {describe(value)}: let it say {members} or None"
+            return f"has {name} = {describe(value)}: set {members} or None"
     return None
 
 
@@ -250,9 +289,9 @@ def _unfit_class(
 def _refusal(
     error: Exception, tier_cls: type[SecondaryTierManager], config: TierConfig
 ) -> ConfigError | TierStartError:
-    """What to raise in place of what a tier's constructor raised."""
+    """Return the error to raise in place of the one that a tier's constructor raised."""
     if isinstance(error, ConfigError):
-        own = {*_own_parameters(tier_cls), *config.options}
+        own = {*_own_keys(tier_cls)[0], *config.options}
         return ConfigError(*(_placed(problem, own, config) for problem in error.problems))
     reason = without_secrets(str(error), config.options)
     if isinstance(error, ValueError):
@@ -263,12 +302,12 @@ def _refusal(
     if isinstance(error, TierRefused):
         at += _key_of_the_path_in(reason, config)
     else:
-        reason = f"{type(error).__name__}: {reason}. Mend that, or remove the tier"
+        reason = f"{type(error).__name__}: {reason}. Fix that, or remove the tier"
     return TierStartError(f"{at}: the tier {describe(config.type)} could not start: {reason}")
 
 
 def _key_of_the_path_in(reason: str, config: TierConfig) -> str:
-    """Under which key the user has given the path that the reason begins with."""
+    """Return the key whose path the reason begins with, as `.key`; empty if there is none."""
     for key, value in config.options.items():
         if isinstance(value, str) and value.startswith("/") and reason.startswith(value):
             return f".{key}"
@@ -276,14 +315,14 @@ def _key_of_the_path_in(reason: str, config: TierConfig) -> str:
 
 
 def _placed(problem: Problem, own_keys: set[str], config: TierConfig) -> Problem:
-    """The problem under its whole path. A tier knows its type, but not where its entry stands."""
+    """Return the problem with the full path of its key, which the tier does not know."""
     path = problem.key.removeprefix(f"{config.type}.")
     is_own = re.split(r"[.\[]", path)[0] in own_keys
     return replace(problem, key=f"{config.at}.{path}") if is_own else problem
 
 
 def _value_problem(reason: str, config: TierConfig) -> Problem:
-    remedy = reason.rstrip(".") or "Its constructor gives no reason: look there"
+    remedy = reason.rstrip(".") or "Its constructor gives no reason: see its source"
     allowed = f"what the tier {describe(config.type)} accepts"
     named = [key for key in config.options if re.search(rf"\b{re.escape(str(key))}\b", reason)]
     if len(named) != 1:
@@ -294,14 +333,14 @@ def _value_problem(reason: str, config: TierConfig) -> Problem:
 
 
 def _cause_to_show(error: Exception, config: TierConfig) -> Exception | None:
-    """None where its message, printed above ours, would say the same again or show a secret."""
+    """Return the error to chain; None if its text would repeat ours or show a secret."""
     texts = [str(link) for link in _chain(error)]
     secret = any(without_secrets(text, config.options) != text for text in texts)
     return None if secret or isinstance(error, ConfigError) else error
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and all that led to it."""
+    """Yield the error and all errors that led to it."""
     links, seen = [error], set[int]()
     while links:
         link = links.pop()

@@ -1,290 +1,356 @@
-"""Load or recompute: a promotion that takes longer than computing the blocks again is no help."""
+"""Load or compute? A promotion that takes longer than computing the blocks again is no help.
+
+`LoadGuard` decides, from what `kvtier.tiering.cost` has learnt. To replace the rule, replace
+`LoadGuard.judge` and `LoadGuard.is_worth_loading`. `LoadSpeed` measures one tier, also when no
+request loads from it.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import Enum
 from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.tiering.prefill_line import CostLine, PrefillLine
+from kvtier.tiering.cost import Learnt, PrefillRate, TransferEstimate, read_note, write_note
 
-_MIN_SAMPLES = 8
-_DECAY = 0.95
-_STEPS_AROUND = 3
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey
+    from kvtier.tiering.jobs import Job
+    from kvtier.tiering.lookup import Groups
+    from kvtier.tiering.request import TierRequest
+    from kvtier.tiering.tier_calls import GuardedTier
 
-_RECALLED_WEIGHT = 4.0
-"""What an earlier engine has measured counts as this many loads at most."""
-_FAR_OFF = 2.0
-"""A load that takes this many times as long as expected, or as short, contradicts what is known."""
-
-_MOST_TOKENS = 1e9
-"""More than any prompt has."""
+PROBE_SIZES = (1, 8)
+"""Blocks of the loads that measure a tier when the engine starts: two sizes separate latency from
+time per block. If the tier could not name any blocks then, the first load for a request measures
+it, with at most as many blocks as the larger probe."""
+_PROBE_PATIENCE_S = 0.25
+"""A request waits no longer than this for the measurement of a tier."""
+_BLIND_S, _BLIND_REQUESTS = 1.0, 8
+"""While the cost of computing is not known, up to `_BLIND_REQUESTS` requests whose loads would take
+longer than `_BLIND_S` compute instead: only computing shows what it costs."""
 
 _TRIAL_SHARE = 1 / 32
-"""What trials may cost, of the time that loads take."""
+"""Share of the time of all loads that trials may cost. In a trial, a request computes blocks that
+it could load faster."""
 _MEASURED_FACTOR = 8
-"""So many times as much has to be spared for a trial of what was measured before."""
+"""How much rarer a trial is where the cost of computing was measured."""
 _LEAST_TRIED_S = 0.05
-"""For less, nobody waits long enough that it would matter."""
+"""Seconds. Shorter loads cause no trial: there a wrong decision costs a request little."""
 
 _EXPLORED_BLOCKS, _EXPLORED_S = 8, 0.25
-"""So many blocks are brought up at first to see whether a tier is still slower than computing; more
-of them, up to all, if they take so long at most."""
+"""Blocks of the first exploration, a load that shows whether a tier is still slower than computing.
+It has more blocks if they are expected to take less than `_EXPLORED_S` seconds."""
+_EXPLORE_EVERY_S = 20.0
+"""Seconds from one exploration of a tier to the next."""
+_KEPT_EVERY_S = 30.0
+"""Tiers are given a note of what was learnt, for the next start, once in this many seconds."""
+_LONGEST_EXPLORATION_S, _EXPLORATION_SHARE = 1.0, 0.5
+"""The longest exploration, in seconds and as a share of the load timeout: it must not be late, and
+must not keep other loads waiting for long."""
 
 
-class PrefillRate:
-    """How long the engine takes to compute prompt tokens. Scheduler thread only.
+class Choice(Enum):
+    """What to do with blocks that a request has found in a tier."""
 
-    Configured, or told by the engine step by step, or else learnt from the cadence of stores, which
-    is crude. What is offered in one step was computed in the step before, in that step or in the
-    next one: engines differ. The longest of the three is taken for it: rather too slow a rate than
-    a burst that never was. Idle time and decoding make single samples too low, so a high percentile
-    of the last ones counts. Not known until there are a few.
+    LOAD = "load"
+    MEASURE = "measure"
+    """Load a few of them, to see how long the tier takes."""
+    WAIT = "wait"
+    """The tier is being measured: decide in the next step."""
+    COMPUTE = "compute"
+    """Loading them takes longer."""
+    TRY_COMPUTING = "try computing"
+    """Loading is believed to be faster, but that has to be checked now and then."""
+
+
+class Verdict(NamedTuple):
+    """The guard's answer."""
+
+    choice: Choice
+    load_s: float | None
+    """How long loading is expected to take; None: not known."""
+
+
+class _Costs(NamedTuple):
+    """What loading and computing some blocks are expected to cost."""
+
+    load_s: float | None
+    """None: not known."""
+    compute_s: float | None
+    """None: not known."""
+    num_tokens: int
+    mean_position: float
+    """The mean position of these tokens in the prompt; 0 while `compute_s` is not known."""
+
+
+class LoadGuard:
+    """Decides whether to load blocks from a tier or to compute them again. Scheduler thread only.
+
+    `Promotions` calls `judge` for each request and each tier that has blocks for it.
     """
 
-    def __init__(self, configured: float | None) -> None:
-        """`configured`: None to learn it, 0 to never know it."""
-        self.heeds_stores = configured is None
-        """Whether it is learnt from the cadence of stores: nobody has told better."""
-        self._heeds_engine = configured is None
-        self._flat_rate = configured or None
-        """Tokens in a second, wherever they are."""
-        self._told = PrefillLine()
-        self._recalled: CostLine | None = None
-        """What an earlier engine has learnt."""
-        self._samples: deque[float] = deque(maxlen=64)
-        self._tokens_in_step = 0
-        self._tokens_before = 0
-        """Of the last step: its own time and those around it are known now."""
-        self._step_times: deque[float] = deque(maxlen=_STEPS_AROUND)
-        self._last_step_end: float | None = None
+    def __init__(
+        self,
+        prefill: PrefillRate,
+        groups: Groups,
+        tiers: Sequence[GuardedTier],
+        fingerprint: bytes,
+    ) -> None:
+        """`fingerprint`: the namespace before any reset, with which the next engine starts too."""
+        self._prefill = prefill
+        self._groups = groups
+        self._tiers = tiers
+        self._fingerprint = fingerprint
+        self._keep_at = inf
+        self._trials = Trials()
+        self._num_blind = 0
+        """Requests that have computed before the cost of computing was known."""
+        self.num_trials = 0
+        """Requests that computed what could be loaded faster, as a trial."""
 
     @property
-    def line(self) -> CostLine | None:
-        """What a token costs: as the engine tells, or else a flat rate, or else as an earlier
-        engine has learnt; None: not known."""
-        line = self._told.get()
-        if line is not None:
-            return line
-        if self._flat_rate is not None:
-            return CostLine(1 / self._flat_rate, 0.0, 0.0)
-        return self._recalled
+    def knows_compute_cost(self) -> bool:
+        """False while there is nothing to compare a load with."""
+        return self._prefill.is_known
 
-    def recall(self, line: CostLine) -> None:
-        """Go by what an earlier engine has learnt, until this one knows better."""
-        if self.may_learn and line.seconds_per_token(line.deepest) > 0:
-            self._recalled = line
+    # --- decisions ------------------------------------------------------------------------------
 
-    @property
-    def may_learn(self) -> bool:
-        """Whether it is learnt, and not configured."""
-        return self._heeds_engine
+    def judge(
+        self, keys: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest, now: float
+    ) -> Verdict:
+        """Decide for blocks that a tier has, and count the decision."""
+        costs = self._costs(keys, tier, request)
+        if not self._is_worth_it(costs, tier, now):
+            self._num_blind += costs.load_s is not None and costs.compute_s is None
+            return Verdict(Choice.COMPUTE, costs.load_s)
+        if self._is_trial_due(costs):
+            self._trials.note_trial()
+            self.num_trials += 1
+            return Verdict(Choice.TRY_COMPUTING, costs.load_s)
+        if tier.load_speed.is_being_probed:
+            return Verdict(Choice.WAIT, costs.load_s)
+        is_new = costs.load_s is None and self._prefill.may_learn and not tier.load_speed.was_probed
+        return Verdict(Choice.MEASURE if is_new else Choice.LOAD, costs.load_s)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether there is anything to go by."""
-        return self.line is not None
+    def is_worth_loading(
+        self, keys: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest, now: float
+    ) -> bool:
+        """False if computing these blocks is faster. Counts nothing."""
+        return self._is_worth_it(self._costs(keys, tier, request), tier, now)
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The rate: where an engine tells, at the position of the last step; None: not known."""
-        line = self.line
-        seconds = line.seconds_per_token(self._told.last_position) if line is not None else 0.0
-        return 1 / seconds if seconds else None
+    def note_load(self, verdict: Verdict) -> None:
+        """The blocks of this verdict are being loaded."""
+        if verdict.load_s is not None:
+            self._trials.note_load(verdict.load_s)
 
-    def seconds_for(self, num_tokens: int, mean_position: float) -> float:
-        """How long computing takes, for tokens that are there on average. Only if it is known."""
-        line = self.line
-        assert line is not None, "ask `is_known` first"
-        return num_tokens * line.seconds_per_token(mean_position)
+    def _is_worth_it(self, costs: _Costs, tier: GuardedTier, now: float) -> bool:
+        """True if loading is not slower than computing, as far as is known."""
+        load_s, compute_s = costs.load_s, costs.compute_s
+        if load_s is None:
+            return not tier.load_speed.is_being_probed or tier.load_speed.began_probing_within(
+                now, _PROBE_PATIENCE_S
+            )
+        if compute_s is not None:
+            return load_s <= compute_s
+        may_learn = self._prefill.may_learn and costs.num_tokens > 0
+        return load_s <= _BLIND_S or not may_learn or self._num_blind >= _BLIND_REQUESTS
 
-    @property
-    def is_told(self) -> bool:
-        """Whether the engine tells what it computes, and that is gone by."""
-        return self._heeds_engine and not self.heeds_stores
+    def _is_trial_due(self, costs: _Costs) -> bool:
+        load_s, compute_s, num_tokens, mean_position = costs
+        if load_s is None or compute_s is None or not self._prefill.has_reports:
+            return False
+        is_measured = self._prefill.is_measured(num_tokens, mean_position)
+        return self._trials.are_due(load_s, compute_s, is_measured=is_measured)
 
-    def is_measured(self, num_tokens: int, mean_position: float) -> bool:
-        """Whether the engine has told of such steps, so that what they take is not guessed."""
-        return self._told.is_measured(num_tokens, mean_position)
+    def _costs(self, keys: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest) -> _Costs:
+        load_s = tier.load_speed.estimate.predict(len(keys) + tier.jobs.num_loading_in_time) or None
+        num_tokens = self._groups.num_tokens(keys)
+        if load_s is None or not num_tokens or not self._prefill.is_known:
+            return _Costs(load_s, None, num_tokens, 0.0)
+        wanted, num_below = request.wanted, num_tokens
+        if wanted.num_blocks > len(keys):  # from several tiers
+            num_below = self._groups.num_tokens(
+                [key for run in wanted.runs.values() for key in run]
+            )
+        mean_position = _earliest_start(request, num_below) + num_tokens / 2
+        compute_s = self._prefill.seconds_for(num_tokens, mean_position)
+        return _Costs(load_s, compute_s, num_tokens, mean_position)
 
-    def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
-        """One step has computed so many prompt tokens, there on average, in so long.
+    # --- what was learnt, from one engine to the next -------------------------------------------
 
-        What cannot be (no tokens, no time, no such position) says nothing.
-        """
-        if (
-            self._heeds_engine
-            and num_tokens > 0
-            and 0 <= mean_position < _MOST_TOKENS
-            and 0 < seconds < inf
-        ):
-            self.heeds_stores = False
-            self._told.note(num_tokens, mean_position, seconds)
-
-    def note_computed(self, num_tokens: int) -> None:
-        """So many new tokens were offered for storing."""
-        self._tokens_in_step += num_tokens
+    def begin(self, now: float) -> None:
+        """Use what an earlier engine has learnt until this one knows better."""
+        self._keep_at = now + _KEPT_EVERY_S
+        if not self._prefill.may_learn:
+            return
+        for tier in self._tiers:
+            note = tier.call("kept_note", tier.manager.kept_note, default=None)
+            learnt = read_note(note, self._fingerprint)
+            if learnt.loads is not None:
+                tier.load_speed.estimate.recall(learnt.loads)
+            if learnt.prefill is not None:
+                self._prefill.recall(learnt.prefill)
 
     def step_ended(self, now: float) -> None:
         """A scheduling step has ended."""
-        before, self._tokens_before = self._tokens_before, self._tokens_in_step
-        self._tokens_in_step = 0
-        last, self._last_step_end = self._last_step_end, now
-        if not self.heeds_stores or last is None:
+        self._prefill.step_ended(now)
+        if now >= self._keep_at:
+            self._keep_at = now + _KEPT_EVERY_S
+            self.keep()
+
+    def keep(self) -> None:
+        """Give every tier a note for the next engine, unless the cost of computing is configured.
+        The tier writes it on a thread of its own."""
+        if not self._prefill.may_learn:
             return
-        self._step_times.append(now - last)
-        longest = max(self._step_times)
-        if not before or not longest or len(self._step_times) < _STEPS_AROUND:
-            return
-        self._samples.append(before / longest)
-        if len(self._samples) >= _MIN_SAMPLES:
-            self._flat_rate = sorted(self._samples)[len(self._samples) * 9 // 10]
+        for tier in self._tiers:
+            learnt = Learnt(tier.load_speed.estimate.sums, self._prefill.line)
+            if learnt != (None, None) and tier.breaker.is_closed:
+                note = write_note(learnt, self._fingerprint)
+                tier.call("keep_note", tier.manager.keep_note, note, default=None)
+
+
+def _earliest_start(request: TierRequest, num_tokens: int) -> int:
+    """The earliest position in the prompt at which the tokens that a request wants can begin.
+
+    If no miss has ended the lookup, they end where the prompt ends. Otherwise it is not known how
+    many tokens are before them, and 0 is the answer.
+    """
+    num_prompt_tokens = request.context.num_prompt_tokens
+    if num_prompt_tokens is None or request.wanted.ended:
+        return 0
+    return max(0, num_prompt_tokens - num_tokens)
 
 
 class Trials:
-    """When to compute what is thought to be loaded more quickly. Scheduler thread only.
+    """Decides when to compute blocks although loading is expected to be faster. Scheduler thread
+    only.
 
-    A prompt that is loaded is not computed, and if it was thought too dear to compute, that would
-    never come to light. So one of many is computed, and measured. What that is thought to cost is
-    spared before: all loads together lose at most a thirty-second of their time by it.
+    A prompt that is loaded is not computed, so an estimate of the cost of computing that is too
+    high would never be corrected. So one prompt of many is computed, and measured. The expected
+    cost of a trial is saved up first: all trials together cost at most a thirty-second of the time
+    of all loads.
     """
 
     def __init__(self) -> None:
-        self._spared_s = 0.0
+        self._saved_s = 0.0
 
     def note_load(self, load_s: float) -> None:
-        """Something is loaded, in so long."""
-        self._spared_s += load_s * _TRIAL_SHARE
+        """Blocks are loaded, which is expected to take `load_s`."""
+        self._saved_s += load_s * _TRIAL_SHARE
 
     def are_due(self, load_s: float, compute_s: float, *, is_measured: bool) -> bool:
-        """Whether to compute what would be loaded in so long, and is thought to be computed in so
-        long. `is_measured`: and not guessed."""
+        """True if blocks with these expected costs are to be computed. `is_measured`: the cost of
+        computing is not extrapolated."""
         cost = max(compute_s - load_s, load_s) * (_MEASURED_FACTOR if is_measured else 1)
-        return load_s >= _LEAST_TRIED_S and self._spared_s >= cost
+        return load_s >= _LEAST_TRIED_S and self._saved_s >= cost
 
     def note_trial(self) -> None:
-        """It is computed."""
-        self._spared_s = 0.0
+        """Blocks are computed as a trial: saving up starts from zero."""
+        self._saved_s = 0.0
+
+
+class LoadSpeed:
+    """How fast one tier loads: measured by its loads, by probes at the start, and by exploring.
+    Scheduler thread only."""
+
+    def __init__(self, load_timeout_s: float) -> None:
+        self.estimate = TransferEstimate()
+        self._exploration = Exploration(
+            min(_LONGEST_EXPLORATION_S, load_timeout_s * _EXPLORATION_SHARE)
+        )
+        self._explore_at = 0.0
+        self._probes: set[int] = set()
+        """Jobs that measure the tier for the first time and are under way."""
+        self._probed_at = -inf
+
+    @property
+    def is_being_probed(self) -> bool:
+        """True while the tier is measured for the first time."""
+        return bool(self._probes)
+
+    @property
+    def was_probed(self) -> bool:
+        """True once the first measurement has begun."""
+        return self._probed_at > -inf
+
+    def began_probing_within(self, now: float, seconds: float) -> bool:
+        """True if the first measurement has begun no longer ago than this."""
+        return now - self._probed_at <= seconds
+
+    def begin_probing(self, job_ids: Iterable[int], now: float) -> None:
+        """These jobs measure the tier for the first time."""
+        self._probes.update(job_ids)
+        self._probed_at = now
+
+    def may_explore(self, now: float) -> bool:
+        """True if it is time to try a tier again that was found slower than computing."""
+        return now >= self._explore_at
+
+    def num_to_explore(self, most: int) -> int:
+        """How many of `most` blocks to load to explore the tier. 0 while the tier is being measured
+        anyway."""
+        return 0 if self._probes else self._exploration.num_blocks(most, self.estimate)
+
+    def explored(self, now: float) -> None:
+        """Blocks are being loaded to explore the tier."""
+        self._explore_at = now + _EXPLORE_EVERY_S
+
+    def note(self, job: Job, seconds: float, num_beside: int, now: float) -> None:
+        """A load has brought blocks. `num_beside`: blocks of other loads at the same time."""
+        num_blocks = len(job.transfer.keys)
+        self.estimate.note(num_blocks, seconds, num_beside)
+        if job.is_awaited:
+            self._exploration.begin_anew()
+        else:
+            self._exploration.note(num_blocks, seconds)
+            if self.estimate.is_in_doubt:
+                self._explore_at = now  # explore again at once, to confirm it
+
+    def note_late(self, job: Job, seconds: float) -> None:
+        """A load has missed its deadline."""
+        self.estimate.note_late(len(job.transfer.keys) + job.num_beside, seconds)
+        self._exploration.begin_anew()
+        self.note_ended(job)
+
+    def note_ended(self, job: Job) -> None:
+        """A load has ended, or is late. After the last probe, the tier counts as measured."""
+        if job.transfer.job_id in self._probes:
+            self._probes.remove(job.transfer.job_id)
+            if not self._probes:
+                self.estimate.trust()
 
 
 class Exploration:
-    """How many blocks to bring up to see whether a tier is still slower than computing. Scheduler
+    """How many blocks to load to see whether a tier is still slower than computing. Scheduler
     thread only.
 
-    Few say little of the time that many take: a tier may take its time whatever their number, and
-    in proportion to a few blocks that looks like hours. So it is twice as many each time, for as
-    long as that takes little in fact, whatever it is thought to take.
+    A few blocks overestimate the time per block of a tier with high latency. So the number doubles
+    each time, as long as the last exploration took little time, whatever was expected.
     """
 
     def __init__(self, longest_s: float) -> None:
-        """`longest_s`: what may be expected to take longer is not tried."""
+        """`longest_s`: the longest exploration."""
         self._longest_s = longest_s
         self._num_blocks = _EXPLORED_BLOCKS
 
     def num_blocks(self, most: int, estimate: TransferEstimate) -> int:
-        """For the next time, of so many: more, up to all, if they are thought to take little."""
+        """The number for the next exploration, up to `most`: doubled while twice as many are
+        expected to take less than `_EXPLORED_S`."""
         count = self._num_blocks
         while count < most and (estimate.predict(2 * count) or _EXPLORED_S) < _EXPLORED_S:
             count *= 2
         return min(count, most)
 
     def note(self, num_blocks: int, seconds: float) -> None:
-        """So many have taken so long."""
+        """An exploration has ended."""
         if seconds > self._longest_s:
             self.begin_anew()
         elif 2 * seconds <= self._longest_s:
             self._num_blocks = max(self._num_blocks, 2 * num_blocks)
 
     def begin_anew(self) -> None:
-        """What is known is of no use any more: blocks are loaded again, or were not in time."""
+        """Start with a small number again: requests load from the tier, or a load was late."""
         self._num_blocks = _EXPLORED_BLOCKS
-
-
-class TransferEstimate:
-    """How long a tier takes for a number of blocks: latency, and time per block.
-
-    A straight line through what was measured, recent jobs counting more. One job that took a
-    multiple or a fraction of what was expected counts as if it had taken twice or half as long: it
-    may have met a stall. If the next one says the same, the pace has changed, and the two replace
-    all that was measured before.
-    """
-
-    def __init__(self) -> None:
-        self._weight = self._n = self._nn = self._t = self._nt = 0.0
-        self.num_samples = 0
-        self._doubt: tuple[bool, int, float] | None = None
-        """The last job, if it was far from what was expected: whether it was slower, its blocks,
-        and its seconds."""
-
-    @property
-    def sums(self) -> tuple[float, ...] | None:
-        """All that is known, for `recall`; None while nothing can be predicted."""
-        if self.predict(1) is None:
-            return None
-        return (self._weight, self._n, self._nn, self._t, self._nt)
-
-    def recall(self, sums: tuple[float, ...]) -> None:
-        """Go by what an earlier engine has measured, until this one knows better."""
-        weight = sums[0]
-        if weight > 0 and sums[1] > 0:
-            scale = min(1.0, _RECALLED_WEIGHT / weight)
-            self._weight, self._n, self._nn, self._t, self._nt = (scale * part for part in sums)
-            self.trust()
-
-    def trust(self) -> None:
-        """Go by what was measured, little as it may be."""
-        if self.num_samples or self._weight:
-            self.num_samples = max(self.num_samples, _MIN_SAMPLES)
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether the last job was far from what was expected."""
-        return self._doubt is not None
-
-    def note(self, num_blocks: int, seconds: float, num_beside: int = 0) -> None:
-        """A load has taken so long. `num_beside`: blocks of other loads that were under way at the
-        same time, and may have slowed it down."""
-        quickest, slowest = self.predict(num_blocks), self.predict(num_blocks + num_beside)
-        if quickest is None or slowest is None:
-            self._add(num_blocks, seconds)
-            return
-        is_slower = seconds > _FAR_OFF * slowest
-        if not is_slower and seconds * _FAR_OFF >= quickest:
-            self._doubt = None
-            self._add(num_blocks, seconds)
-            return
-        before, self._doubt = self._doubt, (is_slower, num_blocks, seconds)
-        if before is not None and before[0] == is_slower:
-            self._weight = self._n = self._nn = self._t = self._nt = 0.0
-            self._add(*before[1:])
-            self._add(num_blocks, seconds)
-            self._doubt = None
-        else:
-            self._add(num_blocks, _FAR_OFF * slowest if is_slower else quickest / _FAR_OFF)
-
-    def note_late(self, num_blocks: int, seconds: float) -> None:
-        """Loads of so many blocks, one behind the other, have not ended in so long."""
-        expected = self.predict(num_blocks)
-        if expected is None or seconds > _FAR_OFF * expected:
-            self.note(num_blocks, seconds)
-
-    def _add(self, num_blocks: int, seconds: float) -> None:
-        n, t = float(num_blocks), seconds
-        self._weight = self._weight * _DECAY + 1
-        self._n = self._n * _DECAY + n
-        self._nn = self._nn * _DECAY + n * n
-        self._t = self._t * _DECAY + t
-        self._nt = self._nt * _DECAY + n * t
-        self.num_samples += 1
-
-    def predict(self, num_blocks: int) -> float | None:
-        """Seconds for a load of so many blocks; None while not known."""
-        if self.num_samples < _MIN_SAMPLES or not self._n:
-            return None
-        spread = self._weight * self._nn - self._n * self._n
-        if spread > 1e-6 * self._nn * self._weight:
-            per_block = (self._weight * self._nt - self._n * self._t) / spread
-            latency = (self._t - per_block * self._n) / self._weight
-            if per_block >= 0 and latency >= 0:
-                return latency + per_block * num_blocks
-        # All jobs were alike, or the line makes no sense: in proportion.
-        return self._t / self._n * num_blocks

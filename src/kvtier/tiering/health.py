@@ -1,7 +1,6 @@
-"""What keeps a tier from hurting: its deadlines, and the breaker that cuts it off.
+"""The deadlines of a tier, and the circuit breaker that cuts it off.
 
-Nothing here is up to the tier. The orchestrator judges every tier by the same rules, from what the
-tier reports and from what it fails to report.
+The orchestrator applies the same rules to every tier, whatever its code does.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ class BreakerSettings:
     """When a tier is cut off, and for how long."""
 
     window: int = 20
-    """How many of the last outcomes count."""
+    """The number of recent outcomes that count."""
     min_failures: int = 5
-    """So many of them must be failures,"""
+    """Failures needed to open the breaker."""
     max_failure_rate: float = 0.5
-    """and they must be at least this share."""
+    """Share of the recent outcomes that must be failures, besides `min_failures`."""
     max_timeouts_in_a_row: int = 3
-    """Or: so many deadlines missed one after the other."""
+    """Consecutive missed deadlines that open the breaker, whatever the share."""
     first_pause_s: float = 1.0
-    """How long the first pause is. It doubles with every probe that fails,"""
+    """Seconds until the first probe. Each failed probe doubles the pause."""
     longest_pause_s: float = 60.0
-    """up to this."""
+    """The longest pause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +39,14 @@ class TierSettings:
     """How the orchestrator treats one tier."""
 
     lookup_timeout_s: float = 0.25
-    """A tier that does not know for longer whether it has a block is a miss, for that request."""
+    """If a tier takes longer than this to answer whether it has a block, the block is a miss for
+    the request."""
     load_timeout_s: float = 2.0
-    """A promotion that takes longer is a miss for those who wait for it."""
+    """A promotion that takes longer is a miss for the requests that wait for it."""
     store_timeout_s: float = 10.0
-    """A store that takes longer counts as a failure; three in a row cut its stores off."""
+    """A store that takes longer counts as a failure; three in a row cut the tier's stores off."""
     max_pinned_share: float = 0.25
-    """The share of the primary tier's slots that stores to this tier may pin."""
+    """Share of the primary tier's slots that stores to this tier may pin."""
     write_policy: WritePolicyName = WritePolicyName.THROUGH
     """When blocks go to this tier."""
     enable_kv_events: bool = False
@@ -54,54 +54,55 @@ class TierSettings:
 
 
 class BreakerState(Enum):
-    """Whether a tier is asked at all. The values are those of the gauge."""
+    """The state of a breaker. The values are those of the metric `breaker_state`."""
 
     CLOSED = 0
-    """It is."""
+    """The tier is used."""
     HALF_OPEN = 1
     """One probe is under way, or allowed."""
     OPEN = 2
-    """It is not, until the pause is over."""
+    """The tier is not used until the pause is over."""
 
 
 _CLOSED, _OPEN = BreakerState.CLOSED, BreakerState.OPEN
 
 
 class CircuitBreaker:
-    """Cuts off what keeps failing, and tries again after a while. Scheduler thread only.
+    """Cuts off a tier that keeps failing, and tries it again after a pause. Scheduler thread only.
 
-    While it is half-open, one user at a time may try: `lets` says whether, and the outcome of the
-    job it then submits (`probe`) decides.
+    While the breaker is half-open, one user at a time may use the tier (`lets`): a request, or all
+    stores together. The outcome of the job that this user submits, the probe, decides whether the
+    breaker closes.
     """
 
     def __init__(
-        self, settings: BreakerSettings, tell: Callable[[int, str], None] = lambda *_: None
+        self, settings: BreakerSettings, log: Callable[[int, str], None] = lambda *_: None
     ) -> None:
-        """`tell` hears, with a log level, when it is cut off and when it is in use again."""
+        """`log` is called with a log level and a text when the breaker opens or closes."""
         self._settings = settings
-        self._tell = tell
+        self._log = log
         self._outcomes: deque[bool] = deque(maxlen=settings.window)
         self._timeouts_in_a_row = 0
         self._pause = settings.first_pause_s
         self._opened_at = 0.0
         self.state = _CLOSED
         self.probe: int | None = None
-        """The job that decides, while half-open."""
+        """While half-open: the job that decides."""
         self.prober: object = None
-        """Who may ask and submit it."""
+        """While half-open: the user that may submit the probe."""
         self.num_openings = 0
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing is held back."""
+        """True if every user may use the tier."""
         return self.state is _CLOSED
 
     def is_pausing(self, now: float) -> bool:
-        """Whether nobody may use the tier now, and for some time to come."""
+        """True if the breaker is open and its pause is not over."""
         return self.state is _OPEN and now - self._opened_at < self._pause
 
     def lets(self, user: object, now: float) -> bool:
-        """Whether `user` may use the tier now."""
+        """True if `user` may use the tier now."""
         if self.state is _CLOSED:
             return True
         if self.state is _OPEN:
@@ -116,21 +117,21 @@ class CircuitBreaker:
         return self.prober is user
 
     def submitted(self, job_id: int) -> None:
-        """A job was sent. If half-open, it is the probe."""
+        """A job was submitted. While half-open, it is the probe."""
         if self.state is BreakerState.HALF_OPEN:
             self.probe = job_id
 
     def step_ended(self) -> None:
-        """A prober that has found nothing to try makes room for another one."""
+        """A prober that has submitted nothing in this step makes room for another one."""
         self.let_go(self.prober)
 
     def let_go(self, user: object) -> None:
-        """`user` does not want to try any more."""
+        """`user` does not need the tier any more."""
         if self.prober is user and self.probe is None:
             self.prober = None
 
     def succeeded(self, job_id: int) -> None:
-        """A job has ended well, in time."""
+        """A job has ended well and in time."""
         self._timeouts_in_a_row = 0
         if self.state is _CLOSED:
             self._outcomes.append(True)
@@ -139,16 +140,16 @@ class CircuitBreaker:
             self._outcomes.clear()
             self._pause = self._settings.first_pause_s
             self.probe = self.prober = None
-            self._tell(logging.INFO, "in use again")
+            self._log(logging.INFO, "in use again")
 
     def failed(self, now: float, job_id: int | None = None, is_timeout: bool = False) -> None:
-        """Something went wrong: a job (named), or a call."""
+        """A job (`job_id`) or a call has failed."""
         if self.state is _OPEN:
             if job_id is None and not self.is_pausing(now):
-                self._pause_longer(now)  # a call, before anyone was let through
+                self._pause_longer(now)  # a call failed before any user was let through
             return
         if self.state is BreakerState.HALF_OPEN:
-            # Jobs from before it was cut off say nothing about the probe.
+            # Only the probe counts, not jobs that were submitted before the breaker opened.
             if job_id is None or job_id == self.probe:
                 self._pause_longer(now)
             return
@@ -161,16 +162,18 @@ class CircuitBreaker:
             num_failures >= self._settings.min_failures
             and num_failures >= self._settings.max_failure_rate * len(self._outcomes)
         ):
-            self.trip(now, f"{num_failures} of the last {len(self._outcomes)} outcomes were bad")
+            self.trip(
+                now, f"{num_failures} of the last {len(self._outcomes)} outcomes were failures"
+            )
 
     def _pause_longer(self, now: float) -> None:
         self._pause = min(self._pause * 2, self._settings.longest_pause_s)
         self.trip(now, "the probe failed")
 
     def trip(self, now: float, reason: str) -> None:
-        """Cut it off at once: it has broken the contract, or failed too often."""
+        """Open the breaker at once."""
         if self.state is _CLOSED:
-            self._tell(logging.WARNING, f"cut off: {reason}. Tried again in {self._pause:g} s")
+            self._log(logging.WARNING, f"cut off: {reason}. Tried again in {self._pause:g} s")
         self.state = _OPEN
         self._opened_at = now
         self._outcomes.clear()

@@ -1,183 +1,474 @@
-"""What the orchestrator remembers of one request, for as long as a tier may be asked for it."""
+"""What the orchestrator records for each request, and the table of all requests.
+
+Each record states which modules write it. Tiers get a call of `on_new_request` when a request
+arrives, of `touch` when it has ended and its stores have left the device, and of
+`on_request_finished` once nothing can be submitted for it any more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier.base import TierFilter
+
 if TYPE_CHECKING:
     from kvtier.base import LookupResult, OffloadKey, PrefixLookup, ReqContext
-    from kvtier.cpu.request_use import RequestUse
+    from kvtier.cpu.uses import RequestUse
     from kvtier.tiering.base import SecondaryTierManager
+    from kvtier.tiering.cascade import Cascades
     from kvtier.tiering.jobs import Job
-    from kvtier.tiering.link import TierLink
+    from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+    from kvtier.tiering.promotion import Promotions
+    from kvtier.tiering.tier_calls import GuardedTier
+
+_MAX_UNANNOUNCED = 4096
+"""The most unannounced requests that are kept. The engine may never report their end either."""
+
+
+class Step:
+    """The scheduling step. The manager writes it; `RequestTable` also sets `now` and
+    `last_work`."""
+
+    __slots__ = ("all_in_use", "has_begun", "last_work", "now", "number")
+
+    def __init__(self, now: float) -> None:
+        self.number = 0
+        self.has_begun = False
+        """True once tiers were harvested (asked for finished jobs) for this step."""
+        self.now = now
+        """The time used for decisions in this step: read when tiers were last harvested, when a
+        request was announced, or when the step ended."""
+        self.last_work = now
+        """Time of the engine's last work: a request that came or ended, or stored blocks."""
+        self.all_in_use = True
+        """True if no tier was cut off when the step began."""
 
 
 class Awaited(NamedTuple):
-    """An answer that cannot become final before a promotion has ended."""
+    """An answer for a prefix that cannot change before a promotion has ended."""
 
     keys: Sequence[OffloadKey]
-    """What was asked."""
     answer: PrefixLookup
     job: Job
 
 
-class TierRequest:
-    """One request, as the tiers below the primary one see it."""
+class Wait:
+    """What a request waits for, and how long it has waited. `kvtier.tiering.lookup` writes `asking`
+    and `awaited`."""
 
     __slots__ = (
+        "_last",
+        "_last_step",
+        "_total_s",
         "asking",
-        "avoided",
         "awaited",
-        "brought_up",
-        "context",
-        "declined",
-        "ended",
-        "finished",
-        "given_up",
-        "has_run",
-        "is_withdrawn",
-        "last_wait",
-        "last_wait_step",
-        "leases",
-        "links",
-        "max_wanted",
-        "missed",
-        "most_step",
-        "most_wait",
-        "num_parked",
-        "num_wanted",
-        "open",
-        "prepared",
-        "request_level",
-        "sources",
-        "step",
-        "use",
-        "used",
-        "waited",
-        "wanted",
+        "has_given_up",
+        "longest_s",
+        "longest_step_s",
     )
 
-    def __init__(self, context: ReqContext, use: RequestUse) -> None:
-        self.context = context
-        self.use = use
-        """What it has used of the primary tier."""
-        self.finished = False
-        """Whether the engine has said that it has ended."""
-        self.is_withdrawn = False
-        """Whether it wants nothing any more from below."""
-        self.brought_up: dict[OffloadKey, SecondaryTierManager] = {}
-        """Blocks that tiers have brought up for it, and from where."""
-        self.links: tuple[TierLink, ...] = ()
-        """Tiers that know of it."""
-        self.sources: tuple[TierLink, ...] = ()
-        """Those of them that it may load from, in lookup order."""
-        self.request_level: tuple[TierLink, ...] = ()
-        """Those of them that want all of its blocks, also those that were there already."""
-        self.most_wait = 0.0
-        """How long it may be kept waiting in all, in seconds."""
-        self.most_step = 0.0
-        """How much of that a single step counts, however long it takes: the longest time that a
-        tier may take for one thing. What takes a tier no time must be possible with long steps."""
-
-        # What it asked for in the step `step`:
-        self.step = -1
-        self.wanted: dict[bytes, dict[OffloadKey, TierLink | None]] = {}
-        """By group, in the order asked: blocks found below, and in which tier. In a windowed group
-        also those that are in the primary tier (None)."""
-        self.missed: bytes | None = None
-        """A group of which nothing was found below before it was missed."""
-        self.ended: dict[bytes, LookupResult] = {}
-        """Groups in which nothing more can be a hit (MISS), or is known to be one (RETRY)."""
-        self.open: tuple[TierLink, ...] = ()
-        """The tiers that it asks."""
-        self.num_wanted = 0
-        self.max_wanted = 0
-        """How many blocks could ever be promoted for it."""
-
-        # How long it has been waiting:
-        self.waited = 0.0
-        self.last_wait = -inf
-        self.last_wait_step = -2
-        self.given_up = False
-        """Whether nothing that is not there yet is a hit for it."""
-        self.asking: dict[tuple[TierLink, OffloadKey], float] = {}
-        """Tiers that do not know yet whether they have a block, and since when."""
-
+    def __init__(self, tiers: Sequence[GuardedTier]) -> None:
+        lookup_timeout = max((tier.settings.lookup_timeout_s for tier in tiers), default=0.0)
+        load_timeout = max((tier.settings.load_timeout_s for tier in tiers), default=0.0)
+        self.longest_s = lookup_timeout + load_timeout
+        """How long the request may wait in total."""
+        self.longest_step_s = max(lookup_timeout, load_timeout)
+        """How much of that a single step can use up. A long step must not end a wait that has just
+        begun."""
+        self.has_given_up = False
+        """True once the wait was too long: only blocks in host memory are hits then."""
+        self.asking: dict[tuple[GuardedTier, OffloadKey], float] = {}
+        """Questions that a tier has answered with RETRY, and when they were first asked."""
         self.awaited: dict[bytes, Awaited] = {}
-        """By group, what it was last told, if it was to wait for a promotion."""
+        """By group: the last answer, if the request has to wait for a promotion."""
+        self._total_s = 0.0
+        self._last = -inf
+        self._last_step = -2
 
-        self.declined: set[TierLink] = set()
-        """Tiers from which loading would take longer than computing."""
-        self.avoided: dict[OffloadKey, set[TierLink]] = {}
-        """Blocks that tiers said they had, but could not deliver."""
-        self.prepared: dict[OffloadKey, list[OffloadKey]] = {}
-        """Blocks on their way from the device: each store by its first key."""
-        self.num_parked = 0
-        """Blocks to be cascaded for it later: when someone else has written them, or when a tier's
-        stores pin less than their share."""
-        self.leases: set[int] = set()
-        self.has_run = False
-        """Whether it has loaded, stored or reported blocks. One that was aborted while it waited
-        has used none of those that it looked up."""
-        self.used: tuple[OffloadKey, ...] = ()
-        """Once it has finished: the blocks it used, in prompt order, until its tiers have heard."""
+    def may_go_on(self, now: float, step: int) -> bool:
+        """False once the request has waited for `longest_s`. If it has not waited for a while, a
+        new wait begins."""
+        if step > self._last_step + 1 and now > self._last + self.longest_s:
+            self._total_s = 0.0
+            self._last = now
+            self.has_given_up = False
+            self.asking = {}
+        elif self._total_s + min(now - self._last, self.longest_step_s) > self.longest_s:
+            self.has_given_up = True
+        return not self.has_given_up
 
-    def begin_step(self, step: int) -> None:
-        """Forget what it asked for in earlier steps."""
+    def note(self, now: float, step: int) -> None:
+        """The request waits in this step."""
+        if self._last > -inf:
+            self._total_s += min(now - self._last, self.longest_step_s)
+        self._last = now
+        self._last_step = step
+
+    def give_up(self) -> None:
+        """What the request waits for is late."""
+        self.has_given_up = True
+
+    def is_for_answer_of(self, tier: GuardedTier) -> bool:
+        """True while this tier has not answered whether it has a block."""
+        return any(asked is tier for asked, _ in self.asking)
+
+    def stop_asking(self, tier: GuardedTier) -> None:
+        """Do not wait for the answers of this tier any more."""
+        self.asking = {asked: when for asked, when in self.asking.items() if asked[0] is not tier}
+
+    def end(self) -> None:
+        """The request goes on: it loads what it waited for, or was preempted."""
+        self._total_s = 0.0
+        self._last_step = -2
+        self._last = -inf
+        self.has_given_up = False
+        self.asking = {}
+        self.awaited = {}
+
+
+class Sources:
+    """The tiers that a request may load from. Lookups choose `open`. Lookups and promotions decline
+    tiers; promotions note failures."""
+
+    __slots__ = ("all", "declined", "failed", "open")
+
+    def __init__(self, tiers: tuple[GuardedTier, ...]) -> None:
+        self.all = tiers
+        """In lookup order."""
+        self.open: tuple[GuardedTier, ...] = ()
+        """Those that are asked in this step."""
+        self.declined: set[GuardedTier] = set()
+        """Those that are not asked any more: too slow to answer, slower than computing, or passed
+        over because computing is tried for comparison."""
+        self.failed: dict[OffloadKey, set[GuardedTier]] = {}
+        """By block: the tiers that answered HIT and then could not load it."""
+
+    def note_failed(self, keys: Iterable[OffloadKey], tier: GuardedTier) -> None:
+        """The tier could not load these blocks: look for them in the others."""
+        for key in keys:
+            self.failed.setdefault(key, set()).add(tier)
+
+    def decline(self, tier: GuardedTier) -> None:
+        """Do not ask this tier any more."""
+        self.declined.add(tier)
+        self.open = tuple(other for other in self.open if other is not tier)
+
+    def forget(self) -> None:
+        """Ask every tier again, for every block."""
+        self.declined = set()
+        self.failed = {}
+
+
+class Wanted:
+    """Blocks that a request has found below in one step. Written by `kvtier.tiering.lookup`;
+    `Promotions` clears it when it declines a tier."""
+
+    __slots__ = ("ended", "max_blocks", "missed", "num_blocks", "runs", "step")
+
+    def __init__(self) -> None:
+        self.step = -1
+        """The step that all of this belongs to."""
+        self.runs: dict[bytes, dict[OffloadKey, GuardedTier | None]] = {}
+        """By group, in the order of lookups: the tier that has the block. A group with a window
+        also has blocks of the primary tier here (None)."""
+        self.ended: dict[bytes, LookupResult] = {}
+        """Groups whose run has ended: at a block that no tier has or that host memory has no room
+        for (MISS), or at one that a tier is still looking for (RETRY)."""
+        self.missed: bytes | None = None
+        """A group whose run has ended with a MISS before anything was found: each further lookup in
+        that group is a MISS in this step."""
+        self.num_blocks = 0
+        """Blocks to be promoted, in all runs together."""
+        self.max_blocks = 0
+        """How many blocks could be promoted for this request at the same time."""
+
+    def begin(self, step: int) -> None:
+        """Forget what was found in earlier steps."""
         self.step = step
         self.missed = None
-        self.num_wanted = 0
-        if self.wanted:
-            self.wanted = {}
+        self.num_blocks = 0
+        if self.runs:
+            self.runs = {}
         if self.ended:
             self.ended = {}
 
-    def drop_wanted(self, group: bytes) -> None:
-        """What it has found in this group in this step cannot be a hit."""
-        run = self.wanted.pop(group, None)
+    def add(self, keys: Sequence[OffloadKey], group: bytes, tier: GuardedTier) -> int:
+        """Append blocks that a tier has to a run, as many as fit; returns how many do."""
+        run = self.runs.get(group)
+        if run is None:
+            run = self.runs[group] = {}
+        num_before = len(run)
+        if self.max_blocks - self.num_blocks < len(keys):
+            # Blocks that are in the run already need no further room.
+            num_fitting = self.max_blocks - self.num_blocks + sum(key in run for key in keys)
+            keys = keys[: max(num_fitting, 0)]
+        run.update(dict.fromkeys(keys, tier))
+        self.num_blocks += len(run) - num_before
+        return len(keys)
+
+    def move_to_end(self, key: OffloadKey, group: bytes) -> None:
+        """A scan of a windowed group has reached this block. The latest scan decides the order."""
+        run = self.runs.setdefault(group, {})
+        run[key] = run.pop(key, None)
+
+    def drop(self, group: bytes) -> None:
+        """Nothing that was found in this group can be a hit."""
+        run = self.runs.pop(group, None)
         if run:
-            self.num_wanted -= sum(link is not None for link in run.values())
+            self.num_blocks -= sum(tier is not None for tier in run.values())
 
-    def decline(self, link: TierLink) -> None:
-        """It does not ask this tier any more."""
-        self.declined.add(link)
-        self.open = tuple(other for other in self.open if other is not link)
-        self.asking = {asked: when for asked, when in self.asking.items() if asked[0] is not link}
 
-    def may_wait(self, now: float, step: int) -> bool:
-        """Whether it could be told to wait. Not if it has waited long enough.
+class OpenStores:
+    """Blocks of a request that are on their way down. The manager begins stores, and
+    `kvtier.tiering.cascade` does the rest. `RequestTable` passes them on if an id is reused."""
 
-        A request that has not been kept waiting for a while starts anew.
-        """
-        if step > self.last_wait_step + 1 and now > self.last_wait + self.most_wait:
-            self.waited = 0.0
-            self.last_wait = now
-            self.given_up = False
-            self.asking = {}
-        elif self.waited + min(now - self.last_wait, self.most_step) > self.most_wait:
-            self.given_up = True
-        return not self.given_up
+    __slots__ = ("num_parked", "prepared")
 
-    def waits(self, now: float, step: int) -> None:
-        """It is told to wait."""
-        if self.last_wait > -inf:
-            self.waited += min(now - self.last_wait, self.most_step)
-        self.last_wait = now
-        self.last_wait_step = step
+    def __init__(self) -> None:
+        self.prepared: dict[OffloadKey, list[OffloadKey]] = {}
+        """Blocks that the device is writing into host memory: each store by its first key."""
+        self.num_parked = 0
+        """Blocks to be sent down later: another request is still writing them, or the tier's stores
+        have reached their limit of pinned slots."""
 
-    def is_asking(self, link: TierLink) -> bool:
-        """Whether it waits for this tier to find out."""
-        return any(asked is link for asked, _ in self.asking)
+    def begin(self, keys: list[OffloadKey]) -> None:
+        """The device is going to write these blocks, given in prompt order."""
+        self.prepared[keys[0]] = keys
+
+    def end(self, keys: Collection[OffloadKey]) -> Sequence[OffloadKey]:
+        """The device has written these blocks. Returns them in prompt order, or in the given order
+        if they are not exactly one store."""
+        prepared = self.prepared
+        ended = keys if isinstance(keys, (set, frozenset)) else set(keys)
+        for first, store in prepared.items():
+            if first in ended and len(store) == len(ended) and ended.issuperset(store):
+                del prepared[first]
+                return store
+        # Parts of stores: the rest of each is still to come. The engine holds the same lists, so
+        # they are not changed.
+        for store in list(prepared.values()):
+            if not ended.isdisjoint(store):
+                del prepared[store[0]]
+                left = [key for key in store if key not in ended]
+                if left:
+                    prepared[left[0]] = left
+        return list(keys)
+
+    def forget(self) -> None:
+        """The cache was reset."""
+        self.prepared = {}
+        self.num_parked = 0
+
+
+class TierRequest:
+    """One request: what it has found, what it waits for, what it has stored. Scheduler thread
+    only."""
+
+    __slots__ = (
+        "brought_up",
+        "context",
+        "finished",
+        "has_run",
+        "is_withdrawn",
+        "leases",
+        "request_level",
+        "sources",
+        "stores",
+        "tiers",
+        "use",
+        "used",
+        "wait",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        context: ReqContext,
+        use: RequestUse,
+        tiers: tuple[GuardedTier, ...],
+        sources: tuple[GuardedTier, ...],
+        request_level: tuple[GuardedTier, ...],
+    ) -> None:
+        self.context = context
+        self.use = use
+        """The blocks it has used in the primary tier."""
+
+        # Loads. `Leases` writes `leases`, `Promotions` writes `brought_up`.
+        self.sources = Sources(sources)
+        self.wanted = Wanted()
+        self.wait = Wait(sources)
+        self.leases: set[int] = set()
+        self.brought_up: dict[OffloadKey, SecondaryTierManager] = {}
+        """Blocks that tiers have loaded for it, and which tier each came from."""
+
+        # Stores.
+        self.stores = OpenStores()
+
+        # Lifetime: `RequestTable` writes these; the manager sets `has_run`.
+        self.tiers = tiers
+        """The tiers it was announced to."""
+        self.request_level = request_level
+        """Those that want all of its blocks, also the ones that are in host memory already."""
+        self.has_run = False
+        """True once it has loaded or stored blocks, or the engine has called `touch`. A request
+        that was aborted while it waited has used none of the blocks it looked up."""
+        self.used: tuple[OffloadKey, ...] = ()
+        """The blocks it used, in prompt order. Set when it has finished, and emptied when the tiers
+        are notified of them."""
+        self.finished = False
+        """True once the engine has reported its end."""
+        self.is_withdrawn = False
+        """True once it wants nothing from below any more."""
+
+    def decline(self, tier: GuardedTier) -> None:
+        """Load nothing from this tier any more."""
+        self.sources.decline(tier)
+        self.wait.stop_asking(tier)
 
     def goes_on(self) -> None:
-        """It does not wait any more: what it waits for next is another wait."""
-        self.waited = 0.0
-        self.last_wait_step = -2
-        self.last_wait = -inf
-        self.given_up = False
-        self.asking = {}
-        self.awaited = {}
-        self.declined = set()
-        self.avoided = {}
+        """The request stops waiting. If it waits again later, its time starts from zero."""
+        self.wait.end()
+        self.sources.forget()
+
+    def reset(self) -> None:
+        """The cache was reset: nothing that it has found, stored or used is valid any more."""
+        self.goes_on()
+        self.wanted.step = -1
+        self.stores.forget()
+        self.used = ()
+
+
+class RequestTable:
+    """All requests, from their first call until nothing can be submitted for them. Scheduler thread
+    only.
+
+    A request that the engine has not announced is announced at its first call.
+    """
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        tiers: Sequence[GuardedTier],
+        promotions: Promotions,
+        cascades: Cascades,
+        step: Step,
+        clock: Callable[[], float],
+    ) -> None:
+        self._primary = primary
+        self._tiers = tiers
+        self._promotions = promotions
+        self._cascades = cascades
+        self._step = step
+        self._clock = clock
+        self._requests: dict[str, TierRequest] = {}
+        self._unannounced: dict[str, None] = {}
+        # Calls for one request come in a row: remembering the last one saves a search in the table.
+        self.last_context: ReqContext | None = None
+        self.last: TierRequest | None = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[TierRequest]:
+        return iter(list(self._requests.values()))
+
+    @property
+    def num_unannounced(self) -> int:
+        """Requests that the engine has not announced."""
+        return len(self._unannounced)
+
+    def get(self, req_id: str) -> TierRequest | None:
+        """The request of this id, if it is known."""
+        return self._requests.get(req_id)
+
+    def of(self, context: ReqContext) -> TierRequest:
+        """The request that a call is made for."""
+        if context is self.last_context:
+            assert self.last is not None
+            return self.last
+        request = self._requests.get(context.req_id)
+        if request is None:
+            if len(self._unannounced) >= _MAX_UNANNOUNCED:
+                self._let_go(self._requests[next(iter(self._unannounced))])
+            request = self.announce(context)
+            self._unannounced[context.req_id] = None
+        self.last_context, self.last = context, request
+        return request
+
+    def announce(self, context: ReqContext) -> TierRequest:
+        """Make a request known to the tiers that are in use."""
+        use = self._primary.uses.of(context)
+        former = self._requests.get(context.req_id)
+        if former is not None:
+            self._let_go(former)
+        # The step may have begun long ago, when the engine had nothing to do.
+        self._step.now = self._step.last_work = now = self._clock()
+        tiers = tuple(tier for tier in self._tiers if not tier.is_cut_off(now))
+        request_level = tuple(tier for tier in tiers if tier.wants_whole_requests(context))
+        sources = tiers
+        if context.load_tier_filter is not TierFilter.ALL:
+            allows = context.load_tier_filter.allows
+            sources = tuple(tier for tier in tiers if allows(tier.medium, tier.locality))
+        request = TierRequest(context, use, tiers, sources, request_level)
+        if former is not None:
+            # The id is reused. Stores of the former request may be under way: they end here.
+            request.stores.prepared = former.stores.prepared
+        self._requests[context.req_id] = request
+        self.last_context, self.last = context, request
+        return request
+
+    def finish(self, context: ReqContext) -> None:
+        """The engine has reported the end of a request."""
+        self._step.last_work = self._clock()
+        request = self._requests.get(context.req_id)
+        if request is not None and request.has_run and request.tiers:
+            request.used = tuple(request.use.keys)  # before the primary tier forgets them
+        self._primary.on_request_finished(context)
+        if request is not None:
+            request.finished = True
+            self._withdraw(request)
+            self.end_if_done(request)
+
+    def end_if_done(self, request: TierRequest) -> None:
+        """Notify the tiers of a finished request: of the blocks it used, once its stores have left
+        the device; of its end, once nothing can be submitted for it."""
+        if request.finished and not request.stores.prepared:
+            self._notify_used(request)
+            if not request.stores.num_parked:
+                self._notify_finished(request)
+
+    def _let_go(self, request: TierRequest) -> None:
+        """Forget a request whose end may never be reported."""
+        self._withdraw(request)
+        self._notify_used(request)
+        self._notify_finished(request)
+
+    def _withdraw(self, request: TierRequest) -> None:
+        """The request wants nothing from below any more."""
+        request.is_withdrawn = True
+        self._promotions.withdraw(request)
+        for tier in self._tiers:
+            tier.breaker.let_go(request)
+
+    def _notify_used(self, request: TierRequest) -> None:
+        """Tell the tiers which blocks a request has used, and offer them those that they lack."""
+        used, request.used = request.used, ()
+        if not used:
+            return
+        for tier in request.tiers:
+            if tier.is_closed:
+                tier.call("touch", tier.manager.touch, used, request.context, default=None)
+                self._cascades.offer_used(used, tier, request)
+
+    def _notify_finished(self, request: TierRequest) -> None:
+        req_id = request.context.req_id
+        for tier in request.tiers:
+            tier.notify_finished(request.context)
+        request.tiers = request.sources.all = request.request_level = ()
+        if self._requests.get(req_id) is request:
+            del self._requests[req_id]
+            self._unannounced.pop(req_id, None)
+        if self.last is request:
+            self.last_context = self.last = None

@@ -1,4 +1,4 @@
-"""Host memory with tiers below it: from a configuration to the manager that runs them all."""
+"""Builds the manager of host memory and the tiers below it from a configuration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvtier.base import MetricDefinition
 from kvtier.config import AttentionKind, ResetScope, new_epoch, read_secondary_tiers
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
-from kvtier.tiering.closing import close_tiers
 from kvtier.tiering.factory import SecondaryTierFactory
 from kvtier.tiering.health import TierSettings
 from kvtier.tiering.manager import GroupShape, TieringOffloadingManager
 from kvtier.tiering.metrics import METRIC_DEFINITIONS, tier_metric_definitions
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvtier.tiering.tier_calls import close_tiers
 
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig, OffloadingGroupConfig, TierConfig
@@ -27,8 +27,8 @@ __all__ = ["TieringOffloadingSpec", "settings_of", "shape_of"]
 class TieringOffloadingSpec(CPUOffloadingSpec):
     """The CPU tier's spec, with the tiers of `secondary_tiers` on the scheduler's side.
 
-    A rank's side is that of the CPU tier: no worker ever sees a tier, or needs its code. The
-    scheduler's side opens the region too, since tiers read and write the slots themselves.
+    The workers' side is that of the CPU tier: no worker sees a tier, or needs its code. The
+    scheduler's side opens the region too, because tiers read and write the slots themselves.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -39,7 +39,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
-        """Every figure of the manager; or `ConfigError`, if there are tiers that cannot be."""
+        """The metrics of the manager and its tiers. Raises `ConfigError` if a tier is unknown."""
         definitions = super().build_metric_definitions(extra_config) | METRIC_DEFINITIONS
         tiers = read_secondary_tiers(extra_config)
         for planned in SecondaryTierFactory.plan_secondary_tiers(tiers):
@@ -48,13 +48,13 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             definitions |= tier_metric_definitions(tier.position, tier.type)
         return definitions
 
-    # The CPU tier's manager is one part of this one, which is no kind of it.
+    # This manager contains the CPU tier's manager, but is not a subclass of it.
     def get_manager(self) -> TieringOffloadingManager:  # type: ignore[override]
-        """The manager with all tiers started, and all memory reserved.
+        """The manager, with all tiers started and all memory reserved.
 
         Raises, and leaves nothing behind, when a tier's keys are wrong (`ConfigError`, before any
-        memory is reserved, with what is wrong with all tiers), when a tier refuses a value
-        (`ConfigError`) or cannot start (`TierStartError`), or when there is no room
+        memory is reserved, listing the errors of all tiers), when a tier refuses a value
+        (`ConfigError`) or cannot start (`TierStartError`), or when memory is short
         (`NotEnoughMemory`).
         """
         if self._tiering_manager is None:
@@ -64,7 +64,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def _start(self) -> TieringOffloadingManager:
         config, options = self.config, self.config.options
         shutdown_timeout_s = options.shutdown_timeout_ms / 1000
-        # Before the memory is reserved, which takes minutes: a typo must be told at once.
+        # Before the memory is reserved, which can take minutes: report a typo at once.
         planned = SecondaryTierFactory.plan_secondary_tiers(options.secondary_tiers)
         with ExitStack() as undo:
             region = SharedOffloadRegion(
@@ -102,27 +102,28 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     @property
     def _new_fingerprint(self) -> Callable[[], bytes] | None:
-        """Makes the namespace of the time after a reset; None if tiers keep the one they have."""
+        """Makes the namespace that follows a reset; None if tiers keep theirs."""
         if self.config.options.reset_scope is ResetScope.PRIMARY:
             return None
         return lambda: self.config.fingerprint(new_epoch())
 
 
 def shape_of(group: OffloadingGroupConfig, blocks_per_chunk: int) -> GroupShape:
-    """How the engine looks for the offloaded blocks of a group."""
+    """How the engine looks up the offloaded blocks of a group."""
     tokens = group.tokens_per_block * blocks_per_chunk
     if group.kind is AttentionKind.STATE_SPACE:
         return GroupShape(tokens, window_blocks=1)
     if group.window_tokens is None:
         return GroupShape(tokens, is_uncertain=group.kind is AttentionKind.UNKNOWN)
-    # The token that is computed next is itself part of a sliding window.
+    # A sliding window includes the token that is computed next, which needs no stored block.
     sliding = group.kind is AttentionKind.SLIDING_WINDOW
     earlier_tokens = group.window_tokens - 1 if sliding else group.window_tokens
     return GroupShape(tokens, window_blocks=max(1, -(-earlier_tokens // tokens)))
 
 
 def settings_of(tier: TierConfig) -> TierSettings:
-    """How to treat a tier: what the user has not set is as `TierSettings` has it."""
+    """The settings of a tier. Keys that the user has not set have the defaults of
+    `TierSettings`."""
     default = TierSettings()
     share = tier.max_pinned_share
     return TierSettings(

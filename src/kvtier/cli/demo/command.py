@@ -8,30 +8,30 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, suppress
+from types import FrameType, TracebackType
+from typing import Any
 
 from rich.console import Console
 
 from kvtier.cli import output
-from kvtier.cli.demo.display import Display, LiveDisplay, NoDisplay
-from kvtier.cli.demo.interruption import Interrupted, Interruption
-from kvtier.cli.demo.operator_log import OperatorLog
+from kvtier.cli.demo.display import Display, LiveDisplay, NoDisplay, print_report
 from kvtier.cli.demo.phases import Demo
-from kvtier.cli.demo.report import Report
+from kvtier.cli.demo.report import OperatorLog, Report
 from kvtier.cli.demo.server import RequestStuck
 from kvtier.cli.demo.settings import DemoSettings
-from kvtier.cli.demo.tables import print_report
 from kvtier.cpu.host_memory import NotEnoughMemory
 from kvtier.tiering.factory import TierStartError
 
-__all__ = ["run_demo"]
+__all__ = ["Interrupted", "Interruption", "run_demo"]
 
 _WIDTH = 80
-"""Of tables. On a narrower terminal lines wrap: nothing is left out."""
-_OUTLOOK = "kvtier demo: at work; the default sizes take about half a minute of processor time."
+"""Least width of the tables. On a narrower terminal lines wrap, and nothing is left out."""
+_OUTLOOK = "kvtier demo: running; the default sizes take about half a minute of processor time."
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_demo(settings: DemoSettings, *, as_json: bool) -> int:
-    """Run, print, and return the exit code. Standard output gets the result and nothing else."""
+    """Run, print, and return the exit code. Standard output gets only the result."""
     report = Report(settings)
     try:
         with Interruption() as interruption:
@@ -44,8 +44,8 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> int:
         return 2
     except TierStartError as refusal:
         print(
-            f"kvtier demo: {refusal}\nThe file is put where TMPDIR says: name a directory with "
-            "more room, or give fewer --requests, or fewer --tokens.",
+            f"kvtier demo: {refusal}\nThe demo's file is in the directory that TMPDIR names: "
+            "choose one with more room, or give fewer --requests, or fewer --tokens.",
             file=sys.stderr,
         )
         return 2
@@ -87,3 +87,43 @@ def _run(report: Report, as_json: bool, interruption: Interruption) -> None:
         except RequestStuck as stuck:
             report.problems.append(str(stuck))
     report.seconds = time.monotonic() - started
+
+
+class Interrupted(Exception):
+    """A signal asked the demo to end."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = 128 + signal_number
+
+
+class Interruption:
+    """Records SIGINT and SIGTERM. Nothing is interrupted until `check`, which is called between
+    steps of the engine, raises. So setup and shutdown are never cut short. Used on the main thread
+    only."""
+
+    def __init__(self) -> None:
+        self._noted: int | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        for number in _SIGNALS:
+            self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise `Interrupted` if a signal has arrived."""
+        if self._noted is not None:
+            raise Interrupted(self._noted)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = number

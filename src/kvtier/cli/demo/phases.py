@@ -1,4 +1,4 @@
-"""What the demo does, phase by phase."""
+"""The phases of the demo, in order."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvtier.cli.demo.disk_tier import disk_tier
 from kvtier.cli.demo.display import Display
-from kvtier.cli.demo.doomed_tier import DoomedTier
-from kvtier.cli.demo.judge import References, Source, is_identical, problem_of, row_of
-from kvtier.cli.demo.life import Ended, Life, Started
-from kvtier.cli.demo.operator_log import OperatorLog
-from kvtier.cli.demo.process import ProcessFailed, live
-from kvtier.cli.demo.report import LengthRow, PhaseRow, Report
-from kvtier.cli.demo.server import OffloadingServer, Served, Server
-from kvtier.cli.demo.settings import DemoSettings, Prompt
+from kvtier.cli.demo.process import Ended, EngineTask, ProcessFailed, Started, run_in_process
+from kvtier.cli.demo.report import (
+    LengthRow,
+    OperatorLog,
+    PhaseRow,
+    References,
+    Report,
+    Source,
+    is_identical,
+    problem_of,
+    row_of,
+)
+from kvtier.cli.demo.server import DoomedTier, OffloadingServer, Served, Server
+from kvtier.cli.demo.settings import DemoSettings, Prompt, disk_tier
 from kvtier.engine import ModelConfig
 
 __all__ = ["Demo"]
@@ -33,9 +38,11 @@ _DOOMED_TIER: dict[str, Any] = {
 }
 _DOOMED, _OTHER = 0, 1
 _SPARE_PROMPTS = 16
-"""For what the dead tier keeps, which is a quarter of host memory at most."""
-_MOST_ASKED = 10
-"""Requests by which a dead tier must have been cut off; three missed deadlines are enough."""
+"""Extra room in host memory, in prompts, because a dead tier may hold up to a quarter of all
+slots."""
+_MAX_REQUESTS = 10
+"""The dead tier must be cut off within this many requests. Its breaker opens after three missed
+deadlines."""
 _REPEATS = 3
 
 _TITLES = {
@@ -47,7 +54,7 @@ _TITLES = {
 
 
 class Demo:
-    """Runs the phases in order and enters each into the report as it ends."""
+    """Runs the phases in order and adds each to the report as it ends."""
 
     def __init__(
         self,
@@ -65,7 +72,7 @@ class Demo:
         self._folder = Path()
 
     def run(self) -> None:
-        """All of it. Meanwhile, disk tiers have their files in the user's temporary directory."""
+        """Run all phases. Disk tiers have their files in the user's temporary directory."""
         with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
             self._folder = Path(folder)
             self._run()
@@ -123,18 +130,18 @@ class Demo:
                 row.problems += problems
                 if source is Source.COMPUTED:
                     row.notes.append(_price_of_storing(row))
-                self._enter(row)
+                self._add_row(row)
 
     @contextmanager
     def _disk_tier(self, model: ModelConfig, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
-        """A new one, whose file is gone afterwards."""
+        """Yield the configuration of a new disk tier, and remove its file afterwards."""
         path = self._folder / "kv.slab"
         try:
             yield disk_tier(path, model, prompts)
         finally:
             path.unlink(missing_ok=True)
 
-    def _enter(self, row: PhaseRow) -> None:
+    def _add_row(self, row: PhaseRow) -> None:
         row.notes += self._log.take()
         self._report.phases.append(row)
 
@@ -146,9 +153,9 @@ class Demo:
         title = "from disk, after a restart"
         try:
             with self._disk_tier(model, prompts) as tier:
-                life = Life(model, prompts, [tier])
-                first = self._live("stored by another process", life)
-                second = self._live(title, life)
+                task = EngineTask(model, prompts, [tier])
+                first = self._run_process("stored by another process", task)
+                second = self._run_process(title, task)
         except ProcessFailed as failure:
             self._report.problems.append(f"{title}: {failure}")
             return
@@ -162,14 +169,14 @@ class Demo:
             f"process {second.started.process_id} was given the file it left"
         )
         row.notes += [*first.warnings, *second.warnings]
-        self._enter(row)
+        self._add_row(row)
 
-    def _live(self, title: str, life: Life) -> _Lived:
-        self._display.begin(title, len(life.prompts))
+    def _run_process(self, title: str, task: EngineTask) -> _Outcome:
+        self._display.begin(title, len(task.prompts))
         started: Started | None = None
         all_served = []
         warnings: Sequence[str] = ()
-        with closing(live(life, self._folder, self._check)) as messages:
+        with closing(run_in_process(task, self._folder, self._check)) as messages:
             for message in messages:
                 match message:
                     case Started():
@@ -179,7 +186,7 @@ class Demo:
                     case Ended():
                         warnings = message.warnings
         assert started is not None
-        return _Lived(started, all_served, warnings)
+        return _Outcome(started, all_served, warnings)
 
     # --- one tier dies --------------------------------------------------------------------------
 
@@ -200,26 +207,27 @@ class Demo:
             for _ in self._serve_all("both tiers filled", server, prompts):
                 server.settle()
             half = prompts[: -(-len(prompts) // 2)]
-            self._display.begin(title, len(half) + _MOST_ASKED + len(prompts))
-            before = [self._ask_below(server, prompt) for prompt in half]
+            self._display.begin(title, len(half) + _MAX_REQUESTS + len(prompts))
+            before = [self._serve_from_tiers(server, prompt) for prompt in half]
             doomed = server.tiers[_DOOMED]
             assert isinstance(doomed, DoomedTier)
-            # After its first step, the request waits for a load that will never end.
-            dying = [self._ask_below(server, prompts[-1], doomed.kill)]
-            while not server.is_cut_off(_DOOMED) and len(dying) < _MOST_ASKED:
-                dying.append(self._ask_below(server, prompts[len(dying) % len(prompts)]))
+            # After its first step, the request waits for a load. Then the tier dies, and the load
+            # never ends.
+            dying = [self._serve_from_tiers(server, prompts[-1], doomed.kill)]
+            while not server.is_cut_off(_DOOMED) and len(dying) < _MAX_REQUESTS:
+                dying.append(self._serve_from_tiers(server, prompts[len(dying) % len(prompts)]))
             is_cut_off = server.is_cut_off(_DOOMED)
-            after = [self._ask_below(server, prompt) for prompt in prompts]
-            while all(map(_is_probe, after)) and len(after) < _MOST_ASKED:
-                after.append(self._ask_below(server, prompts[0]))
+            after = [self._serve_from_tiers(server, prompt) for prompt in prompts]
+            while all(map(_is_probe, after)) and len(after) < _MAX_REQUESTS:
+                after.append(self._serve_from_tiers(server, prompts[0]))
             row = row_of(
                 "killed", title, [*before, *dying, *after], references, server, source=None
             )
         for served in before:
-            row.problems += _unless_from(served, _DOOMED)
+            row.problems += _problems_unless_from(served, _DOOMED)
         for served in after:
             if not _is_probe(served):
-                row.problems += _unless_from(served, _OTHER)
+                row.problems += _problems_unless_from(served, _OTHER)
         probes = sum(map(_is_probe, after))
         if probes == len(after):
             row.problems.append("nothing came from the other tier")
@@ -236,9 +244,9 @@ class Demo:
             f"{_counted(_num_from(_OTHER, after), 'prompt')} came from the second tier"
             + (f", while {_counted(probes, 'request')} tried the first one again" if probes else "")
         )
-        self._enter(row)
+        self._add_row(row)
 
-    def _ask_below(
+    def _serve_from_tiers(
         self,
         server: OffloadingServer,
         prompt: Prompt,
@@ -281,8 +289,8 @@ class Demo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lived:
-    """What one process did."""
+class _Outcome:
+    """The result of one process."""
 
     started: Started
     served: Sequence[Served]
@@ -290,7 +298,8 @@ class _Lived:
 
 
 def _forget(server: OffloadingServer, source: Source) -> list[str]:
-    """Leave the prompts nowhere above `source`. Returns what is wrong."""
+    """Empty the places that would be asked before host memory or a tier, if that is the source.
+    Returns a problem if blocks are left there."""
     if source is Source.HOST:
         server.drop_device_cache()
     if source is Source.TIER and (num_left := server.flush_host_memory()):
@@ -298,8 +307,8 @@ def _forget(server: OffloadingServer, source: Source) -> list[str]:
     return []
 
 
-def _unless_from(served: Served, position: int) -> list[str]:
-    """What is wrong, unless a prompt came from this one tier alone."""
+def _problems_unless_from(served: Served, position: int) -> list[str]:
+    """Return a problem if a prompt did not come from the tier at `position`."""
     problem = problem_of(served, Source.TIER)
     if problem is None and not served.tier_blocks[position]:
         problem = f"a prompt did not come from tier {position}"
@@ -315,8 +324,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _is_probe(served: Served) -> bool:
-    """Whether this request was sent to see if the dead tier has come back, as happens now and
-    then."""
+    """True if this request probed whether the dead tier has recovered."""
     return served.late_loads[_DOOMED] > 0
 
 

@@ -1,46 +1,150 @@
-"""Another process of the demo, seen from the demo."""
+"""Runs an engine of the demo in a process of its own. Both sides of the connection are here.
+
+The demo sends an `EngineTask` over a connection and receives `Message`s. If the demo ends early,
+the connection closes: then the process ends as well, and removes the files of the demo.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from kvtier.cli.demo.life import Ended, Failed, Life, Message
+from kvtier.cli.demo.report import OperatorLog
+from kvtier.cli.demo.server import OffloadingServer, Served
+from kvtier.cli.demo.settings import Prompt
+from kvtier.engine import ModelConfig
 
-__all__ = ["ProcessFailed", "live"]
+__all__ = [
+    "Ended",
+    "Failed",
+    "EngineTask",
+    "Message",
+    "ProcessFailed",
+    "Started",
+    "run_in_process",
+    "main",
+]
 
-# Not `-m`: what it sends must not be of classes in `__main__`.
-_PROGRAM = f"from {Life.__module__} import main; raise SystemExit(main())"
-_LOOK_EVERY_S = 0.1
+_POLL_S = 0.1
 _PATIENCE_S = 60.0
-"""For a process that has been told to end. It looks between two engine steps."""
+"""Time for the process to end once its connection is closed, which it notices between two engine
+steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTask:
+    """What an engine does: serve these prompts one after the other, and end."""
+
+    model: ModelConfig
+    prompts: Sequence[Prompt]
+    tiers: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine has started. Implements the protocol `kvtier.cli.demo.report.Offloader`."""
+
+    process_id: int
+    block_bytes: int
+    tier_types: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine ended early."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All prompts were served and stored, and the engine has shut down."""
+
+    warnings: Sequence[str]
+
+
+Message = Started | Served | Failed | Ended
+
+
+# --- in the process ----------------------------------------------------------------------------
+
+
+class _DemoHasEnded(Exception):
+    """The connection to the demo is closed."""
+
+
+def main() -> int:
+    """Run the program of the process and return its exit code. Its arguments are the descriptor of
+    its end of the connection, and the folder to remove if the demo ends early."""
+    # Ctrl-C reaches every process of the terminal. The demo acts on it: it closes the connection.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor, folder = sys.argv[1:]
+    with Connection(int(descriptor)) as demo:
+        try:
+            with OperatorLog() as log:
+                _serve(demo.recv(), demo)
+            demo.send(Ended(log.take()))
+        except (_DemoHasEnded, EOFError, ConnectionError):
+            shutil.rmtree(folder, ignore_errors=True)
+            return 1
+        except Exception as error:
+            with suppress(ConnectionError):
+                demo.send(Failed(str(error) or type(error).__name__))
+            return 1
+    return 0
+
+
+def _serve(task: EngineTask, demo: Connection) -> None:
+    def check() -> None:
+        if demo.poll():  # the demo sends nothing more, so the connection was closed
+            raise _DemoHasEnded
+
+    with OffloadingServer(task.model, task.prompts, check, task.tiers) as server:
+        demo.send(Started(os.getpid(), server.block_bytes, server.tier_types))
+        for prompt in task.prompts:
+            demo.send(server.serve(prompt))
+            server.settle()
+
+
+# --- in the demo -------------------------------------------------------------------------------
+
+
+# Not `-m`, with which the classes of sent objects would belong to `__main__`: the demo could not
+# find them there.
+_PROGRAM = f"from {EngineTask.__module__} import main; raise SystemExit(main())"
 
 
 class ProcessFailed(RuntimeError):
-    """A process that did not do what it was started for. Says why, as far as that is known."""
+    """The process failed. The message says why, as far as is known."""
 
 
-def live(a_life: Life, folder: Path, check: Callable[[], None]) -> Generator[Message, None, None]:
-    """Live it in a new process, and yield all that it says, to `Ended`, after which the process is
-    gone. `folder` is removed by it if nobody is there any more to do so. `check` is called while
-    waiting, and may raise; then the process is ended first."""
+def run_in_process(
+    task: EngineTask, folder: Path, check: Callable[[], None]
+) -> Generator[Message, None, None]:
+    """Run `task` in a new process, and yield its messages up to `Ended`. Raises `ProcessFailed`.
+
+    The process removes `folder` if the demo is killed. `check` is called while waiting for a
+    message. If it raises, the process is ended before the exception goes on.
+    """
     with (
-        tempfile.TemporaryFile() as complaints,
-        _process(folder, complaints) as (process, connection),
+        tempfile.TemporaryFile() as stderr_file,
+        _process(folder, stderr_file) as (process, connection),
     ):
-        message = _answer(connection, a_life, check)
+        message = _answer(connection, task, check)
         while not isinstance(message, Ended):
             if message is None:
-                raise ProcessFailed(f"the process ended {_how(process, complaints)}")
+                raise ProcessFailed(f"the process ended {_how_it_ended(process, stderr_file)}")
             if isinstance(message, Failed):
                 raise ProcessFailed(message.reason)
             yield message
@@ -49,13 +153,13 @@ def live(a_life: Life, folder: Path, check: Callable[[], None]) -> Generator[Mes
 
 
 def _answer(
-    connection: Connection, a_life: Life | None, check: Callable[[], None]
+    connection: Connection, task: EngineTask | None, check: Callable[[], None]
 ) -> Message | None:
-    """What it says next; None if it has ended. `a_life` is sent before."""
+    """Send `task`, if given, and return the next message. None if the process has ended."""
     try:
-        if a_life is not None:
-            connection.send(a_life)
-        while not connection.poll(_LOOK_EVERY_S):
+        if task is not None:
+            connection.send(task)
+        while not connection.poll(_POLL_S):
             check()
         message: Message = connection.recv()
     except (EOFError, ConnectionError):
@@ -65,23 +169,23 @@ def _answer(
 
 @contextmanager
 def _process(
-    folder: Path, complaints: IO[bytes]
+    folder: Path, stderr_file: IO[bytes]
 ) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
-    connection, theirs = Pipe()
+    connection, child_end = Pipe()
     try:
-        with theirs:
+        with child_end:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), folder],
+                [sys.executable, "-P", "-c", _PROGRAM, str(child_end.fileno()), folder],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=complaints,
+                stderr=stderr_file,
             )
         try:
             yield process, connection
         finally:
-            connection.close()  # says that it should end, unless it has
+            connection.close()  # makes the process end, unless it has ended
             try:
                 process.wait(_PATIENCE_S)
             except subprocess.TimeoutExpired:
@@ -92,14 +196,14 @@ def _process(
 
 
 def _import_path() -> list[str]:
-    """Where this process finds modules, as another one has to be told."""
+    """Return this process's `sys.path`, for the PYTHONPATH of the new process."""
     return [path or os.getcwd() for path in sys.path]
 
 
-def _how(process: subprocess.Popen[bytes], complaints: IO[bytes]) -> str:
+def _how_it_ended(process: subprocess.Popen[bytes], stderr_file: IO[bytes]) -> str:
     code = process.wait(_PATIENCE_S)
     if code < 0:
         return f"by {signal.Signals(-code).name}"
-    complaints.seek(0)
-    last_lines = complaints.read().decode(errors="replace").splitlines()[-1:]
+    stderr_file.seek(0)
+    last_lines = stderr_file.read().decode(errors="replace").splitlines()[-1:]
     return ": ".join([f"with exit code {code}", *last_lines])

@@ -1,17 +1,41 @@
-"""What the demo has found out."""
+"""What the demo found: the rows of its report, and how answers are judged."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from statistics import median
+from types import TracebackType
+from typing import Protocol
 
-from kvtier.cli.demo.settings import DemoSettings
+from kvtier.cli.demo.server import Served
+from kvtier.cli.demo.settings import DemoSettings, Prompt, reusable
+from kvtier.engine import RequestResult
 
-__all__ = ["LengthRow", "Moved", "PhaseRow", "Report"]
+__all__ = [
+    "LengthRow",
+    "Moved",
+    "Offloader",
+    "OperatorLog",
+    "PhaseRow",
+    "References",
+    "Report",
+    "Source",
+    "is_identical",
+    "problem_of",
+    "row_of",
+]
+
+References = Mapping[Prompt, Served]
+"""The answers without offloading, by prompt."""
+_LOGGER = logging.getLogger("kvtier")
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What came from one place."""
+    """Blocks that came from one place."""
 
     place: str
     blocks: int
@@ -26,29 +50,30 @@ class PhaseRow:
     title: str
     prompts: int
     cold_s: float
-    """Time to the first token, median, of the same prompts without offloading."""
+    """Median time to the first token of the same prompts without offloading."""
     first_token_s: float
-    """The same, in this phase."""
+    """Median time to the first token in this phase."""
     is_warm: bool
-    """Whether anything was to be reused."""
+    """False if every prompt had to be computed."""
     device: Moved
     host: Moved
     tiers: list[Moved]
     identical: bool
-    """Every token and logit."""
+    """True if every token and logit equals that of a run without offloading."""
     problems: list[str] = field(default_factory=list)
-    """What was not served from where it should have been."""
+    """Prompts that did not come from where they should have."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def speed_up(self) -> float | None:
-        """How much sooner the first token was there."""
+        """Cold time divided by warm time. None if nothing was reused."""
         return self.cold_s / self.first_token_s if self.is_warm else None
 
 
 @dataclass(slots=True, kw_only=True)
 class LengthRow:
-    """Warm and cold at one prompt length. Times to the first token; the median, where several."""
+    """Times to the first token at one prompt length: computed, from host memory and from disk. The
+    latter two are medians."""
 
     tokens: int
     cold_s: float
@@ -60,55 +85,56 @@ class LengthRow:
 
     @property
     def host_speed_up(self) -> float:
-        """How much sooner from host memory."""
+        """Cold time divided by the time from host memory."""
         return self.cold_s / self.host_s
 
     @property
     def tier_speed_up(self) -> float:
-        """How much sooner from the disk tier."""
+        """Cold time divided by the time from the disk tier."""
         return self.cold_s / self.tier_s
 
 
 @dataclass(slots=True)
 class Report:
-    """All of it."""
+    """The result of the demo."""
 
     settings: DemoSettings
     phases: list[PhaseRow] = field(default_factory=list)
     lengths: list[LengthRow] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What ended the demo before its time."""
+    """Failures that ended the demo or a phase early."""
     seconds: float = 0.0
 
     @property
     def rows(self) -> list[PhaseRow | LengthRow]:
-        """Everything that was compared."""
+        """All rows whose answers were compared."""
         return [*self.phases, *self.lengths]
 
     @property
     def identical(self) -> bool:
-        """Whether every token and logit was that of a run without offloading."""
+        """True if every token and logit equals that of a run without offloading."""
         return all(row.identical for row in self.rows)
 
     @property
     def all_problems(self) -> list[str]:
-        """With the row that each belongs to."""
+        """The problems of all rows, each with its row's title, then those of the whole demo."""
         found = [f"{row.title}: {problem}" for row in self.phases for problem in row.problems]
         found += [f"{row.tokens} tokens: {text}" for row in self.lengths for text in row.problems]
         return found + self.problems
 
     @property
     def ok(self) -> bool:
-        """What the exit code tells."""
+        """True if the exit code is 0."""
         return self.identical and not self.all_problems
 
     @property
     def slow_lengths(self) -> list[int]:
-        """Where warm was not sooner than cold. No failure: time depends on the machine."""
+        """Lengths at which warm was not faster than cold. That depends on the machine, so it is not
+        a failure."""
         return [r.tokens for r in self.lengths if min(r.host_speed_up, r.tier_speed_up) <= 1]
 
     def as_json(self) -> dict[str, object]:
-        """Plain data. Times in seconds."""
+        """Return the report as plain data for JSON, with times in seconds."""
         return {
             "ok": self.ok,
             "identical": self.identical,
@@ -153,3 +179,128 @@ class Report:
 
 def _moved(moved: Moved) -> dict[str, object]:
     return {"blocks": moved.blocks, "bytes": moved.bytes}
+
+
+class Source(Enum):
+    """Where the reusable part of a prompt should come from."""
+
+    COMPUTED = "computed"
+    DEVICE = "the device cache"
+    HOST = "host memory"
+    TIER = "a tier"
+
+
+class Offloader(Protocol):
+    """An offloading engine, as far as `row_of` needs it."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def tier_types(self) -> Sequence[str]:
+        """In lookup order."""
+
+
+def is_identical(served: Served, references: References) -> bool:
+    """True if the tokens are equal, and the logits equal to the last bit."""
+    right = references[served.prompt].result
+    return served.result.token_ids == right.token_ids and _bits(served.result) == _bits(right)
+
+
+def _bits(result: RequestResult) -> list[bytes]:
+    assert result.logits is not None
+    return [logits.tobytes() for logits in result.logits]
+
+
+def problem_of(served: Served, source: Source) -> str | None:
+    """Describe where a prompt came from instead of `source`; None if it came from `source`."""
+    result = served.result
+    wanted = 0 if source is Source.COMPUTED else reusable(served.prompt)
+    on_device = wanted if source is Source.DEVICE else 0
+    found = (result.num_device_tokens, result.num_loaded_tokens)
+    num_other_blocks = {
+        Source.COMPUTED: served.host_blocks + sum(served.tier_blocks),
+        Source.DEVICE: served.host_blocks + sum(served.tier_blocks),
+        Source.HOST: sum(served.tier_blocks),
+        Source.TIER: served.host_blocks,
+    }[source]
+    if found == (on_device, wanted - on_device) and not num_other_blocks:
+        return None
+    return (
+        f"{wanted} tokens should have come from {source.value}"
+        if wanted
+        else "all tokens should have been computed"
+    ) + (
+        f", but {found[0]} came from the device cache and {found[1]} were loaded: "
+        f"{served.host_blocks} blocks from host memory, {sum(served.tier_blocks)} from tiers"
+    )
+
+
+def row_of(
+    name: str,
+    title: str,
+    all_served: Sequence[Served],
+    references: References,
+    engine: Offloader,
+    source: Source | None,
+) -> PhaseRow:
+    """Return the row of one phase. `source`: where all prompts should come from; None if the caller
+    checks that."""
+    problems = []
+    if source is not None:
+        problems = [p for p in (problem_of(served, source) for served in all_served) if p]
+    size = engine.block_bytes
+    device, host = (
+        sum(served.device_blocks for served in all_served),
+        sum(served.host_blocks for served in all_served),
+    )
+    by_tier = [sum(blocks) for blocks in zip(*(s.tier_blocks for s in all_served), strict=True)]
+    return PhaseRow(
+        name=name,
+        title=title,
+        prompts=len(all_served),
+        cold_s=median(references[served.prompt].first_token_s for served in all_served),
+        first_token_s=median(served.first_token_s for served in all_served),
+        is_warm=source is not Source.COMPUTED,
+        device=Moved("device cache", device, device * size),
+        host=Moved("host memory", host, host * size),
+        tiers=[
+            Moved(tier_type, blocks, blocks * size)
+            for tier_type, blocks in zip(engine.tier_types, by_tier, strict=True)
+        ],
+        identical=all(is_identical(served, references) for served in all_served),
+        problems=list(dict.fromkeys(problems)),
+    )
+
+
+class OperatorLog(logging.Handler):
+    """A context that keeps kvtier's warnings for the report, away from the display."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._messages: list[str] = []
+        self._propagated = True
+
+    def __enter__(self) -> OperatorLog:
+        self._propagated = _LOGGER.propagate
+        _LOGGER.propagate = False
+        _LOGGER.addHandler(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _LOGGER.removeHandler(self)
+        _LOGGER.propagate = self._propagated
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message. Called on any thread."""
+        self._messages.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        """Return the warnings since the last call."""
+        messages, self._messages = self._messages, []
+        return messages

@@ -1,13 +1,16 @@
-"""An engine of the demo: serves one prompt at a time, and says where its blocks came from."""
+"""The engines and tiers of the demo.
+
+An engine serves one prompt at a time, and counts where its blocks came from.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvtier.base import OffloadingStats
 from kvtier.cli.demo.settings import (
@@ -22,49 +25,56 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import Engine, ModelConfig, RequestResult, make_connector, offloading_config
 from kvtier.engine.cache import array_page_bytes
 from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.example.manager import ExampleSecondaryTierManager
 from kvtier.tiering.health import BreakerState
-from kvtier.tiering.link import metric_prefix
 from kvtier.tiering.manager import TieringOffloadingManager
+from kvtier.tiering.metrics import metric_prefix
 
-__all__ = ["OffloadingServer", "RequestStuck", "Served", "Server"]
+if TYPE_CHECKING:
+    from kvtier.base import OffloadingSpec
+    from kvtier.tiering.base import JobResult, TransferJob
 
-# Far beyond what a slow machine takes: whoever waits longer waits for nothing.
+__all__ = ["DoomedTier", "OffloadingServer", "RequestStuck", "Served", "Server"]
+
 _PATIENCE_S = 60.0
 _PATIENCE_S_PER_TOKEN = 0.05
+"""A request is stuck if it takes longer than `_PATIENCE_S` and this for each of its tokens. Slow
+machines need far less."""
 
 
 class RequestStuck(RuntimeError):
-    """A request that does not end. That must not happen, whatever a tier does."""
+    """A request did not end, or its blocks did not reach the tiers in time. No tier may keep a
+    request from ending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One answered prompt, and what was counted meanwhile."""
+    """One answered prompt, and the blocks that were loaded for it."""
 
     prompt: Prompt
     result: RequestResult
     first_token_s: float
     host_blocks: int = 0
-    """Loaded from host memory, less those that came from a tier just before."""
+    """Blocks loaded from host memory, except those that a tier had just brought there."""
     tier_blocks: tuple[int, ...] = ()
-    """Loaded from each tier."""
+    """Blocks loaded from each tier."""
     late_loads: tuple[int, ...] = ()
-    """Loads that each tier has not ended in time."""
+    """Loads of each tier that missed their deadline."""
 
     @property
     def device_blocks(self) -> int:
-        """Found in the device's own cache, in the group that looks at all tokens."""
+        """Blocks found in the device cache, in the group with full attention."""
         return self.result.num_device_tokens // BLOCK_TOKENS
 
 
 class Server:
-    """Without offloading: computes everything. What it answers is what is right."""
+    """An engine without offloading. Its answers are the reference."""
 
     def __init__(
         self, model: ModelConfig, prompts: Sequence[Prompt], check: Callable[[], None]
     ) -> None:
-        """`prompts`: all that there must be room for at the same time. `check` is called before
-        every step, and may raise."""
+        """`prompts`: those to be served; the device cache has room for all of them together.
+        `check` is called before every step, and may raise."""
         self._check = check
         self._engine = self._start(model, prompts)
 
@@ -73,7 +83,7 @@ class Server:
 
     def __enter__(self) -> Self:
         try:
-            # What is done for the first time takes longer.
+            # The first request takes longer than later ones, so it is not measured.
             self.serve((0,) * WARM_UP_TOKENS)
         except BaseException:
             self._engine.shutdown()
@@ -89,7 +99,7 @@ class Server:
         self._engine.shutdown()
 
     def serve(self, prompt: Prompt, after_first_step: Callable[[], None] | None = None) -> Served:
-        """Ask, and wait for the answer."""
+        """Serve a prompt to its end. `after_first_step` is called once, after the first step."""
         result = self._ask(prompt, after_first_step)
         assert result.time_to_first_token_s is not None
         return Served(prompt, result, result.time_to_first_token_s)
@@ -111,7 +121,7 @@ class Server:
 
 
 class OffloadingServer(Server):
-    """With offloading, to host memory and to tiers below it."""
+    """An engine with offloading to host memory and to tiers below it."""
 
     def __init__(
         self,
@@ -122,8 +132,8 @@ class OffloadingServer(Server):
         *,
         spare_prompts: int = 0,
     ) -> None:
-        """`spare_prompts`: room in host memory beyond the prompts, in prompts of the longest kind,
-        for slots that a dead tier does not give back."""
+        """`spare_prompts`: extra room in host memory, in units of the longest prompt, for slots
+        that a dead tier does not give back."""
         self._tiers = tiers
         self._spare_prompts = spare_prompts
         super().__init__(model, prompts, check)
@@ -131,15 +141,15 @@ class OffloadingServer(Server):
     def _start(self, model: ModelConfig, prompts: Sequence[Prompt]) -> Engine:
         engine = engine_config(model, prompts)
         sizes = [num_blocks_of(prompt) * len(model.groups) for prompt in prompts]
-        # Twice: stores on their way to a tier take some of it, and may take no more than a share.
+        # Twice what the prompts take: pending stores may pin only a share of all slots.
         num_slots = 2 * sum(sizes) + self._spare_prompts * max(sizes) + WARM_UP_TOKENS
         self.block_bytes = sum(array_page_bytes(model, engine))
         options = {
             "cpu_bytes_to_use": num_slots * self.block_bytes,
             "secondary_tiers": self._tiers,
-            # A reset empties host memory, and leaves the tiers as they are.
+            # A reset empties host memory and leaves the tiers alone.
             "reset_scope": "primary",
-            # A busy moment must not make loading look slower than computing.
+            # A busy machine must not make loading look slower than computing.
             "prefill_tokens_per_s": 0,
         }
         name = f"kvtier-demo-{uuid.uuid4().hex}"
@@ -163,7 +173,7 @@ class OffloadingServer(Server):
         return [tier.tier_type for tier in self.tiers]
 
     def serve(self, prompt: Prompt, after_first_step: Callable[[], None] | None = None) -> Served:
-        self._scheduler.get_stats()  # what it counts begins here
+        self._scheduler.get_stats()  # reset its counters
         result = self._ask(prompt, after_first_step)
         assert result.time_to_first_token_s is not None
         counters = self._figures().counters
@@ -180,7 +190,7 @@ class OffloadingServer(Server):
         )
 
     def settle(self) -> None:
-        """Wait until all blocks are where they are going."""
+        """Step until all blocks have been stored in the tiers."""
         deadline = _deadline(0)
         while self._scheduler.has_pending_push_work() or self._is_moving_blocks():
             self._check()
@@ -193,16 +203,16 @@ class OffloadingServer(Server):
         return isinstance(manager, TieringOffloadingManager) and manager.is_moving_blocks()
 
     def drop_device_cache(self) -> None:
-        """Find nothing on the device any more."""
+        """Empty the device cache."""
         self._engine.drop_device_cache()
 
     def flush_host_memory(self) -> int:
-        """Find nothing on the device, nor in host memory. Returns the blocks left there."""
+        """Empty the device cache and host memory. Returns how many blocks host memory still has."""
         self._engine.reset_cache()
         return int(self._figures().gauges["kvtier_cpu_resident_blocks"])
 
     def is_cut_off(self, position: int) -> bool:
-        """Whether a tier's breaker is not closed."""
+        """True if the tier's breaker is open or half-open."""
         state = self._figures().gauges[self._prefixes()[position] + "breaker_state"]
         return state != BreakerState.CLOSED.value
 
@@ -217,3 +227,39 @@ class OffloadingServer(Server):
 
 def _deadline(num_tokens: int) -> float:
     return time.monotonic() + _PATIENCE_S + _PATIENCE_S_PER_TOKEN * num_tokens
+
+
+class DoomedTier(ExampleSecondaryTierManager):
+    """The example tier, until `kill`. From then on it accepts every job and reports none, not even
+    those that it had begun: the worst way for a tier to fail."""
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        max_blocks: int = 1000,
+    ) -> None:
+        self._is_dead = False
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            max_blocks=max_blocks,
+            simulate_async=True,
+        )
+
+    def kill(self) -> None:
+        """Make the tier die. Called on the scheduler's thread."""
+        self._is_dead = True
+
+    def submit_store(self, job: TransferJob) -> None:
+        if not self._is_dead:
+            super().submit_store(job)
+
+    def submit_load(self, job: TransferJob) -> None:
+        if not self._is_dead:
+            super().submit_load(job)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return () if self._is_dead else super().get_finished_jobs()

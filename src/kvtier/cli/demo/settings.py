@@ -1,21 +1,36 @@
-"""What the user may choose, and the sizes that follow from it."""
+"""The options of the demo, and the sizes that follow from them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvtier.engine import EngineConfig, ModelConfig
+from kvtier.engine.cache import array_page_bytes
+from kvtier.tiering.disk.layout import Geometry
 
-__all__ = ["BLOCK_TOKENS", "NEW_TOKENS", "DemoSettings", "Prompt", "WrongSetting", "reusable"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "NEW_TOKENS",
+    "WARM_UP_TOKENS",
+    "DemoSettings",
+    "Prompt",
+    "WrongSetting",
+    "disk_tier",
+    "engine_config",
+    "num_blocks_of",
+    "reusable",
+]
 
 Prompt = tuple[int, ...]
 
 BLOCK_TOKENS = 16
 NEW_TOKENS = 8
-"""Generated for each prompt."""
+"""Tokens generated for each prompt."""
 WARM_UP_TOKENS = 2 * BLOCK_TOKENS
 
 _WINDOW = 128
@@ -24,11 +39,12 @@ _LEAST_TOKENS = 2 * BLOCK_TOKENS
 _MOST_TOKENS = ModelConfig().max_tokens - NEW_TOKENS
 _MOST_REQUESTS = 64
 _CACHE_TOKENS = 65_536
-"""Of all prompts together: 128 MiB, on the device and again in host memory."""
+"""The most tokens of all prompts together. Their KV takes 128 MiB on the device, and host memory
+has room for at least twice that."""
 
 
 class WrongSetting(ValueError):
-    """A value that cannot work. Says what was given, what is allowed, and what to do."""
+    """A value is invalid. The message says what was given, what is allowed, and what to do."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -37,7 +53,7 @@ class WrongSetting(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """Checked: what is here can be run."""
+    """Valid settings."""
 
     tokens: int
     requests: int
@@ -46,7 +62,7 @@ class DemoSettings:
 
     @classmethod
     def from_options(cls, tokens: int, requests: int, lengths: str, seed: int) -> DemoSettings:
-        """What the user wrote, or `WrongSetting`."""
+        """Parse the options. Raises `WrongSetting`."""
         return cls(tokens=tokens, requests=requests, lengths=_parse_lengths(lengths), seed=seed)
 
     def __post_init__(self) -> None:
@@ -70,17 +86,17 @@ class DemoSettings:
 
     @property
     def model(self) -> ModelConfig:
-        """Every layer looks at all tokens."""
+        """A model in which every layer attends to all tokens."""
         return ModelConfig(seed=self.seed)
 
     @property
     def hybrid_model(self) -> ModelConfig:
-        """Every other layer looks back 128 tokens: two KV-cache groups."""
+        """A model in which every other layer attends to 128 tokens only: two KV-cache groups."""
         return ModelConfig(seed=self.seed, windowed_layers=(0, 2), window=_WINDOW)
 
     @property
     def prompts(self) -> list[Prompt]:
-        """No two begin alike."""
+        """Prompts without common prefixes."""
         return [self._prompt(index, self.tokens) for index in range(self.requests)]
 
     @property
@@ -94,9 +110,9 @@ class DemoSettings:
 
 
 def engine_config(model: ModelConfig, prompts: Sequence[Prompt]) -> EngineConfig:
-    """A device cache in which all prompts, and what is generated for each, have room."""
+    """Return an engine whose device cache has room for all prompts and their generated tokens."""
     num_groups = len(model.groups)
-    # A step of this many tokens is long enough to be efficient. A window needs some blocks for it.
+    # Steps of 512 tokens are efficient. A window needs blocks for two such steps.
     config = EngineConfig(token_budget=512)
     least = (_WINDOW + 2 * config.token_budget) // BLOCK_TOKENS + 2
     num_blocks = max(least, sum(num_blocks_of(prompt) for prompt in prompts) + 8)
@@ -108,13 +124,31 @@ def engine_config(model: ModelConfig, prompts: Sequence[Prompt]) -> EngineConfig
 
 
 def num_blocks_of(prompt: Prompt) -> int:
-    """Device blocks of one group, what is generated included."""
+    """Return how many device blocks of one group a prompt and its generated tokens take."""
     return -(-(len(prompt) + NEW_TOKENS) // BLOCK_TOKENS)
 
 
+def disk_tier(path: Path, model: ModelConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return an entry of `secondary_tiers`: a disk tier with room for all blocks of these prompts.
+
+    Its deadlines are long, because the demo may run on a busy machine.
+    """
+    # One slot per token of the warm-up is more than it needs.
+    num_slots = (sum(map(num_blocks_of, prompts)) + WARM_UP_TOKENS) * len(model.groups)
+    block_bytes = sum(array_page_bytes(model, engine_config(model, prompts)))
+    return {
+        "type": "disk",
+        "path": str(path),
+        "max_bytes": Geometry(block_bytes, num_slots).needed_bytes,
+        "max_pinned_share": 0.5,
+        "load_timeout_ms": 60_000,
+        "store_timeout_ms": 60_000,
+    }
+
+
 def reusable(prompt: Prompt) -> int:
-    """Tokens of a prompt that need not be computed again: whole blocks, and never the last token,
-    which the first logits come from."""
+    """Return how many tokens of a prompt need not be computed again. These are whole blocks. The
+    last token is not among them, because computing it gives the first logits."""
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 

@@ -1,23 +1,26 @@
-"""What `kvtier store` understands: its subcommands, options and exit codes."""
+"""The subcommands, options and exit codes of `kvtier store`."""
 
 from __future__ import annotations
 
 import math
+import re
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["store_app"]
+__all__ = ["DurationError", "parse_duration", "store_app"]
+
+_DURATION_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(r"(\d{1,9}) ?([a-z])", re.ASCII)
 
 _HELP = """
-What a tier keeps on disk: list it, count it, verify it, clear it, tidy it up, make it anew.
+Work on what a tier keeps on disk: list, count, verify, clear or tidy it, or set up its directory.
 
 PATH is the slab file of a disk tier (with data-parallel replicas: one of their files, such as
-kv-dp0.slab), or the directory of an fs tier, its root_dir. Everything works while engines have it
-open.
+kv-dp0.slab), the root_dir of an fs tier, or a path that a tier of another package accepts.
+All commands work while engines run.
 
 \b
     kvtier store stat /mnt/nvme/kv.slab
@@ -27,78 +30,78 @@ open.
     kvtier store gc /mnt/shared/kv --older-than 30d
     kvtier store init /mnt/shared/kv
 
-Exit code 0: done, and all is well; 1: damage was found, or clear or gc was not confirmed, or an
-engine did not make way in time; 2: wrong input, no such store, no permission, or the result could
-not be written; 130: ended by Ctrl-C; 141: whoever was reading the result has gone.
+Exit code 0: done; 1: damage was found, or clear or gc was not confirmed, or an engine did not
+respond in time; 2: wrong input, no such store, no permission, or the result could
+not be written; 130: ended by Ctrl-C; 141: the reader of standard output has gone.
 docs/store.md says more.
 """
 
 _LS_HELP = """
 List the blocks that an engine would find.
 
-The rank says which was used last (1). Ages are since a block was stored and, of an fs tier, since
-it was used last.
+Rank 1 is the block that was used last. Ages count from when a block was stored and, in an fs tier,
+from when it was last used.
 """
 
 _STAT_HELP = """
-Show what a store is, how full it is, and who has it open.
+Show what a store is, how full it is, and which engines use it.
 
-Of an fs tier: what its directory takes, what its ledger says, its namespaces and its engines.
+For an fs tier: the size of its directory and of its ledger, its namespaces and its engines.
 """
 
 _VERIFY_HELP = """
 Read every block and check its seal, payload included.
 
-The page cache is bypassed where that can be done. While an engine runs, blocks come and go; one
-that is overwritten just then is looked at again, and is no damage. Nothing is mended: an engine
-that loads a damaged block notices, drops it and computes it again.
+Bypasses the page cache where the file system allows it. A block that an engine overwrites at the
+same time is read again and does not count as damaged. Nothing is repaired: an engine that loads a
+damaged block notices, drops it and computes it again.
 
-Exit code 0: all is well; 1: damage was found; 2: none was, but some blocks may not be read by this
-user; 130: ended by Ctrl-C, and what was found until then is printed.
+Exit code 0: no damage; 1: damage was found; 2: no damage was found, but this user may not read some
+blocks; 130: ended by Ctrl-C, and the findings until then are printed.
 """
 
 _CLEAR_HELP = """
-Forget every block, now and for every later engine.
+Make every block unfindable, for running and for later engines.
 
-Of a disk tier: with an engine running, it is asked to, and does so within about a second; without
-one it is done here. The bytes stay in the file until they are overwritten: to be rid of them, end
-the engine and remove the file.
+Disk tier: if an engine has the file open, the command asks it to clear, which takes about a second;
+otherwise the command clears the file itself. The bytes stay in the file until they are overwritten:
+to delete them, end the engine and remove the file.
 
-Of an fs tier: the files are removed here, whatever engines do meanwhile. Blocks that only one live
-engine finds, after a reset of its cache, are left alone.
+Fs tier: the command removes the files, also while engines run. It leaves alone what a live engine
+has stored since a reset of its cache: no other engine can find those blocks.
 
-Exit code 0: cleared; 1: not confirmed, or an engine did not obey or make way in time; 2: neither
---yes nor a terminal to ask on; 130: ended by Ctrl-C, and what is removed is counted out.
+Exit code 0: cleared; 1: not confirmed, or an engine did not respond in time; 2: neither --yes nor a
+terminal to ask on; 130: ended by Ctrl-C; what was removed until then stays removed.
 """
 
 _GC_HELP = """
-Tidy up the directory of an fs tier: what dead engines have left, the count, what nobody uses.
+Tidy up the directory of an fs tier.
 
-Takes back what dead engines have left, counts all blocks again, and removes namespaces that no
-live engine uses, and none has used for an hour, after it has shown them and asked. Engines may run;
-while it counts, they store nothing.
+Reclaims what dead engines left, counts all blocks again, and removes namespaces that no live engine
+uses and that were not used for an hour, after it has shown them and asked. Engines may run; while
+it counts, they store nothing.
 
 \b
     kvtier store gc /mnt/shared/kv --dry-run           look only
-    kvtier store gc /mnt/shared/kv --older-than 30d    what was not used for so long
+    kvtier store gc /mnt/shared/kv --older-than 30d    remove what was not used for 30 days
     kvtier store gc /mnt/shared/kv --older-than 30d --yes     for cron
 
-Exit code 0: done; 1: not confirmed, or another has had the ledger locked for too long; 2: wrong
-input, no such directory, or neither --yes nor a terminal to ask on, and then nothing is done; 130:
-ended by Ctrl-C.
+Exit code 0: done; 1: not confirmed, or the ledger stayed locked for too long; 2: wrong input, no
+such directory, or neither --yes nor a terminal to ask on, and then nothing is done; 130: ended by
+Ctrl-C.
 """
 
 _INIT_HELP = """
 Make a directory the root of an fs tier, or make an emptied one a root again.
 
-Engines make a directory that is not there when they start. One that is emptied or removed while
-they run could as well be a mount that is missing, so they leave it alone until someone says with
-this that it is meant to be there; they take it again within seconds.
+Engines create a missing directory when they start. A directory that is emptied or removed while
+they run may be a mount that is missing, so they do not recreate it: run this to confirm that it is
+meant to be there, and they use it again within seconds.
 
-What is there stays. A directory that holds other things is refused. Root acts as the user whom the
-directory belongs to.
+Existing blocks stay. A directory that holds other things is refused. Root acts as the user who owns
+the directory.
 
-Exit code 0: it is a root now; 1: an engine has had the ledger locked for too long; 2: it cannot be
+Exit code 0: it is a root now; 1: an engine kept the ledger locked for too long; 2: it cannot be
 one, or no permission.
 """
 
@@ -107,12 +110,11 @@ store_app = typer.Typer(
 )
 
 _Path = Annotated[
-    Path,
+    str,
     typer.Argument(
         metavar="PATH",
         help="The slab file of a disk tier, or the directory of an fs tier.",
         show_default=False,
-        readable=False,  # not checked here: we say whose it is, and typer does not
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
@@ -129,7 +131,9 @@ _Namespace = Annotated[
 @store_app.command("ls", help=_LS_HELP)
 def _ls(
     path: _Path,
-    limit: Annotated[int, typer.Option(metavar="N", help="At most so many; 0: all.", min=0)] = 100,
+    limit: Annotated[
+        int, typer.Option(metavar="N", help="At most this many; 0: all.", min=0)
+    ] = 100,
     namespace: _Namespace = None,
     sort: Annotated[
         str, typer.Option(metavar="ORDER", help="recent, oldest (by last use), or place.")
@@ -138,7 +142,7 @@ def _ls(
 ) -> None:
     def work() -> int:
         from kvtier.cli.store.commands import list_blocks
-        from kvtier.cli.store.store import Order
+        from kvtier.tiering.inspection import Order
 
         if sort not in list(Order):
             raise typer.BadParameter(f"{sort}: give one of {', '.join(Order)}", param_hint="--sort")
@@ -163,7 +167,7 @@ def _verify(
     path: _Path,
     max_rate: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Read at most so much per second, such as 200MB."),
+        typer.Option(metavar="SIZE", help="Read at most this much per second, such as 200MB."),
     ] = None,
     namespace: _Namespace = None,
     json: _Json = False,
@@ -199,20 +203,19 @@ def _clear(
 @store_app.command("gc", help=_GC_HELP)
 def _gc(
     path: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="PATH",
             help="The directory of an fs tier, its root_dir.",
             show_default=False,
-            readable=False,
         ),
     ],
     older_than: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Remove only what was not used for so long: 90m, 12h, 30d, 4w. Default: 1h, but "
-            "0s if --namespace is given.",
+            help="Remove only what was not used for this long: 90m, 12h, 30d, 4w. Default: 1h, "
+            "or 0s if --namespace is given.",
         ),
     ] = None,
     namespace: Annotated[
@@ -220,16 +223,18 @@ def _gc(
         typer.Option(
             "--namespace",
             metavar="HEX",
-            help="Remove only this one: a fingerprint, or its first digits. May be given several "
-            "times.",
+            help="Remove only this namespace: a fingerprint, or its first digits. May be given "
+            "several times.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what there is.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; show what would be removed.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: _Json = False,
 ) -> None:
     def work() -> int:
-        from kvtier.cli.store.gc import collect_garbage
+        from kvtier.cli.store.commands import collect_garbage
 
         wanted = [start for start in map(_checked_namespace, namespace or ()) if start is not None]
         age = _checked_age(older_than or ("0s" if wanted else "1h"))
@@ -241,25 +246,24 @@ def _gc(
 @store_app.command("init", help=_INIT_HELP)
 def _init(
     path: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="PATH",
-            help="The directory of an fs tier, its root_dir. The directory it is in has to exist.",
+            help="The directory of an fs tier, its root_dir. Its parent directory must exist.",
             show_default=False,
-            readable=False,
         ),
     ],
     json: _Json = False,
 ) -> None:
     def work() -> int:
-        from kvtier.cli.store.init import init_root
+        from kvtier.cli.store.commands import init
 
-        return init_root(path, as_json=json)
+        return init(path, as_json=json)
 
     _end_with(path, work)
 
 
-# --- what was given ----------------------------------------------------------------------------
+# --- values of options -------------------------------------------------------------------------
 
 
 def _checked_namespace(given: str | None) -> str | None:
@@ -285,12 +289,24 @@ def _checked_rate(given: str | None) -> int | None:
 
 
 def _checked_age(given: str) -> int:
-    from kvtier.cli.store.durations import DurationError, parse_duration
-
     try:
         return parse_duration(given)
     except DurationError as error:
         raise typer.BadParameter(f'"{given}": {error}', param_hint="--older-than") from None
+
+
+class DurationError(ValueError):
+    """Not a length of time. The message says what to write instead."""
+
+
+def parse_duration(text: str) -> int:
+    """Return the seconds of a length of time such as `90m`, `12h` or `7d`."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None or match[2] not in _DURATION_UNITS:
+        raise DurationError(
+            f"Write a whole number and one of {', '.join(_DURATION_UNITS)}, such as 90m, 12h or 7d"
+        )
+    return int(match[1]) * _DURATION_UNITS[match[2]]
 
 
 def _checked_timeout(given: float) -> float:
@@ -299,11 +315,11 @@ def _checked_timeout(given: float) -> float:
     return given
 
 
-# --- how it ends -------------------------------------------------------------------------------
+# --- exit codes --------------------------------------------------------------------------------
 
 
-def _end_with(path: Path, work: Callable[[], int]) -> None:
-    """Run the command, and end with its exit code. Whatever can go wrong is said in a sentence."""
+def _end_with(path: str, work: Callable[[], int]) -> None:
+    """Run the command and exit with its code. Every error is explained in one sentence."""
     try:
         code = _exit_code(path, work)
     except KeyboardInterrupt:
@@ -311,27 +327,23 @@ def _end_with(path: Path, work: Callable[[], int]) -> None:
     raise typer.Exit(code)
 
 
-def _exit_code(path: Path, work: Callable[[], int]) -> int:
-    # Here, and in `work`, since they load what `kvtier --help` does not need.
-    from kvtier.cli.output import CannotWrite, NobodyReads
-    from kvtier.cli.store.refusal import NotDone, StoreRefused, explain_os_error
-    from kvtier.cli.store.warnings import warnings_as_notes
+def _exit_code(path: str, work: Callable[[], int]) -> int:
+    # Imported here and in `work`, because `kvtier --help` does not need numpy.
+    from kvtier.cli.output import CannotWrite, NobodyReads, note
+    from kvtier.cli.store.terminal import explain_os_error, warnings_as_notes
+    from kvtier.tiering.inspection import InspectionRefused, InspectionTimedOut
 
+    code = 2
     try:
         with warnings_as_notes():
             return work()
     except NobodyReads:
         return 128 + signal.SIGPIPE
-    except NotDone as problem:
-        return _said(str(problem), 1)
-    except (StoreRefused, CannotWrite) as problem:
-        return _said(str(problem), 2)
+    except InspectionTimedOut as problem:
+        sentence, code = str(problem), 1
+    except (InspectionRefused, CannotWrite) as problem:
+        sentence = str(problem)
     except OSError as error:
-        return _said(explain_os_error(path, error), 2)
-
-
-def _said(sentence: str, code: int) -> int:
-    from kvtier.cli.output import note
-
+        sentence = explain_os_error(path, error)
     note(f"kvtier store: {sentence}")
     return code

@@ -1,4 +1,8 @@
-"""The commands of `kvtier store`, from checked options to an exit code."""
+"""The commands of `kvtier store`: each asks the inspector of a tier and prints its answer.
+
+Called by `kvtier.cli.store.app` with checked options. Each returns the exit code, and may raise
+`InspectionRefused`, `InspectionTimedOut` or `OSError`.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,54 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvtier.base import get_offload_block_hash, get_offload_group_idx
-from kvtier.cli.output import finish, note, write
-from kvtier.cli.store.amounts import as_age, as_size, as_time
-from kvtier.cli.store.answers import is_confirmed, require_terminal, write_result
-from kvtier.cli.store.opening import open_store
-from kvtier.cli.store.progress import shown_count, shown_progress
-from kvtier.cli.store.store import Damage, Order, Scrub, Store, StoredBlock
+from kvtier.cli.output import finish, note, write, write_line
+from kvtier.cli.store.terminal import is_confirmed, require_terminal, shown_count, shown_progress
+from kvtier.config.sizes import as_size
+from kvtier.tiering.inspection import (
+    Damage,
+    GarbageCollection,
+    Order,
+    Report,
+    Scrub,
+    StoredBlock,
+    TierInspector,
+    as_age,
+    as_time,
+    init_storage,
+    open_inspector,
+)
 
-__all__ = ["clear", "list_blocks", "show_figures", "verify"]
+__all__ = ["clear", "collect_garbage", "init", "list_blocks", "show_figures", "verify"]
 
 _SHOWN_DAMAGES = 20
 _NAME_DIGITS = 8
-"""Of a namespace, in a table; `--json` and `stat` have all of them."""
+"""Digits of a namespace in a table. `--json` and `stat` show all of them."""
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def _print(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        write(json.dumps(report.document, indent=2) + "\n")
+    else:
+        for line in report.text():
+            write_line(line)
+    finish()
 
 
 # --- ls ----------------------------------------------------------------------------------------
 
 
 def list_blocks(
-    path: Path, namespace: str | None, order: Order, limit: int | None, *, as_json: bool
+    location: str, namespace: str | None, order: Order, limit: int | None, *, as_json: bool
 ) -> int:
-    with open_store(path) as store:
+    with open_inspector(location) as store:
         listing = store.blocks(namespace, order, limit)
         if as_json:
-            head = {"path": str(path), "kind": store.kind, "total": listing.num_blocks}
+            head = {"path": store.location, "kind": store.kind, "total": listing.num_blocks}
             _write_rows(head, (_block_json(store, block) for block in listing.blocks))
         else:
             _write_table(store, listing.blocks)
@@ -46,7 +68,7 @@ def list_blocks(
 
 
 def _write_rows(head: dict[str, Any], rows: Iterator[dict[str, Any]]) -> None:
-    """One document, of which no more than a row is held in memory."""
+    """Write one JSON document row by row, so that a million blocks need not fit into memory."""
     write(json.dumps(head, indent=2).removesuffix("\n}") + ',\n  "blocks": [')
     separator = "\n    "
     for row in rows:
@@ -55,7 +77,7 @@ def _write_rows(head: dict[str, Any], rows: Iterator[dict[str, Any]]) -> None:
     write("\n  ]\n}\n")
 
 
-def _block_json(store: Store, block: StoredBlock) -> dict[str, Any]:
+def _block_json(store: TierInspector, block: StoredBlock) -> dict[str, Any]:
     row = {
         "rank": block.rank,
         "block_hash": get_offload_block_hash(block.key).hex(),
@@ -68,18 +90,19 @@ def _block_json(store: Store, block: StoredBlock) -> dict[str, Any]:
     return row if block.used_ns is None else row | {"used_at": as_time(block.used_ns)}
 
 
-def _write_table(store: Store, blocks: Iterator[StoredBlock]) -> None:
-    """A place that is too long for a table gives way to the last use."""
+def _write_table(store: TierInspector, blocks: Iterator[StoredBlock]) -> None:
+    """Write one line for each block. The third column has the block's place or, if places are too
+    long for a table, the time since its last use."""
     now_ns = time.time_ns()
 
     def age(when_ns: int | None) -> str:
         return "-" if when_ns is None else as_age((now_ns - when_ns) / 1e9)
 
     third = store.place_name if store.is_place_short else "used"
-    row = "{:>8}  {:>8}  {:>8}  {:>9}  {:>5}  {:9}  {}\n"
-    write(row.format("rank", "stored", third, "size", "group", "namespace", "block hash"))
+    row = "{:>8}  {:>8}  {:>8}  {:>9}  {:>5}  {:9}  {}"
+    write_line(row.format("rank", "stored", third, "size", "group", "namespace", "block hash"))
     for block in blocks:
-        write(
+        write_line(
             row.format(
                 block.rank,
                 age(block.stored_ns),
@@ -95,94 +118,87 @@ def _write_table(store: Store, blocks: Iterator[StoredBlock]) -> None:
 # --- stat --------------------------------------------------------------------------------------
 
 
-def show_figures(path: Path, *, as_json: bool) -> int:
-    with open_store(path) as store:
+def show_figures(location: str, *, as_json: bool) -> int:
+    with open_inspector(location) as store:
         figures = store.figures()
-    write_result(figures, as_json=as_json)
+    _print(figures, as_json=as_json)
     return 0
 
 
 # --- verify ------------------------------------------------------------------------------------
 
 
-def verify(path: Path, namespace: str | None, max_rate: int | None, *, as_json: bool) -> int:
-    with open_store(path) as store, shown_progress(max_rate) as on_progress:
+def verify(location: str, namespace: str | None, max_rate: int | None, *, as_json: bool) -> int:
+    with open_inspector(location) as store, shown_progress(max_rate) as on_progress:
         scrub = store.verify(namespace, max_rate, on_progress)
-        answer = _ScrubAnswer(path, scrub, store.place_name)
-    write_result(answer, as_json=as_json)
+    document, lines = _scrub_json(store, scrub), list(_scrub_lines(store, scrub))
+    _print(Report(document, lines), as_json=as_json)
     if not scrub.is_complete:
-        return 128 + signal.SIGINT
+        return _INTERRUPTED
     if scrub.is_damaged:
         return 1
     return 0 if scrub.is_sound else 2
 
 
-@dataclass(frozen=True, slots=True)
-class _ScrubAnswer:
-    path: Path
-    scrub: Scrub
-    place_name: str
+def _scrub_json(store: TierInspector, scrub: Scrub) -> dict[str, Any]:
+    return {
+        "path": store.location,
+        "ok": scrub.is_sound,
+        "complete": scrub.is_complete,
+        "good": scrub.num_good,
+        "damaged": len(scrub.damaged),
+        "gone": scrub.num_gone,
+        "no_permission": scrub.num_forbidden,
+        "reasons": dict(scrub.reasons().most_common()),
+        "bytes": scrub.num_bytes,
+        "seconds": round(scrub.seconds, 3),
+        "problems": scrub.remarks,
+        "blocks": [
+            {
+                store.place_name: damage.place,
+                "reason": damage.reason,
+                "block_hash": None
+                if damage.key is None
+                else get_offload_block_hash(damage.key).hex(),
+                "group": None if damage.key is None else get_offload_group_idx(damage.key),
+            }
+            for damage in scrub.damaged
+        ],
+    }
 
-    def as_json(self) -> dict[str, Any]:
-        scrub = self.scrub
-        return {
-            "path": str(self.path),
-            "ok": scrub.is_sound,
-            "complete": scrub.is_complete,
-            "good": scrub.num_good,
-            "damaged": len(scrub.damaged),
-            "gone": scrub.num_gone,
-            "no_permission": scrub.num_forbidden,
-            "reasons": dict(scrub.reasons().most_common()),
-            "bytes": scrub.num_bytes,
-            "seconds": round(scrub.seconds, 3),
-            "problems": scrub.remarks,
-            "blocks": [
-                {
-                    self.place_name: damage.place,
-                    "reason": damage.reason,
-                    "block_hash": None
-                    if damage.key is None
-                    else get_offload_block_hash(damage.key).hex(),
-                    "group": None if damage.key is None else get_offload_group_idx(damage.key),
-                }
-                for damage in scrub.damaged
-            ],
-        }
 
-    def lines(self) -> Iterator[str]:
-        scrub = self.scrub
-        rate = scrub.num_bytes / max(scrub.seconds, 1e-9)
+def _scrub_lines(store: TierInspector, scrub: Scrub) -> Iterator[str]:
+    rate = scrub.num_bytes / max(scrub.seconds, 1e-9)
+    yield (
+        f"{store.location}: {as_size(scrub.num_bytes)} read in {scrub.seconds:.1f} s "
+        f"({as_size(rate)} per s)"
+    )
+    if not scrub.is_complete:
+        doubt = "" if scrub.is_certain else "; damaged blocks were not checked a second time"
         yield (
-            f"{self.path}: {as_size(scrub.num_bytes)} read in {scrub.seconds:.1f} s "
-            f"({as_size(rate)} per s)"
+            f"ended by Ctrl-C after {as_size(scrub.num_bytes)} of "
+            f"{as_size(scrub.total_bytes)}{doubt}"
         )
-        if not scrub.is_complete:
-            doubt = "" if scrub.is_certain else "; what looked damaged was not looked at again"
-            yield (
-                f"ended by Ctrl-C after {as_size(scrub.num_bytes)} of "
-                f"{as_size(scrub.total_bytes)}{doubt}"
-            )
-        yield f"good     {scrub.num_good}"
-        if scrub.num_gone:
-            yield f"gone     {scrub.num_gone} (overwritten or dropped by the engine meanwhile)"
-        if scrub.num_forbidden:
-            yield (
-                f"no permission to read {scrub.num_forbidden} blocks as uid {os.geteuid()}: run "
-                "this as root. If engines run as this user, they cannot read them either, and "
-                f"compute them each time: chown -R {os.geteuid()} {self.path}"
-            )
-        yield f"damaged  {len(scrub.damaged)}"
-        for reason, count in scrub.reasons().most_common():
-            yield f"  {reason:12} {count}"
-        for damage in scrub.damaged[:_SHOWN_DAMAGES]:
-            yield f"DAMAGED  {self.place_name} {damage.place}: {damage.reason}{_which(damage)}"
-        if len(scrub.damaged) > _SHOWN_DAMAGES:
-            yield f"and {len(scrub.damaged) - _SHOWN_DAMAGES} more; --json has all of them"
-        for remark in scrub.remarks:
-            yield f"DAMAGED  {remark}"
-        if scrub.damaged:
-            yield "An engine that loads such a block notices, drops it, and computes it again."
+    yield f"good     {scrub.num_good}"
+    if scrub.num_gone:
+        yield f"gone     {scrub.num_gone} (an engine overwrote or removed them during this check)"
+    if scrub.num_forbidden:
+        yield (
+            f"no permission to read {scrub.num_forbidden} blocks as uid {os.geteuid()}: run "
+            "this as root. If engines run as this user, they cannot read them either, and "
+            f"compute them each time: chown -R {os.geteuid()} {store.location}"
+        )
+    yield f"damaged  {len(scrub.damaged)}"
+    for reason, count in scrub.reasons().most_common():
+        yield f"  {reason:12} {count}"
+    for damage in scrub.damaged[:_SHOWN_DAMAGES]:
+        yield f"DAMAGED  {store.place_name} {damage.place}: {damage.reason}{_which(damage)}"
+    if len(scrub.damaged) > _SHOWN_DAMAGES:
+        yield f"and {len(scrub.damaged) - _SHOWN_DAMAGES} more; --json has all of them"
+    for remark in scrub.remarks:
+        yield f"DAMAGED  {remark}"
+    if scrub.damaged:
+        yield "An engine that loads such a block notices, drops it, and computes it again."
 
 
 def _which(damage: Damage) -> str:
@@ -193,25 +209,82 @@ def _which(damage: Damage) -> str:
 
 
 def clear(
-    path: Path, namespace: str | None, patience_s: float, *, is_sure: bool, as_json: bool
+    location: str, namespace: str | None, patience_s: float, *, is_sure: bool, as_json: bool
 ) -> int:
-    with open_store(path) as store:
+    with open_inspector(location) as store:
         if not is_sure and not _wants_to_clear(store, namespace):
             note("kvtier store: nothing was cleared")
             return 1
         with shown_count() as on_progress:
-            clearing = store.clear(namespace, patience_s, on_progress)
-    write_result(clearing, as_json=as_json)
-    return 0 if clearing.is_complete else 128 + signal.SIGINT
+            cleared = store.clear(namespace, patience_s, on_progress)
+    _print(cleared, as_json=as_json)
+    return 0 if cleared.is_complete else _INTERRUPTED
 
 
-def _wants_to_clear(store: Store, namespace: str | None) -> bool:
+def _wants_to_clear(store: TierInspector, namespace: str | None) -> bool:
     require_terminal("--yes if you are")
     which = "" if namespace is None else f" of namespace {namespace}"
     num_blocks = store.count(namespace)
     num_engines = store.count_engines()
     users = f", and {num_engines} engines use it" if num_engines > 1 else ", and 1 engine uses it"
     return is_confirmed(
-        f"{store.path} holds {num_blocks} blocks{which}{users if num_engines else ''}. "
-        "Forget all of them?"
+        f"{store.location} holds {num_blocks} blocks{which}{users if num_engines else ''}. "
+        "Clear all of them?"
     )
+
+
+# --- gc ----------------------------------------------------------------------------------------
+
+
+def collect_garbage(
+    location: str,
+    namespaces: Sequence[str],
+    older_than_s: int,
+    *,
+    is_dry: bool,
+    is_sure: bool,
+    as_json: bool,
+) -> int:
+    with open_inspector(location) as store:
+        garbage = store.find_garbage(namespaces, older_than_s)
+        is_declined = not is_dry and not _clean(garbage, is_sure)
+        report = garbage.report()
+    _print(report, as_json=as_json)
+    if not report.is_complete:
+        return _INTERRUPTED
+    if is_declined:
+        note("kvtier store: no namespace was removed; the other work of gc was done")
+    return int(is_declined)
+
+
+def _clean(garbage: GarbageCollection, is_sure: bool) -> bool:
+    """Tidy up, then remove the namespaces found. Returns False if the user declined the removal."""
+    if garbage.question and not is_sure:
+        require_terminal("--yes if you are, or --dry-run to see what there is")
+    garbage.tidy_up()
+    if not garbage.question or not garbage.is_complete:
+        return True
+    try:
+        if not is_sure and not _wants_removal(garbage, garbage.question):
+            garbage.keep(is_interrupted=False)
+            return False
+    except KeyboardInterrupt:
+        garbage.keep(is_interrupted=True)
+        return True
+    with shown_count() as on_progress:
+        garbage.remove(on_progress)
+    return True
+
+
+def _wants_removal(garbage: GarbageCollection, question: str) -> bool:
+    for line in garbage.candidate_lines():
+        note(line)
+    return is_confirmed(question)
+
+
+# --- init --------------------------------------------------------------------------------------
+
+
+def init(location: str, *, as_json: bool) -> int:
+    _print(init_storage(location), as_json=as_json)
+    return 0

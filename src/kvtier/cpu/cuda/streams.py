@@ -1,4 +1,4 @@
-"""Copies in streams of their own, between the device and pinned memory."""
+"""Copies between the device and pinned memory, on streams of their own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.cpu.cuda.copies import Copies, FindGrids, Ticket
-from kvtier.cpu.cuda.copy_paths import Path
-from kvtier.cpu.cuda.device_memory import DeviceMemory
+from kvtier.cpu.cuda.copies import Copies, CopyPath, FindGrids, Ticket
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
-from kvtier.cpu.cuda.event import Event
 from kvtier.cpu.cuda.page_kernel import PageKernel
 from kvtier.cpu.cuda.page_mover import (
     STAGING_BYTES,
@@ -26,29 +23,31 @@ from kvtier.cpu.cuda.page_mover import (
     by_size_if_large,
 )
 from kvtier.cpu.cuda.page_table import Columns
-from kvtier.cpu.lane import Lane
-from kvtier.cpu.transfer_plan import TransferRefused
+from kvtier.cpu.cuda.resources import DeviceMemory, Event
+from kvtier.cpu.job_thread import JobThread
+from kvtier.cpu.worker import TransferRefused
 
 __all__ = ["StreamCopies"]
 
 logger = logging.getLogger(__name__)
 
 _SMALL_JOB_PAGES = 512
-"""Up to so many, a job is left to the other thread as a whole: it is over soon, numpy does not let
-go of the interpreter to plan it, as it does with long arrays, and the engine's thread has better
-things to do."""
+"""A job of at most this many pages is left to the job thread as a whole. Planning it on the
+engine's thread would only delay that thread: no other thread could run meanwhile, because numpy
+does not release the interpreter lock for arrays this short."""
 _AT_ONCE_S, _AT_ONCE_S_PER_PAGE, _MOST_AT_ONCE_S = 20e-6, 20e-9, 300e-6
-"""How long the engine's thread goes on with a job that finds its direction idle: for as long as the
-device needs something to do until the other thread gets its turn, which takes a while if this one
-is busy."""
+"""How long the engine's thread works on a job whose direction is idle: a constant, an addition per
+page, and the limit. It keeps the device busy until the job thread gets the interpreter lock, which
+takes a while beside a busy engine."""
 
 
 class StreamCopies(Copies):
-    """Two streams for each direction, and a thread that hands jobs to the device.
+    """Two streams and a job thread for each direction.
 
-    The driver takes its time, a microsecond and more for a large page: the engine's thread does
-    not wait for that. It marks in its stream what a job has to wait for. A large job is planned
-    there, too, and begun if nothing else is under way: the device need not wait for a thread.
+    The driver takes a microsecond or more per large page, so the job thread calls it, not the
+    engine's thread. The engine's thread records an event that the job waits for. It also plans a
+    large job, and begins it if its direction is idle, so that the device need not wait for the job
+    thread.
     """
 
     def __init__(
@@ -58,8 +57,8 @@ class StreamCopies(Copies):
         kernel: PageKernel | None,
         choose: Choice | None = None,
     ) -> None:
-        """`kernel`: None if it is not to be had; the copy engines do it all then. `choose`: the
-        path for a job, if it is not to be the quickest."""
+        """`kernel`: None if there is none; then the copy engines copy everything. `choose`: chooses
+        the `CopyPath` of a `Grid` of pages; by default the quickest."""
         self._device = device
         self._driver = driver
         self._zeros: DeviceMemory | None = None
@@ -72,13 +71,13 @@ class StreamCopies(Copies):
                 movers.append(mover)
             undo.pop_all()
         self._stores, self._loads = (
-            _Direction(mover, driver, device, Lane(name))
+            _Direction(mover, driver, device, JobThread(name))
             for mover, name in zip(movers, ("kvtier-store", "kvtier-load"), strict=True)
         )
 
     @property
-    def taken(self) -> Counter[Path]:
-        """How many grids went which way."""
+    def taken(self) -> Counter[CopyPath]:
+        """Grids copied by each path."""
         return self._stores.mover.taken + self._loads.mover.taken
 
     def make_zeros(self, num_bytes: int) -> int:
@@ -108,8 +107,8 @@ class StreamCopies(Copies):
                 direction.mover.make_staging()
         except CudaError as error:
             logger.warning(
-                "No %d MiB of device memory are left to collect pages in, and they are copied by "
-                "a kernel that disturbs the model's more: %s",
+                "%d MiB of device memory for buffers cannot be allocated. Pages are copied by a "
+                "kernel that slows the model more. Lower the engine's share of device memory: %s",
                 4 * STAGING_BYTES >> 20,
                 error,
             )
@@ -118,8 +117,7 @@ class StreamCopies(Copies):
 
     def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         direction = self._stores if is_store else self._loads
-        # As torch's own compiler asks for it. `torch.cuda` needs some 50 us where it was not asked
-        # lately.
+        # The calls that torch's own compiler uses. `torch.cuda` may take some 50 us.
         index = self._device.index
         stream = torch._C._cuda_getCurrentRawStream(index)
         if torch._C._cuda_getDevice() == index:  # as nearly always
@@ -132,18 +130,18 @@ class StreamCopies(Copies):
         self._loads.flush()
 
     def close(self) -> None:
-        with ExitStack() as all_of_it:
+        with ExitStack() as undo:
             if self._zeros is not None:
-                all_of_it.callback(self._zeros.free)
-            all_of_it.callback(self._loads.close)
-            all_of_it.callback(self._stores.close)
+                undo.callback(self._zeros.free)
+            undo.callback(self._loads.close)
+            undo.callback(self._stores.close)
 
 
 class _Events(NamedTuple):
-    """Of a job."""
+    """The events of a job."""
 
     computed: Event
-    """Its turn has come in the engine's stream."""
+    """Recorded on the engine's stream when the job was submitted."""
     started: Event
     ended: Event
 
@@ -153,10 +151,11 @@ class _StreamTicket(Ticket):
         self._direction = direction
         self.events = events
         self.is_handed_over = False
-        """The device has all of the job, or has refused it. Set last, by the thread that does."""
+        """True once all of the job is on the streams, or it was refused. Set last, by the thread
+        that puts it there."""
         self.error: Exception | None = None
         self.elapsed_s: float | None = None
-        """None until it is known to be done."""
+        """None until the job is known to have ended."""
 
     def is_done(self) -> bool:
         if self.elapsed_s is None:
@@ -179,17 +178,20 @@ class _StreamTicket(Ticket):
 
 
 class _Direction:
-    """What is under way in one direction.
+    """The jobs under way in one direction.
 
-    The engine's thread calls all but what is marked. A job is handed over by one thread at a time:
-    by the engine's only while all jobs before it are done, and then by that of `lane`.
+    The engine's thread calls all methods but those below "the job thread". One thread at a time
+    puts a job on the streams. The engine's thread begins a job only if all jobs before it have
+    ended; `thread` does everything else.
     """
 
-    def __init__(self, mover: PageMover, driver: CudaDriver, device: Any, lane: Lane) -> None:
+    def __init__(
+        self, mover: PageMover, driver: CudaDriver, device: Any, thread: JobThread
+    ) -> None:
         self.mover = mover
         self._driver = driver
         self._device = device
-        self._lane = lane
+        self._thread = thread
         self._under_way: deque[_StreamTicket] = deque()
         self._spare_events: list[_Events] = []
         self._is_closed = False
@@ -206,19 +208,19 @@ class _Direction:
         try:
             self._under_way.append(ticket)
             if is_small or not is_idle:
-                self._lane.put(lambda: self._finish(ticket, steps))
+                self._thread.put(lambda: self._finish(ticket, steps))
             else:
                 self._begin(ticket, steps, num_pages)
-        except RuntimeError as error:  # there is no thread
+        except RuntimeError as error:  # the thread cannot be started
             self._fail(ticket, error)
-        except BaseException as error:  # an interrupt: nobody may wait for this one in vain
-            self._lane.flush()
+        except BaseException as error:  # an interrupt: no thread may wait for this ticket forever
+            self._thread.flush()
             self._fail(ticket, error)
             raise
         return ticket
 
     def collect(self) -> None:
-        """Mark what is done. Raises when the device has failed."""
+        """Mark the jobs that have ended. Raises when the device has failed."""
         while self._under_way and self._under_way[0].is_handed_over:
             ticket = self._under_way[0]
             _, started, ended = ticket.events
@@ -228,32 +230,32 @@ class _Direction:
             ticket.elapsed_s = 0.0 if has_failed else ended.seconds_since(started)
             self._under_way.popleft()
             if not has_failed:
-                # Last of all: if this is interrupted, no two jobs are given the same ones.
+                # Last: if this is interrupted, no two jobs get the same events.
                 self._spare_events.append(ticket.events)
 
     def flush(self) -> None:
-        self._lane.flush()
+        self._thread.flush()
 
     def close(self) -> None:
-        self._lane.close()
+        self._thread.close()
         if not self._is_closed:
             self._is_closed = True
             self._spare_events.clear()
             self.mover.close()
 
     def _begin(self, ticket: _StreamTicket, steps: Iterator[bool], num_pages: int) -> None:
-        """Hand over what takes little time, and leave the rest to the thread."""
+        """Do the first steps, for a bounded time, and leave the rest to the job thread."""
         share = min(_AT_ONCE_S + num_pages * _AT_ONCE_S_PER_PAGE, _MOST_AT_ONCE_S)
         until = time.perf_counter() + share
         try:
             for would_wait in steps:
                 if would_wait or time.perf_counter() > until:
-                    self._lane.put(lambda: self._finish(ticket, steps))
+                    self._thread.put(lambda: self._finish(ticket, steps))
                     return
         except Exception as error:
-            # Waits for what is on its way of it: not here.
+            # On the job thread, because `_fail` waits for the copies that are under way.
             failure = error
-            self._lane.put(lambda: self._fail(ticket, failure))
+            self._thread.put(lambda: self._fail(ticket, failure))
         else:
             ticket.is_handed_over = True
 
@@ -266,7 +268,7 @@ class _Direction:
         try:
             plans = find_plans()
         except TransferRefused as refusal:
-            # Its frames would keep the job's memory, and be kept by it.
+            # Its frames would keep the job's memory alive.
             raise refusal.with_traceback(None) from None
         computed, started, ended = ticket.events
         self.mover.wait_for(computed)
@@ -274,7 +276,7 @@ class _Direction:
         yield from self.mover.steps(plans)
         ended.record(self.mover.stream)
 
-    # --- the thread ---------------------------------------------------------------------------
+    # --- the job thread ---------------------------------------------------------------------------
 
     def _finish(self, ticket: _StreamTicket, steps: Iterator[bool]) -> None:
         try:
@@ -287,9 +289,9 @@ class _Direction:
             ticket.is_handed_over = True
 
     def _fail(self, ticket: _StreamTicket, error: BaseException) -> None:
-        """Some of a failed job may be on its way, and whoever hears of it may reuse the memory. And
-        when a job is done, so are all before it."""
-        # For the thread that asks.
+        """End a job with an error. First waits until none of its copies is under way and all jobs
+        before it have ended, because the caller may reuse the memory."""
+        # The ticket raises it in the submitting thread.
         ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
         try:
             self.mover.settle()
@@ -298,7 +300,7 @@ class _Direction:
 
 
 def _is_staged(columns: Columns) -> bool:
-    return by_size_if_large(columns) is Path.STAGED
+    return by_size_if_large(columns) is CopyPath.STAGED
 
 
 def _new_events(driver: CudaDriver) -> _Events:

@@ -1,4 +1,4 @@
-"""Adaptive Replacement Cache (Megiddo and Modha, FAST 2003), fed by requests instead of pages."""
+"""Adaptive Replacement Cache (Megiddo and Modha, FAST 2003); blocks of a request stay together."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _Pair: TypeAlias = "tuple[OffloadKey, BlockStatus]"
 
 
 class ARCCachePolicy(RunKeepingPolicy):
-    """Balances recency (`t1`) against frequency (`t2`) by what it regrets having evicted.
+    """Balances recency (`t1`) against frequency (`t2`): evicted keys that come back decide.
 
     `t1` holds blocks that one request has used, `t2` those that several have. `b1` and `b2`
-    remember the keys that were evicted from them. A store of a key in `b1` says that `t1` was
-    too small, one of a key in `b2` that `t2` was: `target_t1_size` moves accordingly, and the
-    block enters `t2`, having been used twice. As in the paper, `t1` and `b1` together hold at
-    most as many keys as the cache has blocks, and all four lists at most twice as many.
+    keep the keys that were evicted from them. A store of a key in `b1` shows that `t1` was too
+    small, one of a key in `b2` that `t2` was: `target_t1_size` moves accordingly, and the block
+    enters `t2`, because it was used twice. As in the paper, `t1` and `b1` together hold at most as
+    many keys as the cache has blocks, and all four lists at most twice as many.
 
-    A request counts once for each block, however often it asks for it.
+    A request counts once for each block, even if it asks for the block several times.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -36,11 +36,11 @@ class ARCCachePolicy(RunKeepingPolicy):
         self.b2: OrderedDict[OffloadKey, None] = OrderedDict()
         self.target_t1_size = 0.0
         self._incoming: Sequence[OffloadKey] = ()
-        """Keys of the store under way, until the lists have learnt from them."""
+        """Keys of the store under way, until `_replace` has read them."""
         self._returning: set[OffloadKey] = set()
-        """Those keys of the store under way that were in `b1` or `b2`."""
+        """Keys of the store under way that were in `b1` or `b2`."""
         self._storing: str | None = None
-        """The request for which room is made next."""
+        """The request that stores next; its blocks are not evicted."""
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
         self._incoming = (key,)
@@ -77,7 +77,7 @@ class ARCCachePolicy(RunKeepingPolicy):
             self.t1.append_new(owner, new)
         self._bound_ghosts()
         if overtakes and len(brought) > len(keys):
-            # Others hold what it has used before, and must not be overtaken.
+            # Blocks that the request used before are in other runs: make them as recent as the new.
             self.touch(brought, req_context)
 
     def remove(self, key: OffloadKey) -> None:
@@ -100,7 +100,7 @@ class ARCCachePolicy(RunKeepingPolicy):
             block = self.blocks.get(key)
             if block is None or block.place is run1 or block.place is run2:
                 continue
-            # What the request stored itself has still been used by nobody else.
+            # Blocks that the request stored itself have not been used by another one.
             move(key, block, run1 if block.place is former1 else run2)
         for former, run in ((former1, run1), (former2, run2)):
             if former is not None:
@@ -172,10 +172,11 @@ class ARCCachePolicy(RunKeepingPolicy):
         self.target_t1_size = 0.0
 
     def _replace(self, from_t1: list[_Pair], from_t2: list[_Pair], n: int) -> int:
-        """Decide how many of `n` blocks to replace are from `t1`, and remember all of them.
+        """Decide how many of `n` victims come from `t1`, and add their keys to `b1` and `b2`.
 
-        The candidates of each list are in order of eviction. The first incoming keys, counted
-        from the tail, take the room there is; the last `n` need a replacement each.
+        `from_t1`, `from_t2`: candidates, in order of eviction. Incoming keys are taken tail first,
+        from the end of the prompt to its start. The first ones taken get free slots; each of the
+        last `n` replaces a block.
         """
         incoming = self._incoming
         self._incoming = ()
@@ -188,9 +189,9 @@ class ARCCachePolicy(RunKeepingPolicy):
     def _replace_for_new(
         self, from_t1: list[_Pair], from_t2: list[_Pair], n: int, room: int
     ) -> int:
-        """The same as one by one, for keys that are in neither `b1` nor `b2`.
+        """`_replace_one_by_one` in one go, for keys that are in neither `b1` nor `b2`.
 
-        The target stays as it is, and all blocks enter `t1`. So `t2` has to give until `t1` is
+        The target does not move, and all blocks enter `t1`. So `t2` gives blocks until `t1` is
         over its target, and from then on `t1` does.
         """
         below_target = int(self.target_t1_size) + 1 - len(self.t1) - room
@@ -209,7 +210,7 @@ class ARCCachePolicy(RunKeepingPolicy):
         incoming: Sequence[OffloadKey],
         room: int,
     ) -> int:
-        """As the paper does it for one page after the other, tail first."""
+        """The paper's procedure, one block after the other, tail first."""
         b1, b2, capacity = self.b1, self.b2, self.cache_capacity
         t1_size, t2_size = len(self.t1), len(self.t2)
         num_from_t1 = num_from_t2 = 0
@@ -250,7 +251,7 @@ class ARCCachePolicy(RunKeepingPolicy):
         return num_from_t1
 
     def _bound_ghosts(self) -> None:
-        """Forget the oldest keys in `b1` and `b2` that are more than the paper allows."""
+        """Drop the oldest keys of `b1` and `b2` beyond the paper's limits."""
         b1, b2, capacity = self.b1, self.b2, self.cache_capacity
         for _ in range(min(len(b1), len(self.t1) + len(b1) - capacity)):
             b1.popitem(last=False)

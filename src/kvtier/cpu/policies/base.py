@@ -1,8 +1,8 @@
-"""What an eviction policy is: which block leaves first.
+"""The contract of an eviction policy: it decides which block leaves first.
 
-The manager owns slots, reference counts and events; a policy owns order. A policy author
-implements `insert`, `remove`, `touch`, `evict` and `clear`; everything else has a default in
-terms of those. All calls come from the scheduler thread.
+The manager owns slots, reference counts and events; a policy owns the order of blocks. A policy
+author implements `insert`, `remove`, `touch`, `evict` and `clear`; all other methods have defaults
+that call those. All calls come from the scheduler thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUARANTINED = -3
 
 
 class SlotState(Enum):
-    """What a slot is at."""
+    """The state of a slot."""
 
     FREE = "free"
     WRITING = "writing"
@@ -41,8 +41,8 @@ _NO_KEY: OffloadKey = b""  # type: ignore[assignment]
 class BlockStatus:
     """One slot of the primary tier and the block in it.
 
-    There is one object per slot for as long as the manager lives; `generation` grows each time
-    the slot is given to another block, and is never that of another block of the same key.
+    There is one object per slot for as long as the manager lives. `generation` grows each time
+    the slot gets another block. Two blocks of one key never have the same generation.
     """
 
     __slots__ = ("block_id", "generation", "key", "place", "ref_cnt", "writer")
@@ -50,23 +50,23 @@ class BlockStatus:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = WRITING
-        """WRITING, FREE or QUARANTINED; 0: readable and evictable; more: pinned that often."""
+        """WRITING, FREE or QUARANTINED; 0: readable and evictable; above 0: the number of pins."""
         self.generation = 0
         self.key: OffloadKey = _NO_KEY
-        """The block in the slot, or the one that was in it last."""
+        """The key of the block in the slot, or of the one that was in it last."""
         self.place: Any = None
-        """Belongs to the policy: where it keeps this block."""
+        """For the policy alone: where it keeps this block."""
         self.writer: object = None
-        """Belongs to the manager: who may complete the write."""
+        """For the manager alone: the request or tier transfer that may complete the write."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether the block can be read."""
+        """True if the block can be read."""
         return self.ref_cnt >= 0
 
     @property
     def state(self) -> SlotState:
-        """The slot's state, spelled out."""
+        """The state that `ref_cnt` stands for."""
         return _STATES.get(self.ref_cnt, SlotState.READY)
 
     def __repr__(self) -> str:
@@ -74,17 +74,17 @@ class BlockStatus:
 
 
 class CachePolicy(ABC):
-    """Order of eviction over the blocks of one cache.
+    """The order of eviction of the blocks of one cache.
 
-    Wherever several keys are given they belong to one request and are in prompt order. Within
-    a request the head of the prefix is worth the most, since nothing after a missing block can
-    be used: it should be the last to leave.
+    Keys that are passed together belong to one request and are in prompt order. Within a request
+    the head of the prefix is worth the most, because no block after a missing one can be used. So
+    the head should leave last.
     """
 
     def __init__(self, cache_capacity: int) -> None:
         self.cache_capacity = cache_capacity
         self.blocks: dict[OffloadKey, BlockStatus] = {}
-        """Every resident block. A policy that keeps its own must override `get`."""
+        """Every resident block. A policy that keeps them elsewhere must override `get`."""
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         """The block of `key`, if resident."""
@@ -92,11 +92,11 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Take in one new block. It is being written, so it cannot be evicted yet."""
+        """Add one new block. It is being written, so it cannot be evicted yet."""
 
     @abstractmethod
     def remove(self, key: OffloadKey) -> None:
-        """Forget one block whose write failed, leaving no trace of it."""
+        """Forget one block whose write failed, as if it had never been added."""
 
     @abstractmethod
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
@@ -108,12 +108,12 @@ class CachePolicy(ABC):
     ) -> list[tuple[OffloadKey, BlockStatus]] | None:
         """Remove and return exactly `n` blocks with a `ref_cnt` of 0 that are not protected.
 
-        None, and nothing changed, if there are fewer.
+        Returns None and changes nothing if there are fewer.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, pinned or not, and whatever was learnt from it."""
+        """Forget all blocks, pinned or not, and everything learnt from them."""
 
     def mark_evictable(self, key: OffloadKey) -> None:
         """The block's `ref_cnt` has become 0."""
@@ -123,13 +123,11 @@ class CachePolicy(ABC):
         """The block's `ref_cnt` is no longer 0."""
         return
 
-    # What the manager calls, a whole batch at a time.
+    # The manager calls the methods below with a whole batch at a time.
 
     def on_store_miss(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """A request is about to store these blocks; room is made for them next.
-
-        Everything that the request has brought will be protected.
-        """
+        """A request is about to store these blocks. `evict` follows if there are too few slots; its
+        `protected` keys are then all keys of the request."""
         return
 
     def insert_run(
@@ -139,10 +137,10 @@ class CachePolicy(ABC):
         brought: Collection[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        """Take in the blocks that a request stores with one call.
+        """Add the blocks that a request stores with one call.
 
-        `brought` is all that the request has brought until now, these keys included, in prompt
-        order. The default touches all of it; override it where that takes too long.
+        `brought`: all keys of the request so far, including these, in prompt order. The default
+        touches all of them; override it if that takes too long.
         """
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             self.insert(key, block)
@@ -155,19 +153,19 @@ class CachePolicy(ABC):
         brought: Collection[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        """A request was found to use these blocks, none of which it had used before.
+        """A request uses these blocks for the first time.
 
-        They follow, in the prompt, what it used before; `brought` is as in `insert_run`.
+        In its prompt they follow the blocks that it used before; `brought` is as in `insert_run`.
         """
         self.touch(brought, req_context)
 
     def renew(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request still uses what it has used before. `keys` are all that it has brought, in
-        prompt order, and the policy knows them in that order."""
+        """A request uses its blocks again. `keys`: all keys of the request, in prompt order. An
+        earlier call has passed the same keys in the same order."""
         self.touch(keys, req_context)
 
     def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request has ended. `keys` are all that it has brought, in prompt order."""
+        """A request has ended. `keys`: all keys of the request, in prompt order."""
         self.renew(keys, req_context)
 
     def pinned(self, blocks: Iterable[BlockStatus]) -> None:

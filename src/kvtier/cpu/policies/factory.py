@@ -1,4 +1,4 @@
-"""Names of eviction policies to their classes."""
+"""Finds the class of an eviction policy by its name."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class CachePolicyFactory:
 
     @classmethod
     def register_cache_policy(cls, name: str, module_path: str, class_name: str) -> None:
-        """Let `name` mean `class_name` of `module_path`, imported when first needed."""
+        """Register a name for a class of `module_path`, which is imported when first needed."""
         cls._registry.register(name, module_path, class_name)
 
     @classmethod
     def get_cache_policy_cls(cls, name: str, module_path: str | None = None) -> type[CachePolicy]:
-        """The policy's class, or `ConfigError`. Called while a manager is made."""
+        """The class of a policy. Raises `ConfigError` if there is none of that name."""
         return cls._registry.resolve(name, module_path)
 
 

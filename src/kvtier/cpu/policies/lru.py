@@ -1,4 +1,4 @@
-"""Least recently used, by request."""
+"""Least recently used; blocks of a request stay together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LRUCachePolicy(RunKeepingPolicy):
         super().__init__(cache_capacity)
         self._order = RecencyList()
         self._storing: str | None = None
-        """The request for which room is made next."""
+        """The request that stores next; its blocks are not evicted."""
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
         self.blocks[key] = block
@@ -42,7 +42,7 @@ class LRUCachePolicy(RunKeepingPolicy):
         had_run = self._order.run_of(req_context.req_id) is not None
         self._order.append_new(req_context.req_id, new)
         if not had_run and len(brought) > len(keys):
-            # Others hold what it has used before, and must not be overtaken.
+            # Blocks that the request used before are in other runs: make them as recent as the new.
             self.touch(brought, req_context)
 
     def remove(self, key: OffloadKey) -> None:

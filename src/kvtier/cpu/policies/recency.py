@@ -1,11 +1,11 @@
-"""Least-recently-used order in which a request's blocks stay together, head last.
+"""An LRU order that keeps a request's blocks together, and evicts the head of the prompt last.
 
 A plain LRU list moves single blocks, so the order within a request depends on the order of
-calls: a prompt stored in two steps ends with its tail more recent than its head. Here the unit of
-recency is a *run*: the blocks of one request, in prompt order. Runs are ordered by age; eviction
+calls: after a prompt is stored in two steps, its tail is more recent than its head. Here the unit
+of recency is a *run*: the blocks of one request, in prompt order. Runs are ordered by age; eviction
 takes the oldest run and, within it, the tail first. A request that stores more blocks appends
-to its run; one that uses another request's blocks takes them over into its own. Each of these
-costs a constant per block, and moving a whole request costs a constant.
+them to its run; one that uses another request's blocks moves them into its own. Each of these
+takes constant time per block, and moving a whole run takes constant time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _MAX_JOINED = 64
-"""Blocks of runs that are joined."""
+"""Largest number of blocks of a run that was joined from two."""
 
 
 class Run:
@@ -32,24 +32,24 @@ class Run:
     def __init__(self, recency: RecencyList, owner: str | None, age: int) -> None:
         self.recency = recency
         self.owner = owner
-        """The request, until it has finished or started another run."""
+        """The request; None once it has finished or started another run."""
         self.age = age
-        """When the run was made or last refreshed. Runs are kept in ascending order of this."""
+        """Clock value when the run was made or last refreshed. Runs are sorted by it."""
         self.blocks: dict[OffloadKey, BlockStatus] = {}
         self.num_dead = 0
-        """How many entries were deleted from the tail of `blocks`."""
+        """Entries deleted from `blocks` since the dictionary was made."""
         self.idle = 0
-        """How many of the blocks could be evicted."""
+        """Blocks that are not pinned and not being written."""
         self.scattered = False
-        """Whether blocks that the request uses may be in other runs as well."""
+        """True if other runs may hold blocks that the request uses."""
 
 
 class RecencyList:
     """Runs from the least to the most recently used one."""
 
     def __init__(self) -> None:
-        # Not a plain dict: taking the oldest out of one again and again leaves a trail of dead
-        # entries at its start, and every look at the oldest would walk over them.
+        # Not a plain dict: deleting the oldest entry again and again leaves dead entries at its
+        # start, and every access to the oldest would walk over them.
         self._runs: OrderedDict[Run, None] = OrderedDict()
         self._by_owner: dict[str, Run] = {}
         self._clock = 0
@@ -67,11 +67,11 @@ class RecencyList:
             yield from reversed(run.blocks)
 
     def run_of(self, owner: str) -> Run | None:
-        """The request's run, if it has one here."""
+        """The run of a request, if it has one in this list."""
         return self._by_owner.get(owner)
 
     def open_run(self, owner: str | None) -> Run:
-        """The request's run; a new one, most recent of all, if it has none."""
+        """The run of a request; if it has none, a new one, the most recent of all."""
         run = self._by_owner.get(owner) if owner is not None else None
         if run is None:
             self._clock += 1
@@ -82,14 +82,17 @@ class RecencyList:
         return run
 
     def reopen_run(self, owner: str) -> tuple[Run, Run | None]:
-        """A new run for the request, most recent of all, and the one it had until now."""
+        """A new run for a request, the most recent of all, and the run it had until now."""
         former = self._by_owner.pop(owner, None)
         if former is not None:
             former.owner = None
         return self.open_run(owner), former
 
     def refresh_if_exactly(self, run: Run | None, keys: list[OffloadKey]) -> bool:
-        """Make `run` the most recent one, if its blocks are just these, in this order."""
+        """Make `run` the most recent one if it holds exactly these blocks, in this order.
+
+        Returns False otherwise.
+        """
         if run is None or len(run.blocks) != len(keys) or list(run.blocks) != keys:
             return False
         self.refresh(run)
@@ -98,8 +101,11 @@ class RecencyList:
     def refresh_if_tail(
         self, run: Run, keys: list[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus]
     ) -> bool:
-        """Make `run` the most recent one, with all blocks of these keys, if its own are the last of
-        them, in this order. Costs nothing for each of those."""
+        """Make `run` the most recent one if its blocks are the last of these keys, in this order.
+
+        The blocks of the other keys move into it; its own are not touched one by one. Returns False
+        if they are not the last.
+        """
         num_own = len(run.blocks)
         if num_own >= len(keys) or list(run.blocks) != keys[len(keys) - num_own :]:
             return False
@@ -110,9 +116,11 @@ class RecencyList:
     def take_over(
         self, owner: str, keys: list[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus]
     ) -> bool:
-        """Give the request, which has no run, the run of one that has finished, most recent of all
-        and with all blocks of these keys, if its own follow each other among them, in this order.
-        Costs next to nothing for each of those, so that a prompt may come again, or go on.
+        """Give a request without a run the run of a finished request, and make it the most recent.
+
+        Only if the blocks of that run are a contiguous part of these keys, in this order; otherwise
+        returns False. The blocks of the other keys move into the run. This makes a prompt that
+        comes again, or continues, cheap: the blocks of the run itself are not moved one by one.
         """
         for anchor in (0, len(keys) // 2) if keys else ():
             block = blocks.get(keys[anchor])
@@ -130,7 +138,7 @@ class RecencyList:
         return False
 
     def _enter(self, run: Run, owner: str) -> None:
-        """A run that is nobody's, of this list or another one, is this request's now."""
+        """Give a run without an owner, of this list or another one, to a request."""
         if run.recency is not self:
             del run.recency._runs[run]
             run.recency._size -= len(run.blocks)
@@ -147,8 +155,8 @@ class RecencyList:
         behind: Sequence[OffloadKey],
         blocks: Mapping[OffloadKey, BlockStatus],
     ) -> None:
-        """Take blocks over into a run, in front of and behind those that it has. These are all that
-        its request uses."""
+        """Move blocks into a run, in front of its own and behind them. The run then holds all
+        blocks that its request uses."""
         num_own = len(run.blocks)
         move_all(before, blocks, run)
         if len(run.blocks) > num_own:
@@ -165,14 +173,14 @@ class RecencyList:
         self._runs.move_to_end(run)
 
     def retire(self, owner: str) -> None:
-        """The request has finished: whatever it does next starts another run."""
+        """The request has finished. A later request of the same id starts another run."""
         run = self._by_owner.pop(owner, None)
         if run is not None:
             run.owner = None
             self._join_with_older(run)
 
     def _join_with_older(self, run: Run) -> None:
-        """Make one run of two small ones that follow each other: a run costs more than a block."""
+        """Join two small adjacent runs, because a run takes more memory than a block."""
         newest_first = reversed(self._runs)
         if next(newest_first) is not run:
             return
@@ -183,23 +191,24 @@ class RecencyList:
             return
         for block in older.blocks.values():
             block.place = run
-        run.blocks.update(older.blocks)  # behind its own: older ones leave first
+        run.blocks.update(older.blocks)  # behind its own, so that older blocks leave first
         run.idle += older.idle
         run.num_dead += older.num_dead
         del self._runs[older]
 
     def close_if_empty(self, run: Run) -> None:
-        """Forget a run that holds nothing."""
+        """Forget a run without blocks."""
         if not run.blocks:
             del self._runs[run]
             if run.owner is not None:
                 del self._by_owner[run.owner]
 
     def append_new(self, owner: str | None, blocks: dict[OffloadKey, BlockStatus]) -> None:
-        """Put blocks that are in no run, and that cannot be evicted yet, behind the request's.
+        """Append new blocks, which are in no run and cannot be evicted yet, to the request's run.
 
-        That is a use of all of the request's blocks. But if others hold some of them, those
-        would have to become more recent as well: then it waits until the request finishes.
+        The run becomes the most recent one. But if other runs may hold blocks that the request uses
+        (`scattered`), it would overtake them. Then it stays in its place until the request
+        finishes.
         """
         run = self.open_run(owner)
         for block in blocks.values():
@@ -210,7 +219,7 @@ class RecencyList:
             self.refresh(run)
 
     def discard(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Take one block out of its run."""
+        """Remove one block from its run."""
         run: Run = block.place
         block.place = None
         del run.blocks[key]
@@ -222,9 +231,9 @@ class RecencyList:
     def select(
         self, n: int, protected: Set[OffloadKey], protected_owner: str | None = None
     ) -> list[tuple[OffloadKey, BlockStatus]]:
-        """The first `n` blocks in order of eviction, or fewer if there are not that many.
+        """The first `n` evictable blocks in order of eviction, or all if there are fewer.
 
-        `protected_owner`: a request all of whose blocks are protected.
+        `protected_owner`: a request whose run is skipped.
         """
         selected: list[tuple[OffloadKey, BlockStatus]] = []
         for run in self._runs:
@@ -246,13 +255,12 @@ class RecencyList:
         return selected
 
     def discard_selected(self, selected: Sequence[tuple[OffloadKey, BlockStatus]]) -> None:
-        """Take out blocks that `select` returned: all of them, or the first so many."""
+        """Remove blocks that `select` returned: all of them, or the first ones."""
         end = len(selected)
         i = 0
         while i < end:
             run: Run = selected[i][1].place
-            # Blocks of one run follow each other: if there are as many as the run has, this is
-            # the whole run.
+            # Blocks of one run are adjacent in `selected`: check whether they are the whole run.
             last = i + len(run.blocks) - 1
             if last < end and selected[last][1].place is run:
                 run.blocks = {}
@@ -266,7 +274,7 @@ class RecencyList:
     def _discard_some(
         self, run: Run, selected: Sequence[tuple[OffloadKey, BlockStatus]], start: int
     ) -> int:
-        """Take out the blocks of `run` from `start` on; returns where they end."""
+        """Remove the selected blocks of `run` from index `start` on. Returns their end index."""
         members = run.blocks
         i, end = start, len(selected)
         while i < end and selected[i][1].place is run:
@@ -275,8 +283,8 @@ class RecencyList:
         run.idle -= i - start
         run.num_dead += i - start
         if run.num_dead > len(members):
-            # Deleted entries stay in a dictionary until it is copied, and every later `select`
-            # would walk over them.
+            # Deleted entries stay in a dictionary until it is copied: every later `select` would
+            # walk over them.
             run.blocks = dict(members)
             run.num_dead = 0
         return i
@@ -289,7 +297,7 @@ class RecencyList:
 
 
 def move(key: OffloadKey, block: BlockStatus, target: Run) -> None:
-    """Take a block over from the run it is in, which may be in another list, to `target`."""
+    """Move a block from its run, which may be in another list, to `target`."""
     source: Run = block.place
     del source.blocks[key]
     target.blocks[key] = block
@@ -300,8 +308,8 @@ def move(key: OffloadKey, block: BlockStatus, target: Run) -> None:
 def move_all(
     keys: Iterable[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus], target: Run
 ) -> None:
-    """`move` for those of these blocks that there are, and that are not in `target`. What comes
-    out of one run costs little for each."""
+    """`move` for the resident blocks of these keys that are not in `target`. Adjacent blocks of one
+    run are accounted for together."""
     find, moved = blocks.get, target.blocks
     source, left, num_idle, num_moved = target, moved, 0, 0
     for key in keys:
@@ -326,7 +334,7 @@ def move_all(
 
 
 def _account(source: Run, target: Run, num_moved: int, num_idle: int) -> None:
-    """So many blocks were taken over, of which so many could be evicted."""
+    """Update the counts of two runs after a move of `num_moved` blocks, `num_idle` evictable."""
     source.scattered = True
     source.idle -= num_idle
     target.idle += num_idle
@@ -338,7 +346,7 @@ def _account(source: Run, target: Run, num_moved: int, num_idle: int) -> None:
 
 
 class RunKeepingPolicy(CachePolicy):
-    """What policies that keep their blocks in runs share: every run counts its idle blocks."""
+    """Base of policies that keep blocks in runs: every run counts its evictable blocks."""
 
     def mark_evictable(self, key: OffloadKey) -> None:
         self.blocks[key].place.idle += 1
@@ -354,7 +362,7 @@ class RunKeepingPolicy(CachePolicy):
 
 
 def count_idle(blocks: Iterable[BlockStatus], change: int) -> None:
-    """Blocks became evictable (`change` is 1) or stopped being so (-1)."""
+    """Add `change` to the idle count of each block's run: 1 if it became evictable, else -1."""
     run: Run | None = None
     count = 0
     for block in blocks:

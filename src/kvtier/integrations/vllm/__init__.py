@@ -1,4 +1,4 @@
-"""kvtier as a plug-in for stock vLLM: two doors, both loaded by name.
+"""kvtier as a plug-in for stock vLLM: two ways to plug in, both loaded by name.
 
 The recommended one is a connector:
 
@@ -9,8 +9,13 @@ The recommended one is a connector:
 
 The plain one is a spec for vLLM's own `OffloadingConnector` (`spec_name`, `spec_module_path`).
 
-Both are loaded when they are asked for: the demo, which lives in this package, has to set the
-environment before torch and vLLM are imported.
+Which blocks a request loads and stores, and when device blocks may be reused, is decided by vLLM's
+own connector in both cases; kvtier answers its lookups and moves the blocks. So
+`kvtier.connector`, which decides the same for engines without a connector, is not used here, apart
+from the hints of a request and the measurement of prefill.
+
+Importing this package does not import vLLM: the classes load on first use. Commands that run
+without vLLM use the facts about its releases below.
 """
 
 from __future__ import annotations
@@ -21,9 +26,17 @@ if TYPE_CHECKING:
     from kvtier.integrations.vllm.connector import KVTierConnector
     from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
 
-__all__ = ["KVTierConnector", "KVTierOffloadingSpec"]
+__all__ = [
+    "FIRST_WITH_FIXED_HASHES",
+    "SUPPORTED",
+    "KVTierConnector",
+    "KVTierOffloadingSpec",
+    "is_supported",
+    "release_of",
+    "supported_in_words",
+]
 
-# Hidden from type checkers: with it in sight, they would accept any misspelt name.
+# Hidden from type checkers, which would otherwise accept any misspelt name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
@@ -36,3 +49,32 @@ if not TYPE_CHECKING:
 
             return KVTierOffloadingSpec
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+SUPPORTED = ((0, 26), (0, 28), (0, 32))
+"""Major and minor version of the releases of vLLM that kvtier is tested with. Other releases run
+with one warning; a release that lacks a name that kvtier needs is refused (`vllm_api`)."""
+
+FIRST_WITH_FIXED_HASHES = (0, 32)
+"""Before this release, block hashes are random unless `PYTHONHASHSEED` is set. For advice where no
+vLLM runs; the plug-in inspects the running vLLM instead (`vllm_api.draws_hash_root`)."""
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Major and minor version of a version text; fewer numbers if the text has fewer."""
+    release: list[int] = []
+    for part in version.split(".")[:2]:
+        if not part.isdecimal():
+            break
+        release.append(int(part))
+    return tuple(release)
+
+
+def is_supported(version: str) -> bool:
+    """True if kvtier is tested with this version of vLLM."""
+    return release_of(version) in SUPPORTED
+
+
+def supported_in_words() -> str:
+    """All supported releases, for a message."""
+    return ", ".join(".".join(map(str, release)) for release in SUPPORTED)

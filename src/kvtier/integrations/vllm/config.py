@@ -1,8 +1,15 @@
-"""vLLM's description of itself, as kvtier's configuration."""
+"""vLLM's configuration, in kvtier's terms.
+
+vLLM gives an offloading spec only a part of its configuration. A connector gets all of it. What
+kvtier needs of the rest is collected in `EngineFacts`, and travels to the spec inside the extra
+configuration, under a key that no user can write because it is not a string.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.config import (
@@ -11,25 +18,128 @@ from kvtier.config import (
     OffloadingConfig,
     OffloadingGroupConfig,
     OffloadingModelConfig,
+    OffloadingOptions,
     OffloadingParallelConfig,
 )
-from kvtier.integrations.vllm import differences, vllm_api
-from kvtier.integrations.vllm.facts import EngineFacts
+from kvtier.integrations.vllm import vllm_api
+from kvtier.integrations.vllm.identity import ModelIdentity, identity_of
+from kvtier.integrations.vllm.model_kinds import is_full_attention
+
+__all__ = [
+    "EngineFacts",
+    "config_from_vllm",
+    "engine_facts",
+    "facts_in",
+    "with_facts",
+    "with_spec",
+]
+
+_SPEC = {
+    "spec_name": "KVTierOffloadingSpec",
+    "spec_module_path": "kvtier.integrations.vllm",
+}
+
+
+class _FactsKey:
+    """The key of the facts, equal to no other key."""
+
+    def __repr__(self) -> str:
+        return "kvtier's engine facts"
+
+
+_KEY = _FactsKey()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a connector adds to the configuration that vLLM gives a spec, in the same process."""
+
+    identity: ModelIdentity | None = None
+    """Which model this is; None in a worker's process, which does not need it."""
+    full_attention_groups: frozenset[int] = frozenset()
+    """Groups whose blocks are of use only together with all blocks before them."""
+    has_random_hashes: bool = False
+    """True if no other process will compute the same block hashes."""
+    longest_prompt: int | None = None
+    """`--max-model-len`; None in a worker's process."""
+    may_sleep: bool = True
+    """True if vLLM may unmap its caches."""
+    fatal_because: str | None = None
+    """Why a load that fails for good stops the engine; None: vLLM computes the blocks."""
+    engine: vllm_api.VllmConfig | None = field(default=None, repr=False, compare=False)
+    """vLLM's whole configuration, for tiers that want it; None in a worker's process."""
+
+
+def engine_facts(
+    vllm_config: vllm_api.VllmConfig, kv_cache_config: vllm_api.KVCacheConfig
+) -> EngineFacts:
+    """Collect the facts. Called once, in the scheduler's process.
+
+    Reads all weight files of a local model if there are secondary tiers and the user has given no
+    `cache_namespace`.
+    """
+    options = OffloadingOptions.from_extra_config(
+        vllm_config.kv_transfer_config.kv_connector_extra_config
+    )
+    return EngineFacts(
+        identity=identity_of(
+            vllm_config,
+            digest_files=bool(options.secondary_tiers) and options.cache_namespace is None,
+        ),
+        full_attention_groups=frozenset(
+            number
+            for number, group in enumerate(kv_cache_config.kv_cache_groups)
+            if is_full_attention(group.kv_cache_spec)
+        ),
+        longest_prompt=getattr(vllm_config.model_config, "max_model_len", None),
+        has_random_hashes=vllm_api.draws_hash_root(
+            vllm_config.cache_config.prefix_caching_hash_algo
+        ),
+        engine=vllm_config,
+    )
+
+
+def with_facts(vllm_config: vllm_api.VllmConfig, facts: EngineFacts) -> vllm_api.VllmConfig:
+    """A copy of the configuration that names kvtier's spec and carries the facts to it."""
+    return _with_extra_config(vllm_config, {_KEY: facts})
+
+
+def with_spec(vllm_config: vllm_api.VllmConfig) -> vllm_api.VllmConfig:
+    """A copy of the configuration that names kvtier's spec, to ask it for its metrics."""
+    return _with_extra_config(vllm_config, {})
+
+
+def facts_in(extra_config: Mapping[Any, Any]) -> tuple[EngineFacts | None, dict[str, Any]]:
+    """The facts (None without `KVTierConnector`), and the user's own keys."""
+    users = dict(extra_config)
+    facts: EngineFacts | None = users.pop(_KEY, None)
+    return facts, users
+
+
+def _with_extra_config(
+    vllm_config: vllm_api.VllmConfig, added: Mapping[Any, Any]
+) -> vllm_api.VllmConfig:
+    # Copied, because the original is shared in this process, also with workers.
+    changed, transfer = copy.copy(vllm_config), copy.copy(vllm_config.kv_transfer_config)
+    transfer.kv_connector_extra_config = _SPEC | transfer.kv_connector_extra_config | dict(added)
+    changed.kv_transfer_config = transfer
+    return changed
 
 
 def config_from_vllm(
     config: vllm_api.OffloadingConfig, users_keys: Mapping[str, Any], facts: EngineFacts | None
 ) -> OffloadingConfig:
-    """The same in kvtier's terms, or `ConfigError`. Called while the engine starts, on every rank.
+    """The configuration of kvtier for this engine. Raises `ConfigError`. Called while the engine
+    starts, on every rank.
 
-    Without `facts` the revision of the weights is not known, nor the attention kind of a group. So
-    a tier that outlives the process asks for `cache_namespace`, and a miss in a tier does not end
-    the search for blocks of its group. Neither matters to host memory.
+    Without `facts`, the weights and the attention kind of a group are unknown. So a tier that
+    outlives the process asks for `cache_namespace`, and a miss in a tier does not end the search
+    for blocks of its group. Neither matters to host memory.
     """
     parallel = config.parallel
     return OffloadingConfig(
         groups=tuple(
-            _group_from_vllm(group, differences.group_id(group, place), facts)
+            _group_from_vllm(group, vllm_api.group_id(group, place), facts)
             for place, group in enumerate(config.groups)
         ),
         worker_kv_bytes_per_block=config.worker_kv_bytes_per_block,
@@ -47,7 +157,7 @@ def config_from_vllm(
             pcp_size=parallel.pcp_size,
             dcp_size=parallel.dcp_size,
             data_parallel_index=parallel.data_parallel_index,
-            data_parallel_size=differences.data_parallel_size(config),
+            data_parallel_size=vllm_api.data_parallel_size(config),
         ),
         extra_config=users_keys,
         kv_cache_layout=getattr(config, "kv_cache_layout", None),
@@ -58,8 +168,8 @@ def config_from_vllm(
 def _group_from_vllm(
     group: vllm_api.OffloadingGroupConfig, number: int, facts: EngineFacts | None
 ) -> OffloadingGroupConfig:
-    # Of windows vLLM needs more than their size, depending on where the prompt ends: it decides
-    # how far to look, and kvtier does not limit it.
+    # A sliding window is declared as UNKNOWN: depending on where the prompt ends, vLLM needs more
+    # blocks than the window has. vLLM decides how far to look, and kvtier does not limit it.
     is_full = facts is not None and number in facts.full_attention_groups
     return OffloadingGroupConfig(
         tokens_per_block=group.tokens_per_block,
@@ -79,7 +189,8 @@ def _model_from_vllm(
             dtype=config.model.dtype,
             unknown_because="vLLM does not tell it to an offloading spec; use KVTierConnector",
         )
-    # Either says more than a name, or a path, under which others may have the same weights.
+    # Revision and namespace identify weights better than a name or a path, which may differ
+    # between engines with the same weights.
     name = identity.revision or config.extra_config.get("cache_namespace") or config.model.name
     return OffloadingModelConfig(
         name=name,

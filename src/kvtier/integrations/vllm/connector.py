@@ -1,56 +1,58 @@
-"""The recommended door: vLLM's own offloading connector, with what a spec alone cannot do.
+"""The recommended way to plug in: vLLM's own offloading connector, extended.
 
     --kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_role": "kv_both",
       "kv_connector_module_path": "kvtier.integrations.vllm",
       "kv_connector_extra_config": {"cpu_bytes_to_use": "8GiB"}}'
 
-All scheduling of transfers is vLLM's. This class tells kvtier what vLLM keeps from a spec, and
-tells vLLM of loads that failed.
+vLLM's connector schedules all transfers: it matches prefixes, chooses the blocks to store, and
+keeps device blocks from being reused while they are copied. `KVTierConnector` only adds to it. It
+passes on to kvtier what vLLM does not tell a spec, measures how fast the engine computes prompts,
+and reports failed loads to vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from kvtier.config import ConfigError, OffloadingOptions, OffloadingParallelConfig, Problem
-from kvtier.integrations.vllm import differences, vllm_api
-from kvtier.integrations.vllm.facts import (
-    EngineFacts,
-    engine_facts,
-    is_full_attention,
-    told,
-    with_spec,
-)
-from kvtier.integrations.vllm.logs import log_why_it_cannot_start, speak_through_vllm
+from kvtier.config import ConfigError, OffloadingOptions, Problem
+from kvtier.connector.common import MIN_PREFILL_TOKENS, ComputedTokens, Prefill, prefill_in
+from kvtier.integrations.vllm import vllm_api
+from kvtier.integrations.vllm.config import EngineFacts, engine_facts, with_facts, with_spec
+from kvtier.integrations.vllm.logs import log_why_it_cannot_start
 from kvtier.integrations.vllm.manager import ManagerAdapter
-from kvtier.integrations.vllm.model_kinds import require_proven, specs_in, unproven_kinds
-from kvtier.integrations.vllm.prefill_clock import PrefillClock
-from kvtier.integrations.vllm.prefix_lookups import announce_prefix_lookups
+from kvtier.integrations.vllm.manager_state import announce_prefix_lookups
+from kvtier.integrations.vllm.model_kinds import (
+    can_compute_from_any_block,
+    require_proven,
+    specs_in,
+    unproven_kinds,
+)
 from kvtier.integrations.vllm.server_watch import ServerWatch
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
 from kvtier.integrations.vllm.worker import WorkerAdapter
-from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.disk.options import DiskOptions
-from kvtier.tiering.disk.refusal import SlabRefused
-from kvtier.tiering.disk.slab import refuse_orphans
+from kvtier.tiering.disk.ownership import SlabRefused, refuse_orphans
 from kvtier.tiering.factory import SecondaryTierFactory, TierStartError
 
-__all__ = ["KVTierConnector"]
+__all__ = ["KVTierConnector", "PrefillClock"]
 
 _OLD_RELEASE = (
-    "this release of vLLM has no word for a failed load of a model that has several KV-cache "
-    "groups, or one that is not full attention. "
+    "this release of vLLM does not accept the report of a failed load if the model has several "
+    "KV-cache groups, or one that is not full attention. "
     "Use vLLM 0.32 or later, which computes such blocks"
 )
 
-
 _ORPHANS_PATIENCE_S = 5.0
-"""For an engine that is ending because its server was killed."""
+"""Seconds to wait for an engine that is ending because its server was killed."""
 
 
 class KVTierConnector(vllm_api.OffloadingConnector):
-    """vLLM makes one in every worker, and then one on the scheduler side."""
+    """vLLM's offloading connector with kvtier below it. vLLM makes one in every worker, and then
+    one on the scheduler side."""
 
     def __init__(
         self,
@@ -58,21 +60,20 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         role: vllm_api.KVConnectorRole,
         kv_cache_config: vllm_api.KVCacheConfig,
     ) -> None:
-        speak_through_vllm()
         with log_why_it_cannot_start():
-            self._tells_by_block = _can_be_computed_from_any_block(kv_cache_config)
+            self._reports_by_block = can_compute_from_any_block(kv_cache_config)
             is_scheduler = role == vllm_api.KVConnectorRole.SCHEDULER
             facts = (
                 engine_facts(vllm_config, kv_cache_config)
                 if is_scheduler
                 else EngineFacts(
                     may_sleep=getattr(vllm_config.model_config, "enable_sleep_mode", True),
-                    cannot_tell=None
-                    if self._tells_by_block or differences.REPORTS_FAILED_REQUESTS
+                    fatal_because=None
+                    if self._reports_by_block or vllm_api.REPORTS_FAILED_REQUESTS
                     else _OLD_RELEASE,
                 )
             )
-            changed = told(vllm_config, facts)
+            changed = with_facts(vllm_config, facts)
             _require_kvtiers_spec(changed)
             require_proven(
                 unproven_kinds(vllm_config, specs_in(kv_cache_config)),
@@ -81,10 +82,10 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             )
             super().__init__(changed, role, kv_cache_config)
         if is_scheduler:
-            # vLLM reads it after this, and would otherwise end a request whose load has failed.
+            # vLLM reads this later. By default it ends a request whose load has failed.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._loading: dict[str, frozenset[int]] = {}
-            """Device blocks that are being filled, by request."""
+            """Device blocks that loads are filling, by request."""
             self._clock = PrefillClock(self._manager.inner.note_prefill)
             announce_prefix_lookups(self.connector_scheduler, self._manager)
             self._server_watch = ServerWatch.of_this_engine(vllm_config)
@@ -100,13 +101,13 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         labelnames: Any,
         per_engine_labelvalues: dict[int, Any],
     ) -> Any:
-        """Called in the process that serves the metrics, when it starts."""
+        """vLLM's exporter of metrics. Called when the process that serves them starts."""
         changed = with_spec(vllm_config)
         metrics = super().build_prom_metrics(
             changed, metric_types, labelnames, per_engine_labelvalues
         )
         # A counter has no series before it is first increased. A rate over a series that begins
-        # with its first event misses that event, and nobody can tell "never" from "not exported".
+        # with its first event misses that event, and "never" looks like "not exported".
         zeros = vllm_api.OffloadingConnectorStats()
         definitions = KVTierOffloadingSpec.build_metric_definitions(
             changed.kv_transfer_config.kv_connector_extra_config
@@ -120,14 +121,13 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # vLLM asks before it loads weights, if it is to use CUDA graphs: what can be refused at
-        # once is.
+        # With CUDA graphs, vLLM asks this before it loads weights: the earliest time to refuse.
         _refuse_early(extra_config)
         return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: vllm_api.VllmConfig) -> str | None:
-        # The same for those without CUDA graphs, as early as vLLM asks them anything.
+        # Without CUDA graphs, this is the first thing that vLLM asks.
         _refuse_early(vllm_config.kv_transfer_config.kv_connector_extra_config)
         layout: str | None = super().get_required_kvcache_layout(vllm_config)
         return layout
@@ -141,14 +141,15 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         return manager
 
     def shutdown(self) -> None:
-        watch = getattr(self, "_server_watch", None)  # which a rank does not have
+        watch = getattr(self, "_server_watch", None)  # only on the scheduler side
         if watch is not None:
             watch.close()
         super().shutdown()
 
     def on_new_request(self, request: vllm_api.Request) -> None:
         super().on_new_request(request)
-        if "max_load_tokens" not in (request.kv_transfer_params or ()):  # else it ends earlier
+        # With `max_load_tokens`, a load may end before the prompt does.
+        if "max_load_tokens" not in (request.kv_transfer_params or ()):
             self._manager.expect_prompt(request.request_id, request.num_prompt_tokens)
 
     def build_connector_meta(
@@ -166,23 +167,24 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             self._end_loads(connector_output)
 
     def take_events(self) -> Iterable[Any]:
-        # The one call that vLLM makes for every step whose output has come back.
+        # vLLM calls this exactly once for every step whose output has come back.
         self._clock.step_ended()
         events: Iterable[Any] = super().take_events()
         return events
 
     def reset_cache(self) -> bool | None:
-        # vLLM asserts that a step was taken since the last reset, in which workers were told to
-        # wait for what was under way. An idle engine takes none: they are told with the next one.
+        # After a reset, the next step tells the workers to wait for the jobs of that reset. vLLM
+        # asserts that this step has come before another reset. An idle engine takes no steps, so
+        # the jobs are set aside during the call, and still go to the workers with the next step.
         scheduler = self.connector_scheduler
-        untold = scheduler._current_batch_jobs_to_flush
+        unsent = scheduler._current_batch_jobs_to_flush
         scheduler._current_batch_jobs_to_flush = set()
         done: bool | None = super().reset_cache()
-        scheduler._current_batch_jobs_to_flush |= untold
+        scheduler._current_batch_jobs_to_flush |= unsent
         return done
 
     def _end_loads(self, output: vllm_api.KVConnectorOutput) -> None:
-        """Keep those whose load has failed from loading again, and forget what has ended."""
+        """Let requests load nothing more after a failed load, and forget ended loads."""
         invalid = output.invalid_block_ids
         failed = set(getattr(output, "failed_recving", None) or ())
         if invalid:
@@ -197,22 +199,24 @@ class KVTierConnector(vllm_api.OffloadingConnector):
     # --- worker side --------------------------------------------------------------------------
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        # Before vLLM forgets those that have ended.
+        # Copied before vLLM forgets the jobs that have ended.
         requests: dict[int, str] = dict(self.connector_worker._load_jobs)
         sent, received = super().get_finished(finished_req_ids)
         worker = self.connector_worker.worker
         assert isinstance(worker, WorkerAdapter)
         for lost in worker.take_lost_loads():
-            if self._tells_by_block:
+            if self._reports_by_block:
                 self._failed_blocks |= lost.device_blocks
             else:
                 self._failed_requests.add(requests[lost.job_id])
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Asked for instead of `get_finished` by releases that can be told of failed requests.
+        """Report the requests whose load has failed. They compute their whole prompt, because they
+        cannot continue at their first failed block.
 
-        Where it cannot begin at the first block that failed, the request computes its whole prompt.
+        Releases of vLLM that accept such reports call this instead of `get_finished`, and the
+        method of the base class calls `get_finished`.
         """
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving.update(self._failed_requests)
@@ -220,38 +224,98 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The device blocks whose load has failed: vLLM computes from the first of them on."""
+        """Device blocks whose load has failed: vLLM computes from the first of them on."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
 
-def _can_be_computed_from_any_block(kv_cache_config: vllm_api.KVCacheConfig) -> bool:
-    """Whether all blocks before one that is lost are there. Not in front of a window, nor of a
-    state; and with several groups the number of a block does not say whose it is."""
-    groups = kv_cache_config.kv_cache_groups
-    return len(groups) == 1 and is_full_attention(groups[0].kv_cache_spec)
+# --- how fast the engine computes prompts ---------------------------------------------------------
+
+_MAX_STEPS_UNDER_WAY = 256
+"""Steps that are remembered: more than an engine with pipeline stages has under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    began: float
+    prefill: Prefill
+
+
+class PrefillClock:
+    """Measures how fast the engine computes prompts, for the decision to load or to compute.
+    Scheduler thread only. For a step that only decodes, the measurement takes well under a
+    microsecond.
+
+    vLLM may schedule the next step before the output of the current one comes back. So the duration
+    of a step is the time from its scheduling, or from the end of the step before if that is later,
+    to its output.
+    """
+
+    def __init__(
+        self,
+        note_prefill: Callable[[int, float, float], None],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`note_prefill` gets the number of prompt tokens, their mean position, and seconds."""
+        self._note_prefill = note_prefill
+        self._now = now
+        self._under_way: deque[_Step | None] = deque(maxlen=_MAX_STEPS_UNDER_WAY)
+        self._last_ended = 0.0
+
+    def step_scheduled(self, output: vllm_api.SchedulerOutput) -> None:
+        """The engine is about to compute this step."""
+        counts: dict[str, int] = output.num_scheduled_tokens
+        is_prefill = output.total_num_scheduled_tokens - len(counts) >= MIN_PREFILL_TOKENS
+        self._under_way.append(self._prefill_in(output, counts) if is_prefill else None)
+
+    def step_ended(self) -> None:
+        """The output of the oldest step under way has come back."""
+        if not self._under_way:
+            return
+        step = self._under_way.popleft()
+        now = self._now()
+        if step is not None:
+            seconds = now - max(step.began, self._last_ended)
+            self._note_prefill(step.prefill.num_tokens, step.prefill.mean_position, seconds)
+        self._last_ended = now
+
+    def _prefill_in(self, output: vllm_api.SchedulerOutput, counts: dict[str, int]) -> _Step | None:
+        cached = output.scheduled_cached_reqs
+        starts = [
+            (request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs
+        ]
+        starts += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        prefill = prefill_in(
+            ComputedTokens(start, counts.get(req_id, 0)) for req_id, start in starts
+        )
+        return None if prefill is None else _Step(self._now(), prefill)
+
+
+# --- checks before the start ----------------------------------------------------------------------
 
 
 def _refuse_early(extra_config: dict[str, Any]) -> None:
-    """Raise `ConfigError` for a typo, and `TierStartError` for a slab that an engine without a
-    server holds. Called before the engine is made, in any of its processes, maybe several times."""
+    """Raise `ConfigError` for a wrong key, and `TierStartError` if a slab (the file of a disk tier)
+    is held by an engine whose server has ended. Called before the engine is made, in any of its
+    processes, maybe more than once."""
     with log_why_it_cannot_start():
-        options = OffloadingOptions.from_extra_config(extra_config)
-        for planned in SecondaryTierFactory.plan_secondary_tiers(options.secondary_tiers):
-            if not issubclass(planned.tier_cls, DiskSecondaryTierManager):
-                continue
+        tiers = OffloadingOptions.from_extra_config(extra_config).secondary_tiers
+        for planned in SecondaryTierFactory.plan_secondary_tiers(tiers):
             try:
-                # Replicas have other files; theirs are looked at when they start.
-                path = DiskOptions.parse(planned.keys, OffloadingParallelConfig()).path
-                refuse_orphans(path, _ORPHANS_PATIENCE_S)
+                # Replicas have their own files, which are checked when the replicas start.
+                options = planned.parse_options()
+                if not isinstance(options, DiskOptions):
+                    continue
+                options.require_place()
+                refuse_orphans(options.path, _ORPHANS_PATIENCE_S)
             except ConfigError:
-                continue  # which the tier says better
+                continue  # the tier itself reports it better
             except SlabRefused as refused:
                 raise TierStartError(f"{planned.config.at}: {refused}") from None
 
 
 def _require_kvtiers_spec(vllm_config: vllm_api.VllmConfig) -> None:
-    """Raise `ConfigError` if the user has named a spec that is not kvtier's, nor made from it."""
+    """Raise `ConfigError` if the user has named a spec that does not derive from kvtier's."""
     keys = vllm_config.kv_transfer_config.kv_connector_extra_config
     if not issubclass(vllm_api.OffloadingSpecFactory.get_spec_cls(keys), KVTierOffloadingSpec):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What kvtier logs appears where vLLM's own log does, and can be told from it."""
+"""kvtier logs through vLLM's handlers, each line marked with `kvtier: `."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvtier.config import OffloadingConfig
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.tiering.manager import TieringOffloadingManager
 
-__all__ = ["log_banner", "log_why_it_cannot_start", "speak_through_vllm"]
+__all__ = ["log_banner", "log_why_it_cannot_start", "log_through_vllm"]
 
 logger = logging.getLogger(__name__)
 
-_TOLD = "_kvtier_has_told"
+_LOGGED = "_kvtier_has_logged"
 
 
 class _ThroughVllm(logging.Handler):
     """Passes records on to vLLM's handlers, each with `kvtier: ` before its text.
 
-    vLLM's format has the name of a file, which several packages have, and not that of a logger: a
-    log could not be searched for what kvtier says.
+    vLLM's format shows the name of a file, which other packages may have as well, and not the name
+    of the logger: without the mark, a log could not be searched for lines of kvtier.
     """
 
     def __init__(self, handlers: Sequence[logging.Handler]) -> None:
@@ -34,7 +34,7 @@ class _ThroughVllm(logging.Handler):
         self._handlers = tuple(handlers)
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = copy.copy(record)  # others have the record as it is
+        line = copy.copy(record)  # other handlers get the record unchanged
         line.msg, line.args = f"kvtier: {record.getMessage()}", None
         line.filename = f"{record.name.replace('.', '/')}.py"
         for handler in self._handlers:
@@ -42,10 +42,11 @@ class _ThroughVllm(logging.Handler):
                 handler.handle(line)
 
 
-def speak_through_vllm() -> None:
-    """Let kvtier log with vLLM's handlers and level, unless somebody has set it up otherwise.
+def log_through_vllm() -> None:
+    """Log with vLLM's handlers and level, unless the logger `kvtier` is configured already.
 
-    vLLM sets up logging for itself alone; of others only warnings would be seen, as bare sentences.
+    vLLM configures logging only for itself: of other loggers, only warnings would appear, without
+    time or level.
     """
     ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
     if ours.handlers or ours.level != logging.NOTSET:
@@ -60,13 +61,15 @@ def speak_through_vllm() -> None:
 def log_why_it_cannot_start() -> Iterator[None]:
     """Log an exception that ends the start of an engine, once, in one line with the remedy.
 
-    vLLM logs the same as the end of a traceback, and ends its own log with another exception.
+    vLLM shows it only as the end of a traceback, followed by further exceptions. vLLM may call
+    kvtier before it makes any of kvtier's objects, so this sets up the log as well.
     """
+    log_through_vllm()
     try:
         yield
     except Exception as error:
-        if not hasattr(error, _TOLD):
-            setattr(error, _TOLD, True)
+        if not hasattr(error, _LOGGED):
+            setattr(error, _LOGGED, True)
             reason = " ".join(str(error).split()) or type(error).__name__
             logger.error("cannot start: %s", reason)
         raise
@@ -77,8 +80,8 @@ def log_banner(
     manager: CPUOffloadingManager | TieringOffloadingManager,
     longest_prompt: int | None,
 ) -> None:
-    """Say once, when an engine has started, which release this is and what each tier has room for;
-    and warn of those that cannot hold one prompt of the longest kind, if its tokens are known."""
+    """Log once, when an engine has started, the release and the capacity of each tier. Warn about
+    tiers that cannot hold a prompt of `longest_prompt` tokens, if that is known."""
     tiers: list[tuple[str, int | None]] = [("host memory", config.num_blocks)]
     if isinstance(manager, TieringOffloadingManager):
         tiers += [(tier.tier_type, tier.capacity_blocks) for tier in manager.secondary_tiers]
@@ -92,15 +95,15 @@ def log_banner(
         room.append(name if blocks is None else f"{name} {blocks} blocks ({tokens} tokens)")
         if tokens is not None and longest_prompt is not None and tokens < longest_prompt:
             logger.warning(
-                "%s holds %d tokens, and a prompt may have %d (--max-model-len): of a longer "
-                "prompt only a part can be kept. Give it more room, or lower --max-model-len",
+                "%s holds %d tokens, and a prompt may have %d (--max-model-len): only a part of "
+                "such a prompt can be kept. Give it more room, or lower --max-model-len",
                 name,
                 tokens,
                 longest_prompt,
             )
     logger.info(
         "release %s in vLLM %s, blocks of %d bytes: %s",
-        sys.modules["kvtier"].__version__,  # which this package may not import from
+        sys.modules["kvtier"].__version__,  # not imported: imports go from higher layers to lower
         vllm.__version__,
         config.row_bytes,
         ", ".join(room),

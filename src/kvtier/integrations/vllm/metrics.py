@@ -1,11 +1,20 @@
-"""The figures that the plug-in itself adds to those of kvtier's managers."""
+"""kvtier's metrics in vLLM's metrics endpoint: those that the plug-in adds, and how all are
+reported."""
 
 from __future__ import annotations
 
-from kvtier.base import MetricDefinition, MetricKind
-from kvtier.integrations.vllm import vllm_api
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 
-__all__ = ["BLOCK_BYTES", "DEFINITIONS", "FAILED_LOADS", "metric_to_vllm"]
+from kvtier.base import MetricDefinition, MetricKind, OffloadingManager, OffloadingStats
+from kvtier.integrations.vllm import vllm_api
+from kvtier.tiering.jobs import JobCount
+
+__all__ = ["BLOCK_BYTES", "DEFINITIONS", "FAILED_LOADS", "MetricReporter", "metric_to_vllm"]
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = "kvtier_block_bytes"
 FAILED_LOADS = "kvtier_failed_loads"
@@ -20,9 +29,14 @@ DEFINITIONS = {
     ),
 }
 
+_REPORT_ALL_EVERY_S = 1.0
+_POLL_TIERS_EVERY_S = 0.02
+"""Seconds between reports while tiers have jobs. An engine whose requests wait for tiers keeps
+stepping, and every microsecond spent here is taken from the threads that move the blocks."""
+
 
 def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMetadata:
-    """The same figure as vLLM's metrics endpoint wants it described."""
+    """The definition as vLLM's metrics endpoint wants it."""
     if definition.kind is MetricKind.COUNTER:
         return vllm_api.OffloadingCounterMetadata(definition.documentation)
     if definition.kind is MetricKind.GAUGE:
@@ -30,3 +44,106 @@ def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMet
     return vllm_api.OffloadingHistogramMetadata(
         definition.documentation, buckets=definition.buckets
     )
+
+
+class MetricReporter:
+    """Reports changes of metrics to vLLM. Scheduler thread only.
+
+    vLLM asks for a report at every step. In most steps nothing is stored or loaded, and then a
+    report must cost nothing. Reports are sent to another process, so they leave out values that
+    have not changed.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        definitions: Mapping[str, MetricDefinition],
+        constants: dict[str, float],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`definitions`: all declared metrics; vLLM ends the engine if it gets any other.
+        `constants`: gauges that never change."""
+        self._manager = manager
+        self._constants = constants
+        self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in definitions}
+        self._unreported_counters = [
+            self._vllm_names[name]
+            for name, definition in definitions.items()
+            if definition.kind is MetricKind.COUNTER
+        ]
+        """All counters until the first report, which has them as 0. Without `KVTierConnector`,
+        nothing else shows a counter before it is first increased."""
+        self._undeclared: set[str] = set()
+        self._last: dict[str, float] = {}
+        """The gauges that were reported last."""
+        self._counted: Counter[str] = Counter()
+        self._now = now
+        self._report_all_at = 0.0
+        self._poll_tiers_at = 0.0
+        self._tier_jobs = JobCount(0, 0, 0)
+        """Jobs of tiers at the last `note_tier_jobs`."""
+        self.has_news = True
+        """True if metrics may have changed since the last report. The manager's adapter sets it."""
+        self.tiers_are_busy = False
+        """True while metrics may change at any time, even if vLLM calls nothing."""
+
+    def count(self, name: str, n: int) -> None:
+        """Increase a counter of the plug-in's own."""
+        self._counted[name] += n
+        self.has_news = True
+
+    def note_tier_jobs(self, jobs: JobCount) -> None:
+        """Note how many jobs tiers have. Called at the end of every step with tiers."""
+        if jobs != self._tier_jobs:
+            self._tier_jobs = jobs
+            self.has_news = True
+            self.tiers_are_busy = jobs.num_open > 0
+
+    def lacks(self, jobs: JobCount) -> bool:
+        """True if the jobs of tiers have changed since they were last noted."""
+        return jobs != self._tier_jobs
+
+    def report(self) -> vllm_api.OffloadingConnectorStats | None:
+        """All changes since the last report; None if nothing is known to have changed."""
+        now = self._now()
+        if now >= self._report_all_at:
+            # Report all gauges once per second, so that a newly connected listener gets them.
+            self._report_all_at = now + _REPORT_ALL_EVERY_S
+            self._last.clear()
+        elif not self.has_news and not (self.tiers_are_busy and now >= self._poll_tiers_at):
+            return None
+        self._poll_tiers_at = now + _POLL_TIERS_EVERY_S
+        self.has_news = False
+        stats = self._manager.get_stats()
+        return None if stats is None else self._to_vllm(stats)
+
+    def _to_vllm(self, ours: OffloadingStats) -> vllm_api.OffloadingConnectorStats:
+        stats = vllm_api.OffloadingConnectorStats()
+        for vllm_name in self._unreported_counters:
+            stats.increase_counter(vllm_name, 0)
+        self._unreported_counters = []
+        counted, self._counted = self._counted, Counter()
+        for name, increase in (ours.counters | counted).items():
+            if increase and (known_name := self._vllm_name(name)):
+                stats.increase_counter(known_name, increase)
+        last = self._last
+        for name, value in (ours.gauges | self._constants).items():
+            if last.get(name) != value and (known_name := self._vllm_name(name)):
+                last[name] = value
+                stats.set_gauge(known_name, value)
+        for name, observations in ours.histograms.items():
+            if known_name := self._vllm_name(name):
+                for observation in observations:
+                    stats.observe_histogram(known_name, observation)
+        return stats
+
+    def _vllm_name(self, name: str) -> str | None:
+        vllm_name = self._vllm_names.get(name)
+        if vllm_name is None and name not in self._undeclared:
+            self._undeclared.add(name)
+            logger.warning(
+                "metric %r is not declared, so vLLM does not show it. Its tier has to declare it "
+                "in build_metric_definitions",
+                name,
+            )
+        return vllm_name

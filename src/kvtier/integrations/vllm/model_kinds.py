@@ -1,9 +1,9 @@
-"""Which kinds of models are served, and why others are refused when the engine starts.
+"""Which kinds of models are served; other kinds are refused when the engine starts.
 
 A kind is served if a test has run such a model with kvtier and got the answers of vLLM alone. Other
-kinds may work. They may also give wrong answers, which nobody would notice: blocks of a layer with
-a state, say, mean something else than those of a layer with attention. So they are refused, unless
-the user sets `allow_unproven_models`.
+kinds may work, or may give wrong answers without any error: a block of a state-space layer, for
+example, holds a state and not tokens. So they are refused, unless the user sets
+`allow_unproven_models`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ from typing import Any
 from kvtier.config import ConfigError, OffloadingOptions, Problem
 from kvtier.integrations.vllm import vllm_api
 
-__all__ = ["layer_specs", "require_proven", "specs_in", "unproven_kinds"]
+__all__ = [
+    "can_compute_from_any_block",
+    "is_full_attention",
+    "layer_specs",
+    "require_proven",
+    "specs_in",
+    "unproven_kinds",
+]
 
 logger = logging.getLogger(__name__)
 
 _PROVEN_SPECS = (vllm_api.FullAttentionSpec, vllm_api.SlidingWindowSpec)
 _PROVEN_SPECULATION = ("ngram",)
-"""Methods that propose tokens without a cache of their own."""
+"""Methods of speculative decoding that keep no cache."""
 
 _WORDS = {
     "ChunkedLocalAttentionSpec": "chunked local attention",
@@ -33,18 +40,36 @@ _WORDS = {
     "SlidingWindowMLASpec": "multi-head latent attention (MLA) with a window",
     "UniformTypeKVCacheSpecs": "layers whose caches differ in size",
 }
-"""By the name of vLLM's class. Releases add classes: those not named here go by their own name."""
+"""Words for a message, by the name of vLLM's class. Classes that later releases add are shown by
+name."""
+
+
+def is_full_attention(spec: vllm_api.KVCacheSpec) -> bool:
+    """True if a block is of use only together with all blocks before it."""
+    if isinstance(spec, vllm_api.UniformTypeKVCacheSpecs):
+        return all(is_full_attention(layer) for layer in spec.kv_cache_specs.values())
+    return isinstance(spec, vllm_api.FullAttentionSpec)
+
+
+def can_compute_from_any_block(kv_cache_config: vllm_api.KVCacheConfig) -> bool:
+    """True if vLLM can resume at a lost device block, because all blocks before it are there.
+
+    With windows or states they are not, and with several groups the number of a device block does
+    not say which group it belongs to.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and is_full_attention(groups[0].kv_cache_spec)
 
 
 def specs_in(kv_cache_config: vllm_api.KVCacheConfig) -> Iterator[vllm_api.KVCacheSpec]:
-    """Of all groups, those that are not offloaded included."""
+    """The cache specs of all groups, including those that are not offloaded."""
     for group in kv_cache_config.kv_cache_groups:
         yield group.kv_cache_spec
 
 
 def layer_specs(vllm_config: vllm_api.VllmConfig) -> Iterator[vllm_api.KVCacheSpec]:
-    """Of all layers that keep a cache. For a rank that is not told of its groups; its model must be
-    loaded."""
+    """The cache specs of all layers. For a worker, which has loaded the model, but does not get
+    the groups from vLLM."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
         describe = getattr(layer, "get_kv_cache_spec", None)
         spec = None if describe is None else describe(vllm_config)
@@ -55,8 +80,8 @@ def layer_specs(vllm_config: vllm_api.VllmConfig) -> Iterator[vllm_api.KVCacheSp
 def unproven_kinds(
     vllm_config: vllm_api.VllmConfig, specs: Iterable[vllm_api.KVCacheSpec]
 ) -> list[str]:
-    """What no test has served, in words; empty for a model that is served."""
-    # By the class itself: a subclass lays out its blocks, or finds them, in another way.
+    """The kinds in this model that no test has served, in words."""
+    # Subclasses do not count as proven: they may lay out or look up their blocks differently.
     names = {type(spec).__name__ for spec in specs if type(spec) not in _PROVEN_SPECS}
     kinds = [_WORDS.get(name, f"layers of vLLM's kind {name}") for name in sorted(names)]
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -66,8 +91,8 @@ def unproven_kinds(
 
 
 def require_proven(kinds: list[str], extra_config: Mapping[str, Any], *, warn: bool) -> None:
-    """Raise `ConfigError` for kinds of which there are any, unless the user allows them. `warn`: if
-    so, say that they are tried; one process of an engine does."""
+    """Raise `ConfigError` if there are unproven kinds and the user does not allow them. `warn`: log
+    that they are allowed; only one process of an engine does."""
     if not kinds:
         return
     what = " and ".join(kinds)
@@ -84,7 +109,7 @@ def require_proven(kinds: list[str], extra_config: Mapping[str, Any], *, warn: b
         )
     if warn:
         logger.warning(
-            "this model has %s, which no test has served: tried because allow_unproven_models is "
-            "true. Compare its answers with those of vLLM alone",
+            "this model has %s, which no test has served: it is served because "
+            "allow_unproven_models is true. Compare its answers with those of vLLM alone",
             what,
         )

@@ -1,8 +1,8 @@
-"""An engine whose server is gone ends, and lets go of its tiers.
+"""Ends an engine whose server was killed, so that its tiers are released.
 
-vLLM's engine is a process of its own, and does not notice when the server that started it is
-killed: it waits for requests for ever, with the slab of its disk tier locked. A server that is
-started again could not use that slab.
+vLLM's engine is a process of its own. It does not notice when the server that started it is killed:
+it waits for requests forever and keeps the slab, the file of its disk tier, locked, so that a new
+server cannot use the slab.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class ServerWatch:
-    """Waits in a thread for the end of one process, and ends this one then as vLLM's own server
-    would: with SIGTERM, which has vLLM shut the engine down in order."""
+    """Waits in a thread for the end of the server's process, and then ends this process as vLLM's
+    server would: with SIGTERM, on which vLLM shuts the engine down in order."""
 
     def __init__(self, server_pid: int) -> None:
-        """Raises `OSError` where processes cannot be watched, or this one is gone."""
+        """Raises `OSError` if processes cannot be watched here, or if the server has ended."""
         self._pid = server_pid
-        # Not by the signal that Linux sends when a parent ends: it comes with the end of the
-        # thread that has started this process. Nor by a pipe, whose end others may inherit.
+        # PR_SET_PDEATHSIG would not do: its signal comes when the thread that started this process
+        # ends. Nor would a pipe do: other processes may inherit its other end.
         self._server = os.pidfd_open(server_pid)
         self._wake, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._run, name="kvtier-server-watch", daemon=True)
@@ -40,11 +40,11 @@ class ServerWatch:
 
     @classmethod
     def of_this_engine(cls, vllm_config: vllm_api.VllmConfig) -> ServerWatch | None:
-        """For an engine that nobody but the process that started it can reach; else None. If that
-        process is gone already, killed while the model was loaded, this engine ends at once.
+        """A watch on the parent process, if only the parent can reach this engine; else None. If
+        the parent has ended already, killed while the model was loaded, this engine ends at once.
 
-        With several servers or replicas, and with a front end that is another program, that process
-        only starts the others, which may go on without it.
+        With several servers or replicas, and with a front end that is another program, the parent
+        only starts the other processes, which may continue without it.
         """
         parent, engine = multiprocessing.parent_process(), multiprocessing.current_process()
         if (
@@ -56,8 +56,9 @@ class ServerWatch:
             or "VLLM_RUST_FRONTEND_PATH" in os.environ
         ):
             return None
-        # The number of a server that is gone may be another process's by now. A fork server stands
-        # between the server and its engine, so there the number is all there is to go by.
+        # The process id of a server that has ended may have been reused, so the parent's id is
+        # compared. With a fork server in between, the server is not the parent: only its id is
+        # known.
         if not isinstance(engine, ForkServerProcess) and os.getppid() != parent.pid:
             _end_this_engine(parent.pid)
             return None
@@ -77,7 +78,7 @@ class ServerWatch:
             _end_this_engine(self._pid)
 
     def close(self) -> None:
-        """Stop watching. Once more changes nothing."""
+        """Stop watching. May be called again."""
         if self._waker < 0:
             return
         os.close(self._waker)
@@ -89,8 +90,8 @@ class ServerWatch:
 
 def _end_this_engine(server_pid: int) -> None:
     logger.error(
-        "the server that started this engine, process %d, has ended without ending it: nobody can "
-        "reach this engine any more, and it ends",
+        "the server that started this engine, process %d, has ended without ending the engine: "
+        "requests can no longer reach it, so it ends now and releases its tiers",
         server_pid,
     )
     os.kill(os.getpid(), signal.SIGTERM)

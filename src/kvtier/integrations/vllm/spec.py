@@ -1,4 +1,4 @@
-"""The class that vLLM loads by name: it makes a kvtier spec and hands out its two halves."""
+"""The class that vLLM loads by name: it makes a kvtier spec, and hands out manager and worker."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from kvtier.config import ConfigError, OffloadingConfig, Problem
 from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.cpu.region_file import RegionFile, RegionShape
 from kvtier.cpu.spec import CPUOffloadingSpec
-from kvtier.integrations.vllm import differences, vllm_api
-from kvtier.integrations.vllm.block_hashes import lasting_tiers, refuse_random_root, tell_about
-from kvtier.integrations.vllm.config import config_from_vllm
-from kvtier.integrations.vllm.facts import facts_in
+from kvtier.integrations.vllm import vllm_api
+from kvtier.integrations.vllm.config import config_from_vllm, facts_in
+from kvtier.integrations.vllm.identity import lasting_tiers, log_hash_root, random_root_error
 from kvtier.integrations.vllm.logs import (
     log_banner,
+    log_through_vllm,
     log_why_it_cannot_start,
-    speak_through_vllm,
 )
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.metrics import DEFINITIONS, metric_to_vllm
@@ -26,29 +25,30 @@ from kvtier.integrations.vllm.model_kinds import layer_specs, require_proven, un
 from kvtier.integrations.vllm.worker import WorkerAdapter, kv_caches_from_vllm
 from kvtier.tiering.spec import TieringOffloadingSpec
 
-_PLAIN_DOOR = (
-    "vLLM's own OffloadingConnector has no word for a failed load. Use KVTierConnector, which lets "
+_PLAIN_CONNECTOR = (
+    "vLLM's own OffloadingConnector cannot report a failed load. Use KVTierConnector, which lets "
     "vLLM compute such blocks"
 )
 
 
 def kvtier_spec_cls(extra_config: Mapping[str, Any]) -> type[CPUOffloadingSpec]:
-    """What the user's keys ask for. `spec_name`, which says it elsewhere, is vLLM's here."""
+    """The kvtier spec for the user's keys. Other engines select it with `spec_name`, but here vLLM
+    itself uses that key."""
     return TieringOffloadingSpec if extra_config.get("secondary_tiers") else CPUOffloadingSpec
 
 
 class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
-    """kvtier's CPU tier inside vLLM, with the tiers below it.
+    """kvtier's host memory and the tiers below it, as a spec of vLLM's.
 
     vLLM makes one in every worker and calls `get_worker`, and then one on the scheduler side and
-    calls `get_manager`; where engine and worker are one process, there are still two.
+    calls `get_manager`. If engine and worker are one process, there are still two.
     """
 
     @classmethod
     def build_metric_definitions(
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, vllm_api.OffloadingMetricMetadata]:
-        """Called by whoever exports vLLM's metrics, maybe without any spec being made."""
+        """Called by the exporter of vLLM's metrics, maybe in a process without a spec."""
         _, users_keys = facts_in(extra_config)
         definitions = kvtier_spec_cls(users_keys).build_metric_definitions(users_keys)
         return {
@@ -58,7 +58,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
 
     def __init__(self, config: vllm_api.OffloadingConfig) -> None:
         super().__init__(config)
-        speak_through_vllm()
+        log_through_vllm()
         vllm_api.warn_if_untested()
         self._facts, users_keys = facts_in(config.extra_config)
         with log_why_it_cannot_start():
@@ -71,9 +71,9 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
     def get_manager(self) -> ManagerAdapter:
         """The manager, with all tiers started. The ranks have their workers by now.
 
-        Raises `ConfigError`, and leaves nothing behind, besides for what kvtier's own spec refuses
-        also when a rank does not share this process's memory, and when a tier outlives the process
-        but no other process will ever find a block in it.
+        Raises `ConfigError` and leaves nothing behind if kvtier's own spec refuses the
+        configuration, if a rank does not share this process's memory, or if a tier outlives the
+        process but no other process could find a block in it.
         """
         if self._manager is None:
             with log_why_it_cannot_start():
@@ -89,15 +89,20 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
                 worker,
                 worker.board,
                 self.kvtier_config.parallel.rank,
-                cannot_tell=_PLAIN_DOOR if self._facts is None else self._facts.cannot_tell,
+                fatal_because=self._fatal_because,
                 flush=self._flush_of(worker),
             )
         return self._worker
 
-    def _require_proven_model(self) -> None:
-        """Through the plain door; `KVTierConnector` knows before it makes a spec.
+    @property
+    def _fatal_because(self) -> str | None:
+        """Why a load that fails for good stops the engine; None: vLLM computes the blocks."""
+        return _PLAIN_CONNECTOR if self._facts is None else self._facts.fatal_because
 
-        Asked of a rank alone: vLLM tells a spec on the scheduler's side nothing of the model.
+    def _require_proven_model(self) -> None:
+        """Refuse unproven models with vLLM's own connector; `KVTierConnector` has done so before.
+
+        Only in a worker: on the scheduler side, vLLM gives a spec no description of the model.
         """
         vllm_config = vllm_api.get_current_vllm_config_or_none()
         if self._facts is None and vllm_config is not None:
@@ -108,16 +113,17 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             )
 
     def _flush_of(self, worker: OffloadingWorker) -> Callable[[], None] | None:
-        """What makes sure that the device has all jobs, where that matters."""
+        """A call that hands all jobs to the device; None if the engine never sleeps."""
         facts = self._facts
         may_sleep = vllm_api.may_sleep() if facts is None else facts.may_sleep
         return getattr(worker, "flush", None) if may_sleep else None
 
     @property
     def _has_random_hashes(self) -> bool:
-        """As far as it is known before vLLM has made their root."""
+        """True if no other process will compute the same block hashes, as far as can be known
+        before vLLM has made their root."""
         facts = self._facts
-        return differences.draws_hash_root(None) if facts is None else facts.has_random_hashes
+        return vllm_api.draws_hash_root(None) if facts is None else facts.has_random_hashes
 
     def _start(self) -> ManagerAdapter:
         config = self.kvtier_config
@@ -128,11 +134,11 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             if file is None:
                 raise _missing(config, range(config.parallel.world_size))
             at_the_end.callback(file.leave)
-            # Whatever comes of this, and however the ranks end, no memory is left behind: all that
-            # will ever join are there, or the engine does not start.
+            # All ranks have joined, or the engine does not start. Without its name, the memory is
+            # freed with the last process that uses it, however the processes end.
             at_the_end.callback(file.remove_name)
             if tiers and self._has_random_hashes:
-                raise refuse_random_root(tiers, differences.default_hash_seed())
+                raise random_root_error(tiers, vllm_api.default_hash_seed())
             with ExitStack() as undo_board:
                 board = NoticeBoard(file.map_board(), shape)
                 undo_board.callback(board.close)
@@ -147,19 +153,17 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             self._spec.build_metric_definitions(config.extra_config) | DEFINITIONS,
             config.row_bytes,
             has_groups=len(config.groups) > 1,
-            check_hashes=(lambda: _hashes_told(tiers)) if tiers else None,
+            check_hashes=(lambda: _check_hash_root(tiers)) if tiers else None,
         )
 
 
-def _hashes_told(tiers: Sequence[str]) -> bool:
-    """Say which other processes can find what this one stores, or raise; False: not known yet.
-
-    vLLM makes the root of its hashes after the manager.
-    """
-    root = differences.hash_root()
+def _check_hash_root(tiers: Sequence[str]) -> bool:
+    """Log the root of the block hashes, or raise `ConfigError` if it is random. Returns False if
+    vLLM has not made the root yet: it makes the manager first."""
+    root = vllm_api.hash_root()
     if root is None:
         return False
-    tell_about(root, tiers)
+    log_hash_root(root, tiers)
     return True
 
 

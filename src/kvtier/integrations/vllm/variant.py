@@ -1,8 +1,9 @@
-"""What else but the weights decides which bytes a prompt gives: the configuration that vLLM really
-uses, RoPE overrides included, types, quantization, the platform.
+"""The variant of a model: all that decides which KV-cache bytes a prompt gets, except the weights.
 
-Whatever is not known to be without effect is taken in: at worst, engines that might share do not.
-Attributes that a release of vLLM lacks are passed over.
+That is the configuration in effect with its overrides (RoPE, data types, quantization), and the
+platform. A setting counts unless it is known to have no effect: at worst, engines that could share
+blocks do not. Attributes that a release of vLLM lacks are skipped. The text is part of the
+fingerprint, so it must be the same in every process.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ __all__ = ["has_scales_of_its_own", "texts_in", "variant_of"]
 
 
 def has_scales_of_its_own(vllm_config: Any) -> bool:
-    """Whether the engine makes the scales of its cache up from the first prompts it sees."""
+    """True if the engine derives the scales of its cache from the first prompts it computes."""
     return bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False))
 
 
 _MODEL_WITHOUT_EFFECT = frozenset(
     {
-        # Which model it is: the revision says that.
+        # Which model it is: the revision covers that.
         *("model", "model_weights", "revision", "hf_config_path", "config_format", "hf_token"),
         *("served_model_name", "trust_remote_code", "allow_deprecated_quantization"),
-        # Taken in as they are after all overrides.
+        # Included elsewhere, with all overrides applied.
         *("hf_config", "hf_text_config", "hf_overrides", "multimodal_config", "runner", "convert"),
         *("max_model_len", "spec_target_max_model_len", "is_submodel_config"),
-        # How text becomes tokens, and what is made of the outcome.
+        # How text becomes tokens, and how outputs are sampled.
         *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"),
         *("allowed_local_media_path", "allowed_media_domains", "enable_prompt_embeds"),
         *("renderer_num_workers", "io_processor_plugin", "seed", "max_logprobs", "logprobs_mode"),
@@ -61,14 +62,14 @@ _MULTIMODAL_WITHOUT_EFFECT = frozenset(
 )
 _CACHE_WITHOUT_EFFECT = frozenset(
     {
-        # kvtier's configuration has the sizes and the layout of blocks.
+        # Sizes and layout of blocks are in kvtier's configuration.
         *("block_size", "user_specified_block_size", "user_specified_mamba_block_size"),
         *("_block_size_resolved", "kv_cache_layout", "effective_attention_block_size"),
         *("prefix_match_unit", "hash_block_size", "cache_hit_alignment_tokens"),
-        # Another algorithm gives other hashes.
+        # Not needed: a different algorithm gives different hashes, and so different keys.
         *("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_cache_retention_interval"),
         "enable_mamba_shared_prefix_checkpoint",
-        # How much there is.
+        # Sizes of the cache.
         *("gpu_memory_utilization", "num_gpu_blocks_override", "num_gpu_blocks", "num_cpu_blocks"),
         *("kv_cache_size_tokens", "kv_cache_max_concurrency", "kv_cache_memory_bytes"),
         *("kv_offloading_size", "kv_offloading_backend", "is_attention_free"),
@@ -90,12 +91,12 @@ _ENVIRONMENT_WITH_EFFECT = re.compile(
     "|SCALE|QUANT|FP4|FP8|INT4|INT8|E8M0|DTYPE|PRECISION|EMULATION|MARLIN|HUMMING"
     "|MOE|ROUTING|GEMM|KERNEL|ROCM|AWQ|BATCH_INVARIANT|REPLICATE_EMBED|VIDEO_LOADER"
 )
-"""In names of vLLM's environment variables: where keys and values lie, and how they are made."""
+"""Parts of the names of vLLM's environment variables that change how keys and values are computed
+or where they lie."""
 
 
 def variant_of(vllm_config: Any) -> str:
-    """Everything but the weights that decides which bytes a prompt gives: the main points, then a
-    digest of all. Never raises."""
+    """The variant: its main points in words, then a digest of everything. Never raises."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     release, device = _vllm_release(), _device()
@@ -120,7 +121,7 @@ def variant_of(vllm_config: Any) -> str:
         "diffusion": getattr(vllm_config, "diffusion_config", None),
         "kernels": _fields_of(getattr(vllm_config, "kernel_config", None), _KERNELS_WITHOUT_EFFECT),
         "additional": getattr(vllm_config, "additional_config", None),
-        # Which rank has which token of a block.
+        # Which rank holds which token of a block.
         "interleaving": {
             name: getattr(vllm_config.parallel_config, name, None)
             for name in ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
@@ -148,8 +149,8 @@ def _fields_of(config: Any, without: Collection[str]) -> dict[str, Any] | None:
 
 
 def _vllm_release() -> str:
-    """Without the local part, which says for which device it was built; a build of the moment
-    keeps it, as it stands for the code."""
+    """vLLM's version without its local part, which names the device it was built for. A development
+    build keeps the local part, which names its commit."""
     import vllm
 
     version = str(vllm.__version__)
@@ -157,21 +158,21 @@ def _vllm_release() -> str:
 
 
 def _choice_of_files(load: Any) -> str:
-    """Which of a folder's files are loaded: a folder may have the weights in several formats."""
+    """The format that is loaded: a folder may have the weights in several formats."""
     load_format = str(load.load_format)
     return "safetensors" if load_format in _LOADS_SAFETENSORS else load_format
 
 
 def _plugins() -> list[str]:
-    """Packages that may add to vLLM's code, models included."""
+    """Packages that may change vLLM's code, including its models."""
     groups = ("vllm.general_plugins", "vllm.platform_plugins")
     found = (point.dist for group in groups for point in entry_points(group=group))
     return sorted({f"{dist.name}=={dist.version}" for dist in found if dist is not None})
 
 
 def _device() -> str:
-    """The platform, and which of its devices: attention backends, and with them the layout of
-    pages, are chosen by it. vLLM's CPU backend chooses by the instruction set."""
+    """Platform and kind of device. vLLM chooses the attention backend by it, and with the backend
+    the layout of pages; its CPU backend chooses by the instruction set."""
     import torch
     from vllm.platforms import current_platform
 
@@ -191,7 +192,8 @@ def _device() -> str:
 
 
 def _called(owner: Any, method: str) -> Any:
-    """What the method gives; None where there is none, or it raises: these are others' methods."""
+    """The result of a method of vLLM, torch or transformers; None if it does not exist or
+    raises."""
     try:
         return getattr(owner, method)()
     except Exception:
@@ -199,30 +201,31 @@ def _called(owner: Any, method: str) -> Any:
 
 
 def _max_model_len(model: Any) -> object:
-    """Some models choose their RoPE, or how they attend, by it. Where vLLM fits it to the memory,
-    models were built before."""
+    """The longest prompt: some models choose their RoPE or their attention by it. If vLLM fits it
+    to the memory ("auto"), that happens after the model is built, so the number has no effect."""
     if getattr(model, "original_max_model_len", None) == -1:
         return "auto"
     return getattr(model, "max_model_len", None)
 
 
 def _transformers_release(model: Any) -> str | None:
-    """Where the model's code is that of transformers."""
+    """The version of transformers, if the model's code comes from there."""
     if _called(model, "using_transformers_backend") is False:
         return None
     return str(getattr(sys.modules.get("transformers"), "__version__", None))
 
 
 def _scales(vllm_config: Any) -> object:
-    """Scales that are found while running belong to one engine alone, whose id is always new."""
+    """The engine's id, which is new for every engine, if it derives scales of its own; else
+    None."""
     if not has_scales_of_its_own(vllm_config):
         return None
     return getattr(getattr(vllm_config, "kv_transfer_config", None), "engine_id", None)
 
 
 def _draft(vllm_config: Any) -> object:
-    """A draft model's layers share blocks with the model's own. Of its weights nothing is said:
-    tokens that a draft proposes are checked, so they are right with any."""
+    """The configuration of a draft model, whose layers share blocks with the model's own. Its
+    weights do not count: proposed tokens are verified, so answers are right with any draft."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft is vllm_config.model_config:
@@ -236,7 +239,8 @@ def _draft(vllm_config: Any) -> object:
 
 
 def _environment() -> dict[str, str]:
-    """Only variables that vLLM knows: a cluster may set others that begin like these."""
+    """Environment variables with an effect. Only those of vLLM itself: a cluster may set others
+    with similar names."""
     from vllm import envs
 
     known = getattr(envs, "environment_variables", {})
@@ -248,12 +252,13 @@ def _environment() -> dict[str, str]:
 
 
 _MAX_NAMED_FILE = 16 << 20
+"""If a setting names a file of at most this many bytes, the file's content counts, not its name."""
 
 
 def _stable(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """The value in terms of JSON, the same in every process: no addresses, no order of sets.
+    """The value as JSON types, the same in every process: no addresses, no order of sets.
 
-    `within`: the ids of what it is part of, as objects may refer back to their owners.
+    `within`: the ids of the objects around it, because objects may refer back to their owners.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -275,13 +280,15 @@ def _stable(value: Any, within: tuple[int, ...] = ()) -> Any:
         return sorted(json.dumps(_stable(item, within), sort_keys=True) for item in value)
     if isinstance(value, type) or callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', name)}"
-    if isinstance(as_dict := _called(value, "to_dict"), Mapping):  # transformers' configurations
-        return [name, _stable_items(as_dict, within)]
+    return [name, _stable_items(_attributes_of(value), within)]
+
+
+def _attributes_of(value: Any) -> Mapping[Any, Any]:
+    """The attributes of an object: a configuration of transformers, a data class, or any other."""
+    if isinstance(as_dict := _called(value, "to_dict"), Mapping):
+        return as_dict
     as_fields = _fields_of(value, ())
-    return [
-        name,
-        _stable_items(getattr(value, "__dict__", {}) if as_fields is None else as_fields, within),
-    ]
+    return getattr(value, "__dict__", {}) if as_fields is None else as_fields
 
 
 def _stable_items(items: Mapping[Any, Any], within: tuple[int, ...]) -> dict[str, Any]:
@@ -297,9 +304,9 @@ def _stable_key(key: Any, within: tuple[int, ...]) -> str:
 
 
 def _stable_item(key: Any, value: Any, within: tuple[int, ...]) -> Any:
-    """A small file that a configuration names counts by what is in it."""
+    """The value of one key. If it names a small file, the content of the file counts."""
     if key == "auto_map":
-        # Which repository code comes from is written here only when it was asked for by name.
+        # Without the repository of the code, which is here only if the model was given by name.
         return sorted(text.rpartition("--")[2] for text in texts_in(value))
     if isinstance(value, str) and str(key).endswith(("_file", "_path")):
         path = Path(value)
@@ -312,7 +319,7 @@ def _stable_item(key: Any, value: Any, within: tuple[int, ...]) -> Any:
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """All texts in a value of a configuration, however deep."""
+    """All strings in a value of a configuration, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

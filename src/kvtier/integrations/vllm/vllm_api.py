@@ -1,16 +1,37 @@
-"""Everything that kvtier uses of vLLM and that is the same in all releases, under one roof.
+"""Every name of vLLM that kvtier uses, and every difference between the releases of vLLM.
 
-What is not the same is in `differences`. A release that lacks one of these names is refused with a
-message that says so.
+First come the names that all supported releases have; a release that lacks one is refused with a
+message. Then comes what differs:
+
+| what | 0.26 | 0.28 | 0.32 |
+|---|---|---|---|
+| offer new blocks only | `BLOCK_LEVEL` | `BLOCK_LEVEL` | `CHUNK_LEVEL` (since 0.30) |
+| a tier's medium in events | text, `FS` for storage | enum | enum |
+| name of the tier in an event | no field | no field | `ownership` |
+| number of a KV-cache group | its place | its place | `group_id` (since 0.30) |
+| number of data-parallel replicas | unknown | in the configuration | in the configuration |
+| blocks that a request used | vLLM calls `touch` | vLLM calls `touch` | no call (since 0.31) |
+| position of a key in the prompt | unknown | unknown | in the context (since 0.31) |
+| root of the block hashes without `PYTHONHASHSEED` | random | random | fixed for sha256 |
+| failed load, except with a single full-attention group | no report | no report | by request |
+| source of cached tokens | not asked for | not asked for | `get_load_source` |
+
+A difference is found by inspecting the vLLM that is running, never by its version number, so that
+releases between the tested ones and later ones can work.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Collection
+from typing import Any, get_args
 
 import vllm
 
-from kvtier.integrations.vllm.releases import is_supported, supported_in_words
+from kvtier.base import Medium, OffloadKey, get_offload_group_idx
+from kvtier.integrations.vllm import is_supported, supported_in_words
+from kvtier.integrations.vllm.identity import HashRoot, HashSeed
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +89,19 @@ except ImportError as error:
         "knows this release"
     ) from error
 
+try:
+    from vllm.v1.kv_offload.base import Medium as VllmMedium
+except ImportError:
+    VllmMedium = None
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    CacheHitSource = None
+
 __all__ = [
+    "BLOCK_LEVEL_POLICY",
+    "CacheHitSource",
     "CanonicalKVCaches",
     "FullAttentionSpec",
     "GPULoadStoreSpec",
@@ -78,6 +111,7 @@ __all__ = [
     "KVConnectorRole",
     "Locality",
     "LookupResult",
+    "MEDIA",
     "METRIC_PREFIX",
     "OffloadPolicy",
     "OffloadingConfig",
@@ -96,6 +130,8 @@ __all__ = [
     "OffloadingWorker",
     "PrefixCachingHashAlgo",
     "PrepareStoreOutput",
+    "REPORTS_FAILED_REQUESTS",
+    "REPORTS_USE",
     "ReqContext",
     "Request",
     "RequestOffloadingContext",
@@ -105,35 +141,164 @@ __all__ = [
     "TransferResult",
     "UniformTypeKVCacheSpecs",
     "VllmConfig",
+    "begins_prompt",
+    "data_parallel_size",
+    "default_hash_seed",
+    "draws_hash_root",
     "get_current_vllm_config_or_none",
     "get_hash_fn_by_name",
+    "group_id",
+    "hash_root",
+    "in_prompt_order",
+    "keys_in_prompt_order",
     "kv_cache_utils",
     "may_sleep",
+    "owner_in_event",
     "warn_if_untested",
 ]
 
 METRIC_PREFIX = "vllm:"
-"""Only names that begin like this are shown by vLLM, and removed when an engine is replaced; a
-second engine in the same process would fail over any other."""
+"""Prefix of every metric. vLLM shows only names with this prefix, and removes only these when an
+engine ends; a second engine in the same process would fail to register any other name again."""
 
 _warned = False
 
 
 def may_sleep() -> bool:
-    """Whether this engine may be told to sleep, as far as vLLM says so where this is asked: in a
-    worker, while its caches are made known. True if it does not."""
+    """True if vLLM's sleep mode is on, or if this cannot be known. Called in a worker while vLLM
+    hands over its caches."""
     config = get_current_vllm_config_or_none()
     return True if config is None else getattr(config.model_config, "enable_sleep_mode", True)
 
 
 def warn_if_untested() -> None:
-    """Say once per process that this vLLM is not one that kvtier is tested with."""
+    """Warn once per process if kvtier is not tested with this vLLM."""
     global _warned  # noqa: PLW0603
     if _warned or is_supported(vllm.__version__):
         return
     _warned = True
     logger.warning(
-        "kvtier is tested with vLLM %s, this is %s: it may work, or fail in ways not seen before",
+        "kvtier is tested with vLLM %s, and this is %s: it may work, or fail in ways that no test "
+        "has seen. Use a tested release in production",
         supported_in_words(),
         vllm.__version__,
+    )
+
+
+# --- what differs between releases --------------------------------------------------------------
+
+BLOCK_LEVEL_POLICY: OffloadPolicy = (
+    getattr(OffloadPolicy, "CHUNK_LEVEL", None) or OffloadPolicy.BLOCK_LEVEL
+)
+"""vLLM's name for `OffloadPolicy.BLOCK_LEVEL`."""
+
+MEDIA: dict[Medium, Any] = (
+    # Earlier releases have no enum, and no name for storage but that of their own tier.
+    {Medium.CPU: "CPU", Medium.STORAGE: "FS"}
+    if VllmMedium is None
+    else {Medium.CPU: VllmMedium.CPU, Medium.STORAGE: VllmMedium.STORAGE}
+)
+"""vLLM's names for media in events."""
+
+_EVENTS_NAME_TIERS = "ownership" in getattr(OffloadingEvent, "__dataclass_fields__", ())
+
+
+def owner_in_event(tier: str | None) -> dict[str, Any]:
+    """The argument of vLLM's event that names a tier, for releases that have one. `tier`: None for
+    host memory."""
+    return {"ownership": tier} if _EVENTS_NAME_TIERS else {}
+
+
+REPORTS_USE = not hasattr(ReqContext("any"), "_offload_key_positions")
+"""True if vLLM's scheduler calls `touch` with the blocks that a request used, including those on
+the device. Later releases do not; they record the position of each key in the context instead."""
+
+REPORTS_FAILED_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
+"""True if a connector can have a request compute its whole prompt after a failed load. Every
+release accepts a set of device blocks, given by number, and computes from the first of them on.
+That is right only for full attention, and only if no other group shares the numbers."""
+
+
+def keys_in_prompt_order(req_context: ReqContext) -> list[OffloadKey]:
+    """All keys of the request by position, then by group. Only if not `REPORTS_USE`."""
+    positions: dict[OffloadKey, int] = req_context._offload_key_positions
+    # vLLM adds keys group by group, so that a stable sort by position keeps the groups' order.
+    return sorted(positions, key=positions.__getitem__)
+
+
+def begins_prompt(keys: Collection[OffloadKey], req_context: ReqContext) -> bool:
+    """True if the first of these keys is the first of the prompt. Only if not `REPORTS_USE`."""
+    positions: dict[OffloadKey, int] = req_context._offload_key_positions
+    return next(iter(keys), None) == next(iter(positions), None)
+
+
+def in_prompt_order(keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
+    """Keys of a request, which vLLM gives group by group, sorted by position in the prompt.
+
+    Releases without positions: the groups are assumed to cover the same part of the prompt.
+    """
+    if not REPORTS_USE:
+        positions: dict[OffloadKey, int] = req_context._offload_key_positions
+        return sorted(keys, key=lambda key: positions.get(key, 0))
+    by_group: dict[int, list[OffloadKey]] = {}
+    for key in keys:
+        by_group.setdefault(get_offload_group_idx(key), []).append(key)
+    placed = [
+        (place / len(group), key) for group in by_group.values() for place, key in enumerate(group)
+    ]
+    placed.sort(key=lambda entry: entry[0])
+    return [key for _, key in placed]
+
+
+def group_id(group: OffloadingGroupConfig, place: int) -> int:
+    """The group number in keys of this group. `place`: its index among the offloaded groups."""
+    return int(getattr(group, "group_id", place))
+
+
+def data_parallel_size(config: OffloadingConfig) -> int:
+    """The number of data-parallel replicas; for a dense model, a lower bound of it.
+
+    vLLM gives each replica of a dense model a data-parallel size of 1, and older releases have no
+    such field. The replica's index is still there, and so is the end of its engine id, which
+    distinguishes the first of several replicas from a single engine.
+    """
+    size: int = getattr(config.parallel, "data_parallel_size", 1)
+    index: int = config.parallel.data_parallel_index
+    is_replica = index > 0 or config.engine_id.endswith(f"_dp{index}")
+    return max(size, index + 1, 2) if is_replica else size
+
+
+def default_hash_seed() -> str | None:
+    """The text that this vLLM hashes to get the root of its block hashes if `PYTHONHASHSEED` is not
+    set, for cryptographic algorithms. None: it draws a random root."""
+    seed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+    return seed
+
+
+def draws_hash_root(algorithm: str | None) -> bool:
+    """True if the root of this process's block hashes will be random, so that no other process
+    computes the same hashes. Can be asked before vLLM has made the root.
+
+    `algorithm`: vLLM's name of its hash algorithm. Without `PYTHONHASHSEED`, later releases draw a
+    root only for algorithms that are not cryptographic. None (not known) counts as cryptographic.
+    """
+    if os.environ.get("PYTHONHASHSEED") is not None:
+        return False
+    if default_hash_seed() is None:
+        return True
+    weak: Any = getattr(kv_cache_utils, "_NON_CRYPTO_HASH_FUNCTIONS", ())
+    return algorithm is not None and get_hash_fn_by_name(algorithm) in weak
+
+
+def hash_root() -> HashRoot | None:
+    """The root of this process's block hashes: a prompt's first block has it in place of the hash
+    of a block before. None while an engine starts and has not made it; it is there before the first
+    request."""
+    value: bytes | None = getattr(kv_cache_utils, "NONE_HASH", None)
+    if value is None:
+        return None
+    return HashRoot(
+        value,
+        HashSeed(os.environ.get("PYTHONHASHSEED"), default_hash_seed()),
+        {name: get_hash_fn_by_name(name) for name in get_args(PrefixCachingHashAlgo)},
     )

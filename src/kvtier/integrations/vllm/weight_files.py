@@ -1,7 +1,7 @@
 """Which files of a model's folder decide what it computes, and one digest of all their bytes.
 
-Every byte is read: an edit of one row of one weight gives another digest. Reading a large model
-takes a while, so what a file's bytes gave is remembered, under the file's path, size, times and
+Every byte is read: a change of one row of one weight gives another digest. Reading a large model
+takes a while, so the digest of each file is remembered under the file's path, size, times and
 inode. Called while an engine starts, on its main thread; the threads used here end with the call.
 """
 
@@ -22,17 +22,19 @@ from queue import SimpleQueue
 
 import xxhash
 
+from kvtier.config.sizes import as_size
+
 __all__ = ["DigestMemory", "UnknownWeightsError", "digest_of_files", "model_files"]
 
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npy", ".npz", ".tensors"})
 _BESIDE_WEIGHTS = frozenset({".json", ".py", ".yaml", ".yml"})
-"""How weights are read: quantization, shards, image processing, the model's own code."""
+"""Files that say how weights are read: quantization, shards, image processing, the model's code."""
 
 _NOT_COMPUTED_WITH = frozenset(
     {
-        # Hashes of blocks are made from tokens, so how text becomes tokens does not matter.
+        # Block hashes are made from tokens, so how text becomes tokens does not matter.
         "added_tokens.json",
         "chat_template.json",
         "special_tokens_map.json",
@@ -41,7 +43,7 @@ _NOT_COMPUTED_WITH = frozenset(
         "vocab.json",
         # How tokens are chosen.
         "generation_config.json",
-        # What training leaves behind; vLLM passes over it, too.
+        # Left over from training; vLLM ignores them, too.
         "all_results.json",
         "eval_results.json",
         "optimizer.bin",
@@ -57,28 +59,29 @@ _NOT_LOADED_FROM = re.compile(
     r"\..*|__pycache__|checkpoint-\d+|global_step\d+|np|original|metal|onnx|openvino|coreml"
     r"|runs|logs|wandb"
 )
-"""Folders within a model's folder: other checkpoints, other engines' formats, logs."""
+"""Subfolders that vLLM does not load from: checkpoints, formats of other engines, logs."""
 
 _SEGMENT = 64 << 20
-"""Bytes that one thread reads in one go. A file is cut into such, so that all threads have work
-also when a model is a single file."""
+"""Bytes of a segment, which one thread reads. Files are split into segments so that all threads
+have work even if a model is a single file."""
 _READ = 1 << 20
-"""Bytes of one read: small enough to be still in the processor's cache when they are hashed."""
+"""Bytes of one read: they are still in the processor's cache when they are hashed."""
 _MAX_THREADS = 16
 
 _RACY_NS = 2_000_000_000
-"""A file changed so shortly before it was read may change again without another time stamp."""
+"""A file that was changed less than this many nanoseconds before it was read may change again with
+the same time stamp, so its digest is not remembered."""
 
 
 class UnknownWeightsError(Exception):
-    """The weights cannot be told from others; the text is one clause that says why."""
+    """The weights cannot be identified; the text is one clause that says why."""
 
 
 def model_files(folder: Path) -> dict[str, Path]:
     """The files of a model's folder that decide what it computes, by name relative to `folder`.
 
     Links are followed: in a hub cache, all files are links. Raises `UnknownWeightsError` if there
-    are no weights, or the folder cannot be read.
+    are no weights, or if the folder cannot be read.
     """
     files = {
         path.relative_to(folder).as_posix(): path
@@ -110,7 +113,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What changes when a file does."""
+    """Attributes of a file of which at least one changes when the file does."""
 
     size: int
     mtime_ns: int
@@ -124,19 +127,19 @@ class _State:
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
 
     def age_ns(self, now: float) -> int:
-        """How long it has been like this; negative if a clock is wrong."""
+        """Nanoseconds from the last change to `now`; negative if the change is later."""
         return int(now * 1e9) - max(self.mtime_ns, self.ctime_ns)
 
 
 class DigestMemory:
-    """What the bytes of files gave, kept in a small file of the user's.
+    """Digests of files, kept in a small file in the user's cache folder.
 
-    It only saves time. A missing, damaged or unwritable file means that weights are read again.
-    Of two engines that write at once, one may lose what it has added.
+    It only saves time: if it is missing, damaged or not writable, weights are read again. If two
+    engines write at the same time, the entries of one may be lost.
     """
 
     def __init__(self, path: Path | None, max_entries: int = 4096) -> None:
-        """`path`: of the file; None: nothing is kept."""
+        """`path`: the file that keeps the digests; None: nothing is kept."""
         self._path = path
         self._max_entries = max_entries
         self._entries = self._read()
@@ -144,7 +147,7 @@ class DigestMemory:
 
     @classmethod
     def of_the_user(cls) -> DigestMemory:
-        """Under `XDG_CACHE_HOME`, or `~/.cache`."""
+        """The memory under `XDG_CACHE_HOME`, or `~/.cache`."""
         given = os.environ.get("XDG_CACHE_HOME", "")
         try:
             folder = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -157,7 +160,7 @@ class DigestMemory:
         return self._path
 
     def recall(self, path: Path, state: _State) -> str | None:
-        """The digest of the file, if it was remembered in this very state."""
+        """The digest that was remembered for this file in the same state, if any."""
         return self._entries.get(_memory_key(path, state))
 
     def remember(self, path: Path, state: _State, digest: str) -> None:
@@ -165,7 +168,8 @@ class DigestMemory:
         self._added[_memory_key(path, state)] = digest
 
     def save(self) -> None:
-        """Write what was added, beside what others have written meanwhile. Never raises."""
+        """Write the added digests, and keep those that others have written meanwhile. Never
+        raises."""
         if self._path is None or not self._added:
             return
         entries = self._read() | self._added
@@ -182,7 +186,11 @@ class DigestMemory:
                 os.unlink(name)
                 raise
         except OSError as error:
-            logger.info("the digest of the weights could not be remembered: %s", error)
+            logger.info(
+                "the digest of the weights could not be saved, and the next start reads them "
+                "again: %s",
+                error,
+            )
 
     def _read(self) -> dict[str, str]:
         if self._path is None:
@@ -208,10 +216,11 @@ def _memory_key(path: Path, state: _State) -> str:
 def digest_of_files(
     files: Mapping[str, Path], memory: DigestMemory, *, unchanged_since: float | None = None
 ) -> str:
-    """A digest of names and bytes: 32 hexadecimal digits, the same wherever the files lie.
+    """A digest of the names and bytes of files: 32 hexadecimal digits, independent of the folder.
 
-    `unchanged_since`: when an engine may have begun to load the files. Raises `UnknownWeightsError`
-    if one has changed since, changes while it is read, or cannot be read.
+    `unchanged_since`: the earliest time at which an engine may have loaded the files. Raises
+    `UnknownWeightsError` if a file has changed since then, changes while it is read, or cannot be
+    read.
     """
     try:
         states = {name: _State.of(path) for name, path in files.items()}
@@ -219,8 +228,8 @@ def digest_of_files(
             for name, state in states.items():
                 if state.age_ns(unchanged_since) < 0:
                     raise UnknownWeightsError(
-                        f"{files[name]} was changed after this engine had started, and nobody "
-                        "knows which weights were loaded; start the engine again"
+                        f"{files[name]} was changed after this engine had started, so it is not "
+                        "known which weights were loaded; start the engine again"
                     )
         digests = {
             name: digest
@@ -245,9 +254,11 @@ def _read_and_remember(
 ) -> dict[str, str]:
     size = sum(states[name].size for name in files)
     logger.info(
-        "reading %s of weights once, to tell them from others; %s. Give cache_namespace to skip it",
-        _in_words(size),
-        "it cannot be remembered" if memory.path is None else f"remembered in {memory.path}",
+        "reading %s of weights once, to identify them; %s. Set cache_namespace to skip this",
+        as_size(size),
+        "the digest cannot be saved"
+        if memory.path is None
+        else f"the digest is saved in {memory.path}",
     )
     started, clock = time.time(), time.perf_counter()
     digests = _read_all(files, states)
@@ -256,12 +267,12 @@ def _read_and_remember(
             memory.remember(path, states[name], digests[name])
     memory.save()
     seconds = time.perf_counter() - clock
-    logger.info("read %s of weights in %.1f s", _in_words(size), seconds)
+    logger.info("read %s of weights in %.1f s", as_size(size), seconds)
     return digests
 
 
 def _read_all(files: Mapping[str, Path], states: Mapping[str, _State]) -> dict[str, str]:
-    """Read files in several threads, as they are in `states`; anything else is an error."""
+    """Digest files in several threads. Raises if a file is not in the state given in `states`."""
     threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(threads):
@@ -292,7 +303,7 @@ def _read_all(files: Mapping[str, Path], states: Mapping[str, _State]) -> dict[s
 
 
 def _read_segment(path: Path, start: int, expected: _State, buffer: memoryview) -> bytes:
-    """The digest of some of a file's bytes, if the file is as expected before and after."""
+    """The digest of one segment. Raises if the file is not as expected before and after."""
     digest = xxhash.xxh3_128()
     end = min(start + _SEGMENT, expected.size)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -313,12 +324,6 @@ def _read_segment(path: Path, start: int, expected: _State, buffer: memoryview) 
 def _check_unchanged(path: Path, file: int, expected: _State) -> None:
     if _State.of(file) != expected:
         raise UnknownWeightsError(
-            f"{path} changed while it was read; start the engine again when nobody writes to it"
+            f"{path} changed while it was read; start the engine again when it is no longer "
+            "written to"
         )
-
-
-def _in_words(size: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size} B"

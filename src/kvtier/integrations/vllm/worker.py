@@ -1,12 +1,13 @@
-"""vLLM's model runner on one side, a kvtier worker on the other.
+"""The adapter between vLLM's model runner and a kvtier worker.
 
-vLLM's connector asserts that every transfer succeeds. One that does not:
+vLLM's connector asserts that every transfer succeeds. This is what happens to one that fails:
 
-- A **store**: its slots are poisoned on the notice board, then it is reported as done. The
-  scheduler finds the notes before it declares the blocks readable, and drops them.
-- A **load** is tried again. If it still fails, `KVTierConnector` tells vLLM to compute those device
-  blocks; the plain door, which cannot, raises, and the engine stops with the reason. What is on
-  the device is never taken for computed.
+- A **store**: the worker records its slots as poisoned on the notice board, then reports it as
+  done. The scheduler side finds the record before the blocks become readable, and drops them
+  (`manager_state.StoreFailures`).
+- A **load** is tried again. If it still fails, `KVTierConnector` has vLLM compute those device
+  blocks. vLLM's own connector cannot do that: there the load raises, and the engine stops with the
+  reason. Device blocks of a failed load are never used as if they were loaded.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _MAX_RETRIES = 2
 
 
 class TransferFailedError(RuntimeError):
-    """A copy from host memory to the device failed, and vLLM cannot be told."""
+    """A copy from host memory to the device failed, and vLLM cannot compute the blocks instead."""
 
 
 def kv_caches_from_vllm(kv_caches: vllm_api.CanonicalKVCaches) -> CanonicalKVCaches:
-    """The same caches in kvtier's terms. The tensors themselves are shared."""
+    """The same caches in kvtier's types. The tensors themselves are shared."""
     return CanonicalKVCaches(
         tensors=[
             CanonicalKVCacheTensor(entry.tensor, entry.page_size_bytes)
@@ -52,7 +53,7 @@ def kv_caches_from_vllm(kv_caches: vllm_api.CanonicalKVCaches) -> CanonicalKVCac
 
 
 def gpu_spec_from_vllm(spec: vllm_api.GPULoadStoreSpec) -> GPULoadStoreSpec:
-    """The same device blocks in kvtier's terms."""
+    """The same device blocks in kvtier's type."""
     return GPULoadStoreSpec(spec.block_ids, spec.group_sizes, spec.block_indices)
 
 
@@ -71,11 +72,12 @@ class LostLoad:
 
     job_id: int
     device_blocks: frozenset[int]
-    """All that it was to fill. What is in them is not known."""
+    """All blocks that it should have filled. Their content is unknown."""
 
 
 class WorkerAdapter(vllm_api.OffloadingWorker):
-    """A kvtier worker, as vLLM's connector wants to see it. Worker process, main thread."""
+    """A kvtier worker with the interface of vLLM's. Called on the main thread of a worker
+    process."""
 
     def __init__(
         self,
@@ -83,25 +85,26 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
         board: NoticeBoard,
         rank: int,
         *,
-        cannot_tell: str | None,
+        fatal_because: str | None,
         flush: Callable[[], None] | None,
     ) -> None:
-        """`cannot_tell`: why vLLM cannot be told of a load that has failed for good, and the
-        remedy; `get_finished` raises then. None: it can, and someone asks `take_lost_loads` for
-        them after every `get_finished`.
+        """`fatal_because`: why vLLM cannot compute the blocks of a load that has failed for good,
+        and the remedy; for such a load, `get_finished` raises `TransferFailedError` with this text.
+        None: vLLM can compute them, and the caller takes such loads with `take_lost_loads` after
+        every `get_finished`.
 
-        `flush`: has the device given all jobs. Called at the end of every step: when vLLM goes to
-        sleep it waits for the device, and then unmaps the caches.
+        `flush`: hands all jobs to the device. Called at the end of every step, because a sleeping
+        vLLM waits for the device and then unmaps the caches. None: not needed.
         """
         self._flush = flush
         self._worker = worker
         self._board = board
         self._rank = rank
-        self._cannot_tell = cannot_tell
+        self._fatal_because = fatal_because
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, LoadStoreSpec] = {}
         self._refused: list[int] = []
-        """Jobs that the worker did not take: they have failed."""
+        """Jobs that the worker did not accept: they have failed."""
         self._lost: list[LostLoad] = []
 
     @property
@@ -155,16 +158,16 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
         return results
 
     def take_lost_loads(self) -> list[LostLoad]:
-        """Those among the last results of `get_finished` that have failed for good."""
+        """Loads among the last results of `get_finished` that have failed for good."""
         lost, self._lost = self._lost, []
         return lost
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Return when nothing of these jobs is copied any more, now or later."""
+        """Return when these jobs have ended and will not be tried again."""
         for job_id in job_ids:
             load = self._loads.get(job_id)
             if load is not None:
-                # Its device blocks may be another request's as soon as this returns.
+                # Its device blocks may belong to another request as soon as this returns.
                 load.retries_left = 0
         self._worker.wait(job_ids)
 
@@ -180,7 +183,8 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
         assert isinstance(spec, BlockIDsLoadStoreSpec)
         self._board.poison(self._rank, spec.block_ids.tolist())
         logger.error(
-            "a store of %d blocks to host memory failed on rank %d: they are not kept",
+            "a store of %d blocks to host memory failed on rank %d: the blocks are dropped, and "
+            "will be computed again when they are needed",
             len(spec.block_ids),
             self._rank,
         )
@@ -191,10 +195,10 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
             f"a load of {len(load.dst_spec.block_ids)} device blocks from host memory failed "
             f"{1 + _MAX_RETRIES} times on rank {self._rank}"
         )
-        if self._cannot_tell is not None:
+        if self._fatal_because is not None:
             raise TransferFailedError(
                 f"{what}. The reason is in the log of this process. The engine stops here rather "
-                f"than use wrong bytes: {self._cannot_tell}"
+                f"than use wrong bytes: {self._fatal_because}"
             )
-        logger.error("%s: vLLM is told to compute them", what)
+        logger.error("%s: vLLM computes these blocks instead", what)
         self._lost.append(LostLoad(job_id, frozenset(load.dst_spec.block_ids.tolist())))

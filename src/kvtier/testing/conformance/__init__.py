@@ -1,16 +1,16 @@
-"""The conformance kit: what every tier must do, as tests for its author to run. Needs pytest."""
+"""The conformance kit: tests of the contract, which the author of a tier runs. Needs pytest."""
 
 from __future__ import annotations
 
-from kvtier.testing.conformance.calls import CallChecks
-from kvtier.testing.conformance.concurrency import ConcurrencyChecks
-from kvtier.testing.conformance.drain import DrainChecks
-from kvtier.testing.conformance.epochs import EpochChecks
+from kvtier.testing.conformance.jobs import (
+    DrainChecks,
+    ReportingChecks,
+    RoundTripChecks,
+    SealChecks,
+)
 from kvtier.testing.conformance.lifetime import LifetimeChecks
-from kvtier.testing.conformance.lookups import LookupChecks
-from kvtier.testing.conformance.reporting import ReportingChecks
-from kvtier.testing.conformance.round_trip import RoundTripChecks
-from kvtier.testing.conformance.seals import SealChecks
+from kvtier.testing.conformance.lookups import EpochChecks, LookupChecks
+from kvtier.testing.conformance.threads import CallChecks, ConcurrencyChecks
 
 __all__ = ["TierConformance"]
 

@@ -1,4 +1,4 @@
-"""What a tier's author tells the conformance kit."""
+"""The settings and hooks that the author of a tier gives the conformance kit."""
 
 from __future__ import annotations
 
@@ -24,41 +24,42 @@ class ConformanceHooks:
     """Everything that an author may override. Only `make_tier` is required."""
 
     capacity_blocks: ClassVar[int | None] = None
-    """The most blocks that the tier of `make_tier` keeps; at least 4. None: more than 1000. Give a
-    small one in one test class at least, or nothing is known about a full tier."""
+    """The most blocks that the tier of `make_tier` keeps, at least 4. None means more than 1000.
+    Give a small number in at least one test class, because the checks of a full tier need it."""
     survives_restart: ClassVar[bool] = False
-    """Whether a second tier with the same spec finds the blocks of a first one."""
+    """True if a second tier with the same spec finds the blocks of a first one."""
     call_limit_s: ClassVar[float] = 0.1
-    """No call on the scheduler's thread may take as long as this; the engine takes one that does
-    for a failure. A call that copies nothing and waits for nobody takes microseconds."""
+    """Longest call on the scheduler's thread, in seconds; the engine treats a longer one as a
+    failure. A call that neither copies nor waits takes microseconds."""
     patience_s: ClassVar[float] = 20.0
-    """How long anything may take before it is taken for a hang."""
+    """Seconds after which the kit treats a call or a job as hanging."""
     settle_s: ClassVar[float] = 0.05
-    """How long the kit watches for something that must not happen."""
+    """Seconds for which the kit watches for something that must not happen."""
     row_bytes: ClassVar[int] = 8192
     """The size of a block: a multiple of the page size."""
 
     def make_tier(self, spec: OffloadingSpec, view: memoryview) -> SecondaryTierManager:
-        """A new tier. Called several times in one test, one tier after the other; two of them are
-        never alive at once. Blocks that an earlier tier left behind must not be in the way."""
+        """Return a new tier. Called several times in one test; the earlier tier is shut down before
+        the next call. Blocks that an earlier tier left behind must do no harm."""
         raise NotImplementedError(
             "write `def make_tier(self, spec, view)` in your test class, and return your tier "
             "made with offloading_spec=spec, primary_kv_view=view and a tier_type"
         )
 
     def backing(self, tier: SecondaryTierManager) -> BackingBytes | None:
-        """How to reach the bytes that the tier keeps. None: its seals are not checked."""
+        """Return access to the stored bytes of the tier, or None; then seals are not checked."""
         return None
 
     def slow_backend(self, tier: SecondaryTierManager) -> AbstractContextManager[object] | None:
-        """Inside this context the tier's storage answers slowly, or not at all. None: cannot be
-        had; checks that need it are made with the storage as quick as it is, and then skipped."""
+        """Return a context inside which the tier's storage answers slowly, or not at all. If this
+        returns None, the checks that need it run at the storage's normal speed and are shown as
+        skipped when they pass."""
         return None
 
     # --- for the checks ------------------------------------------------------------------------
 
     def harness(self, namespace: str | None = None, num_slots: int = _NUM_SLOTS) -> TierHarness:
-        """A tier of `make_tier` and an engine's side of the contract around it."""
+        """Return a harness around a tier of `make_tier`."""
         capacity = self.capacity_blocks
         if capacity is not None and capacity < _LEAST_CAPACITY:
             raise ValueError(
@@ -75,17 +76,17 @@ class ConformanceHooks:
         )
 
     def fitting(self, wanted: int) -> int:
-        """So many blocks, or as many as the tier keeps."""
+        """Return `wanted`, or the capacity if it is smaller."""
         return wanted if self.capacity_blocks is None else min(wanted, self.capacity_blocks)
 
     def slowed(self, tier: SecondaryTierManager) -> AbstractContextManager[object]:
-        """`slow_backend` where there is one."""
+        """Return the context of `slow_backend`, or one that does nothing."""
         return self.slow_backend(tier) or nullcontext()
 
     def skip_if_not_slowed(self, tier: SecondaryTierManager) -> None:
-        """End a check that has found nothing wrong, but says little without `slow_backend`."""
+        """Show a passed check as skipped if it proves little without `slow_backend`."""
         if self.slow_backend(tier) is None:
             pytest.skip(
-                "no hook `slow_backend`: nothing is wrong while the storage is as quick as it is; "
-                "write it in your test class to have this checked while it is slow"
+                "no hook `slow_backend`: the check passed at the storage's normal speed; write the "
+                "hook in your test class to run it while the storage is slow"
             )

@@ -1,4 +1,4 @@
-"""A tier comes, goes, and leaves nothing behind."""
+"""A tier starts, ends, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class LifetimeChecks(ConformanceHooks):
-    """The primary tier owns the slots, and takes them away once its tiers are shut down."""
+    """The primary tier owns the slots, and unmaps them once its tiers are shut down."""
 
     def test_the_view_is_free_after_shutdown(self) -> None:
         """After `shutdown` the tier holds no part of the primary tier's memory: not a row, not an
@@ -51,7 +51,8 @@ class LifetimeChecks(ConformanceHooks):
             harness.demand_slots_untouched()
 
     def test_shutdown_twice_is_harmless(self) -> None:
-        """A start that fails half-way shuts down what it has, and the engine does so again."""
+        """A second `shutdown` is harmless. It happens when a start fails half-way: the start shuts
+        down the tiers that it has made, and the engine shuts them down again."""
         with self.harness() as harness:
             _use(harness, self.fitting(4))
             harness.drain()
@@ -59,16 +60,16 @@ class LifetimeChecks(ConformanceHooks):
             harness.shut_down()
 
     def test_shutdown_of_an_unused_tier_returns(self) -> None:
-        """Also without a single job, and without `drain_jobs`."""
+        """`shutdown` returns even if there was no job and no call of `drain_jobs`."""
         with self.harness() as harness:
             harness.shut_down()
 
     def test_no_thread_or_descriptor_is_left(self) -> None:
         """After `shutdown` the tier's threads have ended and its files and connections are closed.
 
-        The first tier is made for what a process opens once and keeps; the second one is counted.
-        Both are kept, as an engine keeps its tiers: a thread that ends when its tier is collected
-        has been left behind.
+        The first tier is made because a process opens some things once and keeps them; the second
+        one is checked. Both objects are kept, as an engine keeps its tiers: a thread that ends only
+        when its tier is garbage-collected counts as left behind.
         """
         kept = [self._live_once()]
         threads, tasks, descriptors = set(threading.enumerate()), _count(_TASKS), _descriptors()
@@ -100,7 +101,7 @@ class LifetimeChecks(ConformanceHooks):
             missing = len(keys) - len(second.hits(keys))
             demand(missing == 0, f"{missing} of {len(keys)} blocks are a MISS after a restart")
             (report,) = second.wait_for(second.load(keys))
-            demand(report.result.success, "blocks of before a restart do not load")
+            demand(report.result.success, "blocks from before a restart do not load")
 
     def _live_once(self) -> TierHarness:
         with self.harness() as harness:
@@ -120,7 +121,7 @@ def _count(folder: Path) -> int:
 
 
 def _descriptors() -> set[str]:
-    """Open descriptors with what they lead to; the one that lists them is not among them."""
+    """Return the open descriptors with their targets, without the one that lists them."""
     found = set()
     for name in os.listdir(_DESCRIPTORS):
         try:

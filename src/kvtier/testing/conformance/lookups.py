@@ -1,7 +1,8 @@
-"""Lookups in one piece, one by one, and as events tell it."""
+"""Checks of lookups, and of the namespaces in which they find blocks."""
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -11,11 +12,11 @@ from kvtier.testing.conformance.hooks import ConformanceHooks
 from kvtier.testing.harness import TierHarness
 from kvtier.testing.job_ledger import demand
 
-__all__ = ["LookupChecks"]
+__all__ = ["EpochChecks", "LookupChecks"]
 
 
 class LookupChecks(ConformanceHooks):
-    """What a tier says it has."""
+    """Lookups agree with each other, with events and with stored blocks."""
 
     def test_lookup_batch_agrees_with_lookup(self) -> None:
         """`lookup_batch` gives what `lookup` would, key by key, at least up to the first MISS."""
@@ -49,7 +50,7 @@ class LookupChecks(ConformanceHooks):
                 )
 
     def test_known_keys_can_be_loaded(self) -> None:
-        """Blocks that `known_keys` names are there, and are no more than were asked for."""
+        """`known_keys` names only blocks that are stored, and no more than it is asked for."""
         with self.harness() as harness:
             present = harness.keys(self.fitting(6))
             harness.wait_for(harness.store(present))
@@ -60,11 +61,10 @@ class LookupChecks(ConformanceHooks):
                     f"known_keys({most}) answered {named!r}: give a list of at most {most} keys",
                 )
                 strange = set(named).difference(present)
-                demand(not strange, f"known_keys named {strange}, which are not here")
+                demand(not strange, f"known_keys named {strange}, which are not stored")
 
     def test_a_lookup_is_no_promise_and_no_obstacle(self) -> None:
-        """A key that was a MISS is a HIT once it has been stored: an earlier answer is not kept
-        past a store."""
+        """A key that was a MISS is a HIT once it has been stored: earlier answers do not last."""
         with self.harness() as harness:
             (key,) = harness.keys(1)
             demand(harness.look_up(key) is LookupResult.MISS, "an empty tier answered HIT")
@@ -76,8 +76,8 @@ class LookupChecks(ConformanceHooks):
             )
 
     def test_missing_names_no_block_that_is_there(self) -> None:
-        """`missing` names blocks that it was asked for, each once, and none that is kept or being
-        stored: what it names is stored again."""
+        """`missing` names only blocks that it was asked for, each once, and none that is kept or
+        being stored, because the blocks that it names are stored again."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(8))
             present, coming = keys[:2], keys[2:]
@@ -85,7 +85,7 @@ class LookupChecks(ConformanceHooks):
             harness.wait_for(harness.store(present))
             with self.slowed(harness.tier):
                 job = harness.store(coming)
-                # Twice: a tier may find out only when it first hears of the uses.
+                # Twice, because a tier may check which blocks it has only after their first use.
                 for _ in range(2):
                     self._demand_absent([*present, *coming, *absent], absent, harness)
                     harness.step()
@@ -114,8 +114,8 @@ class LookupChecks(ConformanceHooks):
         )
 
     def test_events_tell_what_lookups_tell(self) -> None:
-        """A tier that emits events emits all of them: what they say is there is what is a HIT.
-        Routers send requests to where events say that blocks are."""
+        """A tier that emits events emits all of them: the blocks that they leave in the tier are
+        those that are a HIT. Routers rely on events to find the engine that has the blocks."""
         with self.harness() as harness:
             keys = harness.keys(2 * self.fitting(20))
             for start in range(0, len(keys), 4):
@@ -127,8 +127,8 @@ class LookupChecks(ConformanceHooks):
             self._demand_agreement(harness, keys)
 
     def test_events_that_nobody_takes_are_not_recorded(self) -> None:
-        """While `enable_kv_events` is False the tier records no events: nobody takes them, and they
-        would pile up."""
+        """While `enable_kv_events` is False the tier records no events: they are not collected, and
+        would accumulate."""
         with self.harness() as harness:
             harness.tier.enable_kv_events = False
             keys = harness.keys(self.fitting(8))
@@ -153,7 +153,7 @@ class LookupChecks(ConformanceHooks):
 
 
 def _present(harness: TierHarness) -> set[OffloadKey]:
-    """What is in the tier, by its events."""
+    """Return the blocks in the tier, according to its events."""
     tier, present = harness.tier, set[OffloadKey]()
     for event in harness.events:
         demand(
@@ -173,3 +173,85 @@ def _present(harness: TierHarness) -> set[OffloadKey]:
         else:
             present.update(event.keys)
     return present
+
+
+def _new_fingerprint() -> bytes:
+    return os.urandom(16)
+
+
+class EpochChecks(ConformanceHooks):
+    """A fingerprint names a namespace. The same key in another one is another block."""
+
+    def test_blocks_of_another_fingerprint_are_not_found(self) -> None:
+        """A block is found and loaded under the fingerprint it was stored under, and no other."""
+        with self.harness() as harness:
+            own, others = harness.fingerprint, _new_fingerprint()
+            mine, theirs = harness.keys(2)
+            harness.wait_for(harness.store([mine]))
+            harness.fingerprint = others
+            harness.wait_for(harness.store([theirs]))
+            (report,) = harness.wait_for(harness.load([mine]))
+            demand(not report.moved, "a load got a block that is kept under another fingerprint")
+            harness.fingerprint = own
+            demand(
+                harness.look_up(theirs) is LookupResult.MISS,
+                "a block that a job stored under another fingerprint is a HIT",
+            )
+            (report,) = harness.wait_for(harness.load([theirs]))
+            demand(not report.moved, "a load got a block that is kept under another fingerprint")
+
+    def test_another_model_finds_nothing(self) -> None:
+        """A tier for another configuration finds no block of this one, though both may use the
+        same storage."""
+        with self.harness() as first:
+            keys = first.keys(3)
+            first.wait_for(first.store(keys))
+        with self.harness() as second:
+            demand(
+                not second.hits(keys),
+                "blocks of one configuration are a HIT for another: the fingerprint is part of "
+                "the name under which a block is kept",
+            )
+            (report,) = second.wait_for(second.load(keys))
+            demand(not report.moved, "a load got another configuration's block")
+
+    def test_a_new_epoch_hides_earlier_blocks(self) -> None:
+        """After `begin_epoch`, blocks stored before are a MISS, and blocks stored later are kept as
+        usual, also those with the same keys."""
+        with self.harness() as harness:
+            keys = harness.keys(self.fitting(4))
+            harness.wait_for(harness.store(keys))
+            demand(len(harness.hits(keys)) == len(keys), "blocks are a MISS after their store")
+            harness.begin_epoch(_new_fingerprint())
+            demand(
+                not harness.hits(keys),
+                "blocks from before begin_epoch are still a HIT: look up in self.fingerprint, and "
+                "forget earlier answers",
+            )
+            (report,) = harness.wait_for(harness.load(keys))
+            demand(not report.moved, "a load got a block from before begin_epoch")
+            (report,) = harness.wait_for(harness.store(keys))
+            demand(
+                report.result.success,
+                "a store after begin_epoch failed: blocks of an earlier epoch must not keep later "
+                "ones out",
+            )
+            (report,) = harness.wait_for(harness.load(keys))
+            demand(report.result.success, "blocks stored after begin_epoch do not load")
+
+    def test_jobs_under_way_stay_in_their_epoch(self) -> None:
+        """A store that was submitted before `begin_epoch` is reported, and its blocks are never
+        found afterwards. An earlier load is reported as well."""
+        with self.harness() as harness:
+            keys = harness.keys(self.fitting(16))
+            harness.wait_for(harness.store(keys[:2]))
+            with self.slowed(harness.tier):
+                jobs = [harness.store([key]) for key in keys[2:]]
+                jobs.append(harness.load(keys[:2]))
+                harness.begin_epoch(_new_fingerprint())
+            harness.wait_for(*jobs)
+            demand(
+                not harness.hits(keys),
+                "a store that was under way at begin_epoch shows in the new epoch: keep a block "
+                "under the fingerprint of its job, not under that of the tier",
+            )

@@ -1,23 +1,55 @@
-"""A slab's file: every call on it but the asynchronous ones.
+"""The file of a slab: synchronous reads and writes, locks, space, and the pages that describe it.
 
-O_DIRECT wants memory aligned to pages, so whatever is small passes through memory of our own.
+A slab is the one file of a disk tier. It is divided into equal slots, one for each block.
+
+O_DIRECT needs page-aligned memory, so small reads and writes go through a temporary mapping.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import stat
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
 
-from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.disk.layout import (
+    CONTROL_OFFSET,
+    HOLDER_OFFSET,
+    SLOTS_OFFSET,
+    SUPERBLOCK_OFFSETS,
+    Geometry,
+    Holder,
+    SlabFormatError,
+    SlabVersionError,
+    Superblock,
+    decode_clear_request,
+    decode_note,
+)
+from kvtier.tiering.io.page import PAGE_BYTES, set_o_direct
 
-__all__ = ["NotAFile", "SlabFile", "lock_within"]
+__all__ = [
+    "NotAFile",
+    "SlabFile",
+    "has_index",
+    "lock_within",
+    "read_clear_request",
+    "read_holder",
+    "read_note",
+    "read_superblock",
+    "repair_copies",
+    "slots_in_file",
+    "within_file",
+    "write_superblock",
+]
+
+logger = logging.getLogger(__name__)
 
 _MODE = 0o600
 _LONGEST_IO = 4 << 20
@@ -27,7 +59,7 @@ _open_files: WeakSet[SlabFile] = WeakSet()
 
 
 class NotAFile(Exception):
-    """There is something under that name which is no regular file."""
+    """The path names something that is not a regular file."""
 
 
 class SlabFile:
@@ -36,7 +68,7 @@ class SlabFile:
     def __init__(self, path: Path, flags: int) -> None:
         """`flags`: as for `os.open`."""
         self.path = path
-        # O_NONBLOCK: opening a pipe by mistake must not wait for its other end.
+        # O_NONBLOCK, so that opening a pipe by mistake does not wait for its other end.
         self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, _MODE)
         if not stat.S_ISREG(os.fstat(self.fd).st_mode):
             os.close(self.fd)
@@ -45,24 +77,15 @@ class SlabFile:
         _open_files.add(self)
 
     def use_o_direct(self) -> bool:
-        """Bypass the page cache from now on, if the file system and the disk below it allow it.
-        The file must have a page to read. Answers whether it does."""
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            self.read(0, PAGE_BYTES)
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-                fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
-                return False
-            # It is the page that cannot be read, not the way to read it.
-        self.is_direct = True
-        return True
+        """Bypass the page cache from now on. Returns False if the file system does not allow it.
+        The file must have at least one page."""
+        self.is_direct = set_o_direct(self.fd)
+        return self.is_direct
 
     # --- bytes ---------------------------------------------------------------------------------
 
     def read(self, offset: int, length: int) -> bytes:
-        """`length` bytes, or fewer where the file ends. Both are whole pages."""
+        """Read `length` bytes, or fewer at the end of the file. Both arguments in whole pages."""
         parts = []
         with mmap.mmap(-1, min(max(length, PAGE_BYTES), _LONGEST_IO)) as memory:
             done = 0
@@ -84,7 +107,7 @@ class SlabFile:
                 self.write_aligned(offset, source)
 
     def write_aligned(self, offset: int, data: memoryview) -> None:
-        """Write whole pages out of page-aligned memory."""
+        """Write whole pages from page-aligned memory."""
         done = 0
         while done < len(data):
             with data[done:] as rest:
@@ -94,7 +117,7 @@ class SlabFile:
         os.fdatasync(self.fd)
 
     def is_at_its_path(self) -> bool:
-        """Whether this very file is still found under its path. Also if that cannot be said."""
+        """False if the path names another file or none. True if that cannot be determined."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
@@ -103,10 +126,10 @@ class SlabFile:
             return True
 
     def is_locked(self) -> bool:
-        """Whether a process on this machine, in any container, has locked it for itself.
+        """True if another process on this machine, in any container, holds the exclusive lock.
 
-        Takes a shared lock and releases it at once: no other way to look at a lock works across
-        containers. Shared, because NFS refuses an exclusive lock on a file open for reading.
+        Takes a shared lock and releases it at once: nothing else shows locks across containers. The
+        lock is shared because NFS refuses an exclusive one on a file opened for reading.
         """
         try:
             fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -123,18 +146,18 @@ class SlabFile:
 
     @property
     def allocated_bytes(self) -> int:
-        """What `du` says."""
+        """Bytes on the disk, as `du` counts them."""
         return os.fstat(self.fd).st_blocks * 512
 
     def data_bytes(self, start: int, end: int) -> int:
-        """How many of these bytes were ever written. All of them, if the file system cannot say."""
+        """Bytes in this range that are not holes. If the file system cannot tell, all of them."""
         total = 0
         while start < end:
             try:
                 data = os.lseek(self.fd, start, os.SEEK_DATA)
                 hole = os.lseek(self.fd, data, os.SEEK_HOLE)
             except OSError as error:
-                if error.errno == errno.ENXIO:  # nothing but a hole up to the end of the file
+                if error.errno == errno.ENXIO:  # a hole up to the end of the file
                     return total
                 if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                     return total + end - start
@@ -144,8 +167,7 @@ class SlabFile:
         return total
 
     def allocate(self, length: int) -> None:
-        """Make every byte up to `length` really there. If that fails, the file is as long as
-        before."""
+        """Allocate every byte up to `length`. On failure the file has its former size."""
         before = self.size
         try:
             os.posix_fallocate(self.fd, 0, length)
@@ -159,19 +181,19 @@ class SlabFile:
 
     @property
     def free_bytes(self) -> int:
-        """What the file system has left for us."""
+        """Space left on the file system for this user."""
         answer = os.fstatvfs(self.fd)
         return answer.f_bavail * answer.f_frsize
 
     def close(self) -> None:
-        """Once more changes nothing."""
+        """Further calls do nothing."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
 
 
 def _close_in_child() -> None:
-    """A child that was forked must not keep its parent's files locked when that has ended."""
+    """In a forked child: give up the parent's locks, which would otherwise outlive the parent."""
     for file in list(_open_files):
         file.close()
 
@@ -180,7 +202,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock_within(fd: int, patience_s: float) -> bool:
-    """Become the only one who has this locked, until it is closed or the process ends."""
+    """Take the exclusive lock on an open file, waiting up to `patience_s`. The lock ends when the
+    file is closed or the process ends. Returns False if another process kept it."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -191,3 +214,105 @@ def lock_within(fd: int, patience_s: float) -> bool:
             time.sleep(_LOCK_PAUSE_S)
         else:
             return True
+
+
+# --- superblock --------------------------------------------------------------------------------
+
+
+def read_superblock(file: SlabFile) -> Superblock:
+    """The newer of the intact copies. Raises `SlabFormatError` or `OSError` if there is none, and
+    `SlabVersionError` if either copy is of another version."""
+    found = []
+    problem: Exception = SlabFormatError("there is no superblock")
+    for offset in SUPERBLOCK_OFFSETS:
+        try:
+            found.append(Superblock.decode(file.read(offset, PAGE_BYTES)))
+        except (SlabFormatError, OSError) as error:
+            if not isinstance(problem, SlabVersionError):
+                problem = error
+    if not found or isinstance(problem, SlabVersionError):
+        raise problem
+    return max(found, key=lambda superblock: superblock.revision)
+
+
+def write_superblock(file: SlabFile, superblock: Superblock) -> None:
+    """Write one copy after the other, so that one of them is intact at any moment."""
+    page = superblock.encode()
+    for offset in SUPERBLOCK_OFFSETS:
+        file.write(offset, page)
+
+
+def repair_copies(file: SlabFile, superblock: Superblock) -> None:
+    """Make both copies equal to `superblock`. Called before the next change: if only one copy were
+    intact, a crash during that change could destroy it. A sector that cannot be written is left
+    alone."""
+    page = superblock.encode()
+    for offset in SUPERBLOCK_OFFSETS:
+        found = b""
+        with suppress(OSError):
+            found = file.read(offset, PAGE_BYTES)
+        if found != page:
+            with suppress(OSError):
+                file.write(offset, page)
+
+
+def slots_in_file(file: SlabFile, superblock: Superblock) -> int:
+    """How many of the slab's slots are in the file, which may have been truncated. A truncated file
+    counts only as far as it has bytes on the disk: each slot costs memory, and a sparse file may
+    have any length."""
+    geometry = superblock.geometry
+    if file.size >= geometry.file_bytes:
+        return geometry.num_slots
+    length = min(file.size, file.allocated_bytes)
+    return min(geometry.num_slots, max(0, length - SLOTS_OFFSET) // geometry.slot_bytes)
+
+
+def within_file(file: SlabFile, superblock: Superblock) -> Superblock:
+    """The superblock, without the slots that are missing from a truncated file."""
+    num_slots = slots_in_file(file, superblock)
+    if num_slots == superblock.geometry.num_slots:
+        return superblock
+    logger.warning(
+        "%s was truncated: %d of %d slots are left. Give max_bytes to restore its size",
+        file.path,
+        num_slots,
+        superblock.geometry.num_slots,
+    )
+    return replace(superblock, geometry=replace(superblock.geometry, num_slots=num_slots))
+
+
+def has_index(file: SlabFile, geometry: Geometry) -> bool:
+    """True if at least half of the index is data: neither a hole nor cut off by truncation.
+
+    Reading the index takes memory for every slot, and the superblock of a sparse file may claim any
+    number of them.
+    """
+    length = geometry.file_bytes - geometry.index_offset
+    return file.data_bytes(geometry.index_offset, geometry.file_bytes) * 2 >= length
+
+
+# --- holder, note, clear request ---------------------------------------------------------------
+
+
+def read_holder(file: SlabFile) -> Holder | None:
+    """The process that opened the slab last, and may still have it open."""
+    try:
+        return Holder.decode(file.read(HOLDER_OFFSET, PAGE_BYTES))
+    except SlabFormatError:
+        return None
+
+
+def read_note(file: SlabFile) -> bytes:
+    """The note that the last holder left; b"" if there is none."""
+    try:
+        return decode_note(file.read(HOLDER_OFFSET, PAGE_BYTES))
+    except OSError:
+        return b""
+
+
+def read_clear_request(file: SlabFile) -> bytes | None:
+    """Id of the last request to clear the slab, carried out or not."""
+    try:
+        return decode_clear_request(file.read(CONTROL_OFFSET, PAGE_BYTES))
+    except (SlabFormatError, OSError):
+        return None

@@ -1,7 +1,8 @@
-"""The index of a slab: one entry per slot, in memory and, a little later, in the file.
+"""The index of a slab: a table with one entry per slot. It is changed in memory, and the changed
+pages are written to the file shortly afterwards.
 
-It saves reading every slot's header when an engine starts. Nothing depends on it being right: an
-entry that is wrong leads to a slot whose header says otherwise.
+It saves reading every slot header when an engine starts. Correctness does not depend on it: every
+load verifies the slot's header, so a wrong entry is only a miss.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.base import OffloadKey
+from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.layout import ENTRIES_PER_PAGE, Geometry
 from kvtier.tiering.io.page import PAGE_BYTES, close_page, is_intact
 
@@ -26,10 +28,11 @@ __all__ = [
     "IndexTable",
     "is_alive",
     "namespace_tag",
+    "write_index",
 ]
 
 MAX_INLINE_KEY = 42
-"""Longer keys are not in the index: they are read from the slot's header at the next start."""
+"""Longer keys are not in the index; the next engine reads them from the slot headers."""
 
 EMPTY, INLINE, IN_HEADER = 0, 1, 2
 
@@ -50,38 +53,40 @@ _ENTRY_DTYPE = np.dtype(
         ("key", f"V{MAX_INLINE_KEY}"),
     ]
 )
+_PAGES_AT_ONCE = 256
 _ENTRIES_END = _PAGE_HEAD.size + ENTRIES_PER_PAGE * _ENTRY_BYTES
 
 
 def is_alive(entries: NDArray[np.void], cut: int) -> NDArray[np.bool_]:
-    """Which entries stand for blocks: not empty, and not from before the cut."""
+    """True for entries of valid blocks: not empty, and not from before the cut."""
     alive: NDArray[np.bool_] = (entries["state"] != EMPTY) & (entries["seq"] >= cut)
     return alive
 
 
 def namespace_tag(fingerprint: bytes) -> int:
-    """A fingerprint, shortened for the index. The seal has all of it."""
+    """The fingerprint, shortened for the index. The seal has the complete one."""
     return int.from_bytes(fingerprint[:4], "little")
 
 
 class IndexTable:
-    """All entries. Written by I/O threads and the index keeper; every call is one step for others.
+    """All entries. Lanes (I/O threads) and the index flusher change them; each change is atomic for
+    other threads, because it holds the interpreter lock.
 
-    A page that has changed is marked; `take_changed` hands the marks out.
+    A changed page is marked; `take_changed` returns the marked pages and removes the marks.
     """
 
     def __init__(self, geometry: Geometry, uuid: bytes, raw: bytes | None = None) -> None:
-        """`raw`: the table as it was found in the file; what is damaged in it counts as empty, and
-        is listed in `damaged_pages`."""
+        """`raw`: the pages as read from the file. Damaged ones count as empty, and are listed in
+        `damaged_pages`."""
         self.geometry = geometry
         self._uuid = uuid
         size = geometry.num_index_pages * PAGE_BYTES
-        # A mapping: page-aligned, and its pages take no memory before they are used.
+        # An anonymous mapping is page-aligned, and takes no memory until it is used.
         self._memory = mmap.mmap(-1, max(size, PAGE_BYTES))
         self._changed = bytearray(geometry.num_index_pages)
         self.damaged_pages: list[int] = []
         self.long_keys: dict[int, bytes] = {}
-        """By slot, the keys that are too long for an entry."""
+        """Keys that are too long for an entry, by slot."""
         if raw is not None:
             self._memory[: min(len(raw), size)] = raw[:size]
             self._empty_damaged_pages()
@@ -98,7 +103,7 @@ class IndexTable:
                 self._changed[page_no] = 1
 
     def __len__(self) -> int:
-        """How many pages it has."""
+        """Number of pages."""
         return len(self._changed)
 
     def entries(self) -> NDArray[np.void]:
@@ -106,7 +111,7 @@ class IndexTable:
         return self._grid().flatten()[: self.geometry.num_slots]
 
     def keys(self, entries: NDArray[np.void], slots: NDArray[np.int64]) -> list[OffloadKey]:
-        """The keys in these slots, according to `entries`."""
+        """The keys of these slots."""
         chosen = entries[slots]
         lengths = chosen["key_len"].tolist()
         keys: list[Any] = [
@@ -118,7 +123,7 @@ class IndexTable:
         return keys
 
     def set_entries(self, entries: NDArray[np.void]) -> None:
-        """Let every slot have this entry."""
+        """Replace the entries of all slots."""
         grid = self._grid()
         flat = np.zeros(grid.size, _ENTRY_DTYPE)
         flat[: len(entries)] = entries
@@ -126,7 +131,7 @@ class IndexTable:
         self._changed[:] = b"\x01" * len(self._changed)
 
     def _grid(self) -> NDArray[np.void]:
-        """The entries themselves, by page and position in it."""
+        """A view of the entries, by page and position in the page."""
         pages = np.frombuffer(self._memory, np.uint8)[: len(self._changed) * PAGE_BYTES]
         bodies = pages.reshape(-1, PAGE_BYTES)[:, _PAGE_HEAD.size : _ENTRIES_END]
         return bodies.view(_ENTRY_DTYPE)
@@ -136,13 +141,13 @@ class IndexTable:
         return range(start, min(start + ENTRIES_PER_PAGE, self.geometry.num_slots))
 
     def damaged_slots(self) -> list[int]:
-        """The slots whose entries are on damaged pages."""
+        """Slots whose entries are on damaged pages."""
         return [slot for page_no in self.damaged_pages for slot in self.slots_of_page(page_no)]
 
     # --- changes -------------------------------------------------------------------------------
 
     def put(self, slot: int, seq: int, tag: int, key: bytes) -> None:
-        """A block was written into the slot; that counts as its last use."""
+        """Enter a block that was written into the slot. The write counts as its last use."""
         state, inline = INLINE, key
         if len(key) > MAX_INLINE_KEY:
             state, inline = IN_HEADER, b""
@@ -152,17 +157,17 @@ class IndexTable:
         self._changed[page_no] = 1
 
     def clear(self, slot: int) -> None:
-        """The slot holds nothing any more that anyone should look for."""
+        """Remove the slot's entry."""
         page_no, offset = self._place(slot)
         self._memory[offset : offset + _ENTRY_BYTES] = _NO_ENTRY
         self._changed[page_no] = 1
         self.long_keys.pop(slot, None)
 
     def mark_used(self, slots: NDArray[np.int64], used: NDArray[np.int64]) -> None:
-        """The blocks in these slots were used, at these numbers."""
+        """Set the last use of the blocks in these slots."""
         pages, positions = np.divmod(slots, ENTRIES_PER_PAGE)
         uses = self._grid()["used"]
-        # A use from before the block was stored comes late, and says nothing.
+        # A smaller number than the present one belongs to a use before the block was stored.
         uses[pages, positions] = np.maximum(uses[pages, positions], used.astype(np.uint64))
         np.frombuffer(self._changed, np.uint8)[pages] = 1
 
@@ -170,35 +175,53 @@ class IndexTable:
         page_no, position = divmod(slot, ENTRIES_PER_PAGE)
         return page_no, page_no * PAGE_BYTES + _PAGE_HEAD.size + position * _ENTRY_BYTES
 
-    # --- on its way into the file --------------------------------------------------------------
+    # --- writing to the file -------------------------------------------------------------------
 
     @property
     def has_changed(self) -> bool:
-        """Whether a page has changed since it was last taken. Any thread; it takes a microsecond
-        for a million slots."""
+        """True if a page has changed since it was last taken. Any thread; takes a microsecond for a
+        million slots."""
         return 1 in self._changed
 
     def take_changed(self) -> list[int]:
-        """The pages that have changed since they were last taken, in order."""
+        """The pages that have changed since they were last taken, in ascending order."""
         changed: list[int] = np.flatnonzero(
-            np.frombuffer(bytes(self._changed), np.uint8)  # others set marks meanwhile
+            np.frombuffer(bytes(self._changed), np.uint8)  # a copy: other threads set marks
         ).tolist()
         for page_no in changed:
-            self._changed[page_no] = 0  # before it is copied: what changes later is marked again
+            self._changed[page_no] = 0  # before it is copied: a later change sets it again
         return changed
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """These could not be written: they have still changed."""
+        """Mark pages again that could not be written."""
         for page_no in pages:
             self._changed[page_no] = 1
 
     def copy_page(self, page_no: int, target: memoryview) -> None:
-        """The page as it is to stand in the file, checksum included."""
+        """Copy a page as it is written to the file, with its head and checksum."""
         start = page_no * PAGE_BYTES
         target[:] = self._memory[start : start + PAGE_BYTES]
         _PAGE_HEAD.pack_into(target, 0, _MAGIC, page_no, self._uuid[:8])
         close_page(target)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory.close()
+
+
+def write_index(file: SlabFile, index: IndexTable, pages: list[int] | None = None) -> None:
+    """Write these pages of the index to the file; None: all. Adjacent pages are written together.
+    Waits for the disk."""
+    geometry = index.geometry
+    todo = list(range(geometry.num_index_pages)) if pages is None else pages
+    with mmap.mmap(-1, _PAGES_AT_ONCE * PAGE_BYTES) as memory, memoryview(memory) as view:
+        start = 0
+        while start < len(todo):
+            end = start
+            while end < len(todo) and todo[end] - todo[start] == end - start < _PAGES_AT_ONCE:
+                with view[(end - start) * PAGE_BYTES :][:PAGE_BYTES] as target:
+                    index.copy_page(todo[end], target)
+                end += 1
+            with view[: (end - start) * PAGE_BYTES] as run:
+                file.write_aligned(geometry.index_offset + todo[start] * PAGE_BYTES, run)
+            start = end

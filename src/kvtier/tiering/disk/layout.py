@@ -1,14 +1,14 @@
-"""The slab file's format: where everything lies, and the pages that describe it.
+"""The slab file's format: offsets, and the encoding of every page except the index.
 
     page 0, 1   superblock, two copies
-    page 2      who has the file open, and a note for the next one to open it
-    page 3      a request to forget everything, written by `kvtier store clear`
-    then        equal slots: a header page, and the payload
+    page 2      the holder (the process that has the file open), and a note for the next one
+    page 3      a request to clear the slab, written by `kvtier store clear`
+    then        equal slots: a header page, then the payload
     at the end  the index: a table with one entry per slot
 
-Every page that is not payload ends with a checksum of itself. The slot is the truth about what is
-in it; the index is a hint that saves reading all headers at the start. All functions are pure, and
-trust nothing they decode: the one exception they raise is `SlabFormatError`.
+Every page that is not payload ends with a checksum of itself. The header of a slot decides what is
+in it; the index is a hint that saves reading all headers at the start. Nothing here does I/O.
+Everything that is decoded is validated, and decoding raises nothing but `SlabFormatError`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ CONTROL_OFFSET = 3 * PAGE_BYTES
 SLOTS_OFFSET = 4 * PAGE_BYTES
 
 ENTRIES_PER_PAGE = 63
-"""Entries of the index in one of its pages; see `kvtier.tiering.disk.index`."""
+"""Entries in one page of the index; see `kvtier.tiering.disk.index`."""
 
-# A file system keeps its own record of where a file's bytes are, and `du` counts it. ext4: 340
-# extents in a page, and at worst two extents per slot, one that was written and one that was not.
+# `du` also counts the file system's own records of a file. ext4 fits 340 extents into a page, and
+# needs at worst two extents per slot, a written and an unwritten one.
 _EXTENT_BYTES_PER_SLOT = 32
 _EXTENT_BYTES = 2 * PAGE_BYTES
 
@@ -65,7 +65,7 @@ _SUPERBLOCK = struct.Struct("<8sHxxxxxx16sQQQQQQ16sQ")
 _CLEAR = struct.Struct("<8s16s")
 _TEXT = struct.Struct("<8sI")
 _STAMP = struct.Struct("<16sQQ")
-# At the end of the holder's page, which a holder with a long name may need all of.
+# The note is at the end of the holder's page, and is left out if a long holder needs the space.
 _NOTE = struct.Struct("<4sI")
 _NOTE_MAGIC = b"NOTE"
 _MOST_NOTE = 1024
@@ -73,18 +73,18 @@ _NOTE_AT = BODY_BYTES - _NOTE.size - _MOST_NOTE
 STAMP_AT = seal.SEAL_BYTES
 _STAMP_END = STAMP_AT + _STAMP.size
 _PADDING = bytes(BODY_BYTES - _STAMP_END)
-_MOST_NAME = 128  # letters of a name, which may take 12 bytes each in JSON
+_MOST_NAME = 128  # characters; one takes up to 12 bytes in JSON
 _MOST_NUMBER = 2**63
 _MOST_SLOTS = 2**40
 _MOST_PAYLOAD = 2**40
 
 
 class SlabFormatError(Exception):
-    """What was read is not what should stand there."""
+    """A page is missing, damaged or inconsistent."""
 
 
 class SlabVersionError(SlabFormatError):
-    """A slab that another version of kvtier has made."""
+    """The slab has the format of another version of kvtier."""
 
 
 # --- pages -------------------------------------------------------------------------------------
@@ -102,15 +102,15 @@ def _require_intact(page: Buffer, magic: bytes, what: str) -> None:
         raise SlabFormatError(f"there is no {what}, or it is damaged")
 
 
-# --- where things lie --------------------------------------------------------------------------
+# --- geometry ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes and places, which all follow from the size and the number of blocks."""
+    """Sizes and offsets, which all follow from the size and the number of blocks."""
 
     payload_bytes: int
-    """Of one block: whole pages."""
+    """Bytes of one block: whole pages."""
     num_slots: int
 
     @property
@@ -131,11 +131,12 @@ class Geometry:
 
     @property
     def needed_bytes(self) -> int:
-        """The most that the file will ever take, with what the file system adds to it."""
+        """The most that the file takes on its disk, the file system's records included."""
         return self.needed_with(0)
 
     def needed_with(self, extent_bytes: int) -> int:
-        """The same, if the file system needs so much for the file when nothing is written yet."""
+        """Like `needed_bytes`, for a file system whose records of the file take `extent_bytes`
+        before anything is written."""
         extent_bytes = max(extent_bytes, _EXTENT_BYTES)
         return self.file_bytes + extent_bytes + _EXTENT_BYTES_PER_SLOT * self.num_slots
 
@@ -144,7 +145,7 @@ class Geometry:
 
     @classmethod
     def within(cls, max_bytes: int, payload_bytes: int) -> Geometry:
-        """The most slots that fit; there may be none."""
+        """The geometry with the most slots that fit; it may have none."""
         one = cls(payload_bytes, 1)
         num_slots = max(0, (max_bytes - SLOTS_OFFSET) // one.slot_bytes)
         geometry = cls(payload_bytes, num_slots)
@@ -155,27 +156,28 @@ class Geometry:
         return geometry
 
 
-# --- what describes the file -------------------------------------------------------------------
+# --- superblock, holder, note, clear request ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What holds for the whole file."""
+    """The description of the whole file."""
 
     uuid: bytes
-    """Of this file; new when it is formatted."""
+    """Identifies the slab; a new one each time it is formatted."""
     geometry: Geometry
     clock: int = 0
-    """A number that sequence numbers have passed, or will soon: see `Slab.first_seq`."""
+    """A sequence number. The present engine's numbers began there (`Slab.first_seq`); it is raised
+    as they grow (`Slab.keep_clock`)."""
     cut: int = 0
-    """Blocks with a smaller sequence number are gone for good, whatever slots and index say."""
+    """Blocks with a smaller sequence number are invalid, whatever their slot or the index says."""
     revision: int = 0
-    """Of two intact copies, the one with the larger number holds."""
+    """Of two intact copies, the one with the larger revision is valid."""
     created_ns: int = 0
     last_clear: bytes = bytes(16)
-    """The last request to clear that was obeyed."""
+    """Id of the last clear request that was carried out."""
     max_bytes: int = 0
-    """What the file was given its size for. 0: not known."""
+    """The `max_bytes` from which the size was computed. 0: unknown."""
 
     def encode(self) -> bytes:
         return _page_of(
@@ -209,38 +211,38 @@ class Superblock:
             or not 0 < payload_bytes <= _MOST_PAYLOAD
             or not 0 < num_slots <= _MOST_SLOTS
         ):
-            raise SlabFormatError(f"{num_slots} slots for {payload_bytes} bytes are impossible")
+            raise SlabFormatError(f"it cannot have {num_slots} slots of {payload_bytes} bytes")
         if max(clock, cut, revision) >= _MOST_NUMBER:
-            raise SlabFormatError("its numbers cannot grow any more")
+            raise SlabFormatError("its clock, cut or revision is out of range")
         geometry = Geometry(payload_bytes, num_slots)
         return cls(uuid, geometry, clock, cut, revision, created, last_clear, max_bytes)
 
 
 def is_slab_page(page: Buffer) -> bool:
-    """Whether a page was a superblock once: damaged or of another version, but ours."""
+    """True if the page is a superblock, even a damaged one or one of another version."""
     return bytes(page[: len(_SLAB_MAGIC)]) == _SLAB_MAGIC
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has a slab open, for whoever is refused to be told."""
+    """The process that has a slab open. Another engine that is refused gets these details."""
 
     engine_id: str
     pid: int
     host: str
     since_ns: int
     parent_pid: int = 0
-    """The process that started it, as it was when the slab was opened; 0: not known. An engine
-    whose server was killed has another parent afterwards."""
+    """Parent process when the slab was opened; 0: unknown. An engine whose server was killed has
+    another parent afterwards."""
     pid_namespace: int = 0
-    """Inode of the namespace that `pid` is a number in; 0: not known. Containers have one each,
-    and may share a host name."""
+    """Inode of the pid namespace of `pid`; 0: unknown. Each container has its own, and containers
+    may share a host name."""
     started_ticks: int = 0
-    """Clock ticks from boot to the start of the process; 0: not known. A later process that is
-    given the same `pid` has another."""
+    """Clock ticks from boot to the start of the process; 0: unknown. It tells the process from a
+    later one with the same `pid`."""
 
     def encode(self, note: bytes = b"") -> bytes:
-        """The page. `note`: see `decode_note`; left out where there is no room for it."""
+        """The page. `note`: see `decode_note`; left out if it does not fit."""
         fields = [
             self.engine_id[:_MOST_NAME],
             self.pid,
@@ -263,11 +265,11 @@ class Holder:
         _, length = _TEXT.unpack_from(page)
         text = bytes(page[_TEXT.size : BODY_BYTES])[:length]
         try:
-            # Earlier releases wrote the first four or five of these.
+            # Earlier releases wrote only the first four or five fields.
             engine_id, pid, host, since_ns, *rest = [*json.loads(text), 0, 0, 0][:7]
             parent_pid, pid_namespace, started_ticks = rest
         except (ValueError, TypeError, RecursionError):
-            raise SlabFormatError("the record of a holder makes no sense") from None
+            raise SlabFormatError("the record of the holder is invalid") from None
         fields_fit = (
             isinstance(engine_id, str)
             and isinstance(host, str)
@@ -277,12 +279,13 @@ class Holder:
             )
         )
         if not fields_fit:
-            raise SlabFormatError("the record of a holder makes no sense")
+            raise SlabFormatError("the record of the holder is invalid")
         return cls(engine_id, pid, host, since_ns, parent_pid, pid_namespace, started_ticks)
 
 
 def decode_note(page: Buffer) -> bytes:
-    """What the orchestrator has learnt of this slab, in the holder's page; b"": nothing."""
+    """The note for the next engine (`SecondaryTierManager.keep_note`), from the holder's page; b""
+    if there is none."""
     if not is_intact(page) or page[: len(_HOLDER_MAGIC)] != _HOLDER_MAGIC:
         return b""
     magic, length = _NOTE.unpack_from(page, _NOTE_AT)
@@ -291,7 +294,7 @@ def decode_note(page: Buffer) -> bytes:
 
 
 def encode_clear_request(request_id: bytes) -> bytes:
-    """The control page that asks the engine to forget everything."""
+    """The control page with a request to clear the slab."""
     return _page_of(_CLEAR.pack(_CLEAR_MAGIC, request_id))
 
 
@@ -306,7 +309,8 @@ def decode_clear_request(page: Buffer) -> bytes:
 
 
 class SlotStamp(NamedTuple):
-    """Where and when a slot was written. Beside the seal, which says what is in it."""
+    """Which slab and slot a header belongs to, and the block's sequence number. It follows the
+    seal, which identifies the block."""
 
     uuid: bytes
     slot: int
@@ -314,18 +318,18 @@ class SlotStamp(NamedTuple):
 
 
 def encode_stamp(uuid: bytes, slot: int, seq: int) -> bytes:
-    """The stamp as it stands in the header page, from `STAMP_AT` on."""
+    """The stamp as it is written in the header page, from `STAMP_AT` on."""
     return _STAMP.pack(uuid, slot, seq)
 
 
 def write_slot_header(page: bytearray | memoryview, block_seal: bytes, stamp: bytes) -> None:
-    """Fill the header page of a slot. What the page held before does not matter."""
+    """Fill the header page of a slot. The page's former content does not matter."""
     page[:BODY_BYTES] = block_seal + stamp + _PADDING
     close_page(page)
 
 
 def has_stamp(page: Buffer, stamp: bytes) -> bool:
-    """Whether the header page of a slot says this."""
+    """True if the header page of a slot has this stamp."""
     return page[STAMP_AT:_STAMP_END] == stamp
 
 

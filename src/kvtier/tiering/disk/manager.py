@@ -22,70 +22,146 @@ from kvtier.base import (
     RequestOffloadingContext,
 )
 from kvtier.config import ConfigError, Problem
-from kvtier.config.redaction import describe
+from kvtier.config.errors import describe
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
-from kvtier.tiering.disk import metrics
+from kvtier.tiering.disk.flusher import IndexFlusher
 from kvtier.tiering.disk.index import namespace_tag
-from kvtier.tiering.disk.keeper import IndexKeeper
+from kvtier.tiering.disk.mover import SlabMover, SlabTransfer
 from kvtier.tiering.disk.options import DiskOptions
-from kvtier.tiering.disk.population import populate
-from kvtier.tiering.disk.residents import Residents
+from kvtier.tiering.disk.recovery import populate
 from kvtier.tiering.disk.slab import open_slab
-from kvtier.tiering.disk.slab_io import SlabIO
-from kvtier.tiering.disk.transfer import SlabBlock, SlabTransfer
+from kvtier.tiering.disk.slots import SlabBlock, SlabTable
+from kvtier.tiering.inspection import local_path
 from kvtier.tiering.io.aio import address_of
-from kvtier.tiering.io.errors import error_counter
-from kvtier.tiering.io.rows import require_movable
-from kvtier.tiering.io.transfer import Piece, Transfer
+from kvtier.tiering.io.metrics import definitions, error_counter, error_counters
+from kvtier.tiering.io.page import require_movable
+from kvtier.tiering.io.queue import Piece, Transfer
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.cpu.policies.base import CachePolicy
+    from kvtier.tiering.disk.inspector import SlabInspector
 
-__all__ = ["DiskSecondaryTierManager"]
+__all__ = [
+    "CAPACITY",
+    "EVICTED",
+    "FAILED",
+    "FILE_BYTES",
+    "FORGOTTEN",
+    "QUEUED",
+    "REFUSED",
+    "RESIDENT",
+    "DiskSecondaryTierManager",
+]
 
 logger = logging.getLogger(__name__)
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 
 _ANNOUNCED_AT_ONCE = 1024
+"""Blocks of an earlier engine in one event."""
+
+_PREFIX = "kvtier_disk"
+RESIDENT = f"{_PREFIX}_resident_blocks"
+CAPACITY = f"{_PREFIX}_capacity_blocks"
+FILE_BYTES = f"{_PREFIX}_file_bytes"
+QUEUED = f"{_PREFIX}_queued_blocks"
+EVICTED = f"{_PREFIX}_evicted_blocks"
+REFUSED = f"{_PREFIX}_refused_blocks"
+FAILED = f"{_PREFIX}_failed_blocks"
+FORGOTTEN = f"{_PREFIX}_forgotten_blocks"
+
+_GAUGES = {
+    RESIDENT: "Blocks in the disk tier, including those being written.",
+    CAPACITY: "Blocks that the disk tier can hold.",
+    FILE_BYTES: "Disk usage of the slab file in bytes, as du counts it; 0 if it was removed.",
+    QUEUED: "Blocks that are waiting to be written, or being written.",
+}
+_COUNTERS = {
+    EVICTED: "Blocks that left the disk tier to make room.",
+    REFUSED: "Blocks not stored because all slots of the disk tier were being written or read.",
+    FAILED: "Blocks that could not be written.",
+    FORGOTTEN: "Blocks dropped because they were damaged or could not be loaded.",
+    **error_counters(_PREFIX),
+}
+
+
+class _EventLog:
+    """The tier's events. Blocks of an earlier engine are announced in batches, as stored events."""
+
+    def __init__(self, tier: SecondaryTierManager, found: Iterable[OffloadKey]) -> None:
+        """`found`: the blocks of an earlier engine."""
+        self._tier = tier
+        self._events: list[OffloadingEvent] = []
+        self._unannounced = dict.fromkeys(found)
+        """Blocks of an earlier engine for which no event was emitted yet."""
+
+    def stored(self, keys: list[OffloadKey]) -> None:
+        self._add(keys, removed=False)
+
+    def removed(self, keys: list[OffloadKey]) -> None:
+        """Report removed blocks, except those whose presence was never announced."""
+        if self._unannounced and self._tier.enable_kv_events:
+            unannounced = self._unannounced.keys() & keys
+            keys = [key for key in keys if key not in unannounced]
+            for key in unannounced:
+                del self._unannounced[key]
+        self._add(keys, removed=True)
+
+    def all_removed(self, keys: Collection[OffloadKey]) -> None:
+        """Report that the tier was emptied. `keys`: the keys of all blocks that were readable."""
+        unannounced, self._unannounced = self._unannounced, {}
+        if self._tier.enable_kv_events:
+            announced = list(keys)
+            if unannounced:
+                announced = [key for key in keys if key not in unannounced]
+            self._add(announced, removed=True)
+
+    def drop_if_disabled(self) -> None:
+        if self._unannounced and not self._tier.enable_kv_events:
+            self._unannounced = {}
+
+    def take(self) -> list[OffloadingEvent]:
+        events, self._events = self._events, []
+        if self._unannounced and self._tier.enable_kv_events:
+            count = min(len(self._unannounced), _ANNOUNCED_AT_ONCE)
+            found = [self._unannounced.popitem()[0] for _ in range(count)]
+            events.append(OffloadingEvent(found, Medium.STORAGE, False, self._tier.locality))
+        return events
+
+    def _add(self, keys: list[OffloadKey], removed: bool) -> None:
+        if keys and self._tier.enable_kv_events:
+            event = OffloadingEvent(keys, Medium.STORAGE, removed, self._tier.locality)
+            self._events.append(event)
 
 
 class DiskSecondaryTierManager(SecondaryTierManager):
     """Blocks in the slots of a slab file.
 
-    The scheduler's thread alone knows what is kept (`Residents`), and makes room before a store
-    begins. `SlabIO` moves blocks on threads of its own. `IndexKeeper`, a thread too, writes down
-    what is where, for the next engine. The slot's own header has the last word about it.
+    A store: `submit_store` evicts and assigns slots in the `SlabTable` (scheduler thread), lanes
+    seal and write the blocks through the `SlabMover`, and `get_finished_jobs` makes them readable.
+    A load pins its blocks in the table, lanes read and verify them, and `get_finished_jobs` unpins
+    them. The `IndexFlusher`, on a thread of its own, writes the index to the file for the next
+    engine. The header of a slot decides what is in it; the index is a hint.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
+    options_cls = DiskOptions
 
     def __init__(
         self,
         offloading_spec: OffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
-        path: str,
-        max_bytes: int | str | None = None,
-        eviction_policy: str | None = None,
-        io_threads: int | None = None,
-        use_o_direct: bool | str | None = None,
+        **keys: Any,
     ) -> None:
+        """`keys`: those of `DiskOptions`."""
         config = offloading_spec.config
-        options = DiskOptions.parse(
-            {
-                "path": path,
-                "max_bytes": max_bytes,
-                "eviction_policy": eviction_policy,
-                "io_threads": io_threads,
-                "use_o_direct": use_o_direct,
-            },
-            config.parallel,
-        )
+        options = DiskOptions.parse(keys).for_replica(config.parallel)
+        options.require_place()
         config.require_weights_identity()
-        # A policy of the user's own is found where the primary tier has it from.
+        # If the primary tier uses the same policy, load it from the same module.
         is_shared = options.eviction_policy == config.options.eviction_policy
         policy_cls = _policy_cls(
             options.eviction_policy,
@@ -124,55 +200,55 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         slab = self._slab
         geometry = slab.geometry
         self.capacity_blocks = geometry.num_slots
-        self._residents = Residents(policy_cls, geometry.num_slots, slab.first_seq)
-        populate(self._residents, slab, namespace_tag(self.fingerprint))
+        self._table = SlabTable(policy_cls, geometry.num_slots, slab.first_seq)
+        tag = namespace_tag(self.fingerprint)
+        populate(self._table, slab.index, slab.superblock.cut, tag)
         logger.info(
             "%s: %d blocks of %d slots found for namespace %s, in %.1f s; %s",
             slab.file.path,
-            len(self._residents.readable),
+            len(self._table.readable),
             geometry.num_slots,
             self.fingerprint.hex(),
             time.monotonic() - started,
             "O_DIRECT" if slab.file.is_direct else "through the page cache",
         )
         self._last_touch: tuple[str, tuple[OffloadKey, ...]] = ("", ())
-        """The request whose uses were told last, if it has not ended, and what it used."""
+        """Id of the request for which `touch` was called last, and the keys it used. Empty once
+        that request has ended."""
         self._stored_since = False
-        """Whether that request has stored blocks after its uses were told."""
-        self._unannounced = dict.fromkeys(self._residents.readable)
-        """Blocks of an earlier engine that nobody has been told of yet."""
+        """True if that request has stored blocks after the touch."""
+        self._events = _EventLog(self, self._table.readable)
         self._in_flight: set[Transfer[SlabBlock]] = set()
         self._results: list[JobResult] = []
-        self._events: list[OffloadingEvent] = []
         self._counters: Counter[str] = Counter()
         self._num_queued = 0
         self._clear_wanted = False
-        self._io = SlabIO(self, slab, rows_address, io_threads)
+        self._mover = SlabMover(self, slab, rows_address, io_threads)
         try:
-            self._keeper = IndexKeeper(
+            self._flusher = IndexFlusher(
                 slab,
-                self._residents.slots_of,
-                lambda: self._residents.next_seq,
+                self._table.slots_of,
+                lambda: self._table.next_seq,
                 self._want_clear,
-                lambda error: self._io.errors.note(error.errno or errno.EIO, is_write=True),
+                lambda error: self._mover.errors.note(error.errno or errno.EIO, is_write=True),
             )
         except BaseException:
-            self._io.stop()
+            self._mover.stop()
             raise
 
-    # --- what is kept: scheduler thread --------------------------------------------------------
+    # --- lookups and uses: scheduler thread ----------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if self._clear_wanted:
-            self._start_over()
-        return _HIT if key in self._residents.readable else _MISS
+            self._reset()
+        return _HIT if key in self._table.readable else _MISS
 
     def lookup_batch(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> Sequence[LookupResult]:
         if self._clear_wanted:
-            self._start_over()
-        num_hits = len(list(takewhile(self._residents.readable.__contains__, keys)))
+            self._reset()
+        num_hits = len(list(takewhile(self._table.readable.__contains__, keys)))
         answers = [_HIT] * num_hits
         if num_hits < len(keys):
             answers.append(_MISS)
@@ -184,18 +260,18 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._use(keys, req_context)
 
     def _use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        keys = tuple(keys)  # another thread reads it later
-        self._keeper.note_use(self._residents.touch(keys, req_context), keys)
+        keys = tuple(keys)  # the flusher reads it later, on its thread
+        self._flusher.note_use(self._table.touch(keys, req_context), keys)
 
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
         if self._clear_wanted:
-            self._start_over()
-        kept, coming = self._residents.readable, self._residents.writing
-        absent = [key for key in keys if key not in kept]
-        return [key for key in absent if key not in coming]
+            self._reset()
+        readable, writing = self._table.readable, self._table.writing
+        absent = [key for key in keys if key not in readable]
+        return [key for key in absent if key not in writing]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._residents.on_new_request(req_context)
+        self._table.on_new_request(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -203,51 +279,30 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         is_last = req_id == req_context.req_id
         try:
             if is_last and self._stored_since:
-                # Blocks that were offered again, or had to wait, were stored after their uses were
-                # told. This puts the head of the prompt last again, wherever they are in it. Once
-                # for all of them: a long prompt is stored in many parts.
+                # Blocks stored after the touch are now more recently used than the rest of the
+                # prompt. A second touch makes the head of the prompt the last to be evicted again.
+                # It happens once, when the request ends: a long prompt is stored in many parts.
                 self._use(used, req_context)
-        finally:  # a policy of the user's own may raise
+        finally:  # a third party's policy may raise
             if is_last:
                 self._last_touch = ("", ())
-            self._residents.on_request_finished(req_context)
+            self._table.on_request_finished(req_context)
 
     def known_keys(self, most: int) -> Sequence[OffloadKey]:
-        return list(islice(self._residents.readable, most))
+        return list(islice(self._table.readable, most))
 
     def keep_note(self, note: bytes) -> None:
-        self._keeper.keep_note(note)
+        self._flusher.keep_note(note)
 
     def kept_note(self) -> bytes | None:
         return self._slab.note or None
 
     def has_pending_work(self) -> bool:
-        # vLLM may end its engine process in the middle of `shutdown`: what is stored should be in
-        # the index before the engine has nothing left to do.
-        return self._keeper.is_behind
+        # vLLM may end its engine process in the middle of `shutdown`, so the engine counts as busy
+        # until the index is in the file.
+        return self._flusher.is_behind
 
-    def begin_epoch(self, fingerprint: bytes) -> None:
-        """Blocks from before are gone at once for this engine, and a moment later, when that stands
-        in the file, for every other."""
-        super().begin_epoch(fingerprint)
-        self._keeper.cut_at(self._residents.next_seq)
-        self._start_over()
-
-    def _want_clear(self) -> None:
-        """On the keeper's thread: forget everything at the next call."""
-        self._clear_wanted = True
-
-    def _start_over(self) -> None:
-        self._clear_wanted = False
-        busy = {block.block_id for transfer in self._in_flight for _, block in transfer.pieces}
-        policy, blocks = self._residents.start_over(busy)
-        untold, self._unannounced = self._unannounced, {}
-        if self.enable_kv_events:
-            told = [key for key in blocks if key not in untold] if untold else list(blocks)
-            self._report_removed(told)
-        self._keeper.destroy(policy, blocks)
-
-    # --- the life of a job: scheduler thread ---------------------------------------------------
+    # --- jobs: scheduler thread ----------------------------------------------------------------
 
     def submit_store(self, job: TransferJob) -> None:
         self._submit(self._store, job)
@@ -257,77 +312,19 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     def _submit(self, begin: Callable[[TransferJob], None], job: TransferJob) -> None:
         if self._clear_wanted:
-            self._start_over()
+            self._reset()
         try:
             begin(job)
-        except BaseException:  # a policy of the user's own
+        except BaseException:  # a third party's policy may raise
             self._results.append(JobResult(job.job_id, False))
             raise
 
-    def _store(self, job: TransferJob) -> None:
-        if job.fingerprint != self.fingerprint:
-            self._results.append(JobResult(job.job_id, False))
-            return
-        residents = self._residents
-        keys = job.keys
-        todo = dict(zip(keys, job.block_ids.tolist(), strict=True))
-        here: list[OffloadKey] = []
-        kept, coming = residents.readable.keys(), residents.writing.keys()
-        if not (kept.isdisjoint(todo.keys()) and coming.isdisjoint(todo.keys())):
-            # What another job is writing counts as here.
-            here = [key for key in todo if key in kept or key in coming]
-            for key in here:
-                del todo[key]
-        # How much may wait for the disk is not up to us: what does holds slots of the primary tier,
-        # and the orchestrator bounds those.
-        new = list(todo)
-        evicted = residents.make_room(new, keys, job.req_context)
-        self._counters[metrics.EVICTED] += len(evicted)
-        self._report_removed(evicted)
-        blocks = residents.place(new, job.req_context)
-        self._counters[metrics.REFUSED] += len(todo) - len(blocks)
-        if self._last_touch[0] == job.req_context.req_id:
-            self._stored_since = True
-        if here:
-            try:
-                # Last: then the head of the prompt leaves last, wherever the new blocks are in it.
-                self._use(keys, job.req_context)
-            except BaseException:
-                residents.not_written(blocks)
-                raise
-        self._num_queued += len(blocks)
-        self._begin(SlabTransfer(job, list(zip(todo.values(), blocks, strict=False)), here))
-
-    def _load(self, job: TransferJob) -> None:
-        pieces: list[Piece[SlabBlock]] = []
-        if job.fingerprint == self.fingerprint:
-            self._use(job.keys, job.req_context)
-            found = zip(job.block_ids.tolist(), self._residents.pin(job.keys), strict=True)
-            pieces = [(row, block) for row, block in found if block is not None]
-            pieces.sort(key=_slot_of)
-        self._begin(SlabTransfer(job, pieces))
-
-    def _begin(self, transfer: SlabTransfer) -> None:
-        self._in_flight.add(transfer)
-        self._io.work.submit(transfer)
-
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        for transfer in self._io.work.take_ended():
+        for transfer in self._mover.work.take_ended():
             self._finish(transfer)
-        if self._unannounced and not self.enable_kv_events:
-            self._unannounced = {}  # nobody wants to be told
+        self._events.drop_if_disabled()
         results, self._results = self._results, []
         return results
-
-    def drain_jobs(self) -> None:
-        self._io.work.wait_until_idle()
-
-    def shutdown(self) -> None:
-        """Gives up what has not been begun. The results are still to be had."""
-        self._io.stop()
-        self._keeper.stop()
-        self._slab.close()
-        self.rows.release()
 
     def _finish(self, transfer: Transfer[SlabBlock]) -> None:
         self._in_flight.discard(transfer)
@@ -342,56 +339,122 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             done = transfer.here + [block.key for _, block in transfer.done]
         self._results.append(JobResult(job.job_id, success, done, transfer.seconds))
 
-    def _end_load(self, transfer: Transfer[SlabBlock]) -> None:
-        residents = self._residents
-        # A block that could not be loaded once would be a HIT in vain again and again.
-        forgotten = residents.unpin(
-            [block for _, block in transfer.done], [block for _, block in transfer.failed]
-        )
-        self._counters[metrics.FORGOTTEN] += len(forgotten)
-        self._report_removed(forgotten)
+    def drain_jobs(self) -> None:
+        self._mover.work.wait_until_idle()
+
+    def shutdown(self) -> None:
+        """Fail transfers that have not begun, and wait for the others. `get_finished_jobs` still
+        returns their results."""
+        self._mover.stop()
+        self._flusher.stop()
+        self._slab.close()
+        self.rows.release()
+
+    # --- a store -------------------------------------------------------------------------------
+
+    def _store(self, job: TransferJob) -> None:
+        """Evict, assign slots, and queue the blocks that are not here. The number of blocks that
+        may wait is limited by the orchestrator, because they hold slots of the primary tier."""
+        if job.fingerprint != self.fingerprint:
+            self._results.append(JobResult(job.job_id, False))
+            return
+        table = self._table
+        keys = job.keys
+        todo = dict(zip(keys, job.block_ids.tolist(), strict=True))
+        here: list[OffloadKey] = []
+        readable, writing = table.readable.keys(), table.writing.keys()
+        if not (readable.isdisjoint(todo.keys()) and writing.isdisjoint(todo.keys())):
+            # A block that another job is writing counts as here.
+            here = [key for key in todo if key in readable or key in writing]
+            for key in here:
+                del todo[key]
+        new = list(todo)
+        evicted = table.make_room(new, keys, job.req_context)
+        self._counters[EVICTED] += len(evicted)
+        self._events.removed(evicted)
+        blocks = table.place(new, job.req_context)
+        self._counters[REFUSED] += len(todo) - len(blocks)
+        if self._last_touch[0] == job.req_context.req_id:
+            self._stored_since = True
+        if here:
+            try:
+                # After `place`, so that the head of the prompt is evicted last, wherever the new
+                # blocks are in it.
+                self._use(keys, job.req_context)
+            except BaseException:
+                table.not_written(blocks)
+                raise
+        self._num_queued += len(blocks)
+        self._begin(SlabTransfer(job, list(zip(todo.values(), blocks, strict=False)), here))
 
     def _end_store(self, transfer: Transfer[SlabBlock]) -> None:
         self._num_queued -= len(transfer.pieces)
-        self._residents.not_written(block for _, block in transfer.failed)
-        stored = self._residents.written(block for _, block in transfer.done)
-        self._counters[metrics.FAILED] += len(transfer.failed)
-        if stored and self.enable_kv_events:
-            self._events.append(OffloadingEvent(stored, Medium.STORAGE, False, self.locality))
+        self._table.not_written(block for _, block in transfer.failed)
+        stored = self._table.written(block for _, block in transfer.done)
+        self._counters[FAILED] += len(transfer.failed)
+        self._events.stored(stored)
 
-    # --- what is told: scheduler thread --------------------------------------------------------
+    # --- a load --------------------------------------------------------------------------------
 
-    def _report_removed(self, keys: list[OffloadKey]) -> None:
-        if not self.enable_kv_events:
-            return
-        if self._unannounced:
-            untold = self._unannounced.keys() & keys
-            keys = [key for key in keys if key not in untold]
-            for key in untold:
-                del self._unannounced[key]
-        if keys:
-            self._events.append(OffloadingEvent(keys, Medium.STORAGE, True, self.locality))
+    def _load(self, job: TransferJob) -> None:
+        """Pin the blocks that are here, and queue them in the order of their slots."""
+        pieces: list[Piece[SlabBlock]] = []
+        if job.fingerprint == self.fingerprint:
+            self._use(job.keys, job.req_context)
+            found = zip(job.block_ids.tolist(), self._table.pin(job.keys), strict=True)
+            pieces = [(row, block) for row, block in found if block is not None]
+            pieces.sort(key=_slot_of)
+        self._begin(SlabTransfer(job, pieces))
+
+    def _end_load(self, transfer: Transfer[SlabBlock]) -> None:
+        # A block that failed is forgotten; otherwise it would be a HIT that fails each time.
+        forgotten = self._table.unpin(
+            [block for _, block in transfer.done], [block for _, block in transfer.failed]
+        )
+        self._counters[FORGOTTEN] += len(forgotten)
+        self._events.removed(forgotten)
+
+    def _begin(self, transfer: SlabTransfer) -> None:
+        self._in_flight.add(transfer)
+        self._mover.work.submit(transfer)
+
+    # --- reset: scheduler thread, except `_want_clear` -----------------------------------------
+
+    def begin_epoch(self, fingerprint: bytes) -> None:
+        """Make all earlier blocks unreachable: at once for this engine, and for every other as soon
+        as the flusher has written the cut."""
+        super().begin_epoch(fingerprint)
+        self._flusher.cut_at(self._table.next_seq)
+        self._reset()
+
+    def _want_clear(self) -> None:
+        """Called on the flusher's thread: the next call on the scheduler thread resets the tier."""
+        self._clear_wanted = True
+
+    def _reset(self) -> None:
+        self._clear_wanted = False
+        busy = {block.block_id for transfer in self._in_flight for _, block in transfer.pieces}
+        policy, blocks = self._table.reset(busy)
+        self._events.all_removed(blocks)
+        self._flusher.destroy(policy, blocks)
+
+    # --- events and metrics: scheduler thread --------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events, self._events = self._events, []
-        if self._unannounced and self.enable_kv_events:
-            count = min(len(self._unannounced), _ANNOUNCED_AT_ONCE)
-            found = [self._unannounced.popitem()[0] for _ in range(count)]
-            events.append(OffloadingEvent(found, Medium.STORAGE, False, self.locality))
-        return events
+        return self._events.take()
 
     def get_stats(self) -> OffloadingStats:
-        counters: dict[str, float] = {name: self._counters[name] for name in metrics.COUNTERS}
+        counters: dict[str, float] = {name: self._counters[name] for name in _COUNTERS}
         self._counters.clear()
-        for kind, count in self._io.errors.take().items():
-            counters[error_counter(metrics.PREFIX, kind)] += count
+        for kind, count in self._mover.errors.take().items():
+            counters[error_counter(_PREFIX, kind)] += count
         return OffloadingStats(
             counters,
             gauges={
-                metrics.RESIDENT: self._residents.num_used,
-                metrics.CAPACITY: self._residents.num_slots,
-                metrics.FILE_BYTES: self._keeper.allocated_bytes,
-                metrics.QUEUED: self._num_queued,
+                RESIDENT: self._table.num_used,
+                CAPACITY: self._table.num_slots,
+                FILE_BYTES: self._flusher.allocated_bytes,
+                QUEUED: self._num_queued,
             },
         )
 
@@ -399,7 +462,14 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def build_metric_definitions(
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
-        return dict(metrics.DEFINITIONS)
+        return definitions(_GAUGES, _COUNTERS)
+
+    @classmethod
+    def open_inspector(cls, location: str) -> SlabInspector | None:
+        from kvtier.tiering.disk.inspector import SlabInspector
+
+        path = local_path(location)
+        return None if path is None or path.is_dir() else SlabInspector(path)
 
 
 def _policy_cls(name: str, module_path: str | None) -> type[CachePolicy]:
@@ -413,7 +483,7 @@ def _policy_cls(name: str, module_path: str | None) -> type[CachePolicy]:
                 "eviction_policy",
                 describe(name),
                 'the name of an eviction policy: "lru", "arc", one that is installed, or the '
-                "primary tier's own",
+                "one that the primary tier uses",
                 "Write one of these",
             )
         ) from None

@@ -1,39 +1,29 @@
-"""What the user may set for the disk tier, and what is refused."""
+"""The keys of the disk tier."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from kvtier.config import ConfigError, OffloadingParallelConfig, Problem
-from kvtier.config.kinds import SIZE, Kind, Unfit, whole_number
-from kvtier.config.redaction import describe
+from kvtier.config import ConfigError, OffloadingParallelConfig, Problem, TierOptions
+from kvtier.config.errors import describe
+from kvtier.config.fields import SIZE, Kind, Unfit, absolute_path, key, whole_number_up_to
 
 __all__ = ["DiskOptions"]
 
-_MOST_IO_THREADS = 64
+_ANY_PATH = absolute_path(
+    "the path of a file",
+    'Write the path of the slab file in quotes, such as "/mnt/nvme/kv.slab"',
+)
 
 
-def _path(value: object) -> Path:
-    if isinstance(value, Path):
-        value = str(value)
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise Unfit('Write the path of the slab file in quotes, such as "/mnt/nvme/kv.slab"')
-    path = Path(value)
-    if not path.is_absolute():
-        raise Unfit("Write the whole path, from / on: engines start in all kinds of directories")
-    if not path.name or value.endswith("/"):
+def _file_path(value: object) -> Path:
+    path = _ANY_PATH.parse(value)
+    if not path.name or str(value).endswith("/"):
         raise Unfit(f'Name a file, such as "{path / "kv.slab"}"')
     return path
-
-
-def _io_threads(value: object) -> int:
-    number = whole_number(1).parse(value)
-    if number > _MOST_IO_THREADS:
-        raise Unfit(f"Write at most {_MOST_IO_THREADS}; four are enough for most disks")
-    return number
 
 
 def _use_o_direct(value: object) -> bool | None:
@@ -50,56 +40,60 @@ def _policy(value: object) -> str:
     return value
 
 
-_KINDS: dict[str, Kind[Any]] = {
-    "path": Kind("the path of a file", _path),
-    "max_bytes": SIZE,
-    "eviction_policy": Kind("the name of an eviction policy", _policy),
-    "io_threads": Kind(f"a whole number from 1 to {_MOST_IO_THREADS}", _io_threads),
-    "use_o_direct": Kind('true, false or "auto"', _use_o_direct),
-}
-
-
 @dataclass(frozen=True, slots=True)
-class DiskOptions:
-    """The checked keys of a disk tier."""
+class DiskOptions(TierOptions):
+    """The keys of an entry with `"type": "disk"`."""
 
-    path: Path
-    max_bytes: int | None
-    eviction_policy: str
-    io_threads: int | None
-    use_o_direct: bool | None
+    path: Path = key(
+        Kind(_ANY_PATH.allowed, _file_path), "The slab file.", example='"/mnt/nvme/kv.slab"'
+    )
+    max_bytes: int | None = key(
+        SIZE,
+        "Size of the slab. Required for a new slab; without it, an existing slab keeps its size.",
+        default=None,
+        example='"500GiB"',
+    )
+    eviction_policy: str = key(
+        Kind("the name of an eviction policy", _policy),
+        "Which block leaves the slab first.",
+        default="lru",
+        null_is_default=True,
+    )
+    io_threads: int | None = key(
+        whole_number_up_to(64, "; four are enough for most disks"),
+        "I/O threads; with two or more, one only loads. Default: 4 for blocks of 512 KiB or more, "
+        "otherwise 2.",
+        default=None,
+    )
+    use_o_direct: bool | None = key(
+        Kind('true, false or "auto"', _use_o_direct),
+        'Bypass the page cache; `"auto"` and `null`: where the file system can.',
+        default=None,
+    )
 
-    @classmethod
-    def parse(cls, given: Mapping[str, object], parallel: OffloadingParallelConfig) -> DiskOptions:
-        """Raises `ConfigError` with all that is wrong. What is None was not given."""
-        present = {k: value for k, value in given.items() if value is not None or k == "path"}
-        refusals = [_KINDS[key].refusal(key, value) for key, value in present.items()]
-        problems = [problem for problem in refusals if problem is not None]
-        if problems:
-            raise ConfigError(*problems)
-        parsed = {key: _KINDS[key].parse(value) for key, value in present.items()}
-        path = _own_path(parsed["path"], parallel)
-        if not path.parent.is_dir():
+    not_here: ClassVar[Mapping[str, str]] = {
+        "root_dir": 'Here it is "path", which names a file',
+        "n_read_threads": 'Here it is "io_threads"',
+        "n_write_threads": 'Here it is "io_threads"',
+        "min_free_bytes": "Remove it; a slab takes all of its room at the start",
+    }
+
+    def for_replica(self, parallel: OffloadingParallelConfig) -> DiskOptions:
+        """Return the options with a path that no other replica uses: all data-parallel replicas are
+        configured with the same one. The index is tested too, because some engines tell every
+        replica that the data-parallel size is 1."""
+        if parallel.data_parallel_size <= 1 and parallel.data_parallel_index == 0:
+            return self
+        name = f"{self.path.stem}-dp{parallel.data_parallel_index}{self.path.suffix}"
+        return replace(self, path=self.path.with_name(name))
+
+    def require_place(self) -> None:
+        if not self.path.parent.is_dir():
             raise ConfigError(
                 Problem(
                     "path",
-                    describe(str(path)),
+                    describe(str(self.path)),
                     "a file in a directory that exists",
-                    f"Make the directory {path.parent}, or mount the disk first",
+                    f"Make the directory {self.path.parent}, or mount the disk first",
                 )
             )
-        return cls(
-            path,
-            parsed.get("max_bytes"),
-            parsed.get("eviction_policy", "lru"),
-            parsed.get("io_threads"),
-            parsed.get("use_o_direct"),
-        )
-
-
-def _own_path(path: Path, parallel: OffloadingParallelConfig) -> Path:
-    """Data-parallel replicas are all given one path, and each needs a file of its own. Some engines
-    tell a replica that it is one of one, but keep its index."""
-    if parallel.data_parallel_size <= 1 and parallel.data_parallel_index == 0:
-        return path
-    return path.with_name(f"{path.stem}-dp{parallel.data_parallel_index}{path.suffix}")

@@ -1,7 +1,7 @@
-"""A slab seen from outside: by whoever has not opened it for an engine, while one may be at work.
+"""Reads a slab, the file of a disk tier, from outside, while an engine may be writing it.
 
-Nothing is written, and no lock is kept. What is read may change at any moment: a page that is
-being written is read again, and a slot that does not fit the index may have been written since.
+Nothing is written, and no lock is kept. The file may change at any moment: a page that is being
+written is read again, and a slot that does not match the index may have been overwritten since.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvtier import seal
 from kvtier.base import OffloadKey
 from kvtier.seal import SealFailure
-from kvtier.tiering.disk.file import NotAFile, SlabFile
+from kvtier.tiering.disk.file import NotAFile, SlabFile, has_index, read_holder
 from kvtier.tiering.disk.index import EMPTY, IN_HEADER, IndexTable, is_alive, namespace_tag
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
@@ -34,41 +34,41 @@ from kvtier.tiering.disk.layout import (
     is_slab_page,
     read_stamp,
 )
-from kvtier.tiering.disk.scan import FoundBlock, scan_headers
-from kvtier.tiering.disk.superblocks import has_index, read_holder
+from kvtier.tiering.disk.recovery import FoundBlock, scan_headers
+from kvtier.tiering.inspection import WHAT_TO_GIVE
 from kvtier.tiering.io.page import PAGE_BYTES, is_intact
 
 __all__ = ["CheckedSlot", "Entry", "SlabReader", "SlabUnreadable", "Snapshot", "check_slot"]
 
 _NUM_TRIES = 8
 _PAUSE_S = 0.02
-"""A page that is being written is whole again by then."""
+"""An engine finishes writing a page within this time."""
 _VERSION = struct.Struct("<8xH")
 
 
 class SlabUnreadable(Exception):
-    """There is no slab to be read; says what there is, and the remedy."""
+    """The file is not a readable slab. The message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the index says of a slot."""
+    """A slot's entry in the index."""
 
     seq: int
     tag: int
-    """The start of the namespace, as `namespace_tag` makes it."""
+    """The start of the namespace's fingerprint, made by `namespace_tag`."""
     key: OffloadKey | None
-    """None: it is too long for the index, and stands in the slot's header alone."""
+    """None if it is too long for the index, and only in the slot's header."""
 
 
 class Snapshot:
-    """The superblock and the index, as they were in the file at about the same time."""
+    """The superblock and the index, read from the file at about the same time."""
 
     def __init__(self, superblock: Superblock, table: IndexTable) -> None:
         self.superblock = superblock
         self.geometry: Geometry = superblock.geometry
         self.damaged_pages: Sequence[int] = table.damaged_pages
-        """Of the index. Their slots count as empty here."""
+        """Damaged pages of the index. Their slots count as empty here."""
         self._unknown = table.damaged_slots()
         self.entries: NDArray[np.void] = table.entries()
         """One for each slot. Fields: seq, used, tag, key_len, state, key."""
@@ -78,15 +78,15 @@ class Snapshot:
         return np.flatnonzero(is_alive(self.entries, self.superblock.cut))
 
     def num_dead(self) -> int:
-        """Blocks that are in the index still, and were cleared."""
+        """Number of cleared blocks that are still in the index."""
         return int(np.count_nonzero(self.entries["state"] != EMPTY)) - len(self.live_slots())
 
     def unknown_slots(self) -> list[int]:
-        """The slots whose page of the index is damaged: an engine asks the slots themselves."""
+        """The slots whose page of the index is damaged. An engine scans them when it starts."""
         return self._unknown
 
     def entry(self, slot: int) -> Entry | None:
-        """None: the slot holds nothing that an engine would look for."""
+        """The entry of a slot. None if an engine would find no block there."""
         row = self.entries[slot]
         seq, state = int(row["seq"]), int(row["state"])
         if state == EMPTY or seq < self.superblock.cut:
@@ -101,8 +101,7 @@ def _key_of(row: np.void) -> bytes:
 
 
 class SlabReader:
-    """An open slab of which nothing is changed. A context manager; one thread, but for
-    `read_into`."""
+    """A slab opened for reading. A context manager. Used by one thread, except `read_into`."""
 
     def __init__(self, path: Path) -> None:
         """Raises `SlabUnreadable` or `OSError`."""
@@ -111,7 +110,7 @@ class SlabReader:
         except NotAFile as refused:
             raise SlabUnreadable(f"{refused}: give the path of a slab file") from None
         try:
-            self.file.use_o_direct()  # what is read once would only drive others out of the cache
+            self.file.use_o_direct()  # reading must not evict useful cached pages
             self.superblock = self.read_superblock()
         except BaseException:
             self.file.close()
@@ -128,10 +127,10 @@ class SlabReader:
     ) -> None:
         self.file.close()
 
-    # --- the whole -----------------------------------------------------------------------------
+    # --- the slab ------------------------------------------------------------------------------
 
     def read_superblock(self) -> Superblock:
-        """The superblock as it is now. Raises `SlabUnreadable`."""
+        """Read the superblock again. Raises `SlabUnreadable`."""
         pages = self._superblock_pages()
         for _ in range(_NUM_TRIES):
             found = [copy for page in pages if (copy := _superblock_in(page)) is not None]
@@ -146,13 +145,14 @@ class SlabReader:
 
     @property
     def version(self) -> int:
-        """Of the file's format."""
+        """Version of the file's format."""
         page = next(page for page in self._superblock_pages() if is_slab_page(page))
         version: int = _VERSION.unpack_from(page)[0]
         return version
 
     def num_intact_superblocks(self) -> int:
-        """Of two. One is enough; both may be being written just now."""
+        """Number of intact copies of the superblock, at most two; one is enough. Retries, because
+        an engine may be writing them."""
         most = 0
         for _ in range(_NUM_TRIES):
             pages = self._superblock_pages()
@@ -168,7 +168,7 @@ class SlabReader:
     def _what_it_is(self, pages: Sequence[bytes]) -> str:
         path = self.file.path
         if not self.file.size:
-            return f"{path} is empty, and no slab: give another path, or remove that file"
+            return f"{path} is empty, so it is not a slab: give another path, or remove that file"
         for page in pages:
             if is_slab_page(page) and is_intact(page):
                 try:
@@ -177,21 +177,21 @@ class SlabReader:
                     return f"{path} cannot be read: {error}. Use the kvtier that wrote it"
         if any(map(is_slab_page, pages)):
             return (
-                f"both copies of the superblock of {path} are damaged: its blocks are lost, and "
-                "the next engine that opens it makes it anew; or remove the file"
+                f"both copies of the superblock of {path} are damaged: its blocks are lost. "
+                "The next engine that opens it formats it again; or remove the file"
             )
-        return f"{path} is not a slab: give the path of a slab file"
+        return f"{path} is not a slab: {WHAT_TO_GIVE}"
 
     def holder(self) -> Holder | None:
-        """Who opened the slab last."""
+        """The engine that opened the slab last."""
         return read_holder(self.file)
 
     def is_held(self) -> bool:
-        """Whether someone has it open for writing, on this machine and in any container."""
+        """True if a process has it open for writing, in any container on this machine."""
         return self.file.is_locked()
 
     def clear_request(self) -> bytes | None:
-        """The last request to clear that was written into the file, obeyed or not."""
+        """The last request to clear that was written into the file, carried out or not."""
         try:
             return decode_clear_request(self.file.read(CONTROL_OFFSET, PAGE_BYTES))
         except SlabFormatError:
@@ -200,7 +200,7 @@ class SlabReader:
     # --- the index -----------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Read the index. An engine at work writes it about every tenth of a second."""
+        """Read the index. A running engine writes it about every 50 ms."""
         for _ in range(_NUM_TRIES):
             before = self.read_superblock()
             table = self._read_table(before)
@@ -210,22 +210,24 @@ class SlabReader:
                 table.close()
                 return snapshot
         raise SlabUnreadable(
-            f"{self.file.path} is being made anew again and again: wait until an engine has it"
+            f"{self.file.path} is being formatted repeatedly: try again when an engine has it open"
         )
 
     def _read_table(self, superblock: Superblock) -> IndexTable:
         geometry = superblock.geometry
         start, length = geometry.index_offset, geometry.num_index_pages * PAGE_BYTES
-        is_cut_off = self.file.size < geometry.file_bytes
-        if is_cut_off and length > min(self.file.size, self.file.allocated_bytes):
+        is_truncated = self.file.size < geometry.file_bytes
+        if is_truncated and length > min(self.file.size, self.file.allocated_bytes):
             raise SlabUnreadable(
                 f"{self.file.path} has {self.file.size} bytes and should have "
-                f"{geometry.file_bytes}: it was cut off; remove it, or let an engine mend it"
+                f"{geometry.file_bytes}: it was truncated; remove it, or start an engine, which "
+                "repairs it"
             )
-        if not is_cut_off and not has_index(self.file, geometry):
+        if not is_truncated and not has_index(self.file, geometry):
             raise SlabUnreadable(
                 f"{self.file.path} has a hole where its index should be, for {geometry.num_slots} "
-                "slots: it was damaged, or is no engine's; remove it, or let an engine mend it"
+                "slots: it was damaged, or no engine wrote it; remove it, or start an engine, "
+                "which repairs it"
             )
         raw = self.file.read(start, length)
         table = IndexTable(geometry, superblock.uuid, raw)
@@ -244,12 +246,12 @@ class SlabReader:
     # --- the slots -----------------------------------------------------------------------------
 
     def headers_of(self, snapshot: Snapshot, slots: Sequence[int]) -> dict[int, FoundBlock]:
-        """By slot, what its header says, where it is intact. Raises `AioUnavailable`."""
+        """The headers of these slots that are intact, by slot. Raises `AioUnavailable`."""
         found = scan_headers(self.file, snapshot.geometry, snapshot.superblock.uuid, slots)
         return {block.slot: block for block in found}
 
     def read_into(self, offset: int, memory: memoryview) -> int:
-        """Read whole pages into page-aligned memory. Returns how many bytes there were. Any
+        """Read whole pages into page-aligned memory. Returns the number of bytes read. Any
         thread."""
         return os.preadv(self.file.fd, [memory], offset)
 
@@ -266,21 +268,21 @@ def _superblock_in(page: bytes) -> Superblock | None:
 
 @dataclass(frozen=True, slots=True)
 class CheckedSlot:
-    """What is in a slot."""
+    """The verdict on a slot."""
 
     key: OffloadKey | None
-    """Of the block that is there; None: there is none, or it cannot be said which."""
+    """The key of the block in the slot. None if there is none, or it cannot be identified."""
     failure: SealFailure | None = None
-    """Why no engine would accept it."""
+    """Why no engine would accept the block."""
 
 
 def check_slot(
     block: memoryview, superblock: Superblock, slot: int, expected: Entry | None
 ) -> CheckedSlot:
-    """Judge the bytes of a slot as an engine would that has read `expected` in the index. Pure.
+    """Check the bytes of a slot, as an engine would with `expected` in its index. Pure.
 
-    A block that was written after the index was read is judged for itself: its own seal says what
-    it should be. So is every block if nothing is known (None); then a slot may also be empty.
+    A block that was written after the index was read is checked against its own seal. So is every
+    block if `expected` is None; the slot may then also be empty.
     """
     header, payload = block[:PAGE_BYTES], block[PAGE_BYTES:]
     try:

@@ -1,29 +1,64 @@
-"""What an engine does with a slab's index when it opens the file: read, mend, move, write it."""
+"""Recovery: what an engine finds in a slab that an earlier engine left.
+
+`read_index` loads the index from the file, and reads slot headers where the index is damaged.
+`resize` moves blocks if the slab gets another size. `populate` fills the slot table.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier import seal
 from kvtier.base import OffloadKey
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.index import EMPTY, IN_HEADER, IndexTable, is_alive, namespace_tag
-from kvtier.tiering.disk.layout import Geometry, Superblock, encode_stamp, write_slot_header
-from kvtier.tiering.disk.scan import found_in, scan_headers
+from kvtier.tiering.disk.index import (
+    EMPTY,
+    IN_HEADER,
+    IndexTable,
+    is_alive,
+    namespace_tag,
+    write_index,
+)
+from kvtier.tiering.disk.layout import (
+    Geometry,
+    SlabFormatError,
+    Superblock,
+    encode_stamp,
+    read_stamp,
+    write_slot_header,
+)
+from kvtier.tiering.disk.slots import SlabTable
+from kvtier.tiering.io.aio import AioQueue, address_of
 from kvtier.tiering.io.page import PAGE_BYTES
 
-__all__ = ["forget_twins", "read_index", "resize", "write_index"]
+__all__ = ["FoundBlock", "found_in", "populate", "read_index", "resize", "scan_headers"]
 
 logger = logging.getLogger(__name__)
 
 _PAGES_AT_ONCE = 256
 
+_SCAN_DEPTH = 64
+_SCAN_REAP = 16
+_SLOTS_AT_ONCE = 4096
+_NUM_SCAN_THREADS = 2
+_LOG_EVERY_S = 5.0
+
+
+# --- the index in the file ---------------------------------------------------------------------
+
 
 def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
-    """The index as it was last written. Where it is damaged, the slots are asked."""
+    """The index as it was last written. Entries on damaged pages come from the slot headers."""
     geometry = superblock.geometry
     index = IndexTable(geometry, superblock.uuid, _raw_index(file, geometry))
     _read_long_keys(file, superblock, index)
@@ -38,27 +73,12 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
         )
         for block in scan_headers(file, geometry, superblock.uuid, slots):
             index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
-        forget_twins(index)
+        _drop_duplicates(index)
     return index
 
 
-def forget_twins(index: IndexTable) -> None:
-    """One block in two slots: a slot remembers a block that left it or was moved, or a crash came
-    after a block was written anew and before the old one was forgotten. The newest counts; of
-    equals the last, because the other is a copy of it that may not be whole."""
-    entries = index.entries()
-    slots = np.flatnonzero(entries["state"] != EMPTY)
-    slots = slots[np.lexsort((-slots, np.iinfo(np.uint64).max - entries["seq"][slots]))]
-    seen: set[tuple[int, OffloadKey]] = set()
-    names = zip(entries["tag"][slots].tolist(), index.keys(entries, slots), strict=True)
-    for slot, name in zip(slots.tolist(), names, strict=True):
-        if name in seen:
-            index.clear(slot)
-        seen.add(name)
-
-
 def _raw_index(file: SlabFile, geometry: Geometry) -> bytes:
-    """All pages of the index. Those that cannot be read are zeros, and so count as damaged."""
+    """All pages of the index. Pages that cannot be read are zeros, and so count as damaged."""
     parts = []
     for first in range(0, geometry.num_index_pages, _PAGES_AT_ONCE):
         num_pages = min(_PAGES_AT_ONCE, geometry.num_index_pages - first)
@@ -68,6 +88,8 @@ def _raw_index(file: SlabFile, geometry: Geometry) -> bytes:
 
 
 def _read_readable(file: SlabFile, offset: int, num_pages: int) -> bytes:
+    """Read pages. After an error each half is read on its own, and so on, so that only the pages
+    that cannot be read are zeros."""
     try:
         return file.read(offset, num_pages * PAGE_BYTES)
     except OSError:
@@ -79,12 +101,13 @@ def _read_readable(file: SlabFile, offset: int, num_pages: int) -> bytes:
 
 
 def _read_long_keys(file: SlabFile, superblock: Superblock, index: IndexTable) -> None:
-    """Keys that are too long for the index stand in the headers alone."""
+    """Read keys that are too long for the index from the slot headers."""
     entries = index.entries()
     slots = np.flatnonzero(entries["state"] == IN_HEADER)
     expected = dict(zip(slots.tolist(), entries["seq"][slots].tolist(), strict=True))
     for block in scan_headers(file, superblock.geometry, superblock.uuid, list(expected)):
-        # A smaller number than the index has: an older block is back in its place.
+        # A smaller number than in the index means that the last write was lost, and the slot still
+        # holds an older block.
         if block.seq >= expected[block.slot]:
             del expected[block.slot]
             index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
@@ -93,62 +116,125 @@ def _read_long_keys(file: SlabFile, superblock: Superblock, index: IndexTable) -
         index.clear(slot)
 
 
-def write_index(file: SlabFile, index: IndexTable, pages: list[int] | None = None) -> None:
-    """Put pages of the index into the file; None: all of them. Neighbours go together."""
-    geometry = index.geometry
-    todo = list(range(geometry.num_index_pages)) if pages is None else pages
-    with mmap.mmap(-1, _PAGES_AT_ONCE * PAGE_BYTES) as memory, memoryview(memory) as view:
-        start = 0
-        while start < len(todo):
-            end = start
-            while end < len(todo) and todo[end] - todo[start] == end - start < _PAGES_AT_ONCE:
-                with view[(end - start) * PAGE_BYTES :][:PAGE_BYTES] as target:
-                    index.copy_page(todo[end], target)
-                end += 1
-            with view[: (end - start) * PAGE_BYTES] as run:
-                file.write_aligned(geometry.index_offset + todo[start] * PAGE_BYTES, run)
-            start = end
+def _drop_duplicates(index: IndexTable) -> None:
+    """Keep one slot of each block. Another slot may still hold a block that was evicted or moved,
+    or that was written again just before a crash. The slot with the largest sequence number stays.
+    Of two with the same number the last one stays, because the other is a copy that may be
+    incomplete."""
+    entries = index.entries()
+    slots = np.flatnonzero(entries["state"] != EMPTY)
+    slots = slots[np.lexsort((-slots, np.iinfo(np.uint64).max - entries["seq"][slots]))]
+    seen: set[tuple[int, OffloadKey]] = set()
+    names = zip(entries["tag"][slots].tolist(), index.keys(entries, slots), strict=True)
+    for slot, name in zip(slots.tolist(), names, strict=True):
+        if name in seen:
+            index.clear(slot)
+        seen.add(name)
+
+
+# --- slot headers ------------------------------------------------------------------------------
+
+
+class FoundBlock(NamedTuple):
+    """A block whose header is intact. Its payload is verified when it is loaded."""
+
+    slot: int
+    seq: int
+    fingerprint: bytes
+    key: OffloadKey
+    time_ns: int
+
+
+def found_in(page: bytes | memoryview, slot: int, uuid: bytes) -> FoundBlock | None:
+    """The block that a header page describes. None if the page is damaged or of another slot."""
+    try:
+        stamp = read_stamp(page)
+        block = seal.read(page[: seal.SEAL_BYTES])
+    except (SlabFormatError, seal.SealError):
+        return None
+    if stamp.uuid != uuid or stamp.slot != slot:
+        return None
+    return FoundBlock(slot, stamp.seq, block.fingerprint, block.key, block.time_ns)
+
+
+def scan_headers(
+    file: SlabFile, geometry: Geometry, uuid: bytes, slots: Sequence[int]
+) -> Iterator[FoundBlock]:
+    """Read the headers of these slots, many at once. Unreadable ones are left out."""
+    batches = [slots[i : i + _SLOTS_AT_ONCE] for i in range(0, len(slots), _SLOTS_AT_ONCE)]
+    logged = time.monotonic()
+    num_read = 0
+    with ThreadPoolExecutor(min(_NUM_SCAN_THREADS, max(1, len(batches))), "kvtier-scan") as pool:
+        for found in pool.map(lambda batch: _scan_batch(file, geometry, uuid, batch), batches):
+            yield from found
+            num_read = min(num_read + _SLOTS_AT_ONCE, len(slots))
+            if time.monotonic() - logged > _LOG_EVERY_S:
+                logged = time.monotonic()
+                logger.info("%s: %d of %d headers read", file.path, num_read, len(slots))
+
+
+def _scan_batch(
+    file: SlabFile, geometry: Geometry, uuid: bytes, slots: Sequence[int]
+) -> list[FoundBlock]:
+    found: list[FoundBlock] = []
+    queue = AioQueue(_SCAN_DEPTH, 1)
+    memory = mmap.mmap(-1, _SCAN_DEPTH * PAGE_BYTES)
+    try:
+        base = address_of(memory)
+        todo = iter(slots)
+        slot_of: dict[int, int] = {}
+        free = list(range(_SCAN_DEPTH))
+        while True:
+            tags = []
+            batch = list(islice(todo, len(free)))
+            if not batch and not slot_of:
+                return found
+            for slot in batch:
+                tag = free.pop()
+                where = (base + tag * PAGE_BYTES, PAGE_BYTES)
+                queue.prepare(tag, file.fd, False, geometry.slot_offset(slot), where)
+                slot_of[tag] = slot
+                tags.append(tag)
+            while tags:
+                count, error = queue.submit(tags)
+                tags = tags[count:]
+                if error:
+                    refused = tags.pop(0)
+                    del slot_of[refused]
+                    free.append(refused)
+            for tag, result in queue.reap(_SCAN_REAP):
+                slot = slot_of.pop(tag)
+                free.append(tag)
+                if result == PAGE_BYTES:
+                    start = tag * PAGE_BYTES
+                    block = found_in(memory[start : start + PAGE_BYTES], slot, uuid)
+                    if block is not None:
+                        found.append(block)
+    finally:
+        queue.close()
+
+
+# --- another size ------------------------------------------------------------------------------
 
 
 def resize(
     file: SlabFile, superblock: Superblock, index: IndexTable, wanted: Geometry, tag: int | None
 ) -> IndexTable:
-    """Let the slab have another number of slots. Returns the new index, which is in the file.
+    """Change the number of slots. Returns the new index, which has been written.
 
-    If there are fewer, the blocks that were used last stay, those of the namespace `tag` before all
-    others, and those of them that lie behind the new end are moved. The old index is given up
-    before that: whenever this is cut short, the old superblock holds, and the slots are asked.
+    If not all blocks fit any more, those of the namespace `tag` are kept before all others, and
+    recently used ones before older ones. Kept blocks behind the new end are moved. The old index is
+    erased before the first move: if a crash follows, the old superblock is still valid, and
+    recovery reads the slot headers.
     """
     resized = IndexTable(wanted, superblock.uuid)
     old = index.entries()
     new = np.zeros(wanted.num_slots, old.dtype)
     num_kept = min(len(old), len(new))
     new[:num_kept] = old[:num_kept]
-    occupied = np.flatnonzero(is_alive(old, superblock.cut))
     moved: dict[int, bytes] = {}
     if len(new) < len(old):
-        order = np.lexsort((old["used"][occupied], old["tag"][occupied] == tag))
-        staying = occupied[order][-len(new) :]
-        strangers = staying[staying >= len(new)].tolist()
-        is_free = np.ones(len(new), bool)
-        is_free[staying[staying < len(new)]] = False
-        homes = np.flatnonzero(is_free).tolist()
-        new[is_free] = np.zeros(1, new.dtype)
-        logger.info(
-            "%s: %d slots instead of %d; %d blocks are moved, %d are dropped",
-            file.path,
-            len(new),
-            len(old),
-            len(strangers),
-            len(occupied) - len(staying),
-        )
-        if strangers:
-            file.write(superblock.geometry.index_offset, bytes(len(index) * PAGE_BYTES))
-        for stranger, home in zip(strangers, homes, strict=False):
-            if _move(file, superblock, stranger, home):
-                new[home] = old[stranger]
-                if stranger in index.long_keys:
-                    moved[home] = index.long_keys[stranger]
+        moved = _shrink(file, superblock, index, old, new, tag)
     index.close()
     resized.set_entries(new)
     resized.long_keys |= {
@@ -160,8 +246,46 @@ def resize(
     return resized
 
 
+def _shrink(
+    file: SlabFile,
+    superblock: Superblock,
+    index: IndexTable,
+    old: NDArray[np.void],
+    new: NDArray[np.void],
+    tag: int | None,
+) -> dict[int, bytes]:
+    """Move blocks from behind the new end into slots that become free, and fill in `new`. Returns
+    the long keys of moved blocks, by their new slot."""
+    occupied = np.flatnonzero(is_alive(old, superblock.cut))
+    order = np.lexsort((old["used"][occupied], old["tag"][occupied] == tag))
+    staying = occupied[order][-len(new) :]
+    sources = staying[staying >= len(new)].tolist()
+    is_free = np.ones(len(new), bool)
+    is_free[staying[staying < len(new)]] = False
+    targets = np.flatnonzero(is_free).tolist()
+    new[is_free] = np.zeros(1, new.dtype)
+    logger.info(
+        "%s: %d slots instead of %d; %d blocks are moved, %d are dropped",
+        file.path,
+        len(new),
+        len(old),
+        len(sources),
+        len(occupied) - len(staying),
+    )
+    if sources:
+        file.write(superblock.geometry.index_offset, bytes(len(index) * PAGE_BYTES))
+    long_keys: dict[int, bytes] = {}
+    for source, target in zip(sources, targets, strict=False):
+        if _move(file, superblock, source, target):
+            new[target] = old[source]
+            if source in index.long_keys:
+                long_keys[target] = index.long_keys[source]
+    return long_keys
+
+
 def _move(file: SlabFile, superblock: Superblock, source: int, target: int) -> bool:
-    """Copy a block to another slot, with a header that says so."""
+    """Copy a block to another slot, with a header for that slot. Returns False if the block cannot
+    be read."""
     geometry = superblock.geometry
     try:
         slot = file.read(geometry.slot_offset(source), geometry.slot_bytes)
@@ -175,3 +299,40 @@ def _move(file: SlabFile, superblock: Superblock, source: int, target: int) -> b
     write_slot_header(page, slot[: seal.SEAL_BYTES], stamp)
     file.write(geometry.slot_offset(target), bytes(page) + slot[PAGE_BYTES:])
     return True
+
+
+# --- the slot table ----------------------------------------------------------------------------
+
+
+def populate(table: SlabTable, index: IndexTable, cut: int, tag: int) -> None:
+    """Enter every block of the namespace `tag` into the slot table. Called when an engine starts.
+
+    Slots with blocks of other namespaces are free, but used last: their engine may come back.
+    """
+    entries, slots, keys = _blocks_of(index, cut, tag)
+    if len(set(keys)) < len(keys):
+        _drop_duplicates(index)
+        entries, slots, keys = _blocks_of(index, cut, tag)
+    seqs: list[int] = entries["seq"][slots].tolist()
+    # This makes millions of objects and no garbage, so the collector would only cost time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        table.adopt(keys, slots.tolist(), seqs)
+    finally:
+        if was_enabled:
+            gc.enable()
+    alive = is_alive(entries, cut)
+    is_foreign = alive & (entries["tag"] != tag)
+    table.set_free(np.flatnonzero(~alive).tolist(), np.flatnonzero(is_foreign).tolist())
+
+
+def _blocks_of(
+    index: IndexTable, cut: int, tag: int
+) -> tuple[NDArray[np.void], NDArray[np.int64], list[OffloadKey]]:
+    """All entries of the index; the slots of this namespace, most recently used first; their
+    keys."""
+    entries = index.entries()
+    slots = np.flatnonzero(is_alive(entries, cut) & (entries["tag"] == tag))
+    slots = slots[np.argsort(entries["used"][slots], kind="stable")[::-1]]
+    return entries, slots, index.keys(entries, slots)

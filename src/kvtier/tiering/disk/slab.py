@@ -1,19 +1,37 @@
-"""A slab file as a whole: opened, locked, resized, and closed."""
+"""Opening a slab, the file of a disk tier: lock it, make or repair it, give it its size, and load
+its index.
+
+Begin reading at `open_slab`. Recovering the index itself is in `recovery`.
+"""
 
 from __future__ import annotations
 
+import errno
+import glob
 import logging
 import os
-import socket
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvtier.config.redaction import printable
-from kvtier.tiering.disk.file import NotAFile, SlabFile, lock_within
-from kvtier.tiering.disk.index import IndexTable
+from kvtier.tiering.disk.file import (
+    NotAFile,
+    SlabFile,
+    has_index,
+    lock_within,
+    read_clear_request,
+    read_note,
+    read_superblock,
+    repair_copies,
+    slots_in_file,
+    within_file,
+    write_superblock,
+)
+from kvtier.tiering.disk.index import IndexTable, write_index
 from kvtier.tiering.disk.layout import (
     HOLDER_OFFSET,
     SUPERBLOCK_OFFSETS,
@@ -24,38 +42,30 @@ from kvtier.tiering.disk.layout import (
     Superblock,
     is_slab_page,
 )
-from kvtier.tiering.disk.making import format_slab, make_if_missing
-from kvtier.tiering.disk.recovery import read_index, resize
-from kvtier.tiering.disk.refusal import SlabRefused, foreign_refusal, refusal_for
-from kvtier.tiering.disk.room import allocate, allocate_within
-from kvtier.tiering.disk.superblocks import (
-    has_index,
-    mend_copies,
-    read_clear_request,
-    read_holder,
-    read_note,
-    read_superblock,
-    slots_in_file,
-    within_file,
-    write_superblock,
+from kvtier.tiering.disk.ownership import (
+    SlabRefused,
+    foreign_refusal,
+    lock_slab,
+    refusal_for,
+    this_process,
 )
+from kvtier.tiering.disk.recovery import read_index, resize
 from kvtier.tiering.io.page import PAGE_BYTES
 
-__all__ = ["Slab", "open_slab"]
+__all__ = ["Slab", "geometry_for", "open_slab"]
 
 logger = logging.getLogger(__name__)
 
-_LOCK_PATIENCE_S = 1.0
-_ORPHAN_PAUSE_S = 0.1
+_CREATION_PATIENCE_S = 60.0
 _CLOCK_STEP = 2**32
-"""By how much the clock jumps when a slab is opened: more than can pass before it is saved."""
+"""Sequence numbers skipped when a slab is opened: more than an engine uses before it saves its
+progress in the superblock's `clock`."""
 
 
 class Slab:
     """An open slab, locked for one engine. Made by `open_slab`.
 
-    `superblock` changes through `save_superblock` alone, which the index keeper calls, and whoever
-    opens and closes the slab.
+    `superblock` changes only through `save_superblock`, which the index flusher calls.
     """
 
     def __init__(
@@ -70,7 +80,7 @@ class Slab:
         self.superblock = superblock
         self.index = index
         self.note = note
-        """What an earlier engine has left for this one."""
+        """The note that an earlier engine left."""
         self._holder = holder
 
     @property
@@ -79,29 +89,33 @@ class Slab:
 
     @property
     def first_seq(self) -> int:
-        """No block was ever stored or used with this number, or a larger one, when the slab was
-        opened. Numbers grow from here; `keep_clock` must be told."""
+        """The first sequence number for this engine: larger than all numbers of earlier engines.
+        The engine reports its progress to `keep_clock`."""
         return self.superblock.clock
 
     def keep_clock(self, seq: int) -> None:
-        """Let the next engine begin beyond `seq`, even if this one is killed."""
+        """Save `seq` as the clock if it has come far from the saved one, so that the next engine
+        begins beyond `seq` even if this one is killed."""
         if seq > self.superblock.clock + _CLOCK_STEP // 2:
             self.save_superblock(clock=seq)
 
     def save_superblock(self, **changes: Any) -> None:
-        """Change the superblock, also in the file."""
+        """Change the superblock in the file, then here."""
         changed = replace(self.superblock, **changes, revision=self.superblock.revision + 1)
         write_superblock(self.file, changed)
         self.superblock = changed
 
     def save_note(self, note: bytes) -> None:
-        """Leave a note for the next engine."""
+        """Write a note for the next engine."""
         self.file.write(HOLDER_OFFSET, self._holder.encode(note))
 
     def close(self) -> None:
-        """Let others have it. What is not in the file yet is lost."""
+        """Release the file and the lock. Changes that were not flushed are lost."""
         self.index.close()
         self.file.close()
+
+
+# --- opening -----------------------------------------------------------------------------------
 
 
 def open_slab(
@@ -113,26 +127,28 @@ def open_slab(
     tag: int | None = None,
     may_be_foreign: bool = False,
 ) -> Slab:
-    """Open the slab at `path` for blocks of so many bytes, or make it. Waits for the disk.
+    """Open the slab at `path` for blocks of `payload_bytes`, or make it. Waits for the disk.
 
-    `max_bytes`: what it may take in all; None: as much as it has. `use_o_direct`: None: if it can
-    be had. `tag`: the namespace whose blocks are kept first. `may_be_foreign`: also if other users
-    may write to it, because no block is going to be read. Whatever can be kept of an existing slab
-    is kept. Raises `SlabRefused`, and then nothing has changed but what could not be used
-    anyway.
+    `max_bytes`: limit on the file's disk usage; None: keep the size it has. `use_o_direct`: None:
+    if the file system allows it. `tag`: the namespace whose blocks are kept first if the slab
+    shrinks. `may_be_foreign`: accept a file that other users can write to, for callers that load no
+    blocks. Keeps as much of an existing slab as possible. Raises `SlabRefused`, and then leaves
+    the usable parts of the file unchanged.
     """
-    path = path.resolve()  # a link to a file that is not there yet says where it is to be
+    path = path.resolve()  # a link may point to a file that does not exist yet
     try:
-        make_if_missing(path, max_bytes, payload_bytes)
+        _make_if_missing(path, max_bytes, payload_bytes)
         file = SlabFile(path, os.O_RDWR)
     except NotAFile:
         raise SlabRefused(
-            f"{path} is not a regular file: give the path of a file, which is made if need be"
+            f"{path} is not a regular file: give the path of a file; it is created if it is missing"
         ) from None
     except OSError as error:
         raise refusal_for(path, error) from error
     try:
-        return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct, tag, may_be_foreign)
+        if not may_be_foreign and (refusal := foreign_refusal(file)) is not None:
+            raise refusal
+        return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct, tag)
     except OSError as error:
         file.close()
         raise refusal_for(path, error) from error
@@ -148,39 +164,20 @@ def _open(
     engine_id: str,
     use_o_direct: bool | None,
     tag: int | None,
-    may_be_foreign: bool,
 ) -> Slab:
-    if not may_be_foreign and (refusal := foreign_refusal(file)) is not None:
-        raise refusal
-    _lock(file)
+    lock_slab(file)
     if not file.is_at_its_path():
         raise SlabRefused(f"{file.path} was replaced while it was opened: start the engine again")
     stored = _superblock_or_new(file, payload_bytes, max_bytes)
-    holder = _this_process(engine_id)
+    holder = this_process(engine_id)
     note = read_note(file)
     file.write(HOLDER_OFFSET, holder.encode(note))
     superblock = within_file(file, stored)
     if superblock is not stored and max_bytes is None:
-        superblock = replace(superblock, max_bytes=0)  # it is smaller now than was asked for
-    wanted = _make_room(file, stored, superblock, payload_bytes, max_bytes)
+        superblock = replace(superblock, max_bytes=0)  # unknown: the file was truncated
+    wanted = _allocate_wanted(file, stored, superblock, payload_bytes, max_bytes)
     os.fchmod(file.fd, 0o600)
-    if superblock.geometry.payload_bytes != payload_bytes:
-        logger.warning(
-            "%s holds blocks of %d bytes, and this engine's have %d: it is emptied",
-            file.path,
-            superblock.geometry.payload_bytes,
-            payload_bytes,
-        )
-        superblock = format_slab(file, wanted, superblock)
-    elif (
-        wanted != stored.geometry and superblock is stored and not has_index(file, stored.geometry)
-    ):
-        logger.warning(
-            "%s has a hole where its index should be, for %d slots: it is emptied",
-            file.path,
-            superblock.geometry.num_slots,
-        )
-        superblock = format_slab(file, wanted, superblock)
+    superblock = _format_if_unusable(file, stored, superblock, wanted, payload_bytes)
     if use_o_direct is not False:
         _use_o_direct(file, is_required=use_o_direct is True)
     index = read_index(file, superblock)
@@ -203,59 +200,15 @@ def _open(
     return Slab(file, superblock, index, holder, note)
 
 
-def _make_room(
-    file: SlabFile,
-    stored: Superblock,
-    readable: Superblock,
-    payload_bytes: int,
-    max_bytes: int | None,
-) -> Geometry:
-    """What the slab is to be like from now on; there is room for it. `stored`: what its superblock
-    says; `readable`: what is left of that in the file."""
-    has_our_blocks = stored.geometry.payload_bytes == payload_bytes
-    if max_bytes is None and has_our_blocks:
-        wanted = readable.geometry
-    elif max_bytes == stored.max_bytes and has_our_blocks:
-        wanted = stored.geometry
-        if wanted.file_bytes > max_bytes:
-            raise SlabRefused(f"{file.path}: its superblock makes no sense: remove the file")
-    else:
-        size = max_bytes or readable.geometry.needed_bytes
-        return allocate_within(file, size, payload_bytes, file.path)
-    # All of it, once more: someone may have cut the end off, or made a hole into the file.
-    allocate(file, wanted, file.path)
-    return wanted
-
-
-def _use_o_direct(file: SlabFile, is_required: bool) -> None:
-    if file.use_o_direct():
-        return
-    if is_required:
-        raise SlabRefused(
-            f"use_o_direct is true, and the file system of {file.path} does not allow O_DIRECT: "
-            'leave it at "auto", or put the file on a disk of its own'
-        )
-    logger.warning(
-        "%s: its file system does not allow O_DIRECT; blocks pass through the page cache, which "
-        "costs memory and processor time",
-        file.path,
-    )
-
-
-def _lock(file: SlabFile) -> None:
-    """Wait a moment if someone else has it: an engine that is just ending, or `kvtier store`."""
-    if not lock_within(file.fd, _LOCK_PATIENCE_S):
-        raise SlabRefused(_in_use(file.path, read_holder(file)))
-
-
 def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
-    """The superblock, or one for a slab whose own cannot be read any more."""
+    """Read the superblock. If both copies are damaged, or no slot is left, format the slab and
+    return the new one."""
     superblock = None
     try:
         superblock = read_superblock(file)
-        mend_copies(file, superblock)
+        repair_copies(file, superblock)
         if not slots_in_file(file, superblock):
-            raise SlabFormatError("the file has been cut off")
+            raise SlabFormatError("the file was truncated")
         return superblock
     except SlabVersionError as error:
         raise SlabRefused(
@@ -268,99 +221,190 @@ def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None
                 f"{file.path} is not a slab: give the path of one, or of a file that does not "
                 "exist yet"
             ) from None
-        logger.warning("%s: %s; it is made anew", file.path, error)
+        logger.warning("%s: %s; the slab is formatted, and its blocks are lost", file.path, error)
         size = file.size if max_bytes is None else max_bytes
-        geometry = allocate_within(file, size, payload_bytes, file.path)
+        geometry = _allocate_within(file, size, payload_bytes, file.path)
         return format_slab(file, geometry, superblock)
 
 
-def _in_use(path: Path, holder: Holder | None) -> str:
-    who, remedy = "another process", "give each engine and each tier a path of its own"
-    if holder is not None:
-        place = f"process {holder.pid} on {holder.host}"
-        if holder.pid == os.getpid() and _is_found_by_pid(holder):
-            place = "this very process"
-        elif _has_lost_its_parent(holder):
-            place += f", whose parent, process {holder.parent_pid}, has ended"
-            remedy = (
-                f"if that was its server, which was killed, it serves nobody: end it with "
-                f"`kill {holder.pid}`, and start again. Otherwise {remedy}"
+def _format_if_unusable(
+    file: SlabFile,
+    stored: Superblock,
+    superblock: Superblock,
+    wanted: Geometry,
+    payload_bytes: int,
+) -> Superblock:
+    """Empty a slab whose blocks have another size, or whose index is a hole. Returns the
+    superblock to use from now on."""
+    if superblock.geometry.payload_bytes != payload_bytes:
+        logger.warning(
+            "%s holds blocks of %d bytes, but this engine's have %d bytes: the slab is emptied",
+            file.path,
+            superblock.geometry.payload_bytes,
+            payload_bytes,
+        )
+        return format_slab(file, wanted, superblock)
+    is_resized = wanted != stored.geometry and superblock is stored
+    if is_resized and not has_index(file, stored.geometry):
+        logger.warning(
+            "%s: most of the index for %d slots is a hole in the file: the slab is emptied",
+            file.path,
+            superblock.geometry.num_slots,
+        )
+        return format_slab(file, wanted, superblock)
+    return superblock
+
+
+def _use_o_direct(file: SlabFile, is_required: bool) -> None:
+    if file.use_o_direct():
+        return
+    if is_required:
+        raise SlabRefused(
+            f"use_o_direct is true, and the file system of {file.path} does not allow O_DIRECT: "
+            'leave it at "auto", or put the file on a file system that does (ext4, XFS)'
+        )
+    logger.warning(
+        "%s: its file system does not allow O_DIRECT; blocks pass through the page cache, which "
+        "costs memory and processor time",
+        file.path,
+    )
+
+
+# --- making ------------------------------------------------------------------------------------
+
+
+def _make_if_missing(path: Path, max_bytes: int | None, payload_bytes: int) -> None:
+    """Make an empty slab at `path` unless there is one. Raises `SlabRefused` or `OSError`."""
+    if path.exists() and not _abandoned(path):
+        return
+    with _lock_directory(path.parent):
+        for leftover in _abandoned(path):
+            leftover.unlink(missing_ok=True)
+        if not path.exists():
+            _make(path, max_bytes, payload_bytes)
+
+
+@contextmanager
+def _lock_directory(directory: Path) -> Iterator[None]:
+    """Keep other engines from making a slab in this directory."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not lock_within(fd, _CREATION_PATIENCE_S):
+            raise SlabRefused(
+                f"another process has locked the directory {directory} for more than "
+                f"{_CREATION_PATIENCE_S:.0f} s: find out which one (lsof), or give another path"
             )
-        since = datetime.fromtimestamp(holder.since_ns / 1e9, UTC)
-        who = f'the engine "{holder.engine_id}" ({place}, since {since:%Y-%m-%d %H:%M:%S} UTC)'
-    return f"{path} is in use by {printable(who)}: {remedy}"
+        yield
+    finally:
+        os.close(fd)
 
 
-def refuse_orphans(path: Path, patience_s: float) -> None:
-    """Raise `SlabRefused` if an engine that has lost the process that started it has the slab, and
-    keeps it for so long. Changes nothing. A file that cannot be opened, locked or read is not
-    refused here: opening the slab says better what is wrong with it.
-
-    For an engine that is about to load its model: it would be refused anyway, minutes later.
-    """
+def _make(path: Path, max_bytes: int | None, payload_bytes: int) -> None:
+    """Make an empty slab under a temporary name, and rename it to `path` when it is complete."""
+    if max_bytes is None:
+        raise SlabRefused(f"there is no slab at {path} yet: give max_bytes to create one")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    file = SlabFile(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        file = SlabFile(Path(os.path.realpath(path)), os.O_RDONLY)
-    except (NotAFile, OSError):
-        return
-    try:
-        deadline = time.monotonic() + patience_s
-        while file.is_locked():
-            holder = read_holder(file)
-            if holder is None or holder.pid == os.getpid() or not _has_lost_its_parent(holder):
-                return
-            if time.monotonic() > deadline:
-                raise SlabRefused(_in_use(file.path, holder))
-            time.sleep(_ORPHAN_PAUSE_S)
-    except OSError:
-        return
+        geometry = _allocate_within(file, max_bytes, payload_bytes, path)
+        file.truncate(geometry.file_bytes)
+        format_slab(file, geometry)
+        file.sync()
+        os.rename(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
     finally:
         file.close()
 
 
-def _this_process(engine_id: str) -> Holder:
-    return Holder(
-        engine_id,
-        os.getpid(),
-        socket.gethostname(),
-        time.time_ns(),
-        os.getppid(),
-        _pid_namespace(),
-        _parent_and_start("self")[1],
+def _abandoned(path: Path) -> list[Path]:
+    """Temporary files for this slab: left by engines that were killed, or in use by one now."""
+    return list(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
+
+
+def format_slab(file: SlabFile, geometry: Geometry, former: Superblock | None = None) -> Superblock:
+    """Write an empty index and a new superblock into a file whose space is allocated.
+
+    `former`: the superblock so far. The new one has a higher revision. Otherwise, if the write of
+    one copy is lost, the old copy there would count as the newer one and bring old blocks back.
+    """
+    superblock = Superblock(
+        uuid.uuid4().bytes,
+        geometry,
+        revision=former.revision + 1 if former is not None else 0,
+        created_ns=time.time_ns(),
+        # An empty slab has carried out any clear request. The request stays in the file: until the
+        # superblock is written, the former blocks are there, and the next engine must clear them.
+        last_clear=read_clear_request(file) or bytes(16),
     )
+    write_index(file, IndexTable(geometry, superblock.uuid))
+    write_superblock(file, superblock)
+    return superblock
 
 
-def _has_lost_its_parent(holder: Holder) -> bool:
-    """Whether the process is there, and has another parent than when it opened the slab."""
-    if holder.parent_pid == 0 or not _is_found_by_pid(holder):
-        return False
-    return _parent_and_start(holder.pid)[0] not in (0, holder.parent_pid)
+# --- space -------------------------------------------------------------------------------------
 
 
-def _is_found_by_pid(holder: Holder) -> bool:
-    """Whether the holder's pid names the holder to this process, and not another process: one in
-    another container, or one that was given the same number later."""
-    return (
-        holder.host == socket.gethostname()
-        and holder.pid_namespace != 0
-        and holder.started_ticks != 0
-        and holder.pid_namespace == _pid_namespace()
-        and holder.started_ticks == _parent_and_start(holder.pid)[1]
-    )
+def geometry_for(max_bytes: int, payload_bytes: int) -> Geometry:
+    """The geometry with the most slots that fit. Raises `SlabRefused` if none does."""
+    geometry = Geometry.within(max_bytes, payload_bytes)
+    if geometry.num_slots < 1:
+        raise SlabRefused(
+            f"max_bytes = {max_bytes}: that is too little for one block of {payload_bytes} bytes; "
+            f"give {Geometry(payload_bytes, 1).needed_bytes} or more"
+        )
+    return geometry
 
 
-def _pid_namespace() -> int:
-    """The inode of this process's pid namespace; 0: not known."""
+def _allocate_wanted(
+    file: SlabFile,
+    stored: Superblock,
+    readable: Superblock,
+    payload_bytes: int,
+    max_bytes: int | None,
+) -> Geometry:
+    """Decide on the geometry of the slab and allocate its space. `stored`: the superblock in the
+    file; `readable`: the same, without slots that were truncated."""
+    has_our_blocks = stored.geometry.payload_bytes == payload_bytes
+    if max_bytes is None and has_our_blocks:
+        wanted = readable.geometry
+    elif max_bytes == stored.max_bytes and has_our_blocks:
+        wanted = stored.geometry
+        if wanted.file_bytes > max_bytes:
+            raise SlabRefused(f"{file.path}: its superblock is inconsistent: remove the file")
+    else:
+        size = max_bytes or readable.geometry.needed_bytes
+        return _allocate_within(file, size, payload_bytes, file.path)
+    # Allocate again: the file may have been truncated, or holes punched into it.
+    _allocate(file, wanted, file.path)
+    return wanted
+
+
+def _allocate_within(file: SlabFile, max_bytes: int, payload_bytes: int, path: Path) -> Geometry:
+    """Allocate as many slots as fit into `max_bytes`, together with the file system's own records
+    of where the file is. The size of these records is known only after allocating, because it
+    depends on how fragmented the free space is."""
+    extent_bytes = 0
+    while True:
+        geometry = geometry_for(max_bytes - extent_bytes, payload_bytes)
+        _allocate(file, geometry, path)
+        found = max(0, file.allocated_bytes - file.size)
+        if geometry.needed_with(found) <= max_bytes or found <= extent_bytes:
+            return geometry
+        extent_bytes = found
+
+
+def _allocate(file: SlabFile, geometry: Geometry, path: Path) -> None:
+    """`path`: the name of the file in messages."""
+    has = file.allocated_bytes
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
-def _parent_and_start(pid: int | str) -> tuple[int, int]:
-    """The parent of a process, and its start in clock ticks since boot; zeros: not known."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()  # with a name that may not be UTF-8
-    except OSError:
-        return 0, 0
-    fields = stat.rpartition(b")")[2].split()  # from the third on
-    return int(fields[1]), int(fields[19])
+        file.allocate(geometry.file_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise SlabRefused(
+            f"{path} needs {geometry.file_bytes} bytes and has {has}; its file system has "
+            f"{file.free_bytes} left ({os.strerror(error.errno)}): give a smaller max_bytes, or "
+            "make room"
+        ) from None

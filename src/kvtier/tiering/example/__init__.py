@@ -1,0 +1,1 @@
+"""The example tier: the one to copy when writing a tier."""

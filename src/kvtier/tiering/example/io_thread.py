@@ -1,4 +1,4 @@
-"""The example tier's I/O thread."""
+"""The example tier's I/O thread, and the transfers that it carries out."""
 
 from __future__ import annotations
 
@@ -6,37 +6,75 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvtier.tiering.example.transfer import Transfer
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["IOThread"]
+from kvtier.base import OffloadKey
+from kvtier.tiering.base import TransferJob
+
+__all__ = ["ExampleTransfer", "IOThread", "SealedBlock"]
+
+
+class SealedBlock(NamedTuple):
+    """A block as the tier keeps it."""
+
+    header: bytes
+    """Its seal."""
+    payload: NDArray[np.uint8]
+
+
+@dataclass(slots=True, eq=False)
+class ExampleTransfer:
+    """A job in progress. One thread owns it at a time: the scheduler thread makes it, the I/O
+    thread moves its blocks, and the scheduler thread gets it back."""
+
+    job: TransferJob
+    todo: deque[tuple[OffloadKey, int]]
+    """Blocks that are not moved yet, and their slots, in prompt order."""
+    blocks: dict[OffloadKey, SealedBlock] = field(default_factory=dict)
+    """A load: the blocks to copy into the slots. A store: the blocks copied so far."""
+    done: list[OffloadKey] = field(default_factory=list)
+    """Blocks that were moved, or were here already."""
+    failed: list[OffloadKey] = field(default_factory=list)
+    """Blocks that could not be moved, or failed verification."""
+    num_reserved: int = 0
+    """A store: number of blocks for which room was made."""
+    evicted: list[SealedBlock] = field(default_factory=list)
+    """A store: the blocks evicted for it. The I/O thread frees them, because that takes time."""
+    seconds: float | None = None
+    """Time spent on moving blocks so far. None: none was tried."""
 
 
 class IOThread:
-    """Carries out transfers on a thread of its own. Loads go before stores, and a load that arrives
-    during a store waits for one block of it, not for all of it.
+    """Carries out transfers on a thread of its own, loads before stores. A load that arrives during
+    a store waits for one block of the store, not for all of it.
 
-    The lock is held to look into the queues, never while a block is moved: whoever submits does not
-    wait for a copy.
+    The lock protects the queues and is not held while a block is moved, so submitting never waits
+    for a copy.
     """
 
-    def __init__(self, name: str, move_block: Callable[[Transfer], None], delay_s: float) -> None:
-        """`move_block` moves the first block of `todo`, and does not raise. A transfer is begun
-        `delay_s` seconds after it was submitted; any number of them wait side by side."""
+    def __init__(
+        self, name: str, move_block: Callable[[ExampleTransfer], None], delay_s: float
+    ) -> None:
+        """`move_block` moves the first block of `todo`, and does not raise. A transfer begins
+        `delay_s` seconds after it was submitted; the delays of several transfers overlap."""
         self._move_block = move_block
         self._delay_s = delay_s
         self._changed = threading.Condition()
-        # A transfer stays in its queue until it has ended, each with the time it may begin.
-        self._loads: deque[tuple[float, Transfer]] = deque()
-        self._stores: deque[tuple[float, Transfer]] = deque()
-        self._ended: list[Transfer] = []
+        # Transfers that have not ended, each with the time at which it may begin.
+        self._loads: deque[tuple[float, ExampleTransfer]] = deque()
+        self._stores: deque[tuple[float, ExampleTransfer]] = deque()
+        self._ended: list[ExampleTransfer] = []
         self._stopping = False
-        # A daemon: an engine that ends without a shutdown must not wait for it.
+        # A daemon, so that an engine that exits without a shutdown does not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, transfer: Transfer) -> None:
-        """Carry out a transfer. After `stop` it ends as it is."""
+    def submit(self, transfer: ExampleTransfer) -> None:
+        """Queue a transfer. After `stop` it ends without being carried out."""
         with self._changed:
             if self._stopping:
                 self._ended.append(transfer)
@@ -45,8 +83,8 @@ class IOThread:
             queue.append((time.monotonic() + self._delay_s, transfer))
             self._changed.notify_all()
 
-    def take_ended(self) -> list[Transfer]:
-        """The transfers that have ended since the last call; each is handed out once."""
+    def take_ended(self) -> list[ExampleTransfer]:
+        """The transfers that have ended since the last call; each is returned once."""
         if not self._ended:
             return []
         with self._changed:
@@ -54,13 +92,13 @@ class IOThread:
         return ended
 
     def wait_until_idle(self) -> bool:
-        """Wait for all transfers. False: `stop` has ended them before their time."""
+        """Wait until all transfers have ended. Returns False if `stop` ended them early."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or not (self._loads or self._stores))
             return not self._stopping
 
     def stop(self) -> None:
-        """End the thread, at the latest after the block being moved, and all transfers with it."""
+        """End the thread after the block it is moving. All transfers end as they are."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -70,15 +108,15 @@ class IOThread:
             self._loads.clear()
             self._stores.clear()
 
-    # --- on the thread -------------------------------------------------------------------------
+    # --- I/O thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (queue := self._next_queue()) is not None:
-            self._go_on(queue)
+            self._move_one(queue)
 
-    def _go_on(self, queue: deque[tuple[float, Transfer]]) -> None:
-        """Move one block of the queue's first transfer. When this returns, the thread holds on to
-        nothing of it: an idle thread must not keep blocks in memory."""
+    def _move_one(self, queue: deque[tuple[float, ExampleTransfer]]) -> None:
+        """Move one block of the queue's first transfer. A method of its own, so that an idle thread
+        keeps no reference to blocks."""
         _, transfer = queue[0]
         self._move_block(transfer)
         if not transfer.todo:
@@ -87,9 +125,9 @@ class IOThread:
                 self._ended.append(transfer)
                 self._changed.notify_all()
 
-    def _next_queue(self) -> deque[tuple[float, Transfer]] | None:
-        """The queue whose first transfer is to go on. Waits for one; None when there is none to
-        wait for any more."""
+    def _next_queue(self) -> deque[tuple[float, ExampleTransfer]] | None:
+        """The queue from which a block is moved next. Waits until a transfer may begin. None: the
+        thread has to end."""
         with self._changed:
             while not self._stopping:
                 now = time.monotonic()

@@ -1,8 +1,8 @@
-"""The ledger of a root: what its blocks take, and how much each engine may still write.
+"""The ledger of a root: how many bytes its blocks take, and how many each engine has reserved.
 
-One small file, changed under a lock that every engine on every host respects. It is the only thing
-engines have to agree on. It holds two copies, written in turn: whenever a writer is killed, one of
-them is whole.
+One small file, changed under a file lock that every engine on every host takes. Engines share no
+other mutable state. The file holds two copies that are written in turn, so one of them is whole
+whenever a writer is killed. `Transaction` makes the changes; this module reads and writes the file.
 """
 
 from __future__ import annotations
@@ -43,22 +43,24 @@ _ACCOUNT = struct.Struct("<16sQQB7x")
 _PUBLISHING, _SETTLED = 1, 2
 _CHECKSUM = struct.Struct("<Q")
 _MAX_ACCOUNTS = (_COPY_BYTES - _HEAD.size - _CHECKSUM.size) // _ACCOUNT.size
-_MOST = 2**63
+_LIMIT = 2**63
+"""A number as large as this, or larger, is a sign of damage."""
 _PAUSES_S = (0.0005, 0.02)
+"""Pauses between attempts to get the lock: the first, and the longest."""
 
 _open_ledgers: WeakSet[Ledger] = WeakSet()
 
 
 class LedgerLost(Exception):
-    """Neither copy can be read: what is in the root has to be counted again."""
+    """Neither copy can be read: the blocks of the root have to be counted again."""
 
 
 class LedgerVersion(Exception):
-    """A ledger that another version of kvtier has made."""
+    """The ledger was written by an incompatible version of kvtier."""
 
 
 class LedgerBusy(OSError):
-    """Another engine, or a command, has held the lock for too long."""
+    """Another engine or command held the lock for too long."""
 
     def __init__(self) -> None:
         super().__init__(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
@@ -66,17 +68,17 @@ class LedgerBusy(OSError):
 
 @dataclass(slots=True)
 class Account:
-    """What one engine has in its seat, or may still write there."""
+    """One engine's entry in the ledger."""
 
     reserved: int = 0
-    """Bytes."""
+    """Bytes that the engine has staged, or may still write."""
     counted_out: int = 0
-    """The last batch of blocks on their way out that no longer counts as published."""
+    """Number of the last batch of evicted blocks that was subtracted from the published ones."""
     is_publishing: bool = False
-    """Blocks are being given their names, and are not counted yet. Only while the lock is held, or
-    if the engine has died in the middle of it."""
+    """The engine is linking blocks that are not counted yet. Set only while it holds the lock: if
+    another engine finds it set, the engine of this account has died."""
     is_settled: bool = False
-    """The engine is dead, and nothing in its seat counts as published any more."""
+    """The engine is dead, and nothing in its staging directory counts as published any more."""
 
     @property
     def flags(self) -> int:
@@ -85,17 +87,18 @@ class Account:
 
 @dataclass(slots=True)
 class Balance:
-    """What the ledger says."""
+    """The content of the ledger."""
 
     root_id: bytes
-    """Of this directory; new when it is made, and when its ledger was lost."""
+    """Random identity of the root; a new one is drawn when the ledger is created or was lost."""
     blocks: int = 0
     """Bytes of all published blocks."""
     num_blocks: int = 0
     overhead: int = 0
-    """Bytes of directories and of the files that are no blocks: at least what they take."""
+    """Upper bound for the bytes of directories and of files that are no blocks."""
     boot_id: bytes = bytes(16)
-    """The last start of the machine that has written this."""
+    """The kernel's boot id on the machine that wrote the ledger last. Each start of a machine has a
+    new one."""
     accounts: dict[bytes, Account] = field(default_factory=dict)
     revision: int = 0
 
@@ -105,12 +108,12 @@ class Balance:
 
     @property
     def total(self) -> int:
-        """The most that there can be, until someone changes the ledger."""
+        """Upper bound for the bytes in the root until the ledger changes."""
         return self.blocks + self.overhead + self.reserved
 
     def add_blocks(self, num_bytes: int, count: int) -> None:
-        """Count published blocks in, or out where negative. What others have done to the files may
-        have made the ledger wrong, but never nonsense."""
+        """Add published blocks, or subtract them where negative. Clamped at 0: a ledger that does
+        not fit the files, because somebody removed some, still holds valid numbers."""
         self.blocks = max(0, self.blocks + num_bytes)
         self.num_blocks = max(0, self.num_blocks + count)
 
@@ -158,13 +161,13 @@ class Balance:
             )
             for engine, reserved, counted_out, flags in _ACCOUNT.iter_unpack(copy[_HEAD.size : end])
         }
-        if max(revision, *sums, *(account.reserved for account in accounts.values())) >= _MOST:
+        if max(revision, *sums, *(account.reserved for account in accounts.values())) >= _LIMIT:
             raise LedgerLost
         return cls(root_id, sums[0], sums[1], sums[2], boot_id, accounts, revision)
 
 
 def copies_in(fd: int) -> list[bytes]:
-    """The copies in the file of a ledger that were written; at least one."""
+    """The copies in a ledger's file that have been written; at least one, which may be empty."""
     copies = [os.pread(fd, _COPY_BYTES, offset) for offset in (0, _COPY_BYTES)]
     return [copy for copy in copies if any(copy)] or copies[:1]
 
@@ -185,11 +188,11 @@ def _newest(copies: Sequence[Balance | LedgerLost | LedgerVersion]) -> Balance:
 
 
 class Ledger:
-    """The ledger's file. Any thread but the scheduler's: calls may wait for the disk, and `lock`
-    for other engines."""
+    """The ledger's file. Any thread but the scheduler's: calls wait for the disk, and `lock` for
+    other engines."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file if need be, with nothing in it."""
+        """Creates an empty file if there is none."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         self.path = path
         self._fd = os.open(path, flags, 0o600)
@@ -197,14 +200,15 @@ class Ledger:
             self.close()
             raise OSError(errno.EINVAL, "the ledger is not a regular file")
         self._last = b""
-        """What was loaded or saved last."""
-        self._threads = threading.Lock()  # the other lock is one for the whole process
+        """The encoded balance that was loaded or saved last."""
+        self._threads = threading.Lock()  # the file lock excludes processes, not threads
         _open_ledgers.add(self)
 
     @contextmanager
     def lock(self, patience_s: Callable[[], float]) -> Iterator[None]:
-        """Be the only one at the ledger. Raises `LedgerBusy` after so many seconds, which may
-        become fewer meanwhile. Ends with the process at the latest, whatever ends that."""
+        """Hold the ledger exclusively. Raises `LedgerBusy` after `patience_s()` seconds; while
+        waiting, this is called again, since the time may become shorter. The kernel drops the lock
+        when the process ends."""
         started = time.monotonic()
         if not self._threads.acquire(timeout=patience_s()):
             raise LedgerBusy
@@ -233,8 +237,8 @@ class Ledger:
                 return
 
     def load(self) -> tuple[Balance, bool]:
-        """The balance, and whether the blocks have to be counted again: one of the copies is
-        damaged, and it may have been the newer one. Under the lock. Raises `LedgerLost` or
+        """The balance, and whether the blocks have to be counted again because one copy is damaged,
+        which may have been the newer one. Under the lock. Raises `LedgerLost` or
         `LedgerVersion`."""
         copies = [_decoded(copy) for copy in copies_in(self._fd)]
         others = [problem for problem in copies if isinstance(problem, LedgerVersion)]
@@ -245,19 +249,19 @@ class Ledger:
         return balance, not all(isinstance(copy, Balance) for copy in copies)
 
     def read(self) -> Balance:
-        """The balance of a moment ago, without the lock, as far as it can be read. Any thread.
-        Raises `LedgerLost`."""
+        """The balance of a moment ago, read without the lock. Any thread. Raises `LedgerLost`."""
         return _newest([_decoded(copy) for copy in copies_in(self._fd)])
 
     def save(self, balance: Balance) -> None:
-        """Under the lock."""
+        """Write the balance over the older copy. Under the lock."""
         balance.revision += 1
         encoded = balance.encode()
         os.pwrite(self._fd, encoded, balance.revision % 2 * _COPY_BYTES)
         self._last = encoded
 
     def save_if_changed(self, balance: Balance) -> None:
-        """Under the lock, after `load`. So whoever looks sees whether anything has happened."""
+        """Write the balance unless the file holds it already: an unchanged revision tells readers
+        that nothing has happened. Under the lock, after `load`."""
         if balance.encode() != self._last:
             self.save(balance)
 
@@ -267,26 +271,27 @@ class Ledger:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the file is still what one finds under its name."""
+        """True while the path still leads to this file."""
         try:
             return os.path.samestat(os.lstat(self.path), os.fstat(self._fd))
         except OSError:
             return False
 
     def retire(self) -> None:
-        """Close it when no thread has it locked."""
+        """Close the file once no thread holds the lock."""
         with self._threads:
             self.close()
 
     def close(self) -> None:
-        """Once more changes nothing."""
+        """Idempotent."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
 
 def _close_in_child() -> None:
-    """A child that was forked must not keep its parent's lock when that has ended."""
+    """Close the files in a forked child. It shares its parent's lock, and would keep it after the
+    parent has ended."""
     for ledger in list(_open_ledgers):
         ledger.close()
 

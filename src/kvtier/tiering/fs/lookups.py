@@ -1,7 +1,8 @@
-"""Finds out which blocks are in the root, without the scheduler waiting for it.
+"""What the scheduler's thread knows of the root without waiting for it.
 
-The scheduler asks, and is told what is known; what is not known is looked for by threads, and known
-at a later step. Blocks come and go by other engines' doing, so what is known is known for a while.
+`LookupCache` answers which blocks are there: from memory, while threads look up the unknown ones
+for a later step. Other engines store and evict blocks too, so an answer is kept only for a while.
+`UseStamps` writes the times of uses into the files' mtimes, where every engine sees them.
 """
 
 from __future__ import annotations
@@ -11,28 +12,46 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from math import inf
 
 from kvtier.base import LookupResult, OffloadKey
-from kvtier.tiering.fs.below import Below
-from kvtier.tiering.fs.names import LONGEST_KEY, block_path
+from kvtier.tiering.fs.access import NoFollowTree
+from kvtier.tiering.fs.layout import LONGEST_KEY, block_path
 
-__all__ = ["Lookups"]
+__all__ = ["LookupCache", "UseStamps"]
 
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 _PRESENT_FOR_S = 30.0
+"""How long a block that was found counts as a hit."""
 _SURELY_FOR_S = 5.0
-"""So long, a block that was there need not be stored again."""
+"""How long a block that was found is not stored again."""
 _ABSENT_FOR_S = 2.0
+"""How long a block that was not found counts as a miss."""
 _MAX_PRESENT = 262_144
 _MAX_ABSENT = 65_536
 _MAX_ASKED = 65_536
 _AT_ONCE = 128
+"""Files that one thread looks up before it takes further questions."""
 _NUM_THREADS = 4
+
+_WRITE_EVERY_S = 0.5
+_SAME_USE_NS = 10 * 10**9
+"""A time stamp younger than this is not written again."""
+_MAX_WAITING = 65_536
+"""Blocks whose uses wait to be written; beyond that, the oldest uses are dropped."""
+_MAX_KNOWN = 16_384
+"""Largest number of blocks with a remembered time stamp, and of blocks remembered as absent."""
+_LONGEST_END_S = 0.5
+"""How long uses are still written at shutdown."""
+
+
+# --- which blocks are there --------------------------------------------------------------------
 
 
 class _Question:
-    """Blocks in prompt order, in a namespace. What follows one that is absent is of no interest."""
+    """Blocks of one namespace in prompt order. After the first absent one, the rest need no
+    answer."""
 
     __slots__ = ("keys", "namespace", "num_present")
 
@@ -40,24 +59,26 @@ class _Question:
         self.namespace = namespace
         self.keys = keys
         self.num_present = len(keys)
-        """No more than so many of the first are there. Grows smaller."""
+        """Upper bound for the number of leading blocks that are there. Threads lower it."""
 
 
-class Lookups:
-    """What is known of which blocks are there. The scheduler's thread, apart from the threads
-    inside."""
+class LookupCache:
+    """Which blocks are in the root, as far as known. Called on the scheduler's thread, which never
+    waits here for a file; threads of its own look files up."""
 
-    def __init__(self, below: Below, namespace: str, on_error: Callable[[OSError], None]) -> None:
-        """`namespace`: the directory to look into. `on_error`: called on the threads."""
-        self._below = below
+    def __init__(
+        self, tree: NoFollowTree, namespace: str, on_error: Callable[[OSError], None]
+    ) -> None:
+        """`namespace`: the directory to look into. `on_error`: called on this object's threads."""
+        self._tree = tree
         self._namespace = namespace
         self._on_error = on_error
-        # Until when a block is known to be there, or not to be. The oldest knowledge comes first.
+        # By key, until when the block counts as present or absent. The oldest entries come first.
         self._present: OrderedDict[OffloadKey, float] = OrderedDict()
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._asked: set[OffloadKey] = set()
         self._unknown: list[list[OffloadKey]] = []
-        """By prompt."""
+        """By prompt, keys for which no thread was asked yet."""
         self._changed = threading.Condition()
         self._questions: deque[tuple[_Question, int]] = deque()
         self._answers: deque[tuple[_Question, int, int, int]] = deque()
@@ -71,10 +92,10 @@ class Lookups:
         for thread in self._threads:
             thread.start()
 
-    # --- the scheduler's side ------------------------------------------------------------------
+    # --- the scheduler's thread ----------------------------------------------------------------
 
     def look_into(self, namespace: str) -> None:
-        """Forget everything; what is asked from now on is asked of this directory."""
+        """Forget everything, and look into this directory from now on."""
         self._namespace = namespace
         self._present.clear()
         self._absent.clear()
@@ -82,8 +103,8 @@ class Lookups:
         self._unknown = []
 
     def answer(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-        """What is known of these blocks, up to the first that is known to be absent. What is not
-        known is looked for."""
+        """Answers for these blocks, up to the first that is known to be absent. RETRY: unknown; a
+        thread looks it up."""
         if self._answers:
             self._learn()
         now = time.monotonic()
@@ -113,8 +134,8 @@ class Lookups:
                 self.ask()
 
     def ask(self) -> None:
-        """Have what is not known looked for. Questions are collected until then: waking a thread
-        for each would cost more than the answer."""
+        """Pass the unknown blocks to the threads. Called once per step, since waking a thread for
+        each block would cost more than looking it up."""
         if not self._unknown:
             return
         prompts, self._unknown = self._unknown, []
@@ -125,23 +146,24 @@ class Lookups:
             self._changed.notify(min(_NUM_THREADS, -(-sum(map(len, prompts)) // _AT_ONCE)))
 
     def present_of(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Those of these blocks that were there a moment ago."""
+        """Those of these blocks that were there within the last seconds (`_SURELY_FOR_S`)."""
         lately = time.monotonic() + _PRESENT_FOR_S - _SURELY_FOR_S
         present = self._present
         return [key for key in keys if key in present and present[key] > lately]
 
     def note_present(self, keys: Collection[OffloadKey]) -> None:
-        """These blocks are there. What a thread may have seen of them before is outdated."""
+        """Record that these blocks are there. Answers about them that threads have not delivered
+        yet are ignored."""
         self._asked.difference_update(keys)
         self._note_present(keys)
 
     def note_absent(self, keys: Collection[OffloadKey]) -> None:
-        """These blocks are not there, or are of no use; likewise."""
+        """Record that these blocks are absent or damaged. Answers not delivered yet are ignored."""
         self._asked.difference_update(keys)
         self._note_absent(keys)
 
     def forget(self, keys: Collection[OffloadKey]) -> None:
-        """These blocks were there, and are no longer; likewise."""
+        """Forget blocks that were evicted. Answers not delivered yet are ignored."""
         self._asked.difference_update(keys)
         present = self._present
         for key in keys:
@@ -183,7 +205,8 @@ class Lookups:
             asked.difference_update(keys[start : start + _AT_ONCE])
 
     def stop(self) -> None:
-        """Waits for the file that each thread is looking for. Without a start, changes nothing."""
+        """End the threads. Waits for the file that each is looking up. Does nothing before
+        `start`."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -191,7 +214,7 @@ class Lookups:
             if thread.ident is not None:
                 thread.join()
 
-    # --- on the threads ------------------------------------------------------------------------
+    # --- the threads ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -204,7 +227,7 @@ class Lookups:
                 self._answers.append((question, start, *self._look(question, start)))
 
     def _take_some(self) -> list[tuple[_Question, int]]:
-        """Questions about a few files, in one or in several prompts."""
+        """Questions about up to `_AT_ONCE` files, of one prompt or several."""
         some: list[tuple[_Question, int]] = []
         num_files = 0
         while self._questions and num_files < _AT_ONCE:
@@ -214,11 +237,12 @@ class Lookups:
         return some
 
     def _look(self, question: _Question, start: int) -> tuple[int, int]:
-        """How many of the blocks from `start` on are there, and the end of those looked for."""
+        """How many blocks from `start` on are there without a gap, and the position at which the
+        search ended."""
         position = start
         for key in question.keys[start : start + _AT_ONCE]:
             if self._is_stopping or position >= question.num_present:
-                return position - start, position  # an earlier one is absent
+                return position - start, position  # another thread found an earlier one absent
             if not self._is_there(question.namespace, key):
                 question.num_present = min(question.num_present, position)
                 return position - start, position + 1
@@ -227,10 +251,139 @@ class Lookups:
 
     def _is_there(self, namespace: str, key: OffloadKey) -> bool:
         try:
-            status = self._below.lstat(block_path(namespace, key))
+            status = self._tree.lstat(block_path(namespace, key))
         except FileNotFoundError:
             return False
         except OSError as error:
             self._on_error(error)
             return False
         return stat.S_ISREG(status.st_mode)
+
+
+# --- when blocks were used ---------------------------------------------------------------------
+
+
+class UseStamps:
+    """A thread that writes the times of uses. Uses that come faster than it can write are dropped;
+    the blocks then only count as older than they are."""
+
+    def __init__(
+        self,
+        tree: NoFollowTree,
+        on_error: Callable[[OSError], None],
+        is_coming: Callable[[OffloadKey], bool],
+    ) -> None:
+        """`on_error` and `is_coming` are called on the thread. `is_coming`: returns True while this
+        engine writes the block, which then has no file to be stamped yet."""
+        self._tree = tree
+        self._on_error = on_error
+        self._is_coming = is_coming
+        self._lock = threading.Lock()
+        """Protects `_waiting` and `_absent`. Never held during I/O."""
+        self._waiting: deque[tuple[str, Sequence[OffloadKey], int]] = deque()
+        self._num_waiting = 0
+        """Number of blocks in `_waiting`."""
+        self._absent: OrderedDict[OffloadKey, str] = OrderedDict()
+        """Used blocks that had no file, with the namespace that was looked into; the latest come
+        last."""
+        self._stamps: dict[tuple[str, OffloadKey], int] = {}
+        """Time stamps that the thread has seen or set. They save an `lstat` for blocks that are
+        used all the time. Only the thread uses this."""
+        self._stopped = threading.Event()
+        self._deadline = inf
+        """When the thread stops writing, on the monotonic clock."""
+        self._thread = threading.Thread(target=self._run, name="kvtier-fs-uses", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # --- the scheduler's thread: none of these waits for a file --------------------------------
+
+    def note(self, namespace: str, keys: Sequence[OffloadKey]) -> None:
+        """Record that a request uses these blocks, in prompt order."""
+        keys = keys[:_MAX_WAITING]
+        with self._lock:
+            self._waiting.append((namespace, keys, time.time_ns()))
+            self._num_waiting += len(keys)
+            while self._num_waiting > _MAX_WAITING:
+                self._num_waiting -= len(self._waiting.popleft()[1])
+
+    def take_absent(self, namespace: str, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of these blocks that had no file when an earlier use was to be written. Each is
+        returned once: the next use looks again."""
+        absent = self._absent
+        if not absent:
+            return []
+        with self._lock:
+            found = [key for key in keys if key in absent]
+            return [key for key in found if absent.pop(key) == namespace]
+
+    def note_present(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that these blocks are there now."""
+        absent = self._absent
+        if absent:
+            with self._lock:
+                for key in keys:
+                    absent.pop(key, None)
+
+    def forget_absent(self) -> None:
+        """Forget absent blocks, because another namespace is read from now on."""
+        with self._lock:
+            self._absent.clear()
+
+    def stop(self) -> None:
+        """Write for half a second at most, drop the rest, and end the thread. Waits, at worst for
+        one file. Does nothing before `start`."""
+        self._deadline = time.monotonic() + _LONGEST_END_S
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._stopped.wait(_WRITE_EVERY_S)
+            while self._waiting and time.monotonic() <= self._deadline:
+                self._write(*self._take())
+
+    def _take(self) -> tuple[str, Sequence[OffloadKey], int]:
+        with self._lock:
+            batch = self._waiting.popleft()
+            self._num_waiting -= len(batch[1])
+        return batch
+
+    def _write(self, namespace: str, keys: Sequence[OffloadKey], when_ns: int) -> None:
+        for position, key in enumerate(keys):
+            if len(key) > LONGEST_KEY or self._is_coming(key):
+                continue
+            # Later blocks of a prompt count as older, so that its head is evicted last.
+            stamp = when_ns - position
+            known = self._stamps.get((namespace, key))
+            if known is not None and stamp - known <= _SAME_USE_NS:
+                continue
+            if time.monotonic() > self._deadline:
+                return
+            path = block_path(namespace, key)
+            try:
+                known = self._tree.lstat(path).st_mtime_ns
+                if stamp - known > _SAME_USE_NS:
+                    self._tree.utime(path, stamp)
+                    known = stamp
+            except FileNotFoundError:
+                self._note_absent(namespace, key)
+                continue
+            except OSError as error:
+                self._on_error(error)
+                return
+            if len(self._stamps) >= _MAX_KNOWN:
+                self._stamps.clear()
+            self._stamps[namespace, key] = known
+
+    def _note_absent(self, namespace: str, key: OffloadKey) -> None:
+        with self._lock:
+            self._absent[key] = namespace
+            self._absent.move_to_end(key)
+            if len(self._absent) > _MAX_KNOWN:
+                self._absent.popitem(last=False)

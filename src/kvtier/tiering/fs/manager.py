@@ -1,4 +1,9 @@
-"""The fs tier: sealed blocks in files of a directory that several engines share."""
+"""The fs tier: sealed blocks in the files of a directory that several engines share.
+
+This module is the scheduler's side: it answers lookups from memory, passes jobs to the lanes (I/O
+threads), and collects results. `mover` moves the bytes, `publisher` and `transaction` keep the
+shared root consistent.
+"""
 
 from __future__ import annotations
 
@@ -22,69 +27,96 @@ from kvtier.base import (
     ScheduleEndContext,
 )
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
-from kvtier.tiering.fs import metrics
-from kvtier.tiering.fs.block_file import block_file_bytes
-from kvtier.tiering.fs.books import NAME_BYTES, Books
-from kvtier.tiering.fs.clerk import Change, Clerk, Limits
-from kvtier.tiering.fs.lookups import Lookups
+from kvtier.tiering.fs.access import remedy_for
+from kvtier.tiering.fs.layout import LONGEST_KEY, block_file_bytes, namespace_path
+from kvtier.tiering.fs.lookups import LookupCache, UseStamps
 from kvtier.tiering.fs.mover import FsMover, FsTransfer
-from kvtier.tiering.fs.names import LONGEST_KEY, namespace_path
 from kvtier.tiering.fs.options import FsOptions
-from kvtier.tiering.fs.refusal import remedy_for
-from kvtier.tiering.fs.root import allows_o_direct, open_root, warn_of_limits
-from kvtier.tiering.fs.seat import Occupant
-from kvtier.tiering.fs.uses import Uses
+from kvtier.tiering.fs.presence import EngineInfo
+from kvtier.tiering.fs.publisher import Change, Publisher
+from kvtier.tiering.fs.quota import Limits, warn_of_limits
+from kvtier.tiering.fs.root import RootSession, allows_o_direct, open_root
+from kvtier.tiering.fs.transaction import NAME_BYTES
+from kvtier.tiering.inspection import local_path
 from kvtier.tiering.io.aio import address_of
-from kvtier.tiering.io.errors import ErrorLog, error_counter
+from kvtier.tiering.io.buffers import Routes
 from kvtier.tiering.io.lane import Lane, depth_for, may_have_buffers
-from kvtier.tiering.io.route import Routes
-from kvtier.tiering.io.rows import require_movable
-from kvtier.tiering.io.transfer import Transfer, Unit
-from kvtier.tiering.io.work import WorkQueue
+from kvtier.tiering.io.metrics import ErrorLog, definitions, error_counter, error_counters
+from kvtier.tiering.io.page import require_movable
+from kvtier.tiering.io.queue import Transfer, Unit, WorkQueue
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.tiering.fs.inspector import FsInspector
+    from kvtier.tiering.inspection import Report
 
-__all__ = ["FsSecondaryTierManager"]
+__all__ = [
+    "BLOCKS",
+    "EVICTED",
+    "FAILED",
+    "FORGOTTEN",
+    "LIMIT_BYTES",
+    "PREFIX",
+    "QUEUED",
+    "REFUSED",
+    "USED_BYTES",
+    "FsSecondaryTierManager",
+]
 
 logger = logging.getLogger(__name__)
 
 _IN_FLIGHT_BYTES = 16 << 20
 _EXTENT_BYTES = 4096
-"""What a file system may need to remember where a file's bytes are."""
+"""Upper bound for the bytes that a file system needs to map a file's blocks."""
+
+PREFIX = "kvtier_fs"
+USED_BYTES = f"{PREFIX}_used_bytes"
+LIMIT_BYTES = f"{PREFIX}_limit_bytes"
+BLOCKS = f"{PREFIX}_blocks"
+QUEUED = f"{PREFIX}_queued_blocks"
+EVICTED = f"{PREFIX}_evicted_blocks"
+REFUSED = f"{PREFIX}_refused_blocks"
+FAILED = f"{PREFIX}_failed_blocks"
+FORGOTTEN = f"{PREFIX}_forgotten_blocks"
+
+_GAUGES = {
+    USED_BYTES: "Bytes in the root directory, of all engines, including reserved ones; while "
+    "nobody stores, what du prints.",
+    LIMIT_BYTES: "Bytes that the root directory may take, by this engine's configuration.",
+    BLOCKS: "Blocks in the root directory, of all engines and models.",
+    QUEUED: "Blocks of this engine that wait to be written or are being written.",
+}
+_COUNTERS = {
+    EVICTED: "Blocks that this engine evicted for new ones.",
+    REFUSED: "Blocks not stored because there was no space or the key is too long.",
+    FAILED: "Blocks that could not be written.",
+    FORGOTTEN: "Blocks that could not be loaded or were damaged, and count as absent.",
+    **error_counters(PREFIX),
+}
 
 
 class FsSecondaryTierManager(SecondaryTierManager):
     """Blocks in files.
 
-    The scheduler's thread knows what was heard of lately (`Lookups`). Lanes read and write files.
-    The `Clerk`, a thread too, publishes what is written and sees to the quota; the `Sweeper` finds
-    what may leave. Nothing is known of the root that another engine could not find out.
+    The scheduler's thread answers lookups from the `LookupCache`. Lanes read and write files. The
+    `Publisher`'s thread publishes written blocks within the quota; the `Sweeper`'s thread finds
+    blocks to evict. All lasting state is in the root: another engine sees the same.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
+    options_cls = FsOptions
 
     def __init__(
         self,
         offloading_spec: OffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
-        root_dir: str,
-        max_bytes: int | str,
-        min_free_bytes: int | str | None = None,
-        n_read_threads: int | None = None,
-        n_write_threads: int | None = None,
+        **keys: Any,
     ) -> None:
+        """`keys`: those of `FsOptions`."""
         config = offloading_spec.config
-        options = FsOptions.parse(
-            {
-                "root_dir": root_dir,
-                "max_bytes": max_bytes,
-                "min_free_bytes": min_free_bytes,
-                "n_read_threads": n_read_threads,
-                "n_write_threads": n_write_threads,
-            }
-        )
+        options = FsOptions.parse(keys)
+        options.require_place()
         config.require_weights_identity()
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.locality = Locality.REMOTE
@@ -93,37 +125,38 @@ class FsSecondaryTierManager(SecondaryTierManager):
             require_movable(self.rows, self._rows_address, "fs")
             charge = block_file_bytes(self.rows.row_bytes) + _EXTENT_BYTES + NAME_BYTES
             options.require_room_for(charge)
-            occupant = Occupant.here(config.engine_id, self.fingerprint.hex())
-            books = open_root(options.root_dir, occupant)
+            info = EngineInfo.here(config.engine_id, self.fingerprint.hex())
+            session = open_root(options.root_dir, info)
             try:
-                self._start(options, books, charge)
+                self._start(options, session, charge)
             except BaseException:
-                books.close()
+                session.close()
                 raise
         except BaseException:
             self.rows.release()
             raise
 
-    def _start(self, options: FsOptions, books: Books, charge: int) -> None:
-        self._books = books
+    def _start(self, options: FsOptions, session: RootSession, charge: int) -> None:
+        self._session = session
         self._is_private = False
-        self._public = self._namespace = namespace_path(books.blocks, self.fingerprint)
+        self._public = self._namespace = namespace_path(session.blocks, self.fingerprint)
         self._directory = str(self._namespace)
         self._max_bytes = options.max_bytes
-        self._errors = ErrorLog(books.path, partial(remedy_for, books.path))
+        self._errors = ErrorLog(session.path, partial(remedy_for, session.path))
         self._counters: Counter[str] = Counter()
         self._results: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
         self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
-        """Blocks that this engine has told of, and not taken back. No more than there is room for:
-        others remove some of them, and tell of that themselves."""
+        """Blocks that events have reported as stored, and not yet as removed. Bounded by the
+        capacity, because other engines evict some of them and report that themselves."""
         self.capacity_blocks = self._max_announced = options.max_bytes // charge
         self._writing: set[OffloadKey] = set()
         self._num_queued = 0
-        self._num_evicted_told = 0
+        self._num_evicted_reported = 0
         file_bytes = block_file_bytes(self.rows.row_bytes)
-        warn_of_limits(books, options.max_bytes, options.min_free_bytes)
-        is_direct = allows_o_direct(books)
+        limits = Limits(options.max_bytes, options.min_free_bytes)
+        warn_of_limits(session, limits)
+        is_direct = allows_o_direct(session)
         logger.info(
             "%s: namespace %s, %s",
             self._namespace.parent.parent,
@@ -131,32 +164,28 @@ class FsSecondaryTierManager(SecondaryTierManager):
             "O_DIRECT" if is_direct else "through the page cache",
         )
         self._work: WorkQueue[OffloadKey] = WorkQueue(max_pieces=1)
-        self._clerk: Clerk[Unit[OffloadKey]] = Clerk(
-            books,
-            Limits(options.max_bytes, options.min_free_bytes),
-            file_bytes,
-            charge,
-            self._note_error,
+        self._publisher: Publisher[Unit[OffloadKey]] = Publisher(
+            session, limits, file_bytes, charge, self._note_error
         )
         mover = FsMover(
             self,
-            books.path,
-            books.below,
+            session.path,
+            session.tree,
             self._rows_address,
             self._work,
-            self._clerk,
+            self._publisher,
             self._errors,
             is_direct=is_direct,
         )
         self._lanes: list[Lane[OffloadKey]] = []
-        self._lookups = Lookups(books.below, self._directory, self._note_error)
-        self._uses = Uses(books.below, self._note_error, self._writing.__contains__)
+        self._lookups = LookupCache(session.tree, self._directory, self._note_error)
+        self._uses = UseStamps(session.tree, self._note_error, self._writing.__contains__)
         try:
             self._lookups.start()
             self._uses.start()
             self._start_lanes(mover, options)
-            self._clerk.use(self._namespace, self._public, junk=None)
-            self._clerk.start(mover.published)
+            self._publisher.use(self._namespace, self._public, junk=None)
+            self._publisher.start(mover.published)
         except BaseException:
             self._stop_threads()
             raise
@@ -187,7 +216,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
     def _note_error(self, error: OSError) -> None:
         self._errors.note(error.errno or errno.EIO, is_write=True, path=error.filename)
 
-    # --- what is there: scheduler thread -------------------------------------------------------
+    # --- lookups: scheduler thread -------------------------------------------------------------
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._lookups.ask()
@@ -204,8 +233,8 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._uses.note(self._directory, tuple(keys))
 
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
-        """Known from an earlier use of the same blocks: when that was noted, their files were not
-        there. So a block is offered again at its second use, and nothing is looked for twice."""
+        """The blocks that had no file when the time of an earlier use was to be written to it. So a
+        block that was evicted is stored again at its second use, without a lookup."""
         absent = self._uses.take_absent(self._directory, keys)
         if not absent:
             return absent
@@ -213,8 +242,8 @@ class FsSecondaryTierManager(SecondaryTierManager):
         return [key for key in absent if key not in here]
 
     def begin_epoch(self, fingerprint: bytes) -> None:
-        """What this engine stored before stays for others; it looks into a namespace of its own
-        from now on, which ends with it."""
+        """Leave earlier blocks to other engines, and use a private namespace from now on. It is
+        removed when this engine ends."""
         super().begin_epoch(fingerprint)
         self._report_removed(list(self._announced))
         junk = self._namespace if self._is_private else None
@@ -222,28 +251,28 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._use_namespace(junk)
 
     def _use_namespace(self, junk: Path | None) -> None:
-        blocks = self._clerk.private_blocks if self._is_private else self._books.blocks
+        blocks = self._publisher.private_blocks if self._is_private else self._session.blocks
         self._namespace = namespace_path(blocks, self.fingerprint)
         self._directory = str(self._namespace)
         self._lookups.look_into(self._directory)
         self._uses.forget_absent()
-        self._clerk.use(self._namespace, self._public, junk)
+        self._publisher.use(self._namespace, self._public, junk)
         self._writing.clear()
 
-    # --- the life of a job: scheduler thread ---------------------------------------------------
+    # --- jobs: scheduler thread ----------------------------------------------------------------
 
     def submit_store(self, job: TransferJob) -> None:
         if job.fingerprint != self.fingerprint:
             self._results.append(JobResult(job.job_id, False))
             return
         todo = dict(zip(job.keys, job.block_ids.tolist(), strict=True))
-        # What another job is writing counts as here.
+        # Blocks that another job is writing count as stored.
         here = self._lookups.present_of(todo)
         here += self._writing.intersection(todo).difference(here)
         for key in here:
             del todo[key]
         pieces = [(row, key) for key, row in todo.items() if len(key) <= LONGEST_KEY]
-        self._counters[metrics.REFUSED] += len(todo) - len(pieces)
+        self._counters[REFUSED] += len(todo) - len(pieces)
         if here:
             self._uses.note(self._directory, tuple(job.keys))
         self._writing.update(key for _, key in pieces)
@@ -257,14 +286,14 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._work.submit(FsTransfer(job, pieces, namespace=self._directory))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        if self._is_private and self._namespace.parent != self._clerk.private_blocks:
-            # Our seat was lost, and all that was in it.
+        if self._is_private and self._namespace.parent != self._publisher.private_blocks:
+            # The publisher joined again: the old private namespace is lost.
             self._report_removed(list(self._announced))
             self._use_namespace(junk=None)
         self._lookups.ask()
         ended = self._work.take_ended()
-        if self._clerk.news:
-            self._learn()  # at least what is known of those that have ended
+        if self._publisher.changes:
+            self._apply_changes()  # includes those of all jobs in `ended`
         for transfer in ended:
             self._finish(transfer)
         results, self._results = self._results, []
@@ -287,23 +316,23 @@ class FsSecondaryTierManager(SecondaryTierManager):
 
     def _end_load(self, transfer: Transfer[OffloadKey], is_current: bool) -> None:
         if transfer.failed and is_current:
-            # A block that could not be loaded once would be a HIT in vain again and again.
-            self._counters[metrics.FORGOTTEN] += len(transfer.failed)
+            # Otherwise the next lookup would be a HIT, and the load would fail again.
+            self._counters[FORGOTTEN] += len(transfer.failed)
             self._lookups.note_absent([key for _, key in transfer.failed])
 
     def _end_store(self, transfer: Transfer[OffloadKey], is_current: bool) -> None:
         self._num_queued -= len(transfer.pieces)
         assert isinstance(transfer, FsTransfer)
-        self._counters[metrics.REFUSED] += len(transfer.refused)
-        self._counters[metrics.FAILED] += len(transfer.failed) - len(transfer.refused)
+        self._counters[REFUSED] += len(transfer.refused)
+        self._counters[FAILED] += len(transfer.failed) - len(transfer.refused)
         if is_current:
             self._writing.difference_update(key for _, key in transfer.pieces)
 
-    def _learn(self) -> None:
-        """What has come and gone by our own doing, in that order."""
-        news = self._clerk.news
-        while news:
-            namespace, keys, change = news.popleft()
+    def _apply_changes(self) -> None:
+        """Take note of blocks that this engine stored, saw or removed, in the order of events."""
+        changes = self._publisher.changes
+        while changes:
+            namespace, keys, change = changes.popleft()
             if namespace != self._directory:
                 continue
             if change is Change.REMOVED:
@@ -319,20 +348,21 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._work.wait_until_idle()
 
     def shutdown(self) -> None:
-        """Gives up what has not been begun. The results are still to be had."""
+        """Fail jobs that have not begun, end all threads, and leave the root. Results can still be
+        taken."""
         self._stop_threads()
         self.rows.release()
 
     def _stop_threads(self) -> None:
         self._work.stop()
-        self._clerk.lease.close()
+        self._publisher.pool.close()
         for lane in self._lanes:
             lane.join()
         self._lookups.stop()
         self._uses.stop()
-        self._clerk.stop()
+        self._publisher.stop()
 
-    # --- what is told: scheduler thread --------------------------------------------------------
+    # --- events and metrics: scheduler thread --------------------------------------------------
 
     def _report_stored(self, keys: list[OffloadKey]) -> None:
         if not keys or not self.enable_kv_events:
@@ -355,21 +385,21 @@ class FsSecondaryTierManager(SecondaryTierManager):
         return events
 
     def get_stats(self) -> OffloadingStats:
-        num_evicted = self._clerk.num_evicted
-        self._counters[metrics.EVICTED] += num_evicted - self._num_evicted_told
-        self._num_evicted_told = num_evicted
-        counters: dict[str, float] = {name: self._counters[name] for name in metrics.COUNTERS}
+        num_evicted = self._publisher.num_evicted
+        self._counters[EVICTED] += num_evicted - self._num_evicted_reported
+        self._num_evicted_reported = num_evicted
+        counters: dict[str, float] = {name: self._counters[name] for name in _COUNTERS}
         self._counters.clear()
         for kind, count in self._errors.take().items():
-            counters[error_counter(metrics.PREFIX, kind)] += count
-        usage = self._clerk.usage
+            counters[error_counter(PREFIX, kind)] += count
+        usage = self._publisher.usage
         return OffloadingStats(
             counters,
             gauges={
-                metrics.USED_BYTES: usage.num_bytes,
-                metrics.LIMIT_BYTES: self._max_bytes,
-                metrics.BLOCKS: usage.num_blocks,
-                metrics.QUEUED: self._num_queued,
+                USED_BYTES: usage.num_bytes,
+                LIMIT_BYTES: self._max_bytes,
+                BLOCKS: usage.num_blocks,
+                QUEUED: self._num_queued,
             },
         )
 
@@ -377,4 +407,18 @@ class FsSecondaryTierManager(SecondaryTierManager):
     def build_metric_definitions(
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
-        return dict(metrics.DEFINITIONS)
+        return definitions(_GAUGES, _COUNTERS)
+
+    @classmethod
+    def open_inspector(cls, location: str) -> FsInspector | None:
+        from kvtier.tiering.fs.inspector import FsInspector
+
+        path = local_path(location)
+        return FsInspector(path) if path is not None and path.is_dir() else None
+
+    @classmethod
+    def init_storage(cls, location: str) -> Report | None:
+        from kvtier.tiering.fs.inspector import init_root
+
+        path = local_path(location)
+        return None if path is None else init_root(path)

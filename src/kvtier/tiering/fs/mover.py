@@ -1,4 +1,9 @@
-"""What the I/O threads of the fs tier do with a block."""
+"""Reads and writes block files, for the lanes (I/O threads) of the fs tier.
+
+A load opens the block's file; the lane reads it into the row, which is the memory of a slot; the
+seal is checked, and only then is the row delivered. A store seals the row and writes it to a
+reserved path; `publisher` then gives the file its final name.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +18,23 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvtier import seal
 from kvtier.base import OffloadKey
-from kvtier.tiering.fs.below import Below
-from kvtier.tiering.fs.block_file import check_block, write_header
-from kvtier.tiering.fs.books import NAME_BYTES, SeatLost
-from kvtier.tiering.fs.clerk import Arrival, Change, Clerk, News
-from kvtier.tiering.fs.lease import NoRoom, Room, Shut
-from kvtier.tiering.fs.names import block_path
-from kvtier.tiering.fs.tree import BlockFile, bytes_taken
-from kvtier.tiering.io.errors import ErrorLog
+from kvtier.tiering.fs.access import NoFollowTree
+from kvtier.tiering.fs.layout import (
+    BlockFile,
+    block_path,
+    bytes_taken,
+    check_block,
+    write_header,
+)
+from kvtier.tiering.fs.publisher import BlockChange, Change, Publisher, StagedBlock
+from kvtier.tiering.fs.quota import NoSpace, Reservation, StoresSuspended
+from kvtier.tiering.fs.root import PresenceLost
+from kvtier.tiering.fs.transaction import NAME_BYTES
+from kvtier.tiering.io.buffers import Payload
 from kvtier.tiering.io.lane import CannotBegin, Ended
+from kvtier.tiering.io.metrics import ErrorLog
 from kvtier.tiering.io.page import PAGE_BYTES
-from kvtier.tiering.io.payload import Payload
-from kvtier.tiering.io.transfer import Piece, Transfer, Unit
-from kvtier.tiering.io.work import WorkQueue
+from kvtier.tiering.io.queue import Piece, Transfer, Unit, WorkQueue
 
 if TYPE_CHECKING:
     from kvtier.tiering.base import SecondaryTierManager
@@ -39,20 +48,20 @@ _Outcome: TypeAlias = tuple[_Unit, Sequence[_Piece], Sequence[_Piece]]
 
 @dataclass(slots=True, eq=False)
 class FsTransfer(Transfer[OffloadKey]):
-    """A job of the fs tier on its way. Cheap to make, on the scheduler's thread: what is to be
-    known of each block is found out on the others."""
+    """A job under way. The scheduler's thread makes it, so making one is cheap: the threads of the
+    lanes fill in positions and reservations."""
 
     namespace: str = ""
     """The directory of the blocks."""
     begun_ns: int = field(default_factory=time.time_ns)
     positions: dict[OffloadKey, int] = field(default_factory=dict)
-    """A store: where its blocks are in the prompt."""
-    rooms: dict[OffloadKey, Room] = field(default_factory=dict)
-    """A store: where its blocks are written first."""
+    """A store: the position of each block in the prompt."""
+    reservations: dict[OffloadKey, Reservation] = field(default_factory=dict)
+    """A store: the file that each block is being written to."""
     refused: list[OffloadKey] = field(default_factory=list)
-    """A store: blocks for which there was no room."""
+    """A store: blocks for which there was no space."""
     gone: list[OffloadKey] = field(default_factory=list)
-    """A load: blocks that have left."""
+    """A load: blocks that were evicted before they could be read."""
 
     def take_unit(self, max_pieces: int) -> Unit[OffloadKey]:
         position = self.num_taken
@@ -62,7 +71,8 @@ class FsTransfer(Transfer[OffloadKey]):
         return unit
 
     def stamp_of(self, key: OffloadKey) -> int:
-        """When it counts as used. Of one prompt, the head is the last to leave."""
+        """The time of its use, in nanoseconds. Later blocks of a prompt count as older, so that its
+        head is evicted last."""
         return self.begun_ns - self.positions[key]
 
 
@@ -73,43 +83,44 @@ def _transfer_of(unit: _Unit) -> FsTransfer:
 
 
 class FsMover:
-    """Reads and writes block files: a `Mover` for lanes. Units are single blocks."""
+    """Reads and writes block files: a `Mover` for lanes. Each unit of work is one block."""
 
     def __init__(
         self,
         tier: SecondaryTierManager,
         where: Path,
-        below: Below,
+        tree: NoFollowTree,
         rows_address: int,
         work: WorkQueue[OffloadKey],
-        clerk: Clerk[_Unit],
+        publisher: Publisher[_Unit],
         errors: ErrorLog,
         *,
         is_direct: bool,
     ) -> None:
-        """`tier`: whose rows are moved, and who counts what was refused."""
+        """`tier`: owns the rows, seals blocks, and counts blocks with broken seals. `where`: the
+        root, for log lines."""
         self.where = where
-        self._below = below
+        self._tree = tree
         self.rows = tier.rows
         self.rows_address = rows_address
         self._tier = tier
         self._work = work
-        self._clerk = clerk
+        self._publisher = publisher
         self._errors = errors
         self._file_bytes = PAGE_BYTES + tier.rows.row_bytes
         flags = os.O_DIRECT if is_direct else 0
-        # O_NONBLOCK: a pipe in the place of a block must not be waited for.
+        # O_NONBLOCK: opening a pipe in place of a block must not wait for a writer.
         self._read_flags = os.O_RDONLY | os.O_NONBLOCK | flags
         self._write_flags = os.O_WRONLY | flags
 
     def note_error(self, error: int, is_write: bool) -> None:
-        if error != errno.ENODATA or is_write:  # a file that is too short is a damaged block
+        if error != errno.ENODATA or is_write:  # a short file is a damaged block, see `_end_load`
             self._errors.note(error, is_write)
 
     def _note(self, error: OSError, is_write: bool) -> None:
         self._errors.note(error.errno or errno.EIO, is_write, error.filename)
 
-    # --- begin ---------------------------------------------------------------------------------
+    # --- called by the lanes -------------------------------------------------------------------
 
     def begin(
         self, unit: _Unit, pages: Sequence[memoryview], payloads: Sequence[Payload]
@@ -120,111 +131,39 @@ class FsMover:
             return self._open_to_read(transfer, key), 0
         if self._is_there(transfer, key):
             self._work.finish([(unit, unit.pieces, ())])
-            raise CannotBegin  # and need not
+            raise CannotBegin  # nothing to write
         (page,), (payload,) = pages, payloads
         payload.collect()
         write_header(page, self._tier.seal_block(transfer.job, key, payload.memory))
         return self._open_to_write(transfer, key), 0
 
+    def end(self, ended: Sequence[Ended[OffloadKey]]) -> None:
+        outcomes: list[_Outcome] = []
+        staged: list[StagedBlock[_Unit]] = []
+        for each in ended:
+            if each.unit.transfer.job.is_promotion:
+                outcomes.append(self._end_load(each))
+            else:
+                block = self._end_store(each)
+                if block is not None:
+                    staged.append(block)
+                else:
+                    outcomes.append((each.unit, (), each.unit.pieces))
+        if outcomes:
+            self._work.finish(outcomes)
+        if staged:
+            self._publisher.publish_soon(staged)
+
+    # --- load ----------------------------------------------------------------------------------
+
     def _open_to_read(self, transfer: FsTransfer, key: OffloadKey) -> int:
         try:
-            return self._below.open(block_path(transfer.namespace, key), self._read_flags)
+            return self._tree.open(block_path(transfer.namespace, key), self._read_flags)
         except FileNotFoundError:
             transfer.gone.append(key)
         except OSError as error:
             self._note(error, is_write=False)
         raise CannotBegin
-
-    def _is_there(self, transfer: FsTransfer, key: OffloadKey) -> bool:
-        """Whether another engine has stored a block before us. Raises `CannotBegin` where it could
-        not be published anyway."""
-        path = block_path(transfer.namespace, key)
-        try:
-            status = self._below.lstat(path)
-            if not stat.S_ISREG(status.st_mode):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            self._note(error, is_write=True)
-            raise CannotBegin from None
-        self._clerk.news.append(News(transfer.namespace, [key], Change.SEEN))
-        return True
-
-    def _open_to_write(self, transfer: FsTransfer, key: OffloadKey) -> int:
-        try:
-            room = transfer.rooms[key] = self._clerk.lease.take()
-        except NoRoom:
-            transfer.refused.append(key)
-            raise CannotBegin from None
-        except (Shut, SeatLost):
-            raise CannotBegin from None
-        fd = -1
-        try:
-            if not room.is_new:
-                return self._below.open(room.path, self._write_flags)
-            fd = self._below.open(room.path, self._write_flags | os.O_CREAT | os.O_EXCL)
-            # A write that makes a file longer would be waited for.
-            os.ftruncate(fd, self._file_bytes)
-        except OSError as error:
-            self._note(error, is_write=True)
-            if fd >= 0:
-                os.close(fd)
-            self._clerk.return_room(room)
-            raise CannotBegin from None
-        return fd
-
-    # --- end -----------------------------------------------------------------------------------
-
-    def end(self, ended: Sequence[Ended[OffloadKey]]) -> None:
-        outcomes: list[_Outcome] = []
-        arrivals: list[Arrival[_Unit]] = []
-        for each in ended:
-            if each.unit.transfer.job.is_promotion:
-                outcomes.append(self._end_load(each))
-            else:
-                arrival = self._end_store(each)
-                if arrival is not None:
-                    arrivals.append(arrival)
-                else:
-                    outcomes.append((each.unit, (), each.unit.pieces))
-        if outcomes:
-            self._work.finish(outcomes)
-        if arrivals:
-            self._clerk.publish_soon(arrivals)
-
-    def published(self, results: Sequence[tuple[Arrival[_Unit], bool]]) -> None:
-        """On the clerk's thread: whether blocks that were written are there now."""
-        self._work.finish(
-            [
-                (arrival.what, arrival.what.pieces, ())
-                if is_there
-                else (arrival.what, (), arrival.what.pieces)
-                for arrival, is_there in results
-            ]
-        )
-
-    def _end_store(self, ended: Ended[OffloadKey]) -> Arrival[_Unit] | None:
-        ((_, key),) = ended.unit.pieces
-        transfer = _transfer_of(ended.unit)
-        room = transfer.rooms.pop(key)
-        try:
-            if not ended.error:
-                # The file's time says when its block was used last.
-                stamp = transfer.stamp_of(key)
-                os.utime(ended.fd, ns=(stamp, stamp))
-                # A file that is overwritten takes what it took.
-                num_bytes = room.charge - NAME_BYTES
-                if room.is_new:
-                    num_bytes = bytes_taken(os.fstat(ended.fd))
-                final = block_path(transfer.namespace, key)
-                return Arrival(ended.unit, key, room, transfer.namespace, final, num_bytes)
-        except OSError as error:
-            self._note(error, is_write=True)
-        finally:
-            os.close(ended.fd)
-        self._clerk.return_room(room)
-        return None
 
     def _end_load(self, ended: Ended[OffloadKey]) -> _Outcome:
         unit, fd, (page,), (payload,), error = ended
@@ -241,20 +180,97 @@ class FsMover:
                     payload.deliver()
                     return unit, unit.pieces, ()
                 failure = found
-            if not self._is_damaged(fd, block_path(transfer.namespace, key), failure):
+            if not self._handle_damage(fd, block_path(transfer.namespace, key), failure):
                 transfer.gone.append(key)
         finally:
             os.close(fd)
         return unit, (), unit.pieces
 
-    def _is_damaged(self, fd: int, path: str, failure: seal.SealFailure) -> bool:
-        """False: the file has left meanwhile, and may have been overwritten while it was read."""
+    def _handle_damage(self, fd: int, path: str, failure: seal.SealFailure) -> bool:
+        """Count and remove a block that is damaged. False if it was evicted meanwhile: then its
+        file may have been overwritten while it was read."""
         try:
-            found = self._below.lstat(path)
+            found = self._tree.lstat(path)
             if not os.path.samestat(found, os.fstat(fd)):
                 return False
         except OSError:
             return False
         self._tier.refuse_block(failure)
-        self._clerk.remove_soon(BlockFile.of(path, found))
+        self._publisher.remove_soon(BlockFile.of(path, found))
         return True
+
+    # --- store ---------------------------------------------------------------------------------
+
+    def _is_there(self, transfer: FsTransfer, key: OffloadKey) -> bool:
+        """True if another engine has stored this block before us. Raises `CannotBegin` if there is
+        something else at its path, or the path cannot be read: publishing would fail."""
+        path = block_path(transfer.namespace, key)
+        try:
+            status = self._tree.lstat(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._note(error, is_write=True)
+            raise CannotBegin from None
+        self._publisher.changes.append(BlockChange(transfer.namespace, [key], Change.SEEN))
+        return True
+
+    def _open_to_write(self, transfer: FsTransfer, key: OffloadKey) -> int:
+        try:
+            reservation = transfer.reservations[key] = self._publisher.pool.take()
+        except NoSpace:
+            transfer.refused.append(key)
+            raise CannotBegin from None
+        except (StoresSuspended, PresenceLost):
+            raise CannotBegin from None
+        fd = -1
+        try:
+            if not reservation.is_new:
+                return self._tree.open(reservation.path, self._write_flags)
+            fd = self._tree.open(reservation.path, self._write_flags | os.O_CREAT | os.O_EXCL)
+            # An asynchronous write that extends the file would block in the kernel.
+            os.ftruncate(fd, self._file_bytes)
+        except OSError as error:
+            self._note(error, is_write=True)
+            if fd >= 0:
+                os.close(fd)
+            self._publisher.return_reservation(reservation)
+            raise CannotBegin from None
+        return fd
+
+    def _end_store(self, ended: Ended[OffloadKey]) -> StagedBlock[_Unit] | None:
+        ((_, key),) = ended.unit.pieces
+        transfer = _transfer_of(ended.unit)
+        reservation = transfer.reservations.pop(key)
+        try:
+            if not ended.error:
+                # The mtime is the time of the last use.
+                stamp = transfer.stamp_of(key)
+                os.utime(ended.fd, ns=(stamp, stamp))
+                # Overwriting a file does not change its size on the disk.
+                num_bytes = reservation.charge - NAME_BYTES
+                if reservation.is_new:
+                    num_bytes = bytes_taken(os.fstat(ended.fd))
+                final = block_path(transfer.namespace, key)
+                return StagedBlock(
+                    ended.unit, key, reservation, transfer.namespace, final, num_bytes
+                )
+        except OSError as error:
+            self._note(error, is_write=True)
+        finally:
+            os.close(ended.fd)
+        self._publisher.return_reservation(reservation)
+        return None
+
+    def published(self, results: Sequence[tuple[StagedBlock[_Unit], bool]]) -> None:
+        """Called on the publisher's thread: staged blocks are in the root now, or have failed."""
+        self._work.finish(
+            [
+                (block.what, block.what.pieces, ())
+                if is_there
+                else (block.what, (), block.what.pieces)
+                for block, is_there in results
+            ]
+        )

@@ -1,1 +1,1 @@
-"""What tiers that keep blocks in files share: pages, jobs, and threads with a kernel queue each."""
+"""Shared by tiers that keep blocks in files: pages, the work queue, and I/O threads."""

@@ -1,9 +1,9 @@
-"""Linux native asynchronous I/O: many reads and writes under way at once from one thread.
+"""Linux native asynchronous I/O: one thread keeps many reads and writes in flight.
 
-Spoken to directly, through libc's `syscall`: five calls need no library. Unlike io_uring it is
-allowed inside containers with Docker's default seccomp profile, and with O_DIRECT on a
-preallocated file it reaches the same speed. Without O_DIRECT a call to `submit` waits for the I/O,
-which is right, only slower.
+The four system calls are made through libc's `syscall`; no library is needed. Unlike io_uring,
+they are allowed in containers with Docker's default seccomp profile, and with O_DIRECT on a
+preallocated file they reach the same speed. Without O_DIRECT, `submit` waits for the I/O: correct,
+but slower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBERS = {  # io_setup, io_destroy, io_getevents, io_submit
 }
 
 _READV, _WRITEV = 7, 8
-# data, key, flags, operation, priority, fd, vectors, their number, offset, and nothing
+# data, key, flags, operation, priority, fd, vectors, their number, offset; the rest is not used
 _IOCB = struct.Struct("<QIiHhIQQqQII")
 _VECTOR_BYTES = 16
 _POINTER_BYTES = 8
@@ -37,11 +37,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class AioUnavailable(TierRefused):
-    """The kernel does not give us a queue; says why, and the remedy."""
+    """The kernel refused to create a queue. The message says why and what to do."""
 
 
 def _syscall(*argtypes: type) -> ctypes._NamedFuncPointer:
-    function = _libc["syscall"]  # a function of its own for each signature
+    function = _libc["syscall"]  # a new object each time, with a signature of its own
     function.restype = ctypes.c_long
     function.argtypes = (ctypes.c_long, *argtypes)
     return function
@@ -56,30 +56,31 @@ _submit = _syscall(ctypes.c_ulong, ctypes.c_long, ctypes.c_void_p)
 
 
 def address_of(memory: mmap.mmap | memoryview) -> int:
-    """Where writable memory lies. It must be kept alive by whoever uses the address."""
+    """Address of writable memory. The caller keeps the memory alive while it uses the address."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class AioQueue:
-    """A queue of reads and writes. One thread at a time.
+    """A kernel queue of reads and writes. One thread at a time.
 
-    The caller numbers what it submits by tags below `depth`, and does not use a tag again before
-    it has come back. Memory handed over must stay where it is until then.
+    The caller identifies each read or write by a tag below `depth`. Until `reap` returns the tag,
+    it must not be used again and the memory must stay in place.
     """
 
     def __init__(self, depth: int, max_segments: int) -> None:
-        """`max_segments`: pieces of memory that one read or write is scattered over, at most."""
+        """`depth`: most reads and writes in flight. `max_segments`: most pieces of memory that one
+        read or write uses."""
         try:
             self._numbers = _NUMBERS[platform.machine()]
         except KeyError:
             raise AioUnavailable(
-                f"asynchronous I/O is not known on {platform.machine()}: use another tier there"
+                f"asynchronous I/O is not supported on {platform.machine()}: use another tier there"
             ) from None
         self._depth = depth
         self._max_segments = max_segments
         self.num_in_flight = 0
-        # The kernel is given addresses inside this: control blocks, their vectors, pointers to
-        # those being submitted, and room for events.
+        # Memory shared with the kernel: control blocks, their vectors, pointers to the control
+        # blocks being submitted, and space for events.
         self._vectors_at = depth * _IOCB.size
         self._pointers_at = self._vectors_at + depth * max_segments * _VECTOR_BYTES
         self._events_at = self._pointers_at + depth * _POINTER_BYTES
@@ -93,8 +94,8 @@ class AioQueue:
     def prepare(
         self, tag: int, fd: int, is_write: bool, offset: int, segments: Sequence[int]
     ) -> None:
-        """Describe one read or write at `offset`, into or out of several pieces of memory in turn:
-        address and length of the first, of the second, and so on."""
+        """Describe one read or write at `offset`. `segments`: address and length of each piece of
+        memory, in file order."""
         memory, base = self._memory, self._base
         vectors_at = self._vectors_at + tag * self._max_segments * _VECTOR_BYTES
         struct.pack_into(f"<{len(segments)}Q", memory, vectors_at, *segments)
@@ -104,8 +105,8 @@ class AioQueue:
         )  # fmt: skip
 
     def submit(self, tags: Sequence[int]) -> tuple[int, int]:
-        """Start what was prepared under these tags. Returns how many of the first were started,
-        and the error number for which the next one was refused, or 0."""
+        """Start the prepared reads and writes with these tags, in order. Returns the number
+        started, and the error number of the first one refused, or 0."""
         base = self._base
         pointers = [base + tag * _IOCB.size for tag in tags]
         struct.pack_into(f"<{len(tags)}Q", self._memory, self._pointers_at, *pointers)
@@ -121,8 +122,9 @@ class AioQueue:
                 return 0, error
 
     def reap(self, at_least: int = 1) -> list[tuple[int, int]]:
-        """What has ended: (tag, bytes moved or the negative error number). Waits until there are
-        so many; if nothing is in flight, there is nothing to wait for."""
+        """Wait for at least this many reads and writes to end. Returns all that have ended: (tag,
+        bytes moved or negative error number). Does not wait for more than are in flight. A signal
+        may end the wait early, with fewer."""
         memory, base = self._memory, self._base
         at_least = min(at_least, self.num_in_flight)
         if not at_least:
@@ -136,14 +138,14 @@ class AioQueue:
             error = ctypes.get_errno()
             if count < 0 and error != errno.EINTR:
                 raise OSError(error, os.strerror(error))
-            if count > 0:  # a signal came
+            if count > 0:  # interrupted by a signal
                 break
         self.num_in_flight -= count
         events = memory[self._events_at : self._events_at + count * _EVENT.size]
         return [(tag, result) for tag, _, result, _ in _EVENT.iter_unpack(events)]
 
     def close(self) -> None:
-        """Waits for what is in flight. Once more changes nothing."""
+        """Wait for everything in flight and free the queue. Further calls do nothing."""
         if self._context is not None:
             _destroy(self._numbers[1], self._context)
             self._context = None
@@ -154,7 +156,7 @@ def _unavailable(error: int, depth: int) -> AioUnavailable:
     if error == errno.EAGAIN:
         return AioUnavailable(
             f"the kernel has no room for {depth} more asynchronous reads and writes ({reason}): "
-            "raise fs.aio-max-nr (sysctl), or give fewer threads"
+            "raise fs.aio-max-nr (sysctl), or configure fewer I/O threads"
         )
     return AioUnavailable(
         f"the kernel refuses asynchronous I/O ({reason}): allow io_setup, io_submit, "

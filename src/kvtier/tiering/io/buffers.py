@@ -1,23 +1,58 @@
-"""Memory that a disk reads and writes quickly."""
+"""Bounce buffers: their memory, the copies through them, and the decision whether to use them.
+
+A block is moved between the file and its row of the primary tier either directly or through a
+buffer. The direct route is zero-copy. But the disk of a virtual machine may be twice as fast with
+memory that it has used recently and that is physically contiguous: buffers gave 4.1 instead of
+2.1 GB/s on one machine, and 2.6 instead of 3.0 GB/s on another. No property of the machine predicts
+this, so each tier measures both routes with its first blocks, in turns, and keeps one.
+"""
 
 from __future__ import annotations
 
+import logging
 import mmap
+import statistics
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from kvtier.tiering.io.aio import address_of
 
-__all__ = ["make_buffers"]
+__all__ = ["Payload", "Route", "Routes", "make_buffers"]
+
+logger = logging.getLogger(__name__)
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_WIPEONFORK: Final = 18
-"""Python has no name for it."""
+"""Python's `mmap` has no constant for it."""
+_RELEASE_GIL_BYTES = 256 << 10
+"""Copying fewer bytes takes no longer than releasing the interpreter lock and taking it back."""
+
+_WINDOW_BYTES = 32 << 20
+"""Bytes moved for one measurement."""
+_NUM_PAIRS = 9
+"""Measurements of each route before one is chosen. Other load on the machine mostly slows both
+measurements of a pair alike, so it does not change their ratio. The median ignores the pairs in
+which it slowed only one."""
+_MARGIN = 1.2
+"""Choose buffers if they are this many times as fast: a copy costs processor time, and noise alone
+must not choose them."""
+_MOST_TRIED_BYTES = 8 * _WINDOW_BYTES
+"""Return to zero-copy if buffers could not be measured within this many bytes: the tier is
+not busy enough."""
+_BUSY = 2
+"""With fewer units in flight than this, the measurement says nothing about the disk."""
 
 
 def make_buffers(num_bytes: int) -> memoryview:
-    """Zeros, aligned to pages, in as few pieces of physical memory as the machine has: the disk of
-    a virtual one takes twice as long for what lies in single pages all over the place."""
+    """Zeroed memory, aligned to huge pages and backed by them where the kernel has some.
+
+    The disk of a virtual machine may take twice as long for single pages scattered over memory.
+    """
     memory = mmap.mmap(
         -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
@@ -25,8 +60,138 @@ def make_buffers(num_bytes: int) -> memoryview:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     with suppress(OSError):  # Linux before 4.14
-        # A child would share these pages until one of both writes, and whoever writes has a copy
-        # then that the disk knows nothing of. It gets zeros instead.
+        # A forked child would share these pages copy-on-write. If the parent wrote first, it would
+        # get the copy, and the disk would go on using the page that is now the child's. The child
+        # gets zeros instead.
         memory.madvise(_MADV_WIPEONFORK)
     start = -address_of(memory) % _HUGE_PAGE_BYTES
     return memoryview(memory)[start : start + num_bytes]
+
+
+class Payload(NamedTuple):
+    """The bytes of one block between a file and a row of the primary tier. Used on lane threads."""
+
+    memory: memoryview
+    """The memory that the kernel reads or writes: a buffer of the lane, or the row itself."""
+    row: memoryview
+
+    def collect(self) -> None:
+        """Copy the row into `memory`, before the block is written."""
+        self._copy(self.memory, self.row)
+
+    def deliver(self) -> None:
+        """Copy `memory` into the row, after the block was read and verified."""
+        self._copy(self.row, self.memory)
+
+    def _copy(self, target: memoryview, source: memoryview) -> None:
+        if self.memory is self.row:
+            return
+        if len(source) < _RELEASE_GIL_BYTES:
+            target[:] = source
+        else:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class Route:
+    """Decides whether blocks go through buffers. A tier has one for loads and one for stores, which
+    all its lanes share. Any thread.
+
+    After a change of route, the units that are in flight must end before the next measurement
+    starts. From then on, everything that ends counts, in any order.
+    """
+
+    def __init__(self, name: str, now: Callable[[], float] = time.perf_counter) -> None:
+        """`name`: for the log."""
+        self._name = name
+        self._now = now
+        self._lock = threading.Lock()
+        self._is_chosen = False
+        self._is_buffered = False
+        self._pairs: list[tuple[float, float]] = []
+        """Bytes per second, zero-copy and through buffers, measured one right after the other."""
+        self._zero_copy_rate = 0.0
+        """Measured right before the switch to buffers."""
+        self._num_open = 0
+        self._num_to_skip = 0
+        """Units of the former route that must end before the measurement starts."""
+        self._since: float | None = None
+        """When the current measurement started."""
+        self._num_bytes = 0
+        """Bytes moved since then."""
+        self._tried_bytes = 0
+        """Bytes moved since the switch to buffers."""
+
+    def begin(self) -> bool:
+        """True if the next unit goes through buffers. The caller calls `end` for it later."""
+        if self._is_chosen:
+            return self._is_buffered
+        with self._lock:
+            self._num_open += 1
+            return self._is_buffered
+
+    def end(self, num_bytes: int) -> None:
+        """Count a unit that has ended, of which `num_bytes` were moved."""
+        if self._is_chosen:
+            return
+        with self._lock:
+            if self._is_chosen:  # by another thread, between the two checks
+                return
+            self._num_open -= 1
+            if self._is_buffered:
+                self._tried_bytes += num_bytes
+            if self._num_to_skip:
+                self._num_to_skip -= 1
+                return
+            if self._num_open < _BUSY:
+                self._since = None
+            elif self._since is None:
+                self._since, self._num_bytes = self._now(), 0
+            else:
+                self._num_bytes += num_bytes
+                if self._num_bytes >= _WINDOW_BYTES:
+                    self._measured(self._num_bytes / max(self._now() - self._since, 1e-9))
+            if self._tried_bytes >= _MOST_TRIED_BYTES:
+                self._switch(False)
+
+    def _measured(self, rate: float) -> None:
+        if not self._is_buffered:
+            self._zero_copy_rate = rate
+            self._switch(True)
+            return
+        self._pairs.append((self._zero_copy_rate, rate))
+        if len(self._pairs) < _NUM_PAIRS:
+            self._switch(False)
+        else:
+            self._choose()
+
+    def _choose(self) -> None:
+        ratio = statistics.median(buffered / zero_copy for zero_copy, buffered in self._pairs)
+        self._is_buffered = ratio >= _MARGIN
+        self._is_chosen = True
+        zero_copy, buffered = (statistics.median(rates) for rates in zip(*self._pairs, strict=True))
+        logger.info(
+            "%s are %s: %.2f GB/s through buffers, %.2f GB/s zero-copy",
+            self._name,
+            "copied through buffers" if self._is_buffered else "zero-copy",
+            buffered / 1e9,
+            zero_copy / 1e9,
+        )
+
+    def _switch(self, is_buffered: bool) -> None:
+        """Take the other route for a while, to measure it."""
+        self._is_buffered = is_buffered
+        self._num_to_skip = self._num_open
+        self._since = None
+        self._tried_bytes = 0
+
+
+class Routes(NamedTuple):
+    """The two routes of a tier."""
+
+    loads: Route
+    stores: Route
+
+    @classmethod
+    def of(cls, where: object) -> Routes:
+        """`where`: the tier's path, for the log."""
+        return cls(Route(f"{where}: loads"), Route(f"{where}: stores"))

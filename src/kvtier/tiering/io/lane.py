@@ -1,4 +1,9 @@
-"""One I/O thread of a tier, with a queue of its own at the kernel."""
+"""A lane: one I/O thread of a tier, with its own queue of asynchronous reads and writes.
+
+A lane takes units, each of them one read or write, from the work queue. It has the tier's `Mover`
+prepare them, and hands them to the kernel. Those that have ended go back to the mover, which
+verifies and finishes them.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvtier.cpu.prompt_turns import prompt_turns
+from kvtier.cpu.job_thread import prompt_turns
 from kvtier.tiering.base import PrimaryRows
 from kvtier.tiering.io.aio import AioQueue, address_of
-from kvtier.tiering.io.buffers import make_buffers
+from kvtier.tiering.io.buffers import Payload, Route, Routes, make_buffers
 from kvtier.tiering.io.page import PAGE_BYTES
-from kvtier.tiering.io.payload import Payload
-from kvtier.tiering.io.route import Route, Routes
-from kvtier.tiering.io.transfer import Unit
-from kvtier.tiering.io.work import WorkQueue
+from kvtier.tiering.io.queue import Unit, WorkQueue
 
 __all__ = [
     "LARGE_BLOCK_BYTES",
@@ -34,62 +36,62 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B")
 
 _SUBMIT_BYTES = 1 << 20
-"""Stores that are ready are handed to the kernel when they are so much: small pieces together, and
-large ones without waiting for the next to be sealed. Loads are ready at once, and go together: each
-call lets other threads have the interpreter, and waits to get it back."""
-
-
+"""Prepared stores are submitted when they reach this size: small ones together, large ones without
+waiting for the next to be sealed. Loads need no preparation and are submitted together, because
+each system call releases the interpreter lock and has to wait for it afterwards."""
 LARGE_BLOCK_BYTES = 512 << 10
-"""With such blocks a thread has little to do and the disk much: it gets its turns soon. With small
-ones it has so much to do that the scheduler would wait for it."""
+"""With blocks of this size or more, a lane runs in short bursts and asks for the interpreter lock
+promptly (`prompt_turns`). With smaller blocks it runs so often that this would delay the
+scheduler."""
 _TAGS_PER_UNIT = 2
-"""A unit keeps its tag until it has been verified: by then as many others may be in flight."""
-_WOKEN_BY = 4
-"""A thread is woken when such a part of what it has under way has ended: a quarter."""
+"""Tags for each unit that may be in flight. Two, because a unit keeps its tag until it is verified,
+while the next one is in flight."""
+_WAKE_FRACTION = 4
+"""Wait until about a fourth of the units in flight have ended."""
 _MOST_BUFFER_BYTES = 256 << 20
-"""Of all lanes of a tier together."""
+"""Limit for all lanes of a tier together."""
 _LEAST_DEPTH, _MOST_DEPTH = 2, 32
 
 
 def depth_for(in_flight_bytes: int, unit_bytes: int) -> int:
-    """How many units a lane keeps under way that is to have so many bytes under way."""
+    """Number of units that keep about `in_flight_bytes` in flight."""
     return min(max(in_flight_bytes // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
 
 
 def may_have_buffers(sum_of_depths: int, unit_bytes: int) -> bool:
-    """Whether the lanes of a tier may, with so much under way in all of them, in units of so many
-    bytes. If not, all units are moved as they lie."""
+    """True if bounce buffers for all lanes of a tier stay within the limit. Otherwise every unit is
+    moved zero-copy. `sum_of_depths`: units in flight in all lanes together."""
     return _TAGS_PER_UNIT * sum_of_depths * unit_bytes <= _MOST_BUFFER_BYTES
 
 
 class CannotBegin(Exception):
-    """A unit cannot be moved, or need not be, for a reason that the mover has counted itself.
-    Nothing is logged."""
+    """Raised by `Mover.begin` for a unit that cannot or need not be moved, for a reason that the
+    mover has counted itself. The lane logs nothing."""
 
 
 class Ended(NamedTuple, Generic[B]):
-    """A unit that the kernel is done with."""
+    """A unit whose read or write has ended."""
 
     unit: Unit[B]
     fd: int
-    """What `Mover.begin` has said."""
+    """The descriptor that `Mover.begin` returned."""
     pages: Sequence[memoryview]
     """The header page of each piece."""
     payloads: Sequence[Payload]
     """The bytes of each piece."""
     error: int
-    """0: every byte was moved."""
+    """Error number; 0: every byte was moved."""
 
 
 class Mover(Protocol[B]):
-    """What a lane asks of the tier. Called on the lanes' threads, on several at once.
+    """The tier's part of moving a unit. Called on lane threads, on several at once.
 
-    Pages and payloads are lent: they are used for something else when the call has returned.
+    Pages and payloads are valid only during a call; the lane reuses them afterwards.
     """
 
     rows: PrimaryRows
     rows_address: int
-    """Where the primary tier's rows lie."""
+    """Address of the primary tier's first row."""
 
     @property
     def where(self) -> object:
@@ -98,24 +100,22 @@ class Mover(Protocol[B]):
     def begin(
         self, unit: Unit[B], pages: Sequence[memoryview], payloads: Sequence[Payload]
     ) -> tuple[int, int]:
-        """The descriptor of the file that the unit is read from or written to, and the offset
-        there. A store: fills in header pages and payloads, too. Whatever is raised, the unit is not
-        passed to `end`, and has failed unless it was finished here. All but `CannotBegin` is
-        logged."""
+        """Return the file descriptor and the offset of the unit. For a store, also fill in the
+        header pages and payloads. If this raises, the lane fails the unit (unless this method has
+        finished it), does not pass it to `end`, and logs every exception but `CannotBegin`."""
 
     def end(self, ended: Sequence[Ended[B]]) -> None:
-        """Comes once for every unit that was begun, also if it was refused by the kernel or given
-        up. A load: delivers payloads that are what they should be. Sees to it that each unit is
-        finished at the work queue, now or later. Must not raise: those not finished by then
-        fail."""
+        """Called once for every unit that was begun, also if the kernel refused it or the lane gave
+        it up. For a load, deliver the payloads that pass verification. Each unit must be finished
+        at the work queue, now or later. If this raises, units that are not finished fail."""
 
     def note_error(self, error: int, is_write: bool) -> None:
-        """A read or write has failed with this error number; `end` follows."""
+        """Count a failed read or write. Called before `end`."""
 
 
 class Lane(Generic[B]):
-    """Keeps up to `depth` reads and writes under way. What has been read is verified while the
-    next ones are."""
+    """Keeps up to `depth` reads and writes in flight. Blocks are verified while the next ones are
+    being read."""
 
     def __init__(
         self,
@@ -131,9 +131,8 @@ class Lane(Generic[B]):
         payload_bytes: int,
         has_buffers: bool,
     ) -> None:
-        """`max_loads`, `max_stores`: how many of those under way may be reads, and writes. One of
-        them may be 0. `payload_bytes`: of one piece, which is as long as a row. `has_buffers`:
-        whether units may pass through buffers, see `may_have_buffers`."""
+        """`max_loads`, `max_stores`: limits on the reads and the writes in flight; one of them may
+        be 0. `payload_bytes`: size of a row. `has_buffers`: see `may_have_buffers`."""
         self._work = work
         self._mover = mover
         self._routes = routes
@@ -145,17 +144,17 @@ class Lane(Generic[B]):
         self._piece_bytes = PAGE_BYTES + payload_bytes
         num_tags = _TAGS_PER_UNIT * depth
         self._free_tags = list(range(num_tags))
-        # Prepared, or at the kernel; and how many of those are writes.
-        self._num_under_way = 0
+        # Units prepared or submitted, and the stores among them.
+        self._num_in_flight = 0
         self._num_stores = 0
-        # Taken from the work queue, and on their way to the mover.
+        # Units taken from the work queue that the mover has not begun yet.
         self._taken: list[Unit[B]] = []
-        # By tag: what the mover has begun, as it will be told of the end if all goes well. Whoever
-        # holds a row keeps the memory behind it: the kernel may write there even after an engine
-        # has ended that would not wait for a dead disk.
+        # Units that the mover has begun, by tag, in the form that `Mover.end` gets if all goes
+        # well. They hold on to their rows, and so to the memory behind them: if an engine ends
+        # without waiting for a dead disk, the kernel may still write there.
         self._begun: dict[int, Ended[B]] = {}
         self._has_buffers = has_buffers
-        # Of each piece the header page, and behind it, as in the file, room for its payload.
+        # For each piece a header page, followed, as in the file, by a buffer for its payload.
         self._stride = self._piece_bytes if self._has_buffers else PAGE_BYTES
         view = make_buffers(num_tags * max_pieces * self._stride)
         self._buffers_address = address_of(view)
@@ -165,7 +164,7 @@ class Lane(Generic[B]):
             view[start + PAGE_BYTES : start + self._stride] for start in starts
         ]
         self._queue = AioQueue(num_tags, 2 * max_pieces)
-        # A daemon: an engine that ends without a shutdown must not wait for it.
+        # A daemon, so that an engine that exits without a shutdown does not wait for it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self._thread.start()
@@ -174,10 +173,10 @@ class Lane(Generic[B]):
             raise
 
     def join(self) -> None:
-        """Wait until the thread has ended, which it does when the work queue is stopped."""
+        """Wait for the thread, which ends when the work queue is stopped."""
         self._thread.join()
 
-    # --- on the thread -------------------------------------------------------------------------
+    # --- lane thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         is_large = self._payload_bytes >= LARGE_BLOCK_BYTES
@@ -189,43 +188,47 @@ class Lane(Generic[B]):
             while self._begun or not self._work.is_stopping:
                 self._step()
         except Exception:
-            # Nobody may wait for this thread in vain: from now on everything fails at once.
-            logger.exception("%s: the tier stops", self._mover.where)
+            # No caller may wait for a thread that has ended: all later transfers fail at once.
+            logger.exception(
+                "%s: an I/O thread failed; the tier stores and loads nothing until the engine is "
+                "restarted",
+                self._mover.where,
+            )
             self._work.stop()
         finally:
-            self._queue.close()  # waits: the kernel may still write into rows
+            self._queue.close()  # waits, because the kernel may still write into rows
             self._end(list(self._begun), dict.fromkeys(self._begun, errno.ECANCELED))
             self._fail(self._taken)
-            # Whoever keeps the tier does not keep its memory.
+            # A reference to a stopped tier must not keep its buffers.
             self._pages.clear()
             self._payload_buffers.clear()
 
     def _step(self) -> None:
-        """Start what can be started, then handle what has ended."""
+        """Submit as many units as allowed, then wait for some to end and finish those."""
         self._fill(may_wait=not self._begun)
         at_least = 1
-        if self._num_stores in (0, self._num_under_way):  # a load must not wait for a slow store
-            # Of many, a few at once: being woken costs more than what there is to do.
-            at_least += self._num_under_way // _WOKEN_BY
+        if self._num_stores in (0, self._num_in_flight):  # a load must not wait for a slow store
+            # Waking up costs more than finishing one unit, so finish several at once.
+            at_least += self._num_in_flight // _WAKE_FRACTION
         tags: list[int] = []
         errors: dict[int, int] = {}
         for tag, result in self._queue.reap(at_least):
             transfer, pieces = self._begun[tag].unit
             is_write = not transfer.job.is_promotion
-            self._num_under_way -= 1
+            self._num_in_flight -= 1
             self._num_stores -= is_write
             if result != len(pieces) * self._piece_bytes:
-                # Fewer bytes than asked for: the file has been cut off.
+                # Fewer bytes than requested: the file was truncated.
                 errors[tag] = -result if result < 0 else errno.ENODATA
                 self._mover.note_error(errors[tag], is_write)
             tags.append(tag)
-        self._fill(may_wait=False)  # the disk must not wait while we verify
+        self._fill(may_wait=False)  # keep the disk busy during verification
         self._end(tags, errors)
 
     def _fill(self, may_wait: bool) -> None:
-        """Start as much as may be under way."""
-        while room := min(self._depth - self._num_under_way, len(self._free_tags)):
-            num_loads = self._num_under_way - self._num_stores
+        """Submit units until the limits are reached or the queue is empty."""
+        while room := min(self._depth - self._num_in_flight, len(self._free_tags)):
+            num_loads = self._num_in_flight - self._num_stores
             self._taken = self._work.take(
                 min(room, self._max_loads - num_loads),
                 min(room, self._max_stores - self._num_stores),
@@ -237,7 +240,7 @@ class Lane(Generic[B]):
             may_wait = False
 
     def _start(self) -> None:
-        """Begin what was taken."""
+        """Begin and submit the units in `_taken`."""
         self._taken.reverse()
         ready: list[int] = []
         num_bytes = 0
@@ -256,7 +259,7 @@ class Lane(Generic[B]):
         self._submit(ready)
 
     def _begin(self, unit: Unit[B]) -> int | None:
-        """The tag that the unit is prepared under. None: it has failed."""
+        """Prepare a unit for submission. Returns its tag; None: the unit has failed."""
         pieces = unit.pieces
         is_write = not unit.transfer.job.is_promotion
         tag = self._free_tags.pop()
@@ -276,11 +279,11 @@ class Lane(Generic[B]):
         segments = self._segments(unit, position, is_buffered)
         try:
             self._queue.prepare(tag, fd, is_write, offset, segments)
-        except Exception:  # no such file or place can be
+        except Exception:  # the mover returned an impossible descriptor or offset
             logger.exception("%s: a block could not be moved", self._mover.where)
             self._end([tag], {tag: errno.EINVAL})
             return None
-        self._num_under_way += 1
+        self._num_in_flight += 1
         self._num_stores += is_write
         return tag
 
@@ -292,7 +295,7 @@ class Lane(Generic[B]):
         return [Payload(*each) for each in zip(memory, rows, strict=True)]
 
     def _segments(self, unit: Unit[B], position: int, is_buffered: bool) -> list[int]:
-        """Addresses and lengths of what the kernel moves, in the order of the file."""
+        """Address and length of each piece of memory, in file order."""
         header = self._buffers_address + position * self._stride
         if is_buffered:
             return [header, len(unit.pieces) * self._stride]
@@ -305,7 +308,7 @@ class Lane(Generic[B]):
         return segments
 
     def _submit(self, tags: Sequence[int]) -> None:
-        """Hand prepared reads and writes to the kernel. What it refuses has failed."""
+        """Hand prepared reads and writes to the kernel. Those that it refuses fail."""
         while tags:
             count, error = self._queue.submit(tags)
             tags = tags[count:]
@@ -313,13 +316,14 @@ class Lane(Generic[B]):
                 tag = tags[0]
                 tags = tags[1:]
                 is_write = not self._begun[tag].unit.transfer.job.is_promotion
-                self._num_under_way -= 1
+                self._num_in_flight -= 1
                 self._num_stores -= is_write
                 self._mover.note_error(error, is_write)
                 self._end([tag], {tag: error})
 
     def _end(self, tags: Sequence[int], errors: Mapping[int, int]) -> None:
-        """Tell the mover of units that the kernel is done with. `errors`: of those that failed."""
+        """Pass ended units to the mover and release their tags. `errors`: by tag, of those that
+        failed."""
         if not tags:
             return
         ended = [self._begun.pop(tag) for tag in tags]
@@ -329,14 +333,14 @@ class Lane(Generic[B]):
         try:
             self._mover.end(ended)
         except Exception:
-            logger.exception("%s: blocks could not be checked", self._mover.where)
+            logger.exception("%s: blocks could not be verified and fail", self._mover.where)
             self._fail([each.unit for each in ended])
         for tag, (unit, _, _, _, error) in zip(tags, ended, strict=True):
             is_write = not unit.transfer.job.is_promotion
             self._release(tag, is_write, 0 if error else len(unit.pieces) * self._piece_bytes)
 
     def _release(self, tag: int, is_write: bool, num_bytes: int) -> None:
-        """A tag can be used again; of its unit, so many bytes were moved."""
+        """Make a tag available again. `num_bytes`: bytes moved for its unit."""
         if self._has_buffers:
             self._route(is_write).end(num_bytes)
         self._free_tags.append(tag)

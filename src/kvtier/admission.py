@@ -1,0 +1,63 @@
+"""The reuse filter: a block is stored when enough requests have brought it.
+
+A request *brings* the keys of its prompt.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey
+
+
+class ReuseFilter:
+    """Counts how many requests brought each key, for up to `max_keys` keys. Scheduler thread only.
+
+    All keys of a prompt count, not only those that are looked up: lookups end at the first miss,
+    but a block behind the miss is as popular as the block in front of it.
+    """
+
+    def __init__(self, threshold: int, max_keys: int) -> None:
+        self.threshold = threshold
+        self.max_keys = max_keys
+        self._num_requests: OrderedDict[OffloadKey, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._num_requests)
+
+    def count(self, keys: Iterable[OffloadKey], brought: set[OffloadKey]) -> None:
+        """Count the keys of a request once. `brought`: its keys counted so far; new ones are added.
+
+        When there are `max_keys` keys, the one not seen for the longest time is forgotten, but no
+        key of this request. So of a prompt with more than `max_keys` keys only the head is counted.
+        """
+        num_requests = self._num_requests
+        for key in keys:
+            if key in brought:
+                continue
+            if key in num_requests:
+                num_requests[key] += 1
+                num_requests.move_to_end(key)
+            elif len(num_requests) < self.max_keys or self._forget_oldest(brought):
+                num_requests[key] = 1
+            else:
+                continue
+            brought.add(key)
+
+    def _forget_oldest(self, brought: set[OffloadKey]) -> bool:
+        """Forget the oldest key that the request has not brought. False if there is none."""
+        if len(brought) >= self.max_keys:
+            return False
+        num_requests = self._num_requests
+        while (oldest := next(iter(num_requests))) in brought:
+            num_requests.move_to_end(oldest)
+        del num_requests[oldest]
+        return True
+
+    def admitted(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """The keys, of those given, that enough requests have brought."""
+        num_requests, threshold = self._num_requests, self.threshold
+        return [key for key in keys if num_requests.get(key, 0) >= threshold]

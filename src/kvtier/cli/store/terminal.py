@@ -1,0 +1,135 @@
+"""What `kvtier store` says besides its result: questions, progress, warnings, refusals."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from kvtier.cli.output import note
+from kvtier.config.sizes import as_size
+from kvtier.tiering import inspection
+from kvtier.tiering.inspection import WHAT_TO_GIVE, InspectionRefused, as_age, local_path
+
+__all__ = [
+    "explain_os_error",
+    "is_confirmed",
+    "require_terminal",
+    "shown_count",
+    "shown_progress",
+    "warnings_as_notes",
+]
+
+_LONG_S = 60.0
+
+
+# --- questions ---------------------------------------------------------------------------------
+
+
+def require_terminal(remedy: str) -> None:
+    """Raise `InspectionRefused` if standard input is no terminal: then nobody can answer."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise InspectionRefused(f"there is no terminal to ask whether you are sure: add {remedy}")
+
+
+def is_confirmed(question: str) -> bool:
+    """Ask on standard error. True if the answer is yes."""
+    note(f"{question} [y/N]")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+# --- progress ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def shown_progress(max_rate: int | None) -> Iterator[inspection.Progress]:
+    """Yields a function to call with the bytes done and the total. Shows a bar on standard error,
+    if that is a terminal, and removes it at the end. Prints an estimate first if reading at
+    `max_rate` bytes per second takes more than a minute."""
+
+    def say_how_long(done: int, total: int) -> None:
+        if max_rate is not None and not done and total / max_rate > _LONG_S:
+            note(
+                f"kvtier store: {as_size(total)} to read, at most {as_size(max_rate)} per s: that "
+                f"takes about {as_age(total / max_rate)}"
+            )
+
+    with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn()) as show:
+
+        def say_and_show(done: int, total: int) -> None:
+            say_how_long(done, total)
+            show(done, total)
+
+        yield say_and_show
+
+
+@contextmanager
+def shown_count() -> Iterator[inspection.Progress]:
+    """The same for numbers of blocks."""
+    with _bar(MofNCompleteColumn()) as show:
+        yield show
+
+
+@contextmanager
+def _bar(*columns: ProgressColumn) -> Iterator[inspection.Progress]:
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    console = Console(stderr=True)
+    all_columns = (BarColumn(bar_width=20), *columns, TimeRemainingColumn())
+    with Progress(*all_columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# --- warnings and errors -----------------------------------------------------------------------
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"kvtier store: {record.getMessage()}")
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Print the log's warnings like the command's own messages."""
+    handler = _Notes(logging.WARNING)
+    logger = logging.getLogger("kvtier")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def explain_os_error(location: str, error: OSError) -> str:
+    """Explain an error of the operating system at `location`, with the remedy."""
+    location = str(local_path(location) or location)
+    if error.errno == errno.ENOENT:
+        return f"there is no {location}: {WHAT_TO_GIVE}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"no permission for {location}: run this as {_owner(location)}, or as root"
+    if error.errno == errno.ENXIO:
+        return f"{location} is not a regular file: give the path of a slab file"
+    return f"{location}: {error.strerror or error}"
+
+
+def _owner(location: str) -> str:
+    try:
+        return f"the user it belongs to (uid {os.stat(location).st_uid})"
+    except OSError:
+        return "the user the engine runs as"

@@ -1,0 +1,263 @@
+"""The slots of the primary tier: states, generations, pins, and slots that are out of use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from typing import TYPE_CHECKING
+
+from kvtier.cpu.policies.base import (
+    FREE,
+    QUARANTINED,
+    WRITING,
+    BlockStatus,
+    CachePolicy,
+)
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey, ReqContext
+
+
+class SlotTable:
+    """Which block is in which slot, and which slots can be reused. Scheduler thread only.
+
+    The table alone changes the state of a slot (FREE, WRITING, READY, QUARANTINED), its pins and
+    its generation. Other objects read the counts below.
+
+    A slot that a transfer may still be using is never reused. There are two reasons to take one
+    out of use:
+
+    - `quarantine`: at a reset, a device transfer may have been using the slot. The slot is freed
+      when a later device transfer ends, because engines flush earlier transfers before they start
+      later ones.
+    - `held`: a transfer of a lower tier was given up, or was under way at a reset. The slot is
+      freed when that very transfer ends.
+
+    Some slots must stay free for the transfer that ends a quarantine. So no store or promotion
+    starts if more than `num_blocks - reserve` slots would then be in transfer, and during a
+    quarantine, stores and promotions together take at most half of the slots that were free at the
+    reset. When that half is used up, the quarantine ends with the next engine step, but not with
+    the first one after the reset.
+    """
+
+    def __init__(self, num_blocks: int, policy: CachePolicy) -> None:
+        self.num_blocks = num_blocks
+        self.reserve = min(max(1, num_blocks // 256), num_blocks - 1)
+        self.policy = policy
+        # The built-in policies keep blocks in the dictionary of their base class. Reading that
+        # dictionary directly saves a Python call per key.
+        overrides_get = type(policy).get is not CachePolicy.get
+        self.get = policy.get if overrides_get else policy.blocks.get
+        """The block of a key, readable or not; None if there is none."""
+        self._resident = None if overrides_get else policy.blocks
+        self.used: list[BlockStatus] = []
+        """Slots that were ever in use, by number. Each object is made when first needed."""
+        self._free: list[BlockStatus] = []
+        self.quarantine: dict[BlockStatus, None] = {}
+        """Slots that device transfers from before a reset may be using."""
+        self.held: dict[BlockStatus, int] = {}
+        """Slots out of use, with the number of tier transfers that may be using each."""
+        self.allowance = 0
+        """Slots that may be taken until the quarantine ends."""
+        self._num_steps_in_quarantine = 0
+        self.generation = 0
+        """Grows with every change of content. No two blocks of a key have the same generation."""
+        self.num_writing = 0
+        self.num_evictable = 0
+        self.num_pinned = 0
+
+    # --- questions ------------------------------------------------------------------------------
+
+    def num_free(self) -> int:
+        """Slots that hold nothing and can be taken."""
+        return len(self._free) + self.num_blocks - len(self.used)
+
+    def num_in_transfer(self) -> int:
+        """Slots that cannot be evicted: being written, being read, or held."""
+        return self.num_writing + self.num_pinned + len(self.held)
+
+    def split(self, offered: dict[OffloadKey, int]) -> tuple[list[OffloadKey], list[BlockStatus]]:
+        """The keys that have no block, and the blocks of the others."""
+        if self._resident is not None and self._resident.keys().isdisjoint(offered):
+            return list(offered), []
+        get = self.get
+        new = [key for key in offered if get(key) is None]
+        return new, [block for key in offered if (block := get(key)) is not None]
+
+    # --- pins -----------------------------------------------------------------------------------
+
+    def pin(self, blocks: Iterable[BlockStatus | None]) -> int:
+        """Pin the blocks that are readable; each is given once. Returns how many are not."""
+        newly_pinned: list[BlockStatus] = []
+        num_unreadable = 0
+        for block in blocks:
+            if block is None or block.ref_cnt < 0:
+                num_unreadable += 1
+                continue
+            if block.ref_cnt == 0:
+                newly_pinned.append(block)
+            block.ref_cnt += 1
+        if newly_pinned:
+            self.num_evictable -= len(newly_pinned)
+            self.num_pinned += len(newly_pinned)
+            self.policy.pinned(newly_pinned)
+        return num_unreadable
+
+    def unpin(self, blocks: Iterable[BlockStatus]) -> None:
+        """Take one pin off each of these blocks."""
+        unpinned: list[BlockStatus] = []
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                unpinned.append(block)
+        if unpinned:
+            self.num_evictable += len(unpinned)
+            self.num_pinned -= len(unpinned)
+            self.policy.unpinned(unpinned)
+
+    # --- writes ---------------------------------------------------------------------------------
+
+    def make_room(self, wanted: int, protected: Set[OffloadKey]) -> list[OffloadKey] | None:
+        """Evict blocks until `wanted` slots are free. Returns their keys.
+
+        Returns None and evicts nothing if too few blocks can be evicted.
+        """
+        missing = wanted - self.num_free()
+        if missing <= 0:
+            return []
+        victims = self.policy.evict(missing, protected)
+        if victims is None:
+            return None
+        freed = [block for _, block in victims]
+        for block in freed:
+            block.ref_cnt = FREE
+        self._free += freed
+        self.num_evictable -= len(victims)
+        return [key for key, _ in victims]
+
+    def take(self, keys: list[OffloadKey], writer: object) -> list[BlockStatus]:
+        """Take a free slot for each key, for `writer` to fill. The caller has made room."""
+        free = self._free
+        n = len(keys)
+        if len(free) < n:
+            first = len(self.used)
+            never_used = [BlockStatus(i) for i in range(first, first + n - len(free))]
+            self.used += never_used
+            # The lowest numbers go to the end, where slots are taken from.
+            free[:0] = reversed(never_used)
+        blocks = free[-n:]
+        del free[-n:]
+        blocks.reverse()
+        self.generation += 1
+        generation = self.generation
+        for key, block in zip(keys, blocks, strict=True):
+            block.key = key
+            block.ref_cnt = WRITING
+            block.generation = generation
+            block.writer = writer
+        self.num_writing += n
+        self.allowance -= n
+        return blocks
+
+    def publish(self, written: Sequence[BlockStatus]) -> None:
+        """Make blocks readable, now that they are written."""
+        for block in written:
+            block.ref_cnt = 0
+        self.num_writing -= len(written)
+        self.num_evictable += len(written)
+        self.policy.unpinned(written)
+
+    def discard(self, failed: Sequence[BlockStatus]) -> None:
+        """Drop blocks whose write failed, and free their slots."""
+        self._remove(failed)
+        for block in failed:
+            self._release(block)
+
+    def _remove(self, written: Sequence[BlockStatus]) -> None:
+        """Remove blocks from the cache while they are being written."""
+        for block in written:
+            self.policy.remove(block.key)
+            self.generation += 1  # invalidates `RequestUse.fills_tier_since`
+        self.num_writing -= len(written)
+
+    def _release(self, block: BlockStatus) -> None:
+        block.ref_cnt = FREE
+        self._free.append(block)
+
+    # --- slots out of use -----------------------------------------------------------------------
+
+    def give_up(self, blocks: Sequence[BlockStatus]) -> None:
+        """Drop blocks that a tier is writing, and hold their slots until `let_go`."""
+        self._remove(blocks)
+        for block in blocks:
+            block.writer = None
+            block.ref_cnt = QUARANTINED
+            self.held[block] = 1
+
+    def hold(self, blocks: Iterable[BlockStatus]) -> None:
+        """Note that a tier transfer is using these slots. Called before `reset`."""
+        for block in blocks:
+            self.held[block] = self.held.get(block, 0) + 1
+
+    def let_go(self, blocks: Iterable[BlockStatus]) -> None:
+        """A tier transfer that held these slots has ended."""
+        self.generation += 1  # see `_remove`
+        for block in blocks:
+            self.held[block] -= 1
+            if not self.held[block]:
+                del self.held[block]
+                if block not in self.quarantine:
+                    self._release(block)
+
+    def take_back(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], req_context: ReqContext
+    ) -> None:
+        """Put the blocks of held slots back into the cache, in the state WRITING."""
+        self.generation += 1
+        for block in blocks:
+            del self.held[block]
+            block.ref_cnt = WRITING
+            block.generation = self.generation
+        self.num_writing += len(blocks)
+        self.policy.on_store_miss(keys, req_context)
+        self.policy.insert_run(keys, blocks, keys, req_context)
+
+    def end_step_in_quarantine(self) -> None:
+        """An engine step has ended during a quarantine."""
+        self._num_steps_in_quarantine += 1
+        if self._num_steps_in_quarantine > 1 and not self.allowance:
+            # No store is possible, so none will end the quarantine. But the engine flushes earlier
+            # transfers before it starts later ones, so they have ended by now.
+            self.end_quarantine()
+
+    def end_quarantine(self) -> None:
+        """A device transfer that began after the last reset has ended, so all earlier ones have."""
+        if self.quarantine:
+            for block in self.quarantine:
+                if block not in self.held:
+                    self._release(block)
+            self.quarantine = {}
+
+    def reset(self) -> list[OffloadKey]:
+        """Empty the cache. Returns the keys of the blocks that were readable.
+
+        The caller has called `hold` for every slot that a tier transfer is using. All other pins
+        and writes are the device's.
+        """
+        removed: list[OffloadKey] = []
+        for block in self.used:
+            if block.ref_cnt >= 0:
+                removed.append(block.key)
+            if block.ref_cnt == 0:
+                self._release(block)
+            elif block.ref_cnt > 0 or block.ref_cnt == WRITING:
+                num_transfers = max(block.ref_cnt, 1)
+                if num_transfers > self.held.get(block, 0):
+                    self.quarantine[block] = None
+                block.ref_cnt = QUARANTINED
+            block.writer = block.place = None
+        self.policy.clear()
+        self.num_writing = self.num_evictable = self.num_pinned = 0
+        # Not all free slots: the other half is kept for another reset.
+        self.allowance = (self.num_free() + 1) // 2
+        self._num_steps_in_quarantine = 0
+        return removed

@@ -1,0 +1,201 @@
+"""What the manager's adapter keeps between two calls of vLLM, one class per subject.
+
+`ManagerAdapter` is the only user. Everything runs on the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtier.base import LookupResult, OffloadingManager, OffloadKey, ReqContext
+from kvtier.connector.request_state import parse_hints
+from kvtier.cpu.notice_board import NoticeBoard
+from kvtier.integrations.vllm import vllm_api
+
+if TYPE_CHECKING:
+    from kvtier.integrations.vllm.manager import ManagerAdapter
+    from kvtier.tiering.base import SecondaryTierManager
+
+__all__ = [
+    "LoadSources",
+    "PrefixAnswers",
+    "RequestState",
+    "StoreFailures",
+    "announce_prefix_lookups",
+    "new_state",
+    "prefix_answers",
+    "state_of",
+]
+
+logger = logging.getLogger(__name__)
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+class RequestState:
+    """A request of vLLM, in kvtier's terms. vLLM's own context carries it as `kvtier`."""
+
+    __slots__ = ("context", "head_is_reported", "load_context", "may_store")
+
+    def __init__(self, context: ReqContext, *, skips: bool) -> None:
+        self.context = context
+        self.load_context = None if skips else context
+        """The same context while the request may load; None once it has to compute."""
+        self.may_store = not skips
+        self.head_is_reported = vllm_api.REPORTS_USE
+        """True once kvtier knows that the first blocks of the prompt are used. vLLM finds blocks on
+        the device without asking kvtier. If kvtier were not told of their use, they would age in
+        host memory and be evicted before the blocks behind them, which are useless without them."""
+
+    def head_to_report(
+        self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
+    ) -> list[OffloadKey]:
+        """The prompt's keys, which the caller reports as used; none if `keys`, which are used now,
+        begin the prompt. Call it only while `head_is_reported` is False; it sets that to True."""
+        self.head_is_reported = True
+        if vllm_api.begins_prompt(keys, req_context):
+            return []
+        return vllm_api.keys_in_prompt_order(req_context)
+
+
+def new_state(req_context: vllm_api.ReqContext) -> RequestState:
+    """Make the state of a request, and leave it in vLLM's own context for later calls."""
+    # vLLM's own parser is not used: it allows every tier if no entry of `kv_load_tiers` is valid.
+    hints = parse_hints(req_context.kv_transfer_params)
+    context = ReqContext(req_context.req_id, req_context.kv_transfer_params, hints.load_tiers)
+    state = RequestState(context, skips=hints.skip)
+    req_context.kvtier = state
+    return state
+
+
+def state_of(req_context: vllm_api.ReqContext) -> RequestState:
+    """The state of a request; a new one if vLLM has not announced the request."""
+    state: RequestState | None = getattr(req_context, "kvtier", None)
+    return state or new_state(req_context)
+
+
+# --- lookups of a prefix ------------------------------------------------------------------------
+
+
+class PrefixAnswers(NamedTuple):
+    """Answers to the lookups of one prefix."""
+
+    hits: Iterator[OffloadKey]
+    """Keys of readable blocks, in the order in which vLLM looks them up."""
+    others: Iterator[vllm_api.LookupResult] | None
+    """Answers to all other lookups; None: the manager answers them."""
+
+
+def prefix_answers(
+    manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext
+) -> PrefixAnswers:
+    """Ask the manager once for these keys, which vLLM is about to look up one by one, up to the
+    first miss.
+
+    Thousands of keys cost less at once than one by one. And kvtier can decide at once whether
+    loading the hits takes longer than computing them. With lookups one by one, the request would
+    wait a whole engine step for that decision.
+    """
+    misses = repeat(vllm_api.LookupResult.MISS)
+    # Most prompts are new: then the first key is a miss, and so are all others.
+    if manager.lookup(keys[0], context) is LookupResult.MISS:
+        return PrefixAnswers(iter(()), misses)
+    num_hits, is_final = manager.lookup_prefix(keys, context)
+    if is_final:
+        return PrefixAnswers(iter(keys[:num_hits]), None)
+    # The first answer makes the request wait, and the second ends vLLM's loop.
+    return PrefixAnswers(iter(()), chain((vllm_api.LookupResult.HIT_PENDING,), misses))
+
+
+_LOOP = "_maximal_prefix_lookup"
+"""vLLM's loop over the keys of a prompt, which ends with the first miss. The same in all tested
+releases, apart from additional arguments at the end."""
+
+
+def announce_prefix_lookups(scheduler: Any, manager: ManagerAdapter) -> None:
+    """Have vLLM's scheduler call `begin_prefix` with the keys of a prefix before it looks them up
+    one by one. Called by the connector, once.
+
+    vLLM has no hook for this, so its loop is wrapped on this one object. In a release without the
+    loop, keys are looked up one by one, with the same answers. The alternative, to compute the keys
+    from the hashes of the request, would compute and keep every key of a prompt twice.
+    """
+    one_by_one: Callable[..., int | None] | None = getattr(scheduler, _LOOP, None)
+    if one_by_one is None:
+        logger.info(
+            "this vLLM has no %s: blocks are looked up one by one, which takes longer", _LOOP
+        )
+        return
+
+    def look_up(
+        keys: Iterable[OffloadKey], req_context: vllm_api.ReqContext, *others: Any, **named: Any
+    ) -> int | None:
+        prompt = keys if isinstance(keys, list) else list(keys)
+        manager.begin_prefix(prompt, req_context)
+        try:
+            return one_by_one(prompt, req_context, *others, **named)
+        finally:
+            manager.end_prefix()
+
+    setattr(scheduler, _LOOP, look_up)
+
+
+class LoadSources:
+    """The tiers that the blocks of one request came from. vLLM asks block by block, one request
+    after the other."""
+
+    __slots__ = ("req_context", "tiers")
+
+    def __init__(self) -> None:
+        self.req_context: vllm_api.ReqContext | None = None
+        self.tiers: Mapping[OffloadKey, SecondaryTierManager] = {}
+        """By block; blocks that were in host memory are left out."""
+
+
+# --- stores that failed on a rank ---------------------------------------------------------------
+
+
+class StoreFailures:
+    """Stores that failed on a rank, as the ranks record them on the notice board.
+
+    vLLM's connector asserts that every transfer succeeds. So a worker reports a failed store as
+    done, after it has recorded the slots as poisoned (`worker.py`); here they are found again.
+    """
+
+    def __init__(
+        self,
+        board: NoticeBoard,
+        slots_of: Callable[[Collection[OffloadKey]], Mapping[OffloadKey, int]],
+    ) -> None:
+        """`slots_of`: the slots of blocks that are being stored."""
+        self._board = board
+        self._slots_of = slots_of
+        self._num_storing = 0
+        """Blocks that are being stored, without those from before a reset."""
+
+    def begin(self, num_blocks: int) -> None:
+        """Note that a store of this number of blocks has begun."""
+        self._num_storing += num_blocks
+
+    def end(self, keys: Collection[OffloadKey], success: bool) -> set[OffloadKey]:
+        """Note that the store of these blocks has ended. Returns those that failed on a rank."""
+        self._num_storing -= len(keys)
+        if not success or not self._board.has_news():
+            return set()
+        slots = self._slots_of(keys)
+        poisoned = self._board.take_poisoned(slots.values())
+        if not self._num_storing:
+            self._board.forget()  # flags of stores from before a reset, whose end is not reported
+        return {key for key, slot in slots.items() if slot in poisoned}
+
+    def reset(self) -> None:
+        """Forget the stores under way: vLLM does not report their end after a reset."""
+        self._num_storing = 0
+
+    def close(self) -> None:
+        """Close the board."""
+        self._board.close()

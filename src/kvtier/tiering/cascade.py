@@ -1,0 +1,379 @@
+"""Cascades: blocks in host memory go to the tiers below.
+
+When the device has written blocks, each tier of the request gets them in one or more jobs, if the
+tier's write policy selects them (`Cascades.store`). The slots of a job stay pinned until the tier
+reports it. The stores of a tier may pin a limited number of slots (`StoreLimits`); blocks beyond
+that wait, unpinned, in the tier's `Backlog`. When a request has ended, each tier is offered those
+of its blocks that the tier lacks (`Cascades.offer_used`), at a bounded rate.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum
+from math import exp, inf
+from typing import TYPE_CHECKING
+
+from kvtier.config.options import WritePolicyName
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey, ReqContext
+    from kvtier.cpu.policies.base import BlockStatus
+    from kvtier.tiering.jobs import Job, JobFactory
+    from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+    from kvtier.tiering.request import TierRequest
+    from kvtier.tiering.tier_calls import GuardedTier
+
+_STORE_BYTES = 128 << 20
+"""The largest store, in bytes. Several small stores free their slots one by one, and the tier can
+go on to the next one without waiting for the engine's next step."""
+
+_MIN_SHARE = 32
+"""The share of a tier is at least this many slots, if the primary tier has them."""
+_SPARE_PINS = 1.5
+"""Slots that stores may pin, as a multiple of the slots that keep the tier busy."""
+_LEAST_PINNED, _LEAST_PINNED_BYTES = 4, 32 << 20
+"""Slots and bytes that stores may pin however slow the tier is: smaller stores would make it slower
+still."""
+_NEWEST_SHARE = 0.25
+"""Weight of the newest store in the moving average of the slots that keep the tier busy."""
+_GIVEN_BACK_FOR_S = 30.0
+"""Each block that a request loads from the tier lets the tier's stores pin one more slot, for this
+many seconds on average."""
+
+_OFFERED_BYTES_PER_S = 128 << 20
+"""The rate at which a tier is offered blocks that requests have used and it lacks."""
+_FIRST_OFFER_BYTES, _OFFER_S = 16 << 20, 0.25
+"""The size of the first such store, and the seconds that each later one should take the tier: a new
+store may have to wait that long behind it."""
+
+
+class WriteMoment(Enum):
+    """What has just happened to blocks in the primary tier."""
+
+    STORED = "stored"
+    """The device has written them."""
+    HIT = "hit"
+    """A request stores blocks that were there already, and the tier wants whole requests."""
+    USED = "used"
+    """A request that used them has ended, and the tier lacks them."""
+
+
+class WritePolicy(ABC):
+    """Decides which blocks one tier gets, and when. Scheduler thread only.
+
+    Called at each `WriteMoment`, with readable blocks.
+    """
+
+    @abstractmethod
+    def select(
+        self, keys: Sequence[OffloadKey], moment: WriteMoment, req_context: ReqContext
+    ) -> Sequence[OffloadKey]:
+        """The part of `keys`, in their order, that goes to the tier now."""
+
+
+class WriteThrough(WritePolicy):
+    """Every block, at once."""
+
+    def select(
+        self, keys: Sequence[OffloadKey], moment: WriteMoment, req_context: ReqContext
+    ) -> Sequence[OffloadKey]:
+        return keys
+
+
+WRITE_POLICIES: dict[WritePolicyName, type[WritePolicy]] = {WritePolicyName.THROUGH: WriteThrough}
+"""By their names in the configuration."""
+
+
+class StoreLimits:
+    """How many slots the stores of one tier may pin, and how much it may be offered again.
+
+    Stores may pin as many slots as keep the tier busy, and one more for each block that requests
+    have loaded from it recently. More would only protect blocks that wait for the tier, at the
+    expense of blocks that requests use. Scheduler thread only.
+    """
+
+    def __init__(self, share: float, primary: CPUPrimaryTierOffloadingManager) -> None:
+        """`share`: the part of the primary tier's slots that stores may pin."""
+        self._block_bytes = block_bytes = primary.block_bytes
+        most = max(1, primary.num_blocks - primary.reserve)
+        max_pinned = min(most, max(int(share * primary.num_blocks), _MIN_SHARE))
+        self.max_pinned = max_pinned
+        """The most slots that its stores may ever pin."""
+        self.num_pinned = 0
+        """Slots that its stores are reading. Written by its `JobTable`."""
+        self._least_pinned = min(max_pinned, max(_LEAST_PINNED, _LEAST_PINNED_BYTES // block_bytes))
+        self._pins_needed = float(max_pinned)
+        """Slots that keep the tier busy, with some to spare. All until a store was measured."""
+        self._num_given_back = 0.0
+        """Blocks that requests have loaded from the tier; older ones count less."""
+        self._most_in_store = max(1, _STORE_BYTES // block_bytes)
+        self._offer: Job | None = None
+        """The last store of blocks that the tier lacked."""
+        self._next_offer_at = -inf
+        self._most_in_offer = max(1, _FIRST_OFFER_BYTES // block_bytes)
+
+    @property
+    def num_storable(self) -> int:
+        """How many blocks the next store may have."""
+        wanted = int(self._pins_needed + self._num_given_back)
+        num_pinnable = min(self.max_pinned, max(wanted, self._least_pinned))
+        return max(0, min(self._most_in_store, num_pinnable - self.num_pinned))
+
+    def num_offerable(self, now: float) -> int:
+        """How many blocks that the tier lacks may be offered now: none while an offer is under way
+        or too soon after one, and otherwise so few that half of the slots that stores may pin is
+        left to new blocks."""
+        is_busy = self._offer is not None and not self._offer.is_done
+        if is_busy or now < self._next_offer_at:
+            return 0
+        left = (self.max_pinned + 1) // 2 - self.num_pinned
+        return max(0, min(self._most_in_offer, self.num_storable, left))
+
+    def note_offer(self, job: Job, now: float) -> None:
+        """Blocks that the tier lacked are being stored. The larger the store, the longer the next
+        one has to wait."""
+        self._offer = job
+        num_bytes = len(job.transfer.keys) * self._block_bytes
+        self._next_offer_at = now + num_bytes / _OFFERED_BYTES_PER_S
+
+    def note_stored(self, job: Job, seconds: float | None, now: float, lag: float) -> None:
+        """A store has ended. `seconds`: how long the tier worked on it, if known. `lag`: seconds
+        since the previous harvest."""
+        if job is self._offer:
+            taken_s = now - job.submitted if seconds is None else seconds
+            most = self._most_in_store
+            if taken_s > 0:
+                most = min(most, int(len(job.transfer.keys) * _OFFER_S / taken_s))
+            self._most_in_offer = max(1, most)
+        if seconds is not None:
+            # Little's law: the tier stays busy with the slots that were pinned, times the share of
+            # the job's life in which it did not wait for its turn.
+            life = now - job.submitted
+            busy_share = min(1.0, (seconds + lag) / life) if life > 0 else 1.0
+            needed = _SPARE_PINS * job.num_beside * busy_share
+            self._pins_needed += (needed - self._pins_needed) * _NEWEST_SHARE
+
+    def note_given_back(self, num_blocks: int) -> None:
+        """Requests have loaded blocks from the tier."""
+        self._num_given_back += num_blocks
+
+    def fade(self, seconds: float) -> None:
+        """Time has passed: blocks that requests have loaded from the tier count less."""
+        if self._num_given_back:
+            self._num_given_back *= exp(-seconds / _GIVEN_BACK_FOR_S)
+
+
+class Backlog:
+    """Blocks in host memory that one tier is to store later, in order. They are not pinned: a block
+    that is evicted meanwhile is not stored. Scheduler thread only."""
+
+    def __init__(self) -> None:
+        self._runs: deque[tuple[Sequence[OffloadKey], TierRequest]] = deque()
+        self.num_blocks = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def append(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
+        self._runs.append((keys, request))
+        self.num_blocks += len(keys)
+        request.stores.num_parked += len(keys)
+
+    def take(self, most: int) -> tuple[Sequence[OffloadKey], TierRequest]:
+        """Remove the oldest blocks: those of one request, and at most this many."""
+        keys, request = self._runs.popleft()
+        if most < len(keys):
+            self._runs.appendleft((keys[most:], request))
+            keys = keys[:most]
+        self.num_blocks -= len(keys)
+        request.stores.num_parked -= len(keys)
+        return keys, request
+
+
+class Cascades:
+    """Sends blocks down: asks the write policy, pins the blocks, submits the job. Scheduler thread
+    only.
+
+    Methods that return requests return those with fewer waiting blocks than before: these requests
+    may have ended now.
+    """
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        jobs: JobFactory,
+        clock: Callable[[], float],
+    ) -> None:
+        self._primary = primary
+        self._jobs = jobs
+        self._clock = clock
+        self.parked: dict[OffloadKey, dict[tuple[TierRequest, GuardedTier], None]] = {}
+        """Blocks that another request is writing, and the (request, tier) pairs that wait for them:
+        these tiers want whole requests."""
+
+    # --- what happens to blocks -----------------------------------------------------------------
+
+    def store(self, keys: Collection[OffloadKey], success: bool, request: TierRequest) -> None:
+        """The device has written blocks: they go to every tier of the request."""
+        in_order = request.stores.end(keys)
+        stored = self._primary.finish_store(in_order, request.context, success)
+        if stored and request.tiers:
+            if len(stored) < len(in_order):
+                in_order = [block.key for block in stored]
+            self._send(in_order, request.tiers, WriteMoment.STORED, request, stored)
+
+    def offer_again(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
+        """A request stores blocks that are in host memory already, or that another request is
+        writing: they go to its tiers that want whole requests."""
+        ready = []
+        for key in keys:
+            if self._primary.is_ready(key):
+                ready.append(key)
+            elif self._primary.has(key):
+                waiting = self.parked.setdefault(key, {})
+                for tier in request.request_level:
+                    if (request, tier) not in waiting:
+                        waiting[request, tier] = None
+                        request.stores.num_parked += 1
+        if ready:
+            self._send(ready, request.request_level, WriteMoment.HIT, request)
+
+    def send_parked(self, keys: Iterable[OffloadKey]) -> Iterable[TierRequest]:
+        """Another request has written these blocks, or will not: send the readable ones to the
+        tiers that wait for them."""
+        by_target: dict[tuple[TierRequest, GuardedTier], list[OffloadKey]] = {}
+        for key in keys:
+            for target in self.parked.pop(key, ()):
+                by_target.setdefault(target, []).append(key)
+        for (request, tier), parked in by_target.items():
+            request.stores.num_parked -= len(parked)
+            ready = [key for key in parked if self._primary.is_ready(key)]
+            if ready and tier in request.tiers:
+                self._send(ready, (tier,), WriteMoment.HIT, request)
+        return dict.fromkeys(request for request, _ in by_target)
+
+    def offer_used(
+        self, used: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest
+    ) -> None:
+        """A request that used these blocks has ended: the tier gets those that it lacks, within its
+        limits. The rest is not queued: the next request that uses it offers it again."""
+        if not tier.takes_offers:
+            return
+        missing = tier.missing(used, request.context)
+        ready = [key for key in missing if self._primary.is_ready(key)]
+        if not ready:
+            return
+        chosen = tier.write_policy.select(ready, WriteMoment.USED, request.context)
+        now = self._clock()
+        num_offerable = 0 if tier.jobs.has_late_stores else tier.stores.num_offerable(now)
+        part = chosen[:num_offerable]
+        tier.stats.count("held_back_blocks", len(chosen) - len(part))
+        if part:
+            tier.stats.count("offered_again_blocks", len(part))
+            tier.stores.note_offer(self._submit(part, tier, request, now), now)
+
+    # --- what waits for a tier ------------------------------------------------------------------
+
+    def send_backlog(self, tier: GuardedTier) -> Iterable[TierRequest]:
+        """Send what waits for a tier, as far as its limits allow. Once in a step."""
+        now = self._clock()
+        served: dict[TierRequest, None] = {}
+        backlog = tier.backlog
+        while backlog:
+            if tier.jobs.has_late_stores:
+                return served | dict.fromkeys(self.drop_backlog(tier))
+            if not tier.lets_store(now):
+                return served | dict.fromkeys(self.drop_backlog(tier, "shed_blocks"))
+            n = tier.stores.num_storable
+            if not n:
+                break
+            keys, request = backlog.take(n)
+            served[request] = None
+            ready = []
+            if tier in request.tiers:  # else it was notified of the request's end
+                ready = [key for key in keys if self._primary.is_ready(key)]
+            tier.stats.count("dropped_blocks", len(keys) - len(ready))
+            if ready:
+                self._submit(ready, tier, request, now)
+        while (excess := backlog.num_blocks - self._primary.num_blocks) > 0:
+            # More than host memory can hold, so some were evicted: drop the oldest.
+            keys, request = backlog.take(excess)
+            served[request] = None
+            tier.stats.count("dropped_blocks", len(keys))
+        return served
+
+    def drop_backlog(
+        self, tier: GuardedTier, reason: str = "dropped_blocks"
+    ) -> Iterable[TierRequest]:
+        """Drop the blocks that wait for a tier, and count them under `reason`."""
+        requests: dict[TierRequest, None] = {}
+        tier.stats.count(reason, tier.backlog.num_blocks)
+        while tier.backlog:
+            _, request = tier.backlog.take(tier.backlog.num_blocks)
+            requests[request] = None
+        return requests
+
+    # --- jobs -----------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        keys: Sequence[OffloadKey],
+        tiers: Iterable[GuardedTier],
+        moment: WriteMoment,
+        request: TierRequest,
+        blocks: list[BlockStatus] | None = None,
+    ) -> None:
+        """Send readable blocks to tiers, as many as each one's limits allow; the rest waits.
+        `blocks`: those of `keys`, if the caller has them."""
+        # Not the time of the step, which may have begun long before.
+        now = self._clock()
+        for tier in tiers:
+            chosen = tier.write_policy.select(keys, moment, request.context)
+            at_hand = blocks if chosen is keys else None
+            num_sent = 0
+            while num_sent < len(chosen):
+                if not tier.lets_store(now):
+                    tier.stats.count("shed_blocks", len(chosen) - num_sent)
+                    break
+                n = 0 if tier.backlog else tier.stores.num_storable
+                if not n:
+                    self._let_wait(chosen[num_sent:], tier, request)
+                    break
+                if num_sent or n < len(chosen):
+                    part = chosen[num_sent : num_sent + n]
+                    parts = at_hand[num_sent : num_sent + n] if at_hand is not None else None
+                    self._submit(part, tier, request, now, parts)
+                else:
+                    self._submit(chosen, tier, request, now, at_hand)
+                num_sent += n
+
+    def _let_wait(
+        self, keys: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest
+    ) -> None:
+        """The tier's stores have reached their limit: queue these blocks until some have ended. If
+        a store is late, drop them instead."""
+        if tier.jobs.has_late_stores:
+            tier.stats.count("dropped_blocks", len(keys))
+        else:
+            tier.backlog.append(keys, request)
+
+    def _submit(
+        self,
+        keys: Sequence[OffloadKey],
+        tier: GuardedTier,
+        request: TierRequest,
+        now: float,
+        blocks: list[BlockStatus] | None = None,
+    ) -> Job:
+        """Pin blocks, and give them to a tier in one job."""
+        context = request.context
+        job_id = self._jobs.new_id()
+        kept, spec = self._primary.prepare_read(job_id, keys, context, blocks)
+        transfer = self._jobs.make(job_id, kept, spec, False, context)
+        job = tier.jobs.submit_store(transfer, now)
+        if job.is_done:
+            self._primary.complete_read(job_id)
+        return job

@@ -1,0 +1,221 @@
+"""The thread that writes a slab's index and superblock to the file, and watches the file."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies.base import CachePolicy
+from kvtier.tiering.disk.file import read_clear_request
+from kvtier.tiering.disk.index import write_index
+from kvtier.tiering.disk.slab import Slab
+from kvtier.tiering.disk.slots import SlabBlock
+
+__all__ = ["IndexFlusher"]
+
+logger = logging.getLogger(__name__)
+
+_WRITE_EVERY_S = 0.05
+"""Pause between two writes of the index. A killed engine loses the blocks stored after the last
+write."""
+_NOTE_USES_EVERY_S = 2.0
+_LOOK_EVERY_S = 1.0
+_DESTROYED_AT_ONCE = 256
+_MAX_USES = 1024
+"""Most batches of uses that wait to be written. If there are more, the oldest are dropped, and the
+next engine evicts some blocks sooner than it should."""
+
+
+class IndexFlusher:
+    """Owns the superblock and the index in the file while the tier runs."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        slots_of: Callable[[Collection[OffloadKey]], list[tuple[int, int]]],
+        next_seq: Callable[[], int],
+        on_clear: Callable[[], None],
+        on_error: Callable[[OSError], None],
+    ) -> None:
+        """All callbacks run on the flusher's thread. `slots_of`: (position in the given keys, slot)
+        of each block that is readable; `next_seq`: the next sequence number; `on_clear`: a user has
+        asked for the slab to be cleared; `on_error`: a write has failed."""
+        self._slab = slab
+        self._slots_of = slots_of
+        self._next_seq = next_seq
+        self._on_clear = on_clear
+        self._on_error = on_error
+        self._uses: deque[tuple[int, Collection[OffloadKey]]] = deque(maxlen=_MAX_USES)
+        self._to_destroy: deque[tuple[CachePolicy, dict[OffloadKey, SlabBlock]]] = deque()
+        self._wanted_cut = slab.superblock.cut
+        self._note: bytes | None = None
+        """A note that has not been written yet."""
+        self._is_writing = False
+        """True while pages taken from the index are not in the file yet."""
+        self._wake = threading.Event()
+        self._stopping = False
+        self._resting_until = 0.0
+        self._obeyed: bytes | None = None
+        """The last clear request that was carried out; it may not be in the superblock yet."""
+        self.allocated_bytes = slab.file.allocated_bytes
+        """Disk usage of the file at the path, updated about once a second. 0 after the file was
+        removed or replaced."""
+        self._is_there = True
+        self._thread = threading.Thread(target=self._run, name="kvtier-disk-index", daemon=True)
+        self._thread.start()
+
+    # --- scheduler thread: nothing here waits, except `stop` -----------------------------------
+
+    def note_use(self, first_seq: int, keys: Collection[OffloadKey]) -> None:
+        """Record a use of these blocks, in prompt order, with the sequence numbers from `first_seq`
+        on."""
+        self._uses.append((first_seq, keys))
+
+    def cut_at(self, seq: int) -> None:
+        """Make blocks with a smaller sequence number invalid for good."""
+        self._wanted_cut = seq
+        self._wake.set()
+
+    @property
+    def is_behind(self) -> bool:
+        """True while the file lacks something that another engine needs: new entries of the index,
+        or a cut."""
+        # `has_changed` is read first. `_write` sets `_is_writing` before it takes the changed
+        # pages, so one of the two is true until the pages are in the file.
+        is_index_behind = self._slab.index.has_changed or self._is_writing
+        return is_index_behind or self._wanted_cut > self._slab.superblock.cut
+
+    def keep_note(self, note: bytes) -> None:
+        """Write a note for the next engine, within about a second."""
+        self._note = note
+
+    def destroy(self, policy: CachePolicy, blocks: dict[OffloadKey, SlabBlock]) -> None:
+        """Free the objects of a former slot table, on the flusher's thread."""
+        self._to_destroy.append((policy, blocks))
+
+    def stop(self) -> None:
+        """Write everything, and end the thread. Waits for the disk."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    # --- flusher thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        looked = noted = time.monotonic()
+        while True:
+            self._wake.wait(_WRITE_EVERY_S)
+            self._wake.clear()
+            is_last = self._stopping
+            now = time.monotonic()
+            if now < self._resting_until and not is_last:
+                continue
+            if self._wanted_cut > self._slab.superblock.cut:
+                self._try(lambda: self._cut(self._wanted_cut))
+            is_due = now - noted >= _NOTE_USES_EVERY_S or len(self._uses) > _MAX_USES // 2
+            if is_last or is_due:
+                noted = now
+                self._try(self._note_uses)
+            self._try(self._write)
+            if is_last or now - looked >= _LOOK_EVERY_S:
+                looked = now
+                self._try(self._check_file)
+            if is_last:
+                self._try(self._slab.file.sync)
+                return
+            self._try(self._destroy_some)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        """Run a step. If it fails, it is retried when it is due again, and the others still run."""
+        try:
+            step()
+        except OSError as error:
+            self._resting_until = time.monotonic() + _LOOK_EVERY_S
+            self._on_error(error)
+        except Exception:
+            logger.exception(
+                "%s: the index could not be written; after a restart, recent blocks may be missing",
+                self._slab.file.path,
+            )
+
+    def _cut(self, seq: int, **changes: bytes) -> None:
+        self._slab.save_superblock(cut=max(seq, self._wanted_cut), **changes)
+        self._slab.file.sync()
+
+    def _note_uses(self) -> None:
+        slots: list[int] = []
+        seqs: list[int] = []
+        while self._uses:
+            first_seq, keys = self._uses.popleft()
+            last_seq = first_seq + len(keys) - 1
+            for position, slot in self._slots_of(keys):
+                slots.append(slot)
+                seqs.append(last_seq - position)  # the head of a prompt is evicted last
+        # If a slot is named twice, the later number is the larger one, and stays.
+        self._slab.index.mark_used(np.array(slots, np.int64), np.array(seqs, np.int64))
+
+    def _write(self) -> None:
+        index = self._slab.index
+        self._is_writing = True
+        try:
+            pages = index.take_changed()
+            if pages:
+                try:
+                    write_index(self._slab.file, index, pages)
+                except OSError:
+                    index.give_back(pages)
+                    raise
+        finally:
+            self._is_writing = False
+
+    def _check_file(self) -> None:
+        file = self._slab.file
+        was_there, self._is_there = self._is_there, file.is_at_its_path()
+        self.allocated_bytes = file.allocated_bytes if self._is_there else 0
+        if was_there and not self._is_there:
+            self._warn_that_file_is_gone()
+        self._slab.keep_clock(self._next_seq())
+        note, self._note = self._note, None
+        if note is not None:
+            self._slab.save_note(note)
+        request_id = read_clear_request(file)
+        if request_id not in (None, self._slab.superblock.last_clear, self._obeyed):
+            self._obeyed = request_id
+            # The tier is told before the cut is made: blocks stored between these two steps may be
+            # lost, but no block from before the request survives.
+            self._on_clear()
+            self._cut(self._next_seq(), last_clear=request_id)
+            logger.info("%s: cleared by request", file.path)
+
+    def _warn_that_file_is_gone(self) -> None:
+        path = self._slab.file.path
+        what = "was removed"
+        if not path.parent.exists():
+            what = f"was removed, with its directory {path.parent}"
+        elif path.exists():
+            what = "was replaced by another file"
+        logger.warning(
+            "%s %s while this engine has it open. The engine continues with the open file, but its "
+            "blocks are lost when the engine ends, and its %d bytes of disk space are freed only "
+            "then. Restart the engine to keep blocks again",
+            path,
+            what,
+            self._slab.file.allocated_bytes,
+        )
+
+    def _destroy_some(self) -> None:
+        """Free objects in small steps: freeing a million at once would stop every thread."""
+        deadline = time.monotonic() + _WRITE_EVERY_S
+        while self._to_destroy and time.monotonic() < deadline:
+            policy, blocks = self._to_destroy[0]
+            for _ in range(min(_DESTROYED_AT_ONCE, len(blocks))):
+                policy.remove(blocks.popitem()[0])
+            if not blocks:
+                self._to_destroy.popleft()
+            time.sleep(0)

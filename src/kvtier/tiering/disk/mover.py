@@ -1,0 +1,232 @@
+"""Moves blocks between the slots of a slab and the rows of the primary tier, on lanes.
+
+A row is the memory of one slot of the primary tier; a lane is an I/O thread. A store seals a block
+and writes it; a load reads it and verifies its seal and its stamp, which names the slot. When a
+load is reported as done, its row holds the right bytes; otherwise the block is reported as failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvtier import seal
+from kvtier.tiering.disk.index import namespace_tag
+from kvtier.tiering.disk.layout import encode_stamp, has_stamp, write_slot_header
+from kvtier.tiering.disk.slab import Slab
+from kvtier.tiering.disk.slots import SlabBlock
+from kvtier.tiering.io.buffers import Payload, Routes
+from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES, Ended, Lane, depth_for, may_have_buffers
+from kvtier.tiering.io.metrics import ErrorLog
+from kvtier.tiering.io.page import is_intact
+from kvtier.tiering.io.queue import Piece, Transfer, Unit, WorkQueue
+
+if TYPE_CHECKING:
+    from kvtier.tiering.base import SecondaryTierManager, TransferJob
+
+__all__ = ["SlabMover", "SlabTransfer"]
+
+logger = logging.getLogger(__name__)
+
+_ALONE_BYTES = 256 << 10
+"""Slots of this size or more are read and written one by one: combining them gains nothing."""
+_UNIT_BYTES = 1 << 20
+"""Smaller neighbouring slots are combined up to this size, which costs less processor time."""
+_MAX_PIECES = 16
+_LOADS_IN_FLIGHT, _STORES_IN_FLIGHT = 16 << 20, 24 << 20
+"""Bytes that all lanes together keep in flight: enough to keep the disk busy while threads wait for
+the interpreter lock, and no more, because some disks are slower if transfers use more memory."""
+_THREADS_FOR_LARGE, _THREADS_FOR_SMALL = 4, 2
+"""Lanes by block size. With large blocks, enough to keep the disk busy while threads wait for the
+interpreter lock. Small blocks keep the threads themselves busy, and more threads would delay the
+scheduler."""
+
+_Outcome: TypeAlias = tuple[Unit[SlabBlock], Sequence[Piece[SlabBlock]], Sequence[Piece[SlabBlock]]]
+"""A unit, its pieces that were moved, and those that failed."""
+
+_REMEDIES = {
+    errno.EIO: "look at the disk (dmesg)",
+    errno.ENOSPC: "make room on its file system",
+    errno.EDQUOT: "make room, or raise the quota of the engine's user",
+    errno.EROFS: "see why its file system is read-only (dmesg), mount it for writing, and restart "
+    "the engine",
+    errno.EMFILE: "let this process have more files open (ulimit -n)",
+    errno.EACCES: "let the engine's user read and write there",
+    errno.ENODATA: "something has truncated the file: find out what, and restart the engine",
+    errno.ENOENT: "see what removes files there",
+    errno.ESTALE: "see whether the server of its file system is up",
+    errno.ETIMEDOUT: "see whether the server of its file system is up",
+}
+
+
+def _remedy_for(error: int) -> str:
+    return _REMEDIES.get(error, "fix that, or give another path")
+
+
+class SlabTransfer(Transfer[SlabBlock]):
+    """A job whose pieces are in the order of their slots. Pieces in neighbouring slots form one
+    unit: they are moved by one read or write."""
+
+    __slots__ = ()
+
+    def _unit_end(self, first: int, last: int) -> int:
+        pieces = self.pieces
+        end = first + 1
+        expected = pieces[first][1].block_id + 1
+        while end < last and pieces[end][1].block_id == expected:
+            end += 1
+            expected += 1
+        return end
+
+
+class SlabMover:
+    """The work queue, the lanes that serve it, and what they do with a block."""
+
+    def __init__(
+        self, tier: SecondaryTierManager, slab: Slab, rows_address: int, io_threads: int | None
+    ) -> None:
+        """`tier`: provides the rows, and seals, verifies and counts blocks. `io_threads`: None for
+        a number that suits the block size."""
+        self.rows = tier.rows
+        self.rows_address = rows_address
+        self._tier = tier
+        self._slab = slab
+        self._uuid = slab.superblock.uuid
+        self.where = slab.file.path
+        self.errors = ErrorLog(self.where, _remedy_for)
+        """Failed reads and writes."""
+        geometry = slab.geometry
+        if io_threads is None:
+            is_large = geometry.payload_bytes >= LARGE_BLOCK_BYTES
+            io_threads = _THREADS_FOR_LARGE if is_large else _THREADS_FOR_SMALL
+        max_pieces = 1
+        if geometry.slot_bytes < _ALONE_BYTES:
+            max_pieces = min(_UNIT_BYTES // geometry.slot_bytes, _MAX_PIECES)
+        unit_bytes = max_pieces * geometry.slot_bytes
+        max_loads, max_stores = (
+            depth_for(in_flight // io_threads, unit_bytes)
+            for in_flight in (_LOADS_IN_FLIGHT, _STORES_IN_FLIGHT)
+        )
+        self.work: WorkQueue[SlabBlock] = WorkQueue(max_pieces)
+        """Transfers to do, and those that have ended."""
+        self.lanes: list[Lane[SlabBlock]] = []
+        routes = Routes.of(self.where)
+        # Of several lanes, the first takes loads only: a file system can block a write, and with it
+        # the thread.
+        stores_of_lanes = [max_stores] * io_threads
+        if io_threads > 1:
+            stores_of_lanes[0] = 0
+        sum_of_depths = io_threads * max_loads + sum(stores_of_lanes)
+        has_buffers = may_have_buffers(sum_of_depths, unit_bytes)
+        try:
+            for number, stores in enumerate(stores_of_lanes):
+                self.lanes.append(
+                    Lane(
+                        name=f"kvtier-{tier.tier_type}-{number}",
+                        work=self.work,
+                        mover=self,
+                        routes=routes,
+                        depth=max_loads + stores,
+                        max_loads=max_loads,
+                        max_stores=stores,
+                        max_pieces=max_pieces,
+                        payload_bytes=geometry.payload_bytes,
+                        has_buffers=has_buffers,
+                    )
+                )
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Fail everything that no lane has taken, and wait for the lanes."""
+        self.work.stop()
+        for lane in self.lanes:
+            lane.join()
+
+    # --- called by lanes (`Mover`) -------------------------------------------------------------
+
+    def begin(
+        self,
+        unit: Unit[SlabBlock],
+        pages: Sequence[memoryview],
+        payloads: Sequence[Payload],
+    ) -> tuple[int, int]:
+        transfer, pieces = unit
+        if not transfer.job.is_promotion:
+            for (_, block), page, payload in zip(pieces, pages, payloads, strict=True):
+                self._seal(transfer.job, block, page, payload)
+        slab = self._slab
+        return slab.file.fd, slab.geometry.slot_offset(pieces[0][1].block_id)
+
+    def end(self, ended: Sequence[Ended[SlabBlock]]) -> None:
+        self.work.finish([self._outcome(each) for each in ended])
+
+    def note_error(self, error: int, is_write: bool) -> None:
+        self.errors.note(error, is_write)
+
+    def _outcome(self, ended: Ended[SlabBlock]) -> _Outcome:
+        unit, _, pages, payloads, error = ended
+        transfer, pieces = unit
+        if error:
+            return unit, (), pieces
+        try:
+            if not transfer.job.is_promotion:
+                self._enter_in_index(transfer.job, pieces)
+                return unit, pieces, ()
+            done: list[Piece[SlabBlock]] = []
+            failed: list[Piece[SlabBlock]] = []
+            for piece, page, payload in zip(pieces, pages, payloads, strict=True):
+                if self._is_valid(transfer.job, piece[1], page, payload.memory):
+                    payload.deliver()
+                    done.append(piece)
+                else:
+                    failed.append(piece)
+        except Exception:
+            logger.exception("%s: a block could not be verified", self.where)
+            return unit, (), pieces
+        return unit, done, failed
+
+    # --- one block of a store ------------------------------------------------------------------
+
+    def _seal(
+        self, job: TransferJob, block: SlabBlock, header: memoryview, payload: Payload
+    ) -> None:
+        self._slab.index.clear(block.block_id)  # the block that was there is overwritten next
+        payload.collect()
+        block_seal = self._tier.seal_block(job, block.key, payload.memory)
+        write_slot_header(header, block_seal, self._stamp_of(block))
+
+    def _enter_in_index(self, job: TransferJob, pieces: Sequence[Piece[SlabBlock]]) -> None:
+        tag = namespace_tag(job.fingerprint)
+        for _, block in pieces:
+            self._slab.index.put(block.block_id, block.generation, tag, block.key)
+
+    # --- one block of a load -------------------------------------------------------------------
+
+    def _is_valid(
+        self, job: TransferJob, block: SlabBlock, header: memoryview, payload: memoryview
+    ) -> bool:
+        if not is_intact(header):
+            self._tier.refuse_block(_what_is_wrong(header))
+        elif not self._tier.verify_block(job, block.key, header, payload):
+            pass  # `verify_block` has counted it
+        elif not has_stamp(header, self._stamp_of(block)):
+            self._tier.refuse_block(seal.SealFailure.STALE)
+        else:
+            return True
+        self._slab.index.clear(block.block_id)
+        return False
+
+    def _stamp_of(self, block: SlabBlock) -> bytes:
+        return encode_stamp(self._uuid, block.block_id, block.generation)
+
+
+def _what_is_wrong(header: memoryview) -> seal.SealFailure:
+    try:
+        seal.read(header[: seal.SEAL_BYTES])
+    except seal.SealError as error:
+        return error.failure
+    return seal.SealFailure.HEADER

@@ -1,0 +1,303 @@
+"""The slots of a slab: which block is in which slot, which are free, and what is evicted next.
+
+Scheduler thread only, except `SlabTable.slots_of`. Holds no block data and does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.cpu.policies.base import WRITING, BlockStatus, CachePolicy
+
+__all__ = ["FreeSlots", "SlabBlock", "SlabTable"]
+
+_ADOPTED_AT_ONCE = 512
+_MAX_LIVE_REQUESTS = 65_536
+
+
+class SlabBlock(BlockStatus):
+    """A block in a slot. `block_id` is the slot, `generation` the sequence number in the slot's
+    header. Key, slot and number never change, so any thread may read them."""
+
+    __slots__ = ()
+
+    def __init__(self, slot: int, key: OffloadKey, seq: int, ref_cnt: int = WRITING) -> None:
+        self.block_id = slot
+        self.key = key
+        self.generation = seq
+        self.ref_cnt = ref_cnt
+        self.place = None
+
+
+class FreeSlots:
+    """The free slots, handed out so that neighbours stay together.
+
+    `reset` takes the same time for any number of slots: it counts the free ones, and lists them
+    only as they are taken.
+    """
+
+    def __init__(self, first: list[int], last: list[int]) -> None:
+        """`first` are handed out before `last`, both in ascending order."""
+        self._listed = last[::-1] + first[::-1]
+        self._unlisted: Iterator[int] = iter(())
+        self._num_unlisted = 0
+
+    def reset(self, num_slots: int, busy: Collection[int]) -> None:
+        """Free all slots except `busy`, which come back through `give`."""
+        self._listed = []
+        self._unlisted = (slot for slot in range(num_slots) if slot not in busy)
+        self._num_unlisted = num_slots - len(busy)
+
+    def __len__(self) -> int:
+        return len(self._listed) + self._num_unlisted
+
+    def take(self, count: int) -> list[int]:
+        """Take `count` slots, or all if there are fewer."""
+        listed = self._listed
+        taken = listed[: -count - 1 : -1]
+        del listed[len(listed) - len(taken) :]
+        if len(taken) < count and self._num_unlisted:
+            more = list(islice(self._unlisted, count - len(taken)))
+            self._num_unlisted -= len(more)
+            taken += more
+        return taken
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Return slots that are free again."""
+        self._listed.extend(slots)
+
+
+class SlabTable:
+    """Every block in the slab by key, with a `CachePolicy` for the order of eviction.
+
+    A block is being written (`writing`) or can be read (`readable`); a readable one is pinned while
+    loads read it. Each block and each use gets a sequence number, larger than all before it.
+    """
+
+    def __init__(self, policy_cls: type[CachePolicy], num_slots: int, first_seq: int) -> None:
+        self.num_slots = num_slots
+        self._policy_cls = policy_cls
+        self._policy = policy_cls(num_slots)
+        self.readable: dict[OffloadKey, SlabBlock] = {}
+        """Read-only for callers."""
+        self.writing: dict[OffloadKey, SlabBlock] = {}
+        """Read-only for callers."""
+        self._num_pinned = 0
+        """Readable blocks that loads are reading; they cannot be evicted."""
+        self._free = FreeSlots([], [])
+        self.next_seq = first_seq
+        """The next sequence number."""
+        self._live: dict[str, None] = {}
+        """Requests that have not ended. The policy keeps a request's blocks together until then."""
+
+    @property
+    def num_used(self) -> int:
+        """Slots with a block that is readable or being written."""
+        return self.num_slots - len(self._free)
+
+    def slots_of(self, keys: Iterable[OffloadKey]) -> list[tuple[int, int]]:
+        """(position in `keys`, slot) of each readable block. Any thread; the answer may be
+        outdated by the time it is used."""
+        get = self.readable.get
+        blocks = enumerate(map(get, keys))
+        return [(position, block.block_id) for position, block in blocks if block is not None]
+
+    # --- start ---------------------------------------------------------------------------------
+
+    def adopt(self, keys: Sequence[OffloadKey], slots: Sequence[int], seqs: Sequence[int]) -> None:
+        """Take over the blocks of an earlier engine, given most recently used first."""
+        no_request = ReqContext("")
+        policy = self._policy
+        blocks = list(map(SlabBlock, slots, keys, seqs))
+        for start in reversed(range(0, len(keys), _ADOPTED_AT_ONCE)):
+            run = slice(start, start + _ADOPTED_AT_ONCE)
+            policy.insert_run(keys[run], blocks[run], keys[run], no_request)
+            policy.on_request_finished((), no_request)
+        for block in blocks:
+            block.ref_cnt = 0
+        policy.unpinned(blocks)
+        self.readable = dict(zip(keys, blocks, strict=True))
+
+    def set_free(self, first: list[int], last: list[int]) -> None:
+        """Free these slots. Those in `last` are used last: they hold blocks of another namespace,
+        and its engine may come back."""
+        self._free = FreeSlots(first, last)
+
+    # --- uses ----------------------------------------------------------------------------------
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> int:
+        """Record that a request uses these blocks, in prompt order. Gives them one sequence number
+        each, and returns the first."""
+        first_seq = self.next_seq
+        self.next_seq += len(keys)
+        self._policy.touch(keys, req_context)
+        self._close_if_ended(req_context)
+        return first_seq
+
+    def on_new_request(self, req_context: ReqContext) -> None:
+        self._live[req_context.req_id] = None
+        if len(self._live) > _MAX_LIVE_REQUESTS:
+            self.on_request_finished(ReqContext(next(iter(self._live))))
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        if req_context.req_id in self._live:
+            del self._live[req_context.req_id]
+            self._policy.on_request_finished((), req_context)
+
+    def _close_if_ended(self, req_context: ReqContext) -> None:
+        # A job may come after its request has ended. The policy then reopens the request, and no
+        # further call would close it.
+        if req_context.req_id not in self._live:
+            self._policy.on_request_finished((), req_context)
+
+    # --- stores --------------------------------------------------------------------------------
+
+    def make_room(
+        self, keys: Sequence[OffloadKey], job_keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> list[OffloadKey]:
+        """Evict until there are slots for `keys`, or until nothing more can be evicted. Blocks of
+        the job itself (`job_keys`) stay. Returns the evicted keys. `place` must follow."""
+        missing = len(keys) - len(self._free)
+        # If all blocks of the job are new, none of them is here to be evicted.
+        protected = frozenset(job_keys) if len(job_keys) > len(keys) else frozenset[OffloadKey]()
+        if missing > 0:
+            missing = min(missing, self._num_evictable_besides(protected))
+        self._policy.on_store_miss(keys, req_context)
+        evicted: list[OffloadKey] = []
+        num = missing
+        while num > 0:
+            victims = self._policy.evict(num, protected)
+            if victims is None:
+                # The policy also protects what the request used before, so fewer can leave.
+                num //= 2
+            else:
+                evicted += self._free_slots_of(key for key, _ in victims)
+                missing -= num
+                num = min(num, missing)
+            if num > 0:
+                self._policy.on_store_miss(keys, req_context)
+        return evicted
+
+    def _num_evictable_besides(self, protected: Collection[OffloadKey]) -> int:
+        here = map(self.readable.get, protected)
+        num_protected = sum(block is not None and block.ref_cnt == 0 for block in here)
+        return len(self.readable) - self._num_pinned - num_protected
+
+    def _free_slots_of(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Free the slots of blocks that the policy has evicted."""
+        pop = self.readable.pop
+        gone = [block for block in (pop(key, None) for key in keys) if block is not None]
+        self._free.give([block.block_id for block in gone])
+        return [block.key for block in gone]
+
+    def place(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[SlabBlock]:
+        """Give slots to these blocks, or to the first of them if there are too few. Returns the
+        blocks, now in `writing`, in ascending order of slots."""
+        keys = keys[: len(self._free)]
+        if not keys:
+            return []
+        slots = sorted(self._free.take(len(keys)))
+        self.next_seq += len(keys)
+        # The head of a prompt gets the largest number, so that it is evicted last.
+        last_seq = self.next_seq - 1
+        blocks = list(map(SlabBlock, slots, keys, range(last_seq, last_seq - len(keys), -1)))
+        try:
+            self._policy.insert_run(keys, blocks, keys, req_context)
+        except BaseException:  # a third party's policy may raise
+            self._free.give(slots)
+            raise
+        self.writing.update(zip(keys, blocks, strict=True))
+        try:
+            self._close_if_ended(req_context)
+        except BaseException:
+            self.not_written(blocks)
+            raise
+        return blocks
+
+    def written(self, blocks: Iterable[SlabBlock]) -> list[OffloadKey]:
+        """Make written blocks readable. Returns their keys, without those that a reset has dropped
+        meanwhile."""
+        writing, readable = self.writing, self.readable
+        ready = []
+        keys = []
+        for block in blocks:
+            key = block.key
+            if writing.get(key) is block:
+                del writing[key]
+                readable[key] = block
+                block.ref_cnt = 0
+                ready.append(block)
+                keys.append(key)
+            else:
+                self._free.give([block.block_id])
+        self._policy.unpinned(ready)
+        return keys
+
+    def not_written(self, blocks: Iterable[SlabBlock]) -> None:
+        """Drop blocks that could not be written."""
+        for block in blocks:
+            if self.writing.get(block.key) is block:
+                del self.writing[block.key]
+                self._policy.remove(block.key)
+            self._free.give([block.block_id])
+
+    # --- loads ---------------------------------------------------------------------------------
+
+    def pin(self, keys: Iterable[OffloadKey]) -> list[SlabBlock | None]:
+        """Pin readable blocks; a key that occurs twice is pinned twice. Returns the blocks; None
+        stands for a key that is not readable."""
+        pinned = list(map(self.readable.get, keys))
+        newly = []
+        for block in pinned:
+            if block is not None:
+                if not block.ref_cnt:
+                    newly.append(block)
+                block.ref_cnt += 1
+        try:
+            self._policy.pinned(newly)
+        except BaseException:  # a third party's policy may raise
+            for block in filter(None, pinned):
+                block.ref_cnt -= 1
+            raise
+        self._num_pinned += len(newly)
+        return pinned
+
+    def unpin(self, good: Iterable[SlabBlock], bad: Iterable[SlabBlock]) -> list[OffloadKey]:
+        """Release blocks that a load has read, and forget the bad ones. Returns the keys that were
+        forgotten."""
+        idle = []
+        for block in good:
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                if self.readable.get(block.key) is block:
+                    idle.append(block)
+                else:
+                    self._free.give([block.block_id])
+        self._num_pinned -= len(idle)
+        self._policy.unpinned(idle)
+        forgotten = []
+        for block in bad:
+            if self.readable.get(block.key) is block:
+                del self.readable[block.key]
+                self._policy.remove(block.key)  # while it still counts as pinned
+                self._num_pinned -= 1
+                forgotten.append(block.key)
+            block.ref_cnt -= 1
+            if not block.ref_cnt:
+                self._free.give([block.block_id])
+        return forgotten
+
+    # --- reset ---------------------------------------------------------------------------------
+
+    def reset(self, busy: Collection[int]) -> tuple[CachePolicy, dict[OffloadKey, SlabBlock]]:
+        """Forget everything. `busy`: slots that transfers in flight still use; they are freed when
+        those end. Returns the former policy and readable blocks. Another thread frees them in small
+        steps, because freeing them at once would take too long."""
+        former = (self._policy, self.readable)
+        self._policy = self._policy_cls(self.num_slots)
+        self.readable, self.writing = {}, {}
+        self._num_pinned = 0
+        self._free.reset(self.num_slots, busy)
+        return former

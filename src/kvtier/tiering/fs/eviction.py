@@ -1,0 +1,238 @@
+"""Eviction: which blocks may go, and the removal of whole namespaces and of dead engines' files.
+
+The time of a block's last use is the mtime of its file, which every engine on every host sees. No
+engine keeps a list of all blocks. In a large root, some directories are listed, chosen at random,
+and the oldest blocks found there are evicted.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from kvtier.tiering.fs.layout import SHARDS, BlockFile, read_shard, remove_directories, shards_in
+from kvtier.tiering.fs.root import PresenceLost, RootSession
+from kvtier.tiering.fs.transaction import Evicted
+
+__all__ = ["Sweeper", "remove_evicted", "remove_namespace"]
+
+logger = logging.getLogger(__name__)
+
+_ENOUGH = 20_000
+"""Blocks to list before the oldest of them are chosen."""
+_OLD_DIVISOR = 3
+"""The oldest third of the listed blocks may be evicted before blocks are listed again; more of them
+only if more are needed at once."""
+_CLOCKS_DIFFER_NS = 60 * 10**9
+"""Time stamps further in the future than this are wrong."""
+_RECLAIM_EVERY_S = 5.0
+_NOTHING_FOUND_S = 1.0
+"""Pause after a search that found nothing."""
+_AT_ONCE = 256
+"""Blocks of a namespace removed in one transaction, so that other engines get the ledger soon."""
+
+
+class Sweeper:
+    """A thread for the slow work: it lists blocks that may be evicted, cleans up after dead
+    engines, and removes namespaces that nobody reads. The publisher takes the blocks from here."""
+
+    def __init__(
+        self,
+        session: RootSession,
+        on_found: Callable[[], None],
+        on_error: Callable[[OSError], None],
+    ) -> None:
+        """Both callbacks run on the thread. `on_found`: after a search, and when space was freed.
+        `on_error`: for every error."""
+        self._session = session
+        self._on_found = on_found
+        self._on_error = on_error
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._namespaces: Sequence[Path] = ()
+        self._junk: deque[Path] = deque()
+        self._stock: deque[BlockFile] = deque()
+        self._num_asked = 0
+        self.num_own, self.num_all = 1, 1
+        """Blocks that this engine may evict, and blocks in the root, at the last complete
+        listing."""
+        self._nothing_until = 0.0
+        self._reclaim_at = 0.0
+        self._is_stopping = False
+        self._chance = random.Random()
+        self._thread = threading.Thread(target=self._run, name="kvtier-fs-sweeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # --- any thread ----------------------------------------------------------------------------
+
+    def use(self, namespaces: Sequence[Path], junk: Path | None) -> None:
+        """Evict blocks of these namespaces from now on, and remove the namespace `junk`."""
+        with self._lock:
+            self._namespaces = namespaces
+            if junk is not None:
+                self._junk.append(junk)
+            self._stock.clear()
+            self._nothing_until = 0.0
+        self._wake.set()
+
+    def take(self, count: int) -> list[BlockFile]:
+        """Up to `count` blocks that may be evicted, oldest first. If there are fewer, the thread
+        looks for more, and calls `on_found`."""
+        with self._lock:
+            taken = [self._stock.popleft() for _ in range(min(count, len(self._stock)))]
+            self._num_asked = count - len(taken)
+            if self._num_asked:
+                self._wake.set()
+        return taken
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if the last search found nothing to evict."""
+        return not self._stock and time.monotonic() < self._nothing_until
+
+    @property
+    def is_removing(self) -> bool:
+        """True while a private namespace in our staging directory is being removed."""
+        return bool(self._junk)
+
+    def look_again(self) -> None:
+        """End the pause after a search that found nothing, because new blocks were stored."""
+        self._nothing_until = 0.0
+
+    def stop(self) -> None:
+        """End the thread after its current step. Waits. Idempotent; does nothing before `start`."""
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            for chore in (self._look_if_asked, self._reclaim, self._remove_junk):
+                self._do(chore)
+            self._wake.wait(_RECLAIM_EVERY_S)
+            self._wake.clear()
+
+    def _do(self, chore: Callable[[], None]) -> None:
+        """Run one chore. If it fails, the others still run."""
+        try:
+            chore()
+        except PresenceLost:
+            pass  # the publisher joins again
+        except OSError as error:
+            self._on_error(error)
+        except Exception:
+            logger.exception(
+                "%s: unexpected error while looking for blocks to evict; it is tried again",
+                self._session.path,
+            )
+
+    def _reclaim(self) -> None:
+        if time.monotonic() >= self._reclaim_at:
+            self._reclaim_at = time.monotonic() + _RECLAIM_EVERY_S
+            if self._session.reclaim():
+                self._nothing_until = 0.0
+                self._on_found()
+
+    def _remove_junk(self) -> None:
+        for _ in range(len(self._junk)):
+            if self._is_stopping:
+                return
+            namespace = self._junk[0]
+            try:
+                remove_namespace(self._session, namespace, lambda: self._is_stopping)
+            except OSError:
+                self._junk.rotate(-1)  # at the latest, it is removed when we leave the root
+                raise
+            self._junk.popleft()
+            self._on_found()
+
+    def _look_if_asked(self) -> None:
+        if self._num_asked and time.monotonic() >= self._nothing_until:
+            try:
+                self._look()
+            finally:
+                self._on_found()
+
+    def _look(self) -> None:
+        with self._lock:
+            namespaces, count = self._namespaces, self._num_asked
+        found: list[BlockFile] = []
+        try:
+            found = self._oldest(namespaces, count)
+        finally:
+            # Also after an error, or threads would wait for space for ever.
+            with self._lock:
+                self._num_asked = 0
+                if namespaces is self._namespaces:
+                    self._stock.extend(found)
+                    self._nothing_until = 0.0 if found else time.monotonic() + _NOTHING_FOUND_S
+
+    def _oldest(self, namespaces: Sequence[Path], count: int) -> list[BlockFile]:
+        """The oldest blocks found, at least `count` of them if there are as many."""
+        num_all = self._session.ledger.read().num_blocks  # before new ones are stored
+        shards = list(SHARDS)
+        self._chance.shuffle(shards)
+        found: list[BlockFile] = []
+        for shard in shards:
+            if self._is_stopping:
+                break
+            for namespace in namespaces:
+                try:
+                    found += read_shard(self._session.tree, namespace, shard)
+                except OSError as error:  # in one directory; the others can still be listed
+                    self._on_error(error)
+            if len(found) >= max(_ENOUGH, 2 * _OLD_DIVISOR * count):
+                break
+        else:
+            self.num_own, self.num_all = len(found), num_all
+        # A host whose clock was far ahead must not make its blocks immortal.
+        latest = self._session.presence.now_ns() + _CLOCKS_DIFFER_NS
+        found.sort(key=lambda block: block.used_ns if block.used_ns <= latest else 0)
+        return found[: max(count, len(found) // _OLD_DIVISOR)]
+
+
+def remove_namespace(
+    session: RootSession,
+    namespace: Path,
+    is_stopping: Callable[[], bool],
+    on_removed: Callable[[int], None] | None = None,
+) -> int:
+    """Remove all blocks of a namespace, and its directories unless new blocks come. Returns the
+    number of blocks. Raises `OSError` or `PresenceLost`; the ledger stays correct."""
+    total = 0
+    tree = session.tree
+    for shard in [entry.name for entry in shards_in(tree, namespace)]:
+        blocks = read_shard(tree, namespace, shard)
+        while some := list(islice(blocks, _AT_ONCE)):
+            if is_stopping():
+                return total
+            with session.transaction() as txn:
+                gone = txn.evict(some, is_forced=True)
+            remove_evicted(session, gone)
+            total += len(gone)
+            if on_removed is not None:
+                on_removed(len(gone))
+    with session.transaction() as txn:
+        remove_directories(tree, namespace)
+        txn.measure()
+    return total
+
+
+def remove_evicted(session: RootSession, gone: list[Evicted]) -> None:
+    """Remove the files of evicted blocks, and give back their bytes."""
+    for block in gone:
+        with suppress(FileNotFoundError):
+            session.tree.unlink(block.temporary)
+        session.give_back(block.presence, block.reserved)

@@ -1,0 +1,466 @@
+"""The thread that works on the ledger: it publishes written blocks and refills the reservations.
+
+A store, from the file to the published block:
+
+1. A lane takes a reservation, writes the block to that path in the staging directory, and passes it
+   to `publish_soon` (`mover`).
+2. The publisher takes all blocks that wait, and opens one transaction for them (`_transact`).
+3. The transaction links each block under its final name and counts it (`Transaction.publish`).
+4. The staged names are removed, or their files kept to be overwritten (`_recycle`).
+5. `on_done` reports each block exactly once, and `changes` carries the keys to the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.fs.eviction import Sweeper
+from kvtier.tiering.fs.layout import BlockFile, key_of
+from kvtier.tiering.fs.ledger import Balance, LedgerBusy, LedgerLost
+from kvtier.tiering.fs.quota import (
+    Limits,
+    Quota,
+    Reservation,
+    ReservationPool,
+    Space,
+    pool_target,
+)
+from kvtier.tiering.fs.root import PresenceLost, RootSession
+from kvtier.tiering.fs.transaction import NAME_BYTES, Evicted, Outcome, Transaction, Written
+
+__all__ = ["BlockChange", "Change", "Publisher", "StagedBlock", "Usage"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+X = TypeVar("X")
+
+_HEARTBEAT_S = 0.5
+_GATHER_S = 0.001
+_ENOUGH_AT_ONCE = 16
+"""With fewer blocks the thread waits a moment for more, since a transaction costs the same for one
+block as for many."""
+_QUIET_S = 1.0
+"""Time without a store after which unused reservations are given back."""
+_RETRY_S = 1.0
+"""Pause after a failure before the root is tried again."""
+_PATIENCE_S = 10.0
+"""How long threads wait for space while none of the blocks found can be evicted."""
+
+
+class StagedBlock(NamedTuple, Generic[T]):
+    """A block that is written, and waits to be published."""
+
+    what: T
+    """Returned with the result."""
+    key: OffloadKey
+    reservation: Reservation
+    namespace: str
+    """The directory of its namespace."""
+    final: str
+    num_bytes: int
+    """Bytes on the disk, as `du` counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the ledger said last."""
+
+    num_bytes: int = 0
+    num_blocks: int = 0
+
+    @classmethod
+    def of(cls, balance: Balance) -> Usage:
+        return cls(balance.total, balance.num_blocks)
+
+
+class Change(Enum):
+    """What has happened to blocks."""
+
+    STORED = auto()
+    SEEN = auto()
+    """Another engine stored them."""
+    REMOVED = auto()
+
+
+class BlockChange(NamedTuple):
+    """Blocks that this engine stored, saw or removed."""
+
+    namespace: str
+    """The directory of the namespace."""
+    keys: list[OffloadKey]
+    change: Change
+
+
+_CHANGES = {Outcome.PUBLISHED: Change.STORED, Outcome.WAS_THERE: Change.SEEN}
+
+
+class Publisher(Generic[T]):
+    """Takes the ledger's lock on a thread of its own, so that lanes never wait for other
+    engines."""
+
+    def __init__(
+        self,
+        session: RootSession,
+        limits: Limits,
+        block_bytes: int,
+        charge: int,
+        on_error: Callable[[OSError], None],
+    ) -> None:
+        """`block_bytes`: the length of a block's file. `charge`: the bytes it may take on the
+        disk."""
+        self._session = session
+        self._block_bytes = block_bytes
+        self._on_error = on_error
+        self._wake = threading.Event()
+        self._namespace: Path | None = None
+        self._staged: deque[StagedBlock[T]] = deque()
+        self._damaged: deque[BlockFile] = deque()
+        self._returned: deque[Reservation] = deque()
+        self._is_asked = False
+        self._is_stopping = False
+        self._last_active = 0.0
+        self._measured_revision = -1
+        self._retry_at = 0.0
+        self._short_since: float | None = None
+        """Since when no space was found for threads that wait."""
+        self.usage = Usage()
+        self.changes: deque[BlockChange] = deque()
+        """In the order in which they happened. The scheduler's thread takes them."""
+        self.num_evicted = 0
+        """Blocks that were evicted for new ones, since the start."""
+        self.private_blocks = session.presence.blocks
+        """The directory of the namespaces that only this engine reads."""
+        target = pool_target(limits.max_bytes, charge)
+        self.pool = ReservationPool(charge, target, self._new_path, self.ask_for_space)
+        self.sweeper = Sweeper(session, self._wake.set, on_error)
+        self.quota = Quota(session, limits, self.pool, self.sweeper, on_error)
+        self._on_done: Callable[[Sequence[tuple[StagedBlock[T], bool]]], None]
+        self._thread = threading.Thread(target=self._run, name="kvtier-fs-publisher", daemon=True)
+
+    def start(self, on_done: Callable[[Sequence[tuple[StagedBlock[T], bool]]], None]) -> None:
+        """`on_done` is called on the thread, exactly once for every staged block, with True if the
+        block is in the root now."""
+        self._on_done = on_done
+        self._thread.start()
+        self.sweeper.start()
+
+    # --- any thread ----------------------------------------------------------------------------
+
+    def _new_path(self) -> str:
+        return self._session.presence.incoming()
+
+    def use(self, namespace: Path, public: Path, junk: Path | None) -> None:
+        """Publish blocks into `namespace` from now on, which may be private. `public`: the
+        namespace shared with engines like this one; blocks are evicted from both. `junk`: a
+        namespace that nobody reads any more, to be removed."""
+        self._namespace = namespace
+        self.sweeper.use(tuple({namespace: None, public: None}), junk)
+
+    def publish_soon(self, blocks: Sequence[StagedBlock[T]]) -> None:
+        self._staged.extend(blocks)
+        self._wake.set()
+
+    def remove_soon(self, block: BlockFile) -> None:
+        """Remove a damaged block."""
+        self._damaged.append(block)
+        self._wake.set()
+
+    def return_reservation(self, reservation: Reservation) -> None:
+        """Give back a reservation that was taken and is not going to be used."""
+        self._returned.append(reservation)
+        self._wake.set()
+
+    def ask_for_space(self) -> None:
+        self._is_asked = True
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Publish what is staged, leave the root, and end the thread. Waits. Nothing may be staged
+        afterwards. Idempotent; does nothing before `start`."""
+        self._session.hurry()
+        self.sweeper.stop()
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._wake.wait(_HEARTBEAT_S)
+            if self._staged and len(self._staged) < _ENOUGH_AT_ONCE and not self._is_asked:
+                time.sleep(_GATHER_S)
+            self._wake.clear()
+            self._guarded(self._work)
+        self.pool.close()
+        self._guarded(self._work)
+        self._fail(_take_all(self._staged))
+        self._session.close()
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except PresenceLost:
+            self._lost("this engine was taken for dead, or the directory was emptied")
+        except OSError as error:
+            self._on_error(error)
+            if not isinstance(error, LedgerBusy):
+                self._lost(str(error))
+        except Exception:
+            logger.exception(
+                "%s: unexpected error; the fs tier stores nothing for a moment, and tries again",
+                self._session.path,
+            )
+            self._lost("an unexpected error")
+
+    def _lost(self, why: str) -> None:
+        """Abandon the presence, and join again after a pause. Other engines clean up."""
+        logger.debug("%s: this engine leaves and joins again: %s", self._session.path, why)
+        self._session.abandon_presence()
+        self.pool.empty()
+        self._take_returned()
+        self._suspend(has_failed=True)
+        if not self._session.ledger.is_in_place:
+            self.usage = Usage()  # the root is not reachable
+
+    def _work(self) -> None:
+        blocks = _take_all(self._staged)
+        try:
+            if self.pool.is_suspended:
+                if time.monotonic() >= self._retry_at:
+                    self._resume()
+                self._returned += (block.reservation for block in blocks)
+            elif blocks or self._damaged or self._returned or self._is_asked:
+                self._transact(blocks)
+            else:
+                self._idle()
+        except LedgerBusy:
+            self._returned += (block.reservation for block in blocks)
+            self._suspend(has_failed=True)
+            raise
+        finally:
+            self._fail(blocks)
+
+    def _take_returned(self) -> list[Reservation]:
+        """Take returned reservations. The pool counts them as unused even if the caller fails."""
+        returned = _take_all(self._returned)
+        self.pool.settle(returned)
+        return returned
+
+    def _fail(self, blocks: Sequence[StagedBlock[T]]) -> None:
+        if blocks:
+            self.pool.settle(block.reservation for block in blocks)
+            self._on_done([(block, False) for block in blocks])
+
+    def _suspend(self, *, has_failed: bool) -> None:
+        """Let stores fail at once until, after a pause, the ledger can be locked again."""
+        self._short_since = None
+        self._retry_at = time.monotonic() + _RETRY_S
+        self.pool.suspend(has_failed=has_failed)
+
+    def _resume(self) -> None:
+        """Try the root again after a failure, or after another engine held the ledger."""
+        self._retry_at = time.monotonic() + _RETRY_S
+        if not self._session.has_presence:
+            self._session.rejoin()
+            self.private_blocks = self._session.presence.blocks
+            if self._namespace is not None and self._namespace.parent != self._session.blocks:
+                self._namespace = None  # it ended with the old presence; `use` names another
+        else:
+            with self._session.transaction():
+                pass
+        self.pool.resume()
+
+    # --- publish -------------------------------------------------------------------------------
+
+    def _transact(self, blocks: list[StagedBlock[T]]) -> None:
+        """Publish blocks, evict damaged ones, and look for space, in one transaction. Empties the
+        list `blocks` before it reports them; the caller reports those still in it as failed."""
+        self._last_active = time.monotonic()
+        is_asked, self._is_asked = self._is_asked, False
+        damaged = _take_all(self._damaged)
+        with self._session.transaction() as txn:
+            outcomes = self._publish(txn, blocks)
+            removed = txn.evict(damaged, self._on_error, is_forced=True)
+            space = self.quota.find(txn, self._namespace) if is_asked else Space()
+            if self.quota.is_measure_due:
+                self.quota.measure(txn)
+            self.usage = Usage.of(txn.balance)
+        self._recycle(blocks, outcomes, space.granted, [*removed, *space.victims])
+        ended = list(zip(blocks, outcomes, strict=True))
+        blocks.clear()
+        try:
+            if is_asked:
+                self._serve_waiting(space)
+        finally:  # the files have changed, whatever failed since
+            for outcome, change in _CHANGES.items():
+                self._note_stored([block for block, came in ended if came is outcome], change)
+            self._note_removed(removed)
+            self._note_removed(space.victims)
+            self.num_evicted += len(space.victims)
+            self._on_done([(block, outcome is not Outcome.FAILED) for block, outcome in ended])
+
+    def _publish(self, txn: Transaction, blocks: list[StagedBlock[T]]) -> list[Outcome]:
+        presence = self._session.presence
+        limit = self.quota.limits.max_bytes
+        possible = {
+            namespace: self._is_current(Path(namespace))
+            and txn.make_namespace(Path(namespace), limit)
+            for namespace in {block.namespace for block in blocks}
+        }
+        written = [
+            Written(block.reservation.path, block.final, block.num_bytes, block.reservation.charge)
+            for block in blocks
+            if presence.contains(block.reservation.path) and possible[block.namespace]
+        ]
+        if not written:
+            return [Outcome.FAILED] * len(blocks)
+        published = txn.publish(written, self._on_error)
+        outcome_of = {
+            block.temporary: outcome for block, outcome in zip(written, published, strict=True)
+        }
+        return [outcome_of.get(block.reservation.path, Outcome.FAILED) for block in blocks]
+
+    def _is_current(self, namespace: Path) -> bool:
+        """False for a private namespace that this engine has left."""
+        return namespace == self._namespace or namespace.parent == self._session.blocks
+
+    def _recycle(
+        self,
+        blocks: Sequence[StagedBlock[T]],
+        outcomes: Sequence[Outcome],
+        granted: int,
+        evicted: Sequence[Evicted],
+    ) -> None:
+        """Put granted bytes into the pool, and files that new blocks may overwrite: evicted blocks,
+        and staged ones that another engine has published first. Remove the other staged files."""
+        presence, tree = self._session.presence, self._session.tree
+        files: list[Reservation] = []
+        returned = self._take_returned()
+        for block, outcome in zip(blocks, outcomes, strict=True):
+            if outcome is Outcome.PUBLISHED:
+                tree.unlink(block.reservation.path)
+            elif outcome is Outcome.WAS_THERE:
+                charge = block.num_bytes + NAME_BYTES
+                files.append(Reservation(block.reservation.path, False, charge))
+                granted += block.reservation.charge - charge
+            else:
+                returned.append(block.reservation)
+        self.pool.settle(block.reservation for block in blocks)
+        for reservation in returned:
+            if presence.contains(reservation.path):
+                with suppress(FileNotFoundError):
+                    tree.unlink(reservation.path)
+                granted += reservation.charge
+        for gone in evicted:
+            if _is_recyclable(gone, self._block_bytes):
+                files.append(Reservation(gone.temporary, False, gone.reserved))
+            else:
+                tree.unlink(gone.temporary)
+                granted += gone.reserved
+        self.pool.put(granted, files)
+
+    def _note_stored(self, blocks: Sequence[StagedBlock[T]], change: Change) -> None:
+        if blocks:
+            self.sweeper.look_again()
+        for namespace in {block.namespace for block in blocks}:
+            keys = [block.key for block in blocks if block.namespace == namespace]
+            self.changes.append(BlockChange(namespace, keys, change))
+
+    def _note_removed(self, blocks: Sequence[Evicted]) -> None:
+        by_namespace: dict[str, list[OffloadKey]] = {}
+        for gone in blocks:
+            key = key_of(gone.block.name)
+            if key is not None:
+                by_namespace.setdefault(gone.block.namespace, []).append(key)
+        for namespace, keys in by_namespace.items():
+            self.changes.append(BlockChange(namespace, keys, Change.REMOVED))
+
+    # --- space ---------------------------------------------------------------------------------
+
+    def _serve_waiting(self, space: Space) -> None:
+        """After a search for space: search again, or let the threads that wait fail."""
+        has_found = bool(space.granted or space.victims)
+        if space.missing_bytes:
+            has_found = self._make_free(space.missing_bytes)
+        if has_found or not self.pool.num_wanted:
+            self._short_since = None
+            if self.pool.is_waited_for:
+                self.ask_for_space()
+            return
+        now = time.monotonic()
+        if self._short_since is None:
+            self._short_since = now
+        if self._namespace is None or now - self._short_since > _PATIENCE_S:
+            self._suspend(has_failed=False)  # or every thread would wait that long in turn
+        elif self.sweeper.is_exhausted:
+            self.pool.refuse()
+            self.quota.warn_if_full()
+        else:
+            self._is_asked = True  # the sweeper is still looking, and wakes this thread
+
+    def _make_free(self, missing: int) -> bool:
+        """Evict blocks and remove their files. Returns True if there were any."""
+        self._last_active = time.monotonic()
+        victims = self.quota.make_free(missing)
+        self._note_removed(victims)
+        self.num_evicted += len(victims)
+        if victims:
+            self._wake.set()  # to look whether that was enough
+        return bool(victims)
+
+    # --- idle ----------------------------------------------------------------------------------
+
+    def _idle(self) -> None:
+        """Twice a second without stores: keep the limits, give back reservations, and update the
+        ledger's overhead and our `usage`."""
+        now = time.monotonic()
+        self._session.tree.forget()
+        if not self.pool.is_idle:
+            self._last_active = now
+        missing = self.quota.missing_bytes(self.usage.num_bytes)
+        if missing > 0:
+            self._make_free(missing)
+        is_quiet = now - self._last_active >= _QUIET_S
+        if is_quiet:
+            self.quota.give_back()
+        if not (self._session.ledger.is_in_place and self._session.presence.is_in_place):
+            raise PresenceLost
+        try:
+            balance = self._session.ledger.read()
+        except LedgerLost:
+            with self._session.transaction():
+                return  # the transaction rebuilds the ledger
+        has_changed = balance.revision != self._measured_revision
+        if is_quiet and has_changed and self.quota.is_measure_due:
+            with self._session.transaction() as txn:
+                balance = txn.balance
+                if self.pool.is_idle and not self.sweeper.is_removing:
+                    txn.true_up()
+                self.quota.measure(txn)
+            # A correct ledger is not saved and keeps its revision, so others do not measure again.
+            self._measured_revision = balance.revision
+        self.usage = Usage.of(balance)
+
+
+def _take_all(queue: deque[X]) -> list[X]:
+    """Empty a queue that other threads append to."""
+    return [queue.popleft() for _ in range(len(queue))]
+
+
+def _is_recyclable(gone: Evicted, block_bytes: int) -> bool:
+    """True if the file of an evicted block can be overwritten by a new block."""
+    is_whole = gone.block.size == block_bytes <= gone.block.num_bytes
+    return is_whole and not gone.is_linked

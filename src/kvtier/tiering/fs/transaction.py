@@ -1,0 +1,304 @@
+"""One transaction on the ledger: every step that changes the balance together with the files.
+
+These rules let any engine correct the ledger after another one was killed at any step:
+
+- A block is written into the staging directory of its engine, which has reserved its bytes. It is
+  published by a second link. Meanwhile the account says `is_publishing`: if it still does when
+  another engine takes the lock, staged files with two names are published and not counted yet.
+- A block is evicted by moving it into the staging directory of the evicting engine, under the
+  number of a batch. The account's `counted_out` says up to which batch the blocks have been
+  subtracted.
+- So the staging directory and the account of a dead engine say together what is left to count.
+  The result is saved first; then the files are removed; then the account.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvtier.tiering.fs.access import NoFollowTree
+from kvtier.tiering.fs.layout import SHARDS, BlockFile, count_blocks, measure_overhead
+from kvtier.tiering.fs.ledger import Account, Balance
+from kvtier.tiering.fs.presence import Presence, StagedFile, is_presence_name, staged_files
+
+if TYPE_CHECKING:
+    from kvtier.tiering.fs.root import RootSession
+
+__all__ = ["NAMESPACE_BYTES", "NAME_BYTES", "Evicted", "Outcome", "Transaction", "Written"]
+
+NAME_BYTES = 256
+"""Upper bound for the bytes that a block's name takes in its directory."""
+NAMESPACE_BYTES = (len(SHARDS) + 2) * 4096
+"""Bytes of the directories of a namespace."""
+_HEADROOM = 512 << 10
+"""Kept free, so that engines can still start in a full root."""
+_FIRST_NAME_S = 60.0
+"""The name under which a block was written is removed sooner than this after it was published. If
+a block has two names for longer, somebody else made the second one."""
+_CERTAINLY_NOT_LINKED = (
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.ENOTDIR,
+)
+
+
+class Outcome(Enum):
+    """The result of publishing one block."""
+
+    PUBLISHED = auto()
+    WAS_THERE = auto()
+    """Another engine published this block first, and its file stays."""
+    FAILED = auto()
+
+
+class Written(NamedTuple):
+    """A block that is written and not published yet."""
+
+    temporary: str
+    final: str
+    num_bytes: int
+    """Bytes on the disk, as `du` counts them."""
+    charge: int
+    """Bytes reserved for it."""
+
+
+class Evicted(NamedTuple):
+    """A block that was moved into our staging directory."""
+
+    block: BlockFile
+    presence: Presence
+    temporary: str
+    reserved: int
+    is_linked: bool
+    """True if somebody gave the file another name: it must not be overwritten."""
+
+
+class Transaction:
+    """The locked ledger. Made by `RootSession`, which saves the balance at the end.
+
+    Any step may raise `OSError`, or `PresenceLost` after another thread of this engine has
+    abandoned its presence. The transaction then ends without being saved.
+    """
+
+    def __init__(self, session: RootSession, balance: Balance) -> None:
+        self._session = session
+        self._tree = session.tree
+        self.balance = balance
+
+    @property
+    def account(self) -> Account:
+        """The account of this engine."""
+        return self.balance.accounts[self._session.presence.engine]
+
+    def save(self) -> None:
+        """Write the balance now, before the files change."""
+        self._session.ledger.save(self.balance)
+
+    # --- store ---------------------------------------------------------------------------------
+
+    def reserve(self, count: int, charge: int, limit: int) -> int:
+        """Reserve `charge` bytes for each of up to `count` blocks, as far as the total leaves
+        `_HEADROOM` below `limit`. Returns the number of bytes."""
+        available = limit - _HEADROOM - self.balance.total
+        granted = max(0, min(count, available // charge)) * charge
+        self.account.reserved += granted
+        return granted
+
+    def make_namespace(self, namespace: Path, limit: int) -> bool:
+        """Make the directories of a namespace. The last shard is made last, because a namespace
+        that has it counts as complete. False if `limit` leaves no space for them."""
+        if self._tree.is_directory(f"{namespace}/{SHARDS[-1]}"):
+            return True
+        if self.balance.total + NAMESPACE_BYTES > limit - _HEADROOM:
+            return False
+        self.balance.overhead += NAMESPACE_BYTES
+        self.save()  # before the directories take any space
+        if namespace.parent == self._session.presence.blocks:
+            with suppress(FileExistsError):
+                self._tree.mkdir(namespace.parent)
+        for directory in (namespace, *(namespace / shard for shard in SHARDS)):
+            with suppress(FileExistsError):
+                self._tree.mkdir(directory)
+        return True
+
+    def publish(
+        self, written: Sequence[Written], on_error: Callable[[OSError], None]
+    ) -> list[Outcome]:
+        """Link written blocks under their final names. The caller removes the temporary names of
+        those that were published, after the transaction; the others stay reserved."""
+        account = self.account
+        account.is_publishing = True
+        self.save()
+        outcomes = [_publish(self._tree, block, on_error) for block in written]
+        account.is_publishing = False
+        for block, outcome in zip(written, outcomes, strict=True):
+            if outcome is Outcome.PUBLISHED:
+                account.reserved = max(0, account.reserved - block.charge)
+                self.balance.add_blocks(block.num_bytes, 1)
+                self.balance.overhead += NAME_BYTES
+        return outcomes
+
+    # --- evict ---------------------------------------------------------------------------------
+
+    def evict(
+        self,
+        blocks: Iterable[BlockFile],
+        on_error: Callable[[OSError], None] | None = None,
+        *,
+        is_forced: bool = False,
+    ) -> list[Evicted]:
+        """Move blocks into our staging directory. Files that are no evictable blocks are skipped;
+        so are blocks that were used since they were listed, unless `is_forced`. The bytes of
+        evicted blocks become reserved for us until they are given back. If a block
+        stays because it cannot be moved, the error goes to `on_error`; without that it is raised.
+        """
+        presence = self._session.presence
+        account = self.account
+        batch = account.counted_out + 1
+        gone: list[Evicted] = []
+        for number, block in enumerate(blocks):
+            temporary = presence.outgoing(batch, number)
+            status = None
+            try:
+                status = self._tree.lstat(block.path)
+                is_used = status.st_mtime_ns != block.used_ns
+                if not _is_evictable(status) or (is_used and not is_forced):
+                    continue
+                self._tree.rename(block.path, temporary)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                is_there = status is None or self._exists(block.path)
+                if on_error is None or not is_there:
+                    raise
+                on_error(error)  # the block stays, and the next one is tried
+                continue
+            now = BlockFile.of(block.path, status)
+            is_linked = status.st_nlink > 1
+            gone.append(Evicted(now, presence, temporary, now.num_bytes + NAME_BYTES, is_linked))
+        if gone:
+            account.counted_out = batch
+            self.balance.add_blocks(-sum(each.block.num_bytes for each in gone), -len(gone))
+            # Including the bytes of their names: directories do not shrink.
+            account.reserved += sum(each.reserved for each in gone)
+        return gone
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._tree.lstat(path)
+        except OSError:
+            return False
+        return True
+
+    # --- correct the balance -------------------------------------------------------------------
+
+    def settle_interrupted(self) -> None:
+        """Count the blocks of engines that died while they were publishing."""
+        for engine, account in self.balance.accounts.items():
+            if account.is_publishing:
+                staged = staged_files(self._tree, self._session.engines / engine.hex())
+                _count_in_published(self.balance, account, staged)
+
+    def settle(self, account: Account, directory: Path) -> None:
+        """Stop counting anything in the staging directory of a dead or ending engine as published.
+        Its account reserves those bytes until the files are removed."""
+        if account.is_settled:
+            return
+        staged = staged_files(self._tree, directory)
+        out = [file for file in staged if (file.batch or 0) > account.counted_out]
+        self.balance.add_blocks(-sum(file.num_bytes for file in out), -len(out))
+        num_bytes, count = count_blocks(self._tree, directory / "blocks")
+        self.balance.add_blocks(-num_bytes, -count)
+        account.reserved = num_bytes + sum(file.num_bytes for file in staged)
+        account.is_settled = True
+
+    def true_up(self) -> None:
+        """Reserve exactly what is in our staging directory. Corrects a reservation left by a
+        damaged ledger. Only while no thread of ours writes or gives anything back."""
+        staged = staged_files(self._tree, self._session.presence.directory)
+        self.account.reserved = sum(file.num_bytes + NAME_BYTES for file in staged)
+
+    def measure(self) -> None:
+        """Replace the upper bound of the overhead by its measured size."""
+        session = self._session
+        staging = [session.engines / engine.hex() for engine in self.balance.accounts]
+        names = [name for name in self._tree.listdir(session.engines) if is_presence_name(name)]
+        self.balance.overhead = measure_overhead(self._tree, session.path, names, staging)
+
+    def count_again(self) -> None:
+        """Set the balance to what the directories hold. Takes long in a large root."""
+        session, balance = self._session, self.balance
+        num_bytes, count = count_blocks(self._tree, session.blocks)
+        for engine, account in balance.accounts.items():
+            account.is_publishing = False
+            if account.is_settled:
+                continue
+            directory = session.engines / engine.hex()
+            more_bytes, more = count_blocks(self._tree, directory / "blocks")
+            staged = staged_files(self._tree, directory)
+            still_counted = [file for file in staged if (file.batch or 0) > account.counted_out]
+            num_bytes += more_bytes + sum(file.num_bytes for file in still_counted)
+            count += more + len(still_counted)
+        balance.blocks, balance.num_blocks = num_bytes, count
+        self.measure()
+
+
+def _publish(tree: NoFollowTree, block: Written, on_error: Callable[[OSError], None]) -> Outcome:
+    try:
+        if not _link(tree, block):
+            # A network file system may repeat a request, and find its own link the second time.
+            is_ours = tree.lstat(block.temporary).st_nlink > 1
+            return Outcome.PUBLISHED if is_ours else Outcome.WAS_THERE
+    except OSError as error:
+        if error.errno not in _CERTAINLY_NOT_LINKED:
+            raise  # `is_publishing` stays set, and the next holder of the lock finds out
+        on_error(error)
+        return Outcome.FAILED
+    return Outcome.PUBLISHED
+
+
+def _link(tree: NoFollowTree, block: Written) -> bool:
+    """Give a block its final name. False if a block of that name exists."""
+    for _ in range(2):
+        try:
+            tree.link(block.temporary, block.final)
+        except FileExistsError:
+            if not stat.S_ISREG(tree.lstat(block.final).st_mode):
+                raise  # no block, and not ours to remove
+            return False
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                tree.mkdir(os.path.dirname(block.final))  # the shard was removed
+        else:
+            return True
+    return False
+
+
+def _is_evictable(status: os.stat_result) -> bool:
+    """False for anything but a regular file, and for a block that got a second name less than a
+    minute ago: its engine may be about to remove the name under which it was written."""
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    return status.st_nlink == 1 or time.time() - status.st_ctime > _FIRST_NAME_S
+
+
+def _count_in_published(balance: Balance, account: Account, staged: Sequence[StagedFile]) -> None:
+    """Count the staged files that were linked under their final names but not counted."""
+    # An evicted file may be overwritten by a new block, and keeps its name in the staging
+    # directory: the batch number tells whether it was subtracted when it was evicted.
+    named = [f for f in staged if f.is_linked and (f.batch or 0) <= account.counted_out]
+    balance.add_blocks(sum(file.num_bytes for file in named), len(named))
+    balance.overhead += NAME_BYTES * len(named)
+    account.is_publishing = False

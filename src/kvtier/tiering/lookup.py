@@ -1,0 +1,417 @@
+"""Lookups: which blocks of a prompt are in host memory, or in a tier below?
+
+A block that is readable in host memory is a HIT. One that is being written there is HIT_PENDING,
+if it is worth waiting for. For any other block the tiers are asked in their order. The first one
+that has it makes the answer HIT_PENDING: the block is noted in `TierRequest.wanted`, and
+`kvtier.tiering.promotion` brings it up at the end of the step.
+
+A prompt is looked up from its start, up to the first miss: no block behind a miss can be a hit in
+this step, and no tier is asked for one. Groups with a window are looked up from the end backwards.
+There a miss only starts a new window. The same holds for groups whose direction the engine does not
+state.
+
+`Lookup.block` answers for one key and `Lookup.prefix` for a run of keys. Both give the same
+answers; a run costs one call of a tier instead of one for each key. If a tier does not know yet, or
+has failed to load a block that it has, `prefix` continues with one key at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from kvtier.base import LookupResult, PrefixLookup
+from kvtier.tiering.health import BreakerState
+from kvtier.tiering.request import Awaited
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey
+    from kvtier.cpu.policies.base import BlockStatus
+    from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+    from kvtier.tiering.promotion import Promotions
+    from kvtier.tiering.request import Step, TierRequest
+    from kvtier.tiering.tier_calls import GuardedTier
+
+_HIT = LookupResult.HIT
+_MISS = LookupResult.MISS
+_HIT_PENDING = LookupResult.HIT_PENDING
+_RETRY = LookupResult.RETRY
+_CLOSED = BreakerState.CLOSED
+
+_FIRST_BATCH = 16
+"""Keys in the first batch for a tier. Small, because answers behind the first miss are not used."""
+_BATCH_GROWTH = 4
+_BEYOND_WINDOW = 2
+"""Blocks beyond its window that a scan of a windowed group may need."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """How the blocks of one KV-cache group are looked up."""
+
+    tokens_per_block: int
+    """Tokens of one offloaded block."""
+    window_blocks: int | None = None
+    """Consecutive blocks that a hit needs, looked up from the end of the prompt backwards. None:
+    all blocks, looked up from the start."""
+    is_uncertain: bool = False
+    """True if the engine does not state in which direction it looks up."""
+
+
+class Groups:
+    """All KV-cache groups, by the last four bytes of their keys."""
+
+    def __init__(self, shapes: Mapping[int, GroupShape]) -> None:
+        by_suffix = {index.to_bytes(4, "big"): shape for index, shape in shapes.items()}
+        self._tokens = {group: shape.tokens_per_block for group, shape in by_suffix.items()}
+        self.is_only_one = len(shapes) == 1
+        """True if there is one group, so that a lookup in it covers the whole prompt."""
+        self.windows = {
+            group: shape.window_blocks + _BEYOND_WINDOW
+            for group, shape in by_suffix.items()
+            if shape.window_blocks is not None
+        }
+        """For groups that are looked up backwards: the most blocks to bring up."""
+        self.uncertain = frozenset(
+            group for group, shape in by_suffix.items() if shape.is_uncertain
+        )
+
+    def num_tokens(self, keys: Sequence[OffloadKey]) -> int:
+        """The number of prompt tokens that blocks cover; 0 if the group is not known. Groups cover
+        the same tokens, so the largest number counts."""
+        if len(self._tokens) <= 1:
+            # Most models have one group. A key of another one would be the engine's mistake.
+            return len(keys) * self._tokens.get(keys[0][-4:], 0) if keys else 0
+        tokens: dict[bytes, int] = {}
+        for key in keys:
+            group = key[-4:]
+            tokens[group] = tokens.get(group, 0) + self._tokens.get(group, 0)
+        return max(tokens.values(), default=0)
+
+
+class Lookup:
+    """Looks up blocks in host memory and in the tiers. Scheduler thread only.
+
+    The manager answers a single key itself if it is readable in host memory, or comes after a miss.
+    """
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        promotions: Promotions,
+        groups: Groups,
+        step: Step,
+    ) -> None:
+        self._primary = primary
+        self._promotions = promotions
+        self._windows = groups.windows
+        self._uncertain = groups.uncertain
+        self._not_from_start = groups.uncertain | groups.windows.keys()
+        self._step = step
+        self.num_without_room = 0
+        """Lookups that found a block below for which host memory has no room."""
+
+    # --- one block ------------------------------------------------------------------------------
+
+    def block(
+        self, key: OffloadKey, group: bytes, in_host: LookupResult, request: TierRequest
+    ) -> LookupResult:
+        """The answer for one key. `in_host`: the primary tier's answer."""
+        if group in self._windows:
+            return self._block_in_window(key, group, in_host, request)
+        if in_host is _HIT_PENDING:
+            return self._promotions.await_writer(key, request)
+        return self.below(key, group, request) if in_host is _MISS else in_host
+
+    def _block_in_window(
+        self, key: OffloadKey, group: bytes, in_host: LookupResult, request: TierRequest
+    ) -> LookupResult:
+        """The same as `block`, for a group that is looked up backwards."""
+        wanted, result = request.wanted, in_host
+        if wanted.step != self._step.number:
+            self._begin_step(request)
+        if in_host is _HIT_PENDING:
+            result = self._promotions.await_writer(key, request)
+        elif in_host is _MISS:
+            if wanted.ended.get(group) is _MISS:
+                del wanted.ended[group]  # that miss was closer to the end of the prompt
+            result = self.below(key, group, request)
+        if result is _HIT or result is _HIT_PENDING:
+            wanted.move_to_end(key, group)
+        else:
+            wanted.drop(group)
+        return result
+
+    def below(
+        self,
+        key: OffloadKey,
+        group: bytes,
+        request: TierRequest,
+        asked: GuardedTier | None = None,
+        its_answer: LookupResult = _MISS,
+    ) -> LookupResult:
+        """The answer for a key that is not in host memory: ask the tiers in their order. The
+        manager calls it directly, to save a call for each block. `asked`: a tier that has already
+        answered, with `its_answer`."""
+        step, wanted, sources = self._step, request.wanted, request.sources
+        if wanted.step != step.number:
+            self._begin_step(request)
+        elif wanted.ended and wanted.ended.get(group) is _MISS:
+            if group not in self._uncertain:
+                # Behind the miss, unless it is a block before the miss that is looked up again.
+                return _HIT_PENDING if key in wanted.runs.get(group, ()) else _MISS
+            del wanted.ended[group]
+            wanted.drop(group)
+        result = _MISS
+        for tier in sources.open:
+            if (tier.breaker.state is not _CLOSED and not tier.lets(request, step.now)) or (
+                sources.failed and tier in sources.failed.get(key, ())
+            ):
+                continue
+            answer = its_answer if tier is asked else tier.look_up(key, request.context)
+            if answer is _RETRY or answer is _HIT_PENDING:
+                result = _RETRY if self._may_ask_again(tier, key, request) else result
+                continue
+            if request.wait.asking:
+                request.wait.asking.pop((tier, key), None)
+            if answer is _HIT:
+                # Behind a RETRY nothing is promoted: that block may turn out to be a miss.
+                is_new = group not in wanted.ended and key not in wanted.runs.get(group, ())
+                num_wanted = self._want((key,) if is_new else (), group, tier, request)
+                return _HIT_PENDING if num_wanted or not is_new else _MISS
+        wanted.ended[group] = result
+        if result is _RETRY:
+            request.wait.note(step.now, step.number)
+        else:
+            is_final = group not in wanted.runs and group not in self._not_from_start
+            wanted.missed = group if is_final else wanted.missed
+        return result
+
+    def _may_ask_again(self, tier: GuardedTier, key: OffloadKey, request: TierRequest) -> bool:
+        """True while a tier that does not know yet has time left to find out."""
+        now = self._step.now
+        since = request.wait.asking.setdefault((tier, key), now)
+        if now - since <= tier.settings.lookup_timeout_s:
+            return True
+        tier.lookup_is_late(now)
+        request.decline(tier)
+        return False
+
+    # --- a run of blocks ------------------------------------------------------------------------
+
+    def prefix(self, keys: Sequence[OffloadKey], request: TierRequest) -> PrefixLookup:
+        """How many leading keys hit, in host memory or below. For groups that are looked up from
+        the start."""
+        if request.wanted.step != self._step.number:
+            self._begin_step(request)
+        group = keys[0][-4:]
+        known = self._known_answer(keys, group, request)
+        if known is not None:
+            return known
+        answer = self._prefix(keys, group, request)
+        while not answer.is_final and self._promotions.declines(group, request):
+            answer = self._prefix(keys, group, request)
+        if not answer.is_final:
+            self._note_awaited(keys, answer, group, request)
+        return answer
+
+    def _prefix(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> PrefixLookup:
+        num_hits, is_final, size = 0, True, _FIRST_BATCH
+        is_known = not (group in request.wanted.ended or request.wait.asking)
+        is_known = is_known and not request.sources.failed
+        while num_hits < len(keys):
+            if not is_known:
+                rest = self._one_by_one(keys[num_hits:], group, request)
+                return PrefixLookup(num_hits + rest.num_hits, is_final and rest.is_final)
+            run = keys[num_hits : num_hits + size]
+            num_found, all_ready, is_known = self._run(run, group, request)
+            num_hits += num_found
+            is_final = is_final and all_ready
+            if num_found < len(run) and is_known:
+                break
+            size *= _BATCH_GROWTH
+        return PrefixLookup(num_hits, is_final)
+
+    def _run(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> tuple[int, bool, bool]:
+        """Look up a part of a prefix. Returns how many leading keys hit, whether all of those are
+        readable now, and False if a tier does not know yet whether it has the next one, else
+        True."""
+        primary, context = self._primary, request.context
+        if primary.find_all(keys, context):
+            return len(keys), True, True
+        blocks = primary.blocks_of(keys)
+        if all(blocks):
+            if primary.use_run(keys, cast("list[BlockStatus]", blocks), context):
+                return len(keys), True, True
+            return *self._await_writers(keys, request), True
+        num_head = blocks.index(None)
+        # Note their use before asking the tiers: it leaves less room for promoted blocks.
+        head = cast("list[BlockStatus]", blocks[:num_head])
+        all_ready = not head or primary.use_run(keys[:num_head], head, context)
+        missing = [key for key, block in zip(keys, blocks, strict=True) if block is None]
+        num_found, is_known = self._ask_all(missing, group, request)
+        if num_found < len(missing):
+            end = keys.index(missing[num_found])
+            keys, blocks = keys[:end], blocks[:end]
+        others = [block for block in blocks[num_head:] if block is not None]
+        if others:
+            all_ready &= primary.use_run([block.key for block in others], others, context)
+        if all_ready:
+            return len(keys), not num_found, is_known
+        num_hits, all_ready = self._await_writers(keys, request)
+        return num_hits, all_ready, is_known or num_hits < len(keys)
+
+    def _ask_all(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> tuple[int, bool]:
+        """Ask the tiers for a run of missing blocks. Returns how many leading ones they have and
+        host memory has room for, and False if a tier does not know yet whether it has the next one,
+        else True."""
+        num_found, size = 0, _FIRST_BATCH
+        while num_found < len(keys):
+            # Not all the rest at once: blocks may alternate between tiers, so many answers would be
+            # of no use.
+            batch = keys[num_found : num_found + size]
+            num_wanted, is_known = self._ask_batch(batch, group, request)
+            if not num_wanted:
+                return num_found, is_known
+            num_found += num_wanted
+            size = size * _BATCH_GROWTH if num_wanted == len(batch) else _FIRST_BATCH
+        return num_found, True
+
+    def _ask_batch(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> tuple[int, bool]:
+        """Ask the tiers in their order, up to the first one that has the first block. Returns the
+        same as `_ask_all`, for the blocks of that tier."""
+        if group in request.wanted.ended:
+            return 0, True  # no room for more
+        is_known = True
+        for tier in request.sources.open:
+            if tier.breaker.state is not _CLOSED and not tier.lets(request, self._step.now):
+                continue
+            answers = tier.look_up_batch(keys, request.context)
+            num_hits = _num_leading_hits(answers)
+            if num_hits:
+                found = keys[:num_hits] if num_hits < len(keys) else keys
+                return self._want(found, group, tier, request), True
+            if answers and answers[0] is not _MISS:
+                is_known = False
+        if is_known:
+            request.wanted.ended[group] = _MISS
+        return 0, is_known
+
+    def _one_by_one(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> PrefixLookup:
+        """The same as `_prefix`, with each tier asked for one key at a time; except for the first
+        tier, which is asked for all of them at once."""
+        first = request.sources.open[0] if request.sources.open else None
+        missing = [key for key in keys if not self._primary.has(key)]
+        answers: dict[OffloadKey, LookupResult] = {}
+        if first is not None and first.lets(request, self._step.now):
+            batch = first.look_up_batch(missing, request.context)
+            answers = dict(zip(missing, batch, strict=False))
+        num_hits, is_counting, is_final = 0, True, True
+        for key in keys:
+            result = self._primary.lookup(key, request.context)
+            if result is _HIT_PENDING:
+                result = self._promotions.await_writer(key, request)
+            elif result is _MISS:
+                answer = answers.get(key)
+                asked = None if answer is None else first
+                result = self.below(key, group, request, asked, answer or _MISS)
+            if result is _MISS:
+                break
+            is_final = is_final and result is _HIT
+            is_counting = is_counting and result is not _RETRY
+            num_hits += is_counting
+        return PrefixLookup(num_hits, is_final)
+
+    def _await_writers(self, keys: Sequence[OffloadKey], request: TierRequest) -> tuple[int, bool]:
+        """All of these blocks are in host memory or being written there. Returns how many leading
+        ones are hits, and whether all of those are readable now."""
+        all_ready = True
+        for n, key in enumerate(keys):
+            if not self._primary.is_ready(key):
+                if self._promotions.await_writer(key, request) is _MISS:
+                    return n, all_ready
+                all_ready = False
+        return len(keys), all_ready
+
+    # --- the same prefix again ------------------------------------------------------------------
+    # A waiting request asks in every step. Checking its thousands of blocks each time would hold
+    # the interpreter lock, which the threads that load them need.
+
+    def _known_answer(
+        self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
+    ) -> PrefixLookup | None:
+        """The last answer, while the promotion that it waits for is under way."""
+        wait = request.wait
+        awaited = wait.awaited.pop(group, None)
+        if awaited is None:
+            return None
+        job = awaited.job
+        if job.is_done or request not in job.wanters or wait.has_given_up or keys != awaited.keys:
+            return None
+        wait.note(self._step.now, self._step.number)
+        wait.awaited[group] = awaited
+        return awaited.answer
+
+    def _note_awaited(
+        self, keys: Sequence[OffloadKey], answer: PrefixLookup, group: bytes, request: TierRequest
+    ) -> None:
+        """Remember an answer that only the end of a promotion can change."""
+        if request in self._promotions.wanting or request.wait.asking:
+            return  # the next lookup must do more than wait
+        for key in reversed(keys[: answer.num_hits]):
+            job_id = self._primary.writer_of(key)
+            if job_id is not None:
+                job = self._promotions.jobs[job_id]
+                request.wait.awaited[group] = Awaited(keys, answer, job)
+                return
+
+    # --- what `block` and `prefix` share --------------------------------------------------------
+
+    def _begin_step(self, request: TierRequest) -> None:
+        """The request's first lookup below in this step: decide which tiers it asks."""
+        step, sources = self._step, request.sources
+        request.wanted.begin(step.number)
+        if not request.wait.may_go_on(step.now, step.number):
+            sources.open = ()
+        elif step.all_in_use and not sources.declined:
+            sources.open = sources.all
+        else:
+            sources.open = tuple(
+                tier
+                for tier in sources.all
+                if tier.lets(request, step.now) and tier not in sources.declined
+            )
+
+    def _want(
+        self, keys: Sequence[OffloadKey], group: bytes, tier: GuardedTier, request: TierRequest
+    ) -> int:
+        """A tier has these blocks: bring them up at the end of the step. Returns how many fit into
+        host memory; the first one that does not ends the run."""
+        wanted = request.wanted
+        if request not in self._promotions.wanting:
+            self._promotions.wanting[request] = None
+            wanted.max_blocks = self._primary.num_fitting(request.context)
+            request.wait.note(self._step.now, self._step.number)
+        num_fitting = wanted.add(keys, group, tier)
+        if num_fitting < len(keys):
+            self.num_without_room += 1
+            wanted.ended[group] = _MISS
+        return num_fitting
+
+
+def _num_leading_hits(answers: Sequence[LookupResult]) -> int:
+    num_hits = answers.count(_HIT)
+    if num_hits == len(answers) or (num_hits == len(answers) - 1 and answers[-1] is not _HIT):
+        return num_hits
+    return next(n for n, answer in enumerate(answers) if answer is not _HIT)

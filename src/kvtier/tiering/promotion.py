@@ -1,0 +1,330 @@
+"""Promotions: blocks that were found in a tier are loaded into host memory, and kept for a while.
+
+`kvtier.tiering.lookup` notes what a request has found. At the end of the step each request gets one
+job per tier, with slots reserved for its blocks. A block that several requests want is loaded once;
+they all wait for the same job. What has arrived is leased to them, so that it is not evicted before
+they load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.base import LookupResult
+from kvtier.tiering.guard import PROBE_SIZES, Choice
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey, ReqContext
+    from kvtier.tiering.guard import LoadGuard
+    from kvtier.tiering.jobs import Job, JobFactory
+    from kvtier.tiering.lookup import Groups
+    from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+    from kvtier.tiering.request import Step, TierRequest
+    from kvtier.tiering.tier_calls import GuardedTier
+
+
+class Promotions:
+    """All promotions: wanted, under way, and arrived. Scheduler thread only."""
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        jobs: JobFactory,
+        groups: Groups,
+        guard: LoadGuard,
+        step: Step,
+    ) -> None:
+        self._primary = primary
+        self._job_factory = jobs
+        self._groups = groups
+        self._guard = guard
+        self._step = step
+        self.wanting: dict[TierRequest, None] = {}
+        """Requests that have found blocks below in this step."""
+        self.jobs: dict[int, Job] = {}
+        """Promotions under way, late ones included."""
+        self.leases = Leases(primary)
+        self._declined: list[tuple[GuardedTier, list[OffloadKey], TierRequest]] = []
+        """Blocks that were not worth loading in this step."""
+        self.num_given_up = 0
+        """Requests whose promotion was late."""
+
+    def await_writer(self, key: OffloadKey, request: TierRequest) -> LookupResult:
+        """A block is being written in host memory: HIT_PENDING if it is worth waiting for."""
+        job_id = self._primary.writer_of(key)
+        if job_id is None:
+            return LookupResult.HIT_PENDING  # the device writes it
+        step, job = self._step, self.jobs[job_id]
+        if not job.is_awaited or not request.wait.may_go_on(step.now, step.number):
+            return LookupResult.MISS
+        job.wanters[request] = None
+        request.wait.note(step.now, step.number)
+        return LookupResult.HIT_PENDING
+
+    # --- the end of a step: jobs leave ----------------------------------------------------------
+
+    @property
+    def has_some_to_send(self) -> bool:
+        """True if `send` has anything to do."""
+        return bool(self.wanting or self._declined)
+
+    def send(self) -> None:
+        """Send one job for each request and each tier that has blocks for it."""
+        for request in self.wanting:
+            for tier, keys in self._by_tier(request).items():
+                if not self._promote(keys, tier, request):
+                    break  # blocks behind these are useless without them
+        self.wanting = {}
+        declined, self._declined = self._declined, []
+        for tier, keys, request in declined:
+            self._explore(keys, tier, request)
+
+    def _by_tier(self, request: TierRequest) -> dict[GuardedTier, list[OffloadKey]]:
+        """The blocks to bring up for a request, in prompt order, by tier."""
+        by_tier: dict[GuardedTier, list[OffloadKey]] = {}
+        for group, run in request.wanted.runs.items():
+            keys = list(run)
+            window = self._groups.windows.get(group)
+            if window is not None:
+                if group in request.wanted.ended:
+                    continue  # the scan has not found a whole window yet
+                keys = keys[-window:][::-1]
+            for key, block in zip(keys, self._primary.blocks_of(keys), strict=True):
+                tier = run[key]
+                if tier is None:
+                    continue
+                if block is None:
+                    if tier in by_tier:
+                        by_tier[tier].append(key)
+                    else:
+                        by_tier[tier] = [key]
+                elif block.ref_cnt < 0:  # being written since it was looked up
+                    self.await_writer(key, request)
+        return by_tier
+
+    def _promote(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> bool:
+        """Promote blocks, or the leading ones. Returns True if all of them were sent in a job."""
+        now = self._step.now
+        if not tier.lets(request, now):
+            return False
+        verdict = self._guard.judge(keys, tier, request, now)
+        if verdict.choice is Choice.WAIT:
+            return False
+        if verdict.choice is Choice.COMPUTE:
+            self._decline(keys, tier, request)
+            return False
+        if verdict.choice is Choice.TRY_COMPUTING:
+            _count_declined(keys, tier)
+            for source in request.sources.all:  # compute them, whichever tier has them
+                request.decline(source)
+            return False
+        is_measured = verdict.choice is Choice.MEASURE
+        sent = keys[: PROBE_SIZES[-1]] if is_measured else keys
+        num_sent = self._bring_up(sent, tier, request, is_awaited=True)
+        if num_sent and is_measured:
+            self._begin_probing([self._job_factory.last_id], tier)
+        tier.stats.count("hit_blocks", num_sent)
+        if num_sent:
+            self._guard.note_load(verdict)
+        return num_sent == len(keys)
+
+    def declines(self, group: bytes, request: TierRequest) -> bool:
+        """True if computing what a request has found below is faster than loading it. Then the
+        request does not ask that tier any more, and the caller has to repeat the lookup.
+
+        Called when the request has looked up its whole prompt, because deciding at the end of the
+        step would delay the request by one step.
+        """
+        run = request.wanted.runs.get(group)
+        if not run or not self._guard.knows_compute_cost or not self._groups.is_only_one:
+            return False
+        now = self._step.now
+        first = next(iter(run.values()))
+        if first is None or not first.lets(request, now):
+            return False
+        keys = [key for key, tier in run.items() if tier is first]
+        if self._guard.is_worth_loading(keys, first, request, now):
+            return False
+        self._decline(keys, first, request)
+        self.wanting.pop(request, None)
+        request.wanted.begin(request.wanted.step)
+        return True
+
+    def _decline(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
+        """The request computes these blocks."""
+        _count_declined(keys, tier)
+        self._declined.append((tier, keys, request))
+        request.decline(tier)
+
+    def _explore(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
+        """Now and then, load some declined blocks that no request waits for. Otherwise a tier that
+        was slow once would count as slow forever."""
+        now = self._step.now
+        speed = tier.load_speed
+        if not speed.may_explore(now) or request.is_withdrawn or not tier.lets(request, now):
+            return
+        num_explored = speed.num_to_explore(len(keys))
+        absent = [key for key in keys[:num_explored] if not self._primary.has(key)]
+        if absent:
+            speed.explored(now)
+            self._bring_up(absent, tier, request, is_awaited=False)
+
+    def probe(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
+        """Measure a tier with blocks that no request waits for. Called when the engine starts."""
+        start, job_ids = 0, []
+        for size in PROBE_SIZES:
+            if self._bring_up(keys[start : start + size], tier, request, is_awaited=False):
+                job_ids.append(self._job_factory.last_id)
+            start += size
+        self._begin_probing(job_ids, tier)
+
+    def _begin_probing(self, job_ids: list[int], tier: GuardedTier) -> None:
+        """Measure a tier with these jobs. Jobs that were refused, or whose submission raised, are
+        left out: they may never be reported."""
+        under_way = [job_id for job_id in job_ids if tier.jobs.is_open(job_id)]
+        tier.load_speed.begin_probing(under_way, self._step.now)
+
+    def _bring_up(
+        self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest, *, is_awaited: bool
+    ) -> int:
+        """Send a job for as many leading blocks as there are slots for; returns how many."""
+        count = tier.jobs.num_loadable(len(keys))
+        num_leased = self.leases.num_blocks - self.leases.num_blocks_of(request)
+        count = min(count, self._primary.num_writable(count, num_leased, request.context))
+        if not count:
+            return 0
+        job_id = self._job_factory.new_id()
+        placed = self._primary.prepare_write(job_id, keys[:count], request.context)
+        if placed is None:
+            return 0
+        placed_keys, spec = placed
+        transfer = self._job_factory.make(job_id, placed_keys, spec, True, request.context)
+        job = self.jobs[job_id] = tier.jobs.expect_load(transfer, self._step.now)
+        job.is_awaited = is_awaited
+        if is_awaited:
+            job.wanters[request] = None
+        tier.jobs.submit_load(job)
+        if job.is_done:
+            self.end(job, (), tier)
+            return 0
+        if job.is_late:
+            self.give_up(job)
+        return len(placed_keys)
+
+    # --- later steps: jobs end ------------------------------------------------------------------
+
+    def end(self, job: Job, moved: Sequence[OffloadKey], tier: GuardedTier) -> None:
+        """A tier has reported a promotion. `moved`: the blocks that it has verified."""
+        transfer = job.transfer
+        del self.jobs[transfer.job_id]
+        self._primary.complete_write(transfer.job_id, moved)
+        wanters = [request for request in job.wanters if not request.is_withdrawn]
+        if len(moved) < len(transfer.keys):
+            failed = set(transfer.keys).difference(moved)
+            for request in wanters:
+                request.sources.note_failed(failed, tier)
+        if moved and wanters:
+            for request in wanters:
+                request.brought_up.update(dict.fromkeys(moved, tier.manager))
+            expires = self._step.now + tier.settings.load_timeout_s
+            self.leases.begin(moved, wanters, transfer.req_context, expires)
+
+    def give_up(self, job: Job) -> None:
+        """A promotion is late: nobody waits for it any more. Its slots are quarantined until the
+        tier reports it."""
+        self._primary.give_up_write(job.transfer.job_id)
+        self.num_given_up += len(job.wanters)
+        for request in job.wanters:
+            request.wait.give_up()
+        job.wanters.clear()
+
+    def withdraw(self, request: TierRequest) -> None:
+        """A request waits for nothing any more."""
+        self.wanting.pop(request, None)
+        self.leases.end_for(request)
+
+    def forget_all(self) -> None:
+        """The cache was reset: what is wanted or leased is not valid any more."""
+        self.wanting = {}
+        self._declined = []
+        self.leases.end_all()
+
+
+def _count_declined(keys: list[OffloadKey], tier: GuardedTier) -> None:
+    tier.stats.count("hit_blocks", len(keys))
+    tier.stats.count("declined_blocks", len(keys))
+
+
+class _Lease:
+    __slots__ = ("expires", "num_blocks", "requests")
+
+    def __init__(self, requests: set[TierRequest], num_blocks: int, expires: float) -> None:
+        self.requests = requests
+        self.num_blocks = num_blocks
+        self.expires = expires
+
+
+class Leases:
+    """Pins on blocks that have arrived and that no request has loaded yet. Scheduler thread only.
+
+    A lease ends when all of its requests have loaded the blocks or do not want them any more, or
+    when its time is up.
+    """
+
+    def __init__(self, primary: CPUPrimaryTierOffloadingManager) -> None:
+        self._primary = primary
+        self._leases: dict[int, _Lease] = {}
+        self._last_id = 0
+        self.num_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def num_blocks_of(self, request: TierRequest) -> int:
+        """Blocks that are leased to this request, and maybe to others as well."""
+        return sum(self._leases[lease_id].num_blocks for lease_id in request.leases)
+
+    def begin(
+        self,
+        keys: Sequence[OffloadKey],
+        requests: Collection[TierRequest],
+        context: ReqContext,
+        expires: float,
+    ) -> None:
+        """Pin blocks for these requests."""
+        self._last_id -= 1  # negative: job ids, which are pinned in the same table, are positive
+        kept, _ = self._primary.prepare_read(self._last_id, keys, context)
+        self._leases[self._last_id] = _Lease(set(requests), len(kept), expires)
+        self.num_blocks += len(kept)
+        for request in requests:
+            request.leases.add(self._last_id)
+
+    def end_for(self, request: TierRequest) -> None:
+        """The request does not need its leases any more."""
+        for lease_id in request.leases:
+            lease = self._leases[lease_id]
+            lease.requests.remove(request)
+            if not lease.requests:
+                self._end(lease_id)
+        request.leases = set()
+
+    def end_expired(self, now: float) -> None:
+        """End leases whose time is up. The blocks stay, but may be evicted."""
+        if self._leases:
+            for lease_id in [i for i, lease in self._leases.items() if lease.expires <= now]:
+                self._drop(lease_id)
+
+    def end_all(self) -> None:
+        """The cache was reset: leased blocks are not valid any more."""
+        for lease_id in list(self._leases):
+            self._drop(lease_id)
+
+    def _drop(self, lease_id: int) -> None:
+        for request in self._leases[lease_id].requests:
+            request.leases.discard(lease_id)
+        self._end(lease_id)
+
+    def _end(self, lease_id: int) -> None:
+        self.num_blocks -= self._leases.pop(lease_id).num_blocks
+        self._primary.complete_read(lease_id)

@@ -1,0 +1,464 @@
+"""One tier as the orchestrator uses it: every call is guarded.
+
+Exceptions, wrong answers and slow calls of a tier are handled here: each is counted, and logged
+once for each kind. A wrong answer makes the breaker cut the tier off at once; exceptions and slow
+calls do so if they happen too often.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+from kvtier.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadingStats,
+    OffloadPolicy,
+    RequestOffloadingContext,
+)
+from kvtier.seal import SealFailure
+from kvtier.tiering.base import JobResult, SecondaryTierManager
+from kvtier.tiering.cascade import WRITE_POLICIES, Backlog, StoreLimits
+from kvtier.tiering.guard import LoadSpeed
+from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
+from kvtier.tiering.jobs import JobTable
+from kvtier.tiering.metrics import TierStats, event_name, metric_prefix
+from kvtier.tiering.request import TierRequest
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey, ReqContext, ScheduleEndContext
+    from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MISS = LookupResult.MISS
+_CLOSED, _OPEN = BreakerState.CLOSED, BreakerState.OPEN
+
+_LONGEST_CALL_S = 0.1
+"""Seconds. A longer call counts as blocking: it has kept the scheduler waiting."""
+_STORES = object()
+"""The user that stands for all stores in `CircuitBreaker.lets`."""
+_MAX_NOTIFIED = 64
+"""A tier that was resting (`is_resting`) is notified of at most this many ended requests in one
+step."""
+_MAX_UNNOTIFIED = 10_000
+"""At most this many ended requests are remembered while a tier is resting."""
+_MAX_SHOWN = 200
+_SHUTDOWN_SHARE = 0.5
+"""Share of the shutdown time that tiers have for draining, before `shutdown` is called."""
+_ONLY_RESULTS = frozenset({LookupResult})
+_ONLY_KEYS = frozenset({bytes})
+
+
+class GuardedTier:
+    """The guarded calls of one tier, and what belongs to it: its jobs, breakers and statistics.
+    Scheduler thread only."""
+
+    def __init__(
+        self,
+        manager: SecondaryTierManager,
+        position: int,
+        settings: TierSettings,
+        primary: CPUPrimaryTierOffloadingManager,
+        clock: Callable[[], float],
+    ) -> None:
+        self.manager = manager
+        self.medium, self.locality = manager.medium, manager.locality
+        manager.enable_kv_events = settings.enable_kv_events
+        self.settings = settings
+        self.name = f"tier {position} ({manager.tier_type})"
+        self._event_name = event_name(position, manager.tier_type)
+        self.breaker = CircuitBreaker(settings.breaker, self._log_breaker)
+        """For the tier as a whole: lookups and loads."""
+        self.store_breaker = CircuitBreaker(settings.breaker, self._log_store_breaker)
+        """For its stores: a tier that is full or read-only can still be read."""
+        self.is_broken = False
+        """True once its namespace could not be changed; the tier is then never used again."""
+        self.write_policy = WRITE_POLICIES[settings.write_policy]()
+        self.stats = TierStats(metric_prefix(position, manager.tier_type))
+        self.load_speed = LoadSpeed(settings.load_timeout_s)
+        self.stores = StoreLimits(settings.max_pinned_share, primary)
+        self.backlog = Backlog()
+        self.jobs = JobTable(self, clock, primary.block_bytes)
+        self._handles_step_end = _overrides(manager, "on_schedule_end")
+        """True if the tier does anything when a step ends."""
+        self._names_missing = _overrides(manager, "missing")
+        self._clock = clock
+        self._is_blocking = False
+        """True if a call has kept the scheduler waiting since the last harvest."""
+        self._unnotified: deque[ReqContext] = deque(maxlen=_MAX_UNNOTIFIED)
+        """Requests that have ended while the tier was resting."""
+        self._warned: set[str] = set()
+
+    # --- may it be used? ------------------------------------------------------------------------
+
+    def is_resting(self, now: float) -> bool:
+        """True while the tier is not called at all: it has kept the scheduler waiting and the pause
+        is not over, or it is broken and has no jobs left."""
+        if self.is_broken:
+            return not self.jobs
+        return self._is_blocking and self.breaker.is_pausing(now)
+
+    @property
+    def is_in_use(self) -> bool:
+        """True if the tier takes part in the end of a step."""
+        if self.is_broken or self.is_resting(self._clock()):
+            return False
+        return self.breaker.state is not _OPEN or bool(self.jobs)
+
+    @property
+    def is_closed(self) -> bool:
+        """True if every request may use the tier."""
+        return self.breaker.state is _CLOSED and not self.is_broken
+
+    def is_cut_off(self, now: float) -> bool:
+        """True if requests are not announced to the tier."""
+        return self.is_broken or self.breaker.is_pausing(now)
+
+    def lets(self, request: TierRequest, now: float) -> bool:
+        """True if this request may look into the tier."""
+        if self.breaker.state is _CLOSED:
+            return not self.is_broken
+        return not self.is_broken and self.breaker.lets(request, now)
+
+    def lets_store(self, now: float) -> bool:
+        """True if blocks may be stored now."""
+        return (
+            not self.is_broken
+            and self.breaker.lets(_STORES, now)
+            and self.store_breaker.lets(_STORES, now)
+        )
+
+    @property
+    def takes_offers(self) -> bool:
+        """True if the tier is asked which blocks it lacks. Not while new stores wait for it: it
+        would name those too."""
+        is_in_use = self.is_closed and self.store_breaker.is_closed
+        return is_in_use and self._names_missing and not self.backlog
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
+        """The tier's answer; MISS if the call fails or the answer is invalid."""
+        # `call`, written out: one more function call for each block would be noticeable.
+        start = self._clock()
+        try:
+            answer = self.manager.lookup(key, context)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            self._raised("lookup", error)
+            return _MISS
+        if self._clock() - start > _LONGEST_CALL_S:
+            self._blocked("lookup")
+        if type(answer) is LookupResult:
+            return answer
+        self._violated(f"lookup answered {_shown(answer)}")
+        return _MISS
+
+    def look_up_batch(
+        self, keys: Sequence[OffloadKey], context: ReqContext
+    ) -> Sequence[LookupResult]:
+        """The tier's answers, at most one for each key."""
+        none: Sequence[LookupResult] = ()
+        answers = self.call("lookup_batch", self.manager.lookup_batch, keys, context, default=none)
+        if (
+            not isinstance(answers, (list, tuple))
+            or len(answers) > len(keys)
+            or not set(map(type, answers)) <= _ONLY_RESULTS
+        ):
+            self._violated(f"lookup_batch answered {_shown(answers)} for {len(keys)} keys")
+            return none
+        return answers
+
+    def lookup_is_late(self, now: float) -> None:
+        """The tier did not answer in time whether it has a block."""
+        self.stats.count("late_lookups")
+        self.breaker.failed(now, is_timeout=True)
+
+    def wants_whole_requests(self, context: ReqContext) -> bool:
+        """Announce a request. Returns True if the tier wants all of its blocks."""
+        plain = RequestOffloadingContext()
+        answer = self.call("on_new_request", self.manager.on_new_request, context, default=plain)
+        if type(answer) is not RequestOffloadingContext:
+            self._violated(f"on_new_request answered {_shown(answer)}")
+            return False
+        return answer.policy is OffloadPolicy.REQUEST_LEVEL
+
+    def notify_finished(self, context: ReqContext) -> None:
+        """Notify the tier that a request has ended; later, if the tier is resting."""
+        if self.is_resting(self._clock()):
+            self._unnotified.append(context)
+        else:
+            self.call(
+                "on_request_finished", self.manager.on_request_finished, context, default=None
+            )
+
+    def missing(self, keys: Sequence[OffloadKey], context: ReqContext) -> Sequence[OffloadKey]:
+        """The keys, in their order, that the tier says it lacks."""
+        none: Sequence[OffloadKey] = ()
+        return self.call("missing", self._missing, keys, context, default=none)
+
+    def _missing(self, keys: Sequence[OffloadKey], context: ReqContext) -> Sequence[OffloadKey]:
+        answer: object = self.manager.missing(keys, context)
+        # Only lists and tuples are iterated: anything else may be endless.
+        if isinstance(answer, (list, tuple)) and len(answer) <= len(keys):
+            if not answer:
+                return ()
+            if set(map(type, answer)) <= _ONLY_KEYS:
+                named = set(answer)
+                found = [key for key in keys if key in named]
+                if len(found) == len(answer):
+                    return found
+        self._violated(f"missing answered {_shown(answer)} for {len(keys)} keys")
+        return ()
+
+    def known_keys(self, most: int) -> Sequence[OffloadKey]:
+        """Some blocks that the tier says it has."""
+        none: Sequence[OffloadKey] = ()
+        keys = self.call("known_keys", self.manager.known_keys, most, default=none)
+        if not isinstance(keys, (list, tuple)) or not all(isinstance(key, bytes) for key in keys):
+            self._violated(f"known_keys answered {_shown(keys)}")
+            return none
+        return list(dict.fromkeys(keys[:most]))
+
+    def has_pending_work(self, now: float) -> bool:
+        """True if a job is under way that may still end in time, or the tier has other work."""
+        return self.jobs.has_pending(now) or (
+            self.is_closed
+            and bool(self.call("has_pending_work", self.manager.has_pending_work, default=False))
+        )
+
+    def finished_jobs(self, most: int) -> list[JobResult]:
+        """At most `most` reports of the tier, unchecked."""
+        self._is_blocking = False
+        results: list[JobResult] = []
+        # One by one, to keep the reports that come before an exception.
+        self.call("get_finished_jobs", self._collect_finished, results, most, default=None)
+        return results
+
+    def _collect_finished(self, results: list[JobResult], most: int) -> None:
+        for result in islice(self.manager.get_finished_jobs(), most):
+            results.append(result)  # noqa: PERF402
+
+    def begin_epoch(self, fingerprint: bytes) -> None:
+        """Blocks that were kept before are not valid any more: give the tier its new namespace."""
+        num_errors = self.stats.counters["errors"]
+        self.call("begin_epoch", self.manager.begin_epoch, fingerprint, default=None)
+        has_failed = self.stats.counters["errors"] > num_errors
+        if has_failed or self.manager.fingerprint != fingerprint:
+            self.is_broken = True
+            self.breaker.trip(self._clock(), "it did not switch to its new namespace")
+            logger.error(
+                "%s did not switch to its new namespace after a reset of the cache. It could serve "
+                "blocks from before the reset, so it is not used any more until the engine is "
+                "restarted. Fix its begin_epoch.",
+                self.name,
+            )
+
+    def step_ended(self, step: int, context: ScheduleEndContext) -> None:
+        """A scheduling step has ended."""
+        if self._handles_step_end:
+            self.call("on_schedule_end", self.manager.on_schedule_end, context, default=None)
+        for breaker in (self.breaker, self.store_breaker):
+            prober = breaker.prober
+            if prober is None:
+                continue
+            is_asking = (
+                isinstance(prober, TierRequest)
+                and prober.wanted.step == step
+                and prober.wait.is_for_answer_of(self)
+            )
+            if not is_asking:
+                breaker.step_ended()
+        if self._unnotified:
+            for _ in range(min(len(self._unnotified), _MAX_NOTIFIED)):
+                self.notify_finished(self._unnotified.popleft())
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """The tier's own events, if they are wanted."""
+        if not self.settings.enable_kv_events or self.is_resting(self._clock()):
+            return []
+        none: list[OffloadingEvent] = []
+        return self.call("take_events", self._taken_events, default=none)
+
+    def _taken_events(self) -> list[OffloadingEvent]:
+        taken: Iterable[object] = self.manager.take_events()
+        events = [event for event in taken if isinstance(event, OffloadingEvent)]
+        for event in events:
+            event.tier = self._event_name
+        return events
+
+    def add_stats(self, stats: OffloadingStats) -> None:
+        """Add the orchestrator's statistics of this tier, and the tier's own."""
+        if not self.is_resting(self._clock()):
+            self.call("take_seal_failures", self._count_seal_failures, default=None)
+            self.call("get_stats", self._add_own_stats, stats, default=None)
+        self.stats.add_to(
+            stats,
+            breaker_state=self.breaker.state.value,
+            store_breaker_state=self.store_breaker.state.value,
+            pinned_blocks=self.stores.num_pinned,
+            waiting_blocks=self.backlog.num_blocks,
+            loading_blocks=self.jobs.num_loading,
+        )
+
+    def _count_seal_failures(self) -> None:
+        for reason, n in self.manager.take_seal_failures().items():
+            self.stats.count(f"seal_{SealFailure(reason)}", int(n))
+
+    def _add_own_stats(self, stats: OffloadingStats) -> None:
+        own = self.manager.get_stats()
+        if own is not None:
+            # Add them up: two tiers of one type use the same names.
+            for name, value in own.counters.items():
+                stats.counters[name] = stats.counters.get(name, 0) + value
+            for name, value in own.gauges.items():
+                stats.gauges[name] = stats.gauges.get(name, 0) + value
+            for name, values in own.histograms.items():
+                stats.histograms.setdefault(name, []).extend(values)
+
+    # --- guarded calls, and failures ------------------------------------------------------------
+
+    def call(self, what: str, method: Callable[..., T], *args: object, default: T) -> T:
+        """Call the tier. Returns `default` if that fails."""
+        start = self._clock()
+        try:
+            answer = method(*args)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a client library's panic, a cancelled task
+            self._raised(what, error)
+            return default
+        if self._clock() - start > _LONGEST_CALL_S:
+            self._blocked(what)
+        return answer
+
+    def _raised(self, what: str, error: BaseException) -> None:
+        self.stats.count("errors")
+        self._warn_once(f"{what} raised", f"{what} raised {_shown(error)}")
+        self.breaker.failed(self._clock())
+
+    def _blocked(self, what: str) -> None:
+        self._is_blocking = True
+        self.stats.count("blocking_calls")
+        self._warn_once(
+            f"{what} blocked",
+            f"{what} kept the scheduler waiting for more than {_LONGEST_CALL_S:g} s; a tier must "
+            "wait and copy on threads of its own",
+        )
+        self.breaker.failed(self._clock(), is_timeout=True)
+
+    def note_refused(self, error: Exception) -> None:
+        """The tier has not begun a job."""
+        self._warn_once("a job was not begun", f"did not begin a job: {_shown(error)}")
+
+    def note_unknown_job(self, result: object) -> None:
+        """The tier has reported a job that it does not have."""
+        self._violated(f"get_finished_jobs reported {_shown(result)}, a job it was never given")
+
+    def note_bad_report(self, result: object) -> None:
+        """The tier has reported a job in a way that cannot be read."""
+        self._violated(f"get_finished_jobs answered {_shown(result)}")
+
+    def _violated(self, what: str) -> None:
+        """The tier has broken its contract: cut it off."""
+        self.stats.count("violations")
+        self._warn_once(what.split(maxsplit=1)[0], what)
+        self.breaker.trip(self._clock(), "it has broken its contract")
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        """Log a warning, once for each kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("%s: %s. Further ones are counted, not logged.", self.name, message)
+
+    def _log_breaker(self, level: int, message: str) -> None:
+        logger.log(level, "%s: %s.", self.name, message)
+
+    def _log_store_breaker(self, level: int, message: str) -> None:
+        logger.log(level, "%s: stores: %s.", self.name, message)
+
+
+def _overrides(tier: SecondaryTierManager, method: str) -> bool:
+    """True if a tier has its own version of a method that does nothing by default."""
+    found = getattr(tier, method)
+    return getattr(found, "__func__", None) is not getattr(SecondaryTierManager, method)
+
+
+def _shown(thing: object) -> str:
+    """What a tier has answered or raised, shortened for the log."""
+    try:
+        text = repr(thing)
+    except Exception:
+        text = f"a {type(thing).__name__} that cannot be shown"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+# --- shutdown of all tiers ----------------------------------------------------------------------
+
+
+def close_tiers(
+    tiers: Sequence[SecondaryTierManager], timeout_s: float, spent_s: float = 0.0
+) -> None:
+    """Drain and shut down all tiers at the same time; return when all have ended, or after
+    `timeout_s`. `spent_s`: how much of that has passed already.
+
+    An exception of one tier, also of one whose constructor has not set it up fully, is logged and
+    does not keep the others open. Afterwards no tier can reach the primary tier's slots: asking for
+    a row raises. A tier that has not ended keeps a daemon thread, which does not keep the process
+    alive.
+    """
+    start, left_s = time.monotonic(), max(0.0, timeout_s - spent_s)
+    drains = [_run(tier, "drain_jobs") for tier in tiers]
+    _join(drains, start + left_s * _SHUTDOWN_SHARE)
+    shutdowns = [_run(tier, "shutdown") for tier in tiers]
+    _join(shutdowns + drains, start + left_s)
+    for tier, drain, shutdown in zip(tiers, drains, shutdowns, strict=True):
+        if drain.is_alive() or shutdown.is_alive():
+            logger.error(
+                "Tier %r did not end within %g s: it is left behind. Blocks on their way to it are "
+                "lost. Raise shutdown_timeout_ms if it needs more time.",
+                _name_of(tier),
+                timeout_s,
+            )
+        _release_rows(tier)
+
+
+def _name_of(tier: SecondaryTierManager) -> str:
+    return str(getattr(tier, "tier_type", type(tier).__name__))
+
+
+def _release_rows(tier: SecondaryTierManager) -> None:
+    try:
+        if hasattr(tier, "rows"):
+            tier.rows.release()
+    except Exception:
+        logger.exception("Tier %r: its rows cannot be released", _name_of(tier))
+
+
+def _run(tier: SecondaryTierManager, method: str) -> threading.Thread:
+    name = _name_of(tier)
+
+    def call() -> None:
+        try:
+            getattr(tier, method)()
+        except Exception:
+            logger.exception("Tier %r: %s raised", name, method)
+
+    thread = threading.Thread(target=call, name=f"kvtier-{method}-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
+    for thread in threads:
+        thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
