@@ -28,7 +28,7 @@ _LEAVES = frozenset({"base", "misuse"})
 _GROUND = _LEAVES | {"config", "factory", "seal"}
 _CPU = _GROUND | {"admission"}
 _TIERING = _CPU | {"cpu"}
-_CONNECTOR = _TIERING | {"tiering", "observe"}
+_CONNECTOR = _TIERING | {"tiering"}
 _TOP = _CONNECTOR | {"connector"}
 
 # A room is a module or folder right under src/kvtier. What it may import, itself apart:
@@ -40,16 +40,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "factory": _LEAVES | {"config"},
     "seal": _LEAVES | {"config"},
     "admission": _LEAVES,
-    "observe": _LEAVES,
     "cpu": _CPU,
     "tiering": _TIERING,
     "connector": _CONNECTOR,
     "engine": _TOP,
     "integrations": _TOP,
-    "replay": _TOP,
-    "cli": _TOP | {"engine", "integrations", "replay"},
+    "cli": _TOP | {"engine", "integrations"},
     "__main__": frozenset({"cli"}),
-    "testing": _TOP | {"engine", "integrations", "replay"},
+    "testing": _TOP | {"engine", "integrations"},
 }
 
 # What it may name in annotations, under `if TYPE_CHECKING:`, besides.
@@ -60,18 +58,20 @@ MAY_NAME_IN_TYPES: dict[str, frozenset[str]] = {
     ROOT: frozenset({"base", "config", "cpu", "factory", "tiering"}),
 }
 
+MAX_FILES = 180
+MAX_CLASS_LINES = 350
+
 # Names that say nothing about what is inside.
 DRAWERS = frozenset({"utils", "helpers", "misc"})
 
 LIGHT_ROOMS = ("base", "config", "factory", "misuse", "seal", "cpu", "tiering", "admission")
 LIGHT_DISTRIBUTIONS = frozenset({"numpy", "xxhash"})
 NEED_TORCH = {
-    "kvtier.cpu.cuda.bandwidth",
-    "kvtier.cpu.cuda.device_memory",
+    "kvtier.cpu.cuda.trial",
+    "kvtier.cpu.cuda.resources",
     "kvtier.cpu.cuda.page_mover",
-    "kvtier.cpu.cuda.rig",
     "kvtier.cpu.cuda.streams",
-    "kvtier.cpu.cuda.unpinned",
+    "kvtier.cpu.cuda.copies",
     "kvtier.cpu.gpu_worker",
 }
 """Modules of light rooms that are imported only where an engine has brought CUDA tensors."""
@@ -153,7 +153,7 @@ def violations(src: Path) -> list[str]:
             for drawer in DRAWERS.intersection(parts)
         )
         if room not in MAY_IMPORT:
-            found.append(f"{where}:1: {room!r} is no room of the plan: give it its import rule")
+            found.append(f"{where}:1: {room!r} has no import rule: add one")
             continue
         for imported in imports_of(ast.parse(path.read_text(), where), package):
             allowed = MAY_IMPORT[room] | {room}
@@ -164,6 +164,32 @@ def violations(src: Path) -> list[str]:
                 for target in _rooms_of(imported)
                 if target not in allowed
             )
+    return found
+
+
+def rules_without_a_room(src: Path) -> set[str]:
+    """Rooms that a rule names, and that do not exist."""
+    named = {room for rule in (*MAY_IMPORT.values(), *MAY_NAME_IN_TYPES.values()) for room in rule}
+    named |= MAY_IMPORT.keys() | MAY_NAME_IN_TYPES.keys() | set(LIGHT_ROOMS)
+    root = src / PACKAGE
+    return {
+        room
+        for room in named - {ROOT}
+        if not (root / f"{room}.py").is_file() and not (root / room / "__init__.py").is_file()
+    }
+
+
+def too_long_classes(src: Path) -> list[str]:
+    """Classes of more than `MAX_CLASS_LINES` lines, as `path:line: name has n lines`."""
+    found = []
+    for path in sorted((src / PACKAGE).rglob("*.py")):
+        where = path.relative_to(src).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(), where)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_CLASS_LINES:
+                found.append(f"{where}:{node.lineno}: {node.name} has {num_lines} lines")
     return found
 
 
@@ -214,6 +240,20 @@ def foreign_modules(modules: Iterable[str], src: Path) -> set[str]:
 
 def test_imports_go_downward_only() -> None:
     assert violations(SRC) == []
+
+
+def test_every_rule_is_about_a_room_that_exists() -> None:
+    assert rules_without_a_room(SRC) == set()
+    assert {name for name in NEED_TORCH if name not in modules_of(LIGHT_ROOMS, SRC)} == set()
+
+
+def test_there_are_few_files() -> None:
+    num_files = len(list((SRC / PACKAGE).rglob("*.py")))
+    assert num_files <= MAX_FILES, "fold a file that one other file imports into that file"
+
+
+def test_no_class_is_long() -> None:
+    assert too_long_classes(SRC) == []
 
 
 def test_tests_have_no_drawers_either() -> None:
@@ -273,7 +313,8 @@ SOUND_TREE = {
     "config/sizes.py": "parse = int\n",
     "cpu/manager.py": "from kvtier import base, __version__\nimport kvtier.misuse as misuse\n"
     "from kvtier.cpu.common import Spec\n",
-    "cli/main.py": "def run():\n    import kvtier.engine\n    from kvtier.replay import plan\n",
+    "cli/main.py": "def run():\n    import kvtier.engine\n"
+    "    from kvtier.integrations import vllm\n",
 }
 
 # One file each, added to the sound tree, and what has to be said about it.
@@ -294,9 +335,9 @@ UNSOUND_FILES = {
         "kvtier/tiering/base.py:3: tiering must not import connector",
     ),
     "for types": (
-        "observe/metrics.py",
+        "admission/reuse.py",
         "import typing\nif typing.TYPE_CHECKING:\n    from kvtier.cpu import manager\n",
-        "kvtier/observe/metrics.py:3: observe must not import cpu",
+        "kvtier/admission/reuse.py:3: admission must not import cpu",
     ),
     "at run time, what is for types alone": (
         "base.py",
@@ -346,7 +387,7 @@ UNSOUND_FILES = {
     "an unknown room": (
         "gadgets/__init__.py",
         "",
-        "kvtier/gadgets/__init__.py:1: 'gadgets' is no room of the plan: give it its import rule",
+        "kvtier/gadgets/__init__.py:1: 'gadgets' has no import rule: add one",
     ),
     "a drawer": (
         "cpu/utils.py",
@@ -378,6 +419,21 @@ def test_an_unsound_import_is_reported(case: str, tmp_path: Path) -> None:
     name, text, complaint = UNSOUND_FILES[case]
     plant(tmp_path, SOUND_TREE | {name: text})
     assert violations(tmp_path) == [complaint]
+
+
+def test_a_rule_without_a_room_is_reported(tmp_path: Path) -> None:
+    plant(tmp_path, {f"{room}.py": "" for room in MAY_IMPORT if room not in (ROOT, "cpu")})
+    assert rules_without_a_room(tmp_path) == {"cpu"}
+
+
+def test_a_long_class_is_reported(tmp_path: Path) -> None:
+    body = "    x = 1\n" * (MAX_CLASS_LINES - 1)
+    plant(tmp_path, {"cpu/short.py": f"class Short:\n{body}", "cpu/long.py": ""})
+    assert too_long_classes(tmp_path) == []
+    plant(tmp_path, {"cpu/long.py": f"\nclass Long:\n{body}    y = 2\n"})
+    assert too_long_classes(tmp_path) == [
+        f"kvtier/cpu/long.py:2: Long has {MAX_CLASS_LINES + 1} lines"
+    ]
 
 
 def test_a_foreign_module_is_reported(tmp_path: Path) -> None:

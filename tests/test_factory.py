@@ -168,7 +168,7 @@ def test_a_name_that_two_packages_claim_is_refused(
     install(site, "zoo-north", "zoo.animals", {"wolf": "zoo_north:Wolf"})
     install(site, "zoo-south", "zoo.animals", {"wolf": "zoo_south:Wolf"})
     assert refusal_of(registry, "wolf") == (
-        'animal: got "wolf"; allowed: a name that one installed package claims, '
+        'animal: got "wolf"; allowed: a name that only one installed package uses, '
         "not zoo_north:Wolf and zoo_south:Wolf. "
         "Uninstall all but one of the packages with this animal."
     )
@@ -238,7 +238,7 @@ def test_a_module_that_lacks_another(registry: ClassRegistry[Animal], site: Path
     write_module(site, "zoo_of_needs", "import zoo_of_ghosts")
     assert refusal_of(registry, "Dog", "zoo_of_needs").endswith(
         "zoo_of_needs needs the module 'zoo_of_ghosts', which is not here: install its package in "
-        "the engine's environment, or mend the import."
+        "the engine's environment, or fix the import."
     )
 
 
@@ -249,7 +249,7 @@ def test_a_class_that_lacks_a_module_when_it_is_asked_for(
     assert refusal_of(registry, "Dog", "zoo_at_ease", at="cages[1]") == (
         'cages[1].animal_module_path: got "zoo_at_ease"; allowed: a module that can be imported. '
         "zoo_at_ease needs the module 'zoo_of_ghosts', which is not here: install its package in "
-        "the engine's environment, or mend the import."
+        "the engine's environment, or fix the import."
     )
 
 
@@ -257,7 +257,7 @@ def test_a_module_that_fails(registry: ClassRegistry[Animal], site: Path) -> Non
     write_module(site, "zoo_of_errors", "1 / 0")
     message = refusal_of(registry, "Dog", "zoo_of_errors")
     assert message.startswith('animal_module_path: got "zoo_of_errors"; allowed: ')
-    assert message.endswith("fails with ZeroDivisionError (division by zero): mend that.")
+    assert message.endswith("fails with ZeroDivisionError (division by zero): fix that.")
 
 
 def test_an_entry_point_whose_module_is_gone(registry: ClassRegistry[Animal], site: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_class_that_is_not_in_the_module(registry: ClassRegistry[Animal], site
     )
     assert refusal_of(registry, "duck", "zoo_of_others").endswith('Did you mean "Duck"?')
     assert refusal_of(registry, "Hippo", "zoo_of_others").endswith(
-        "There is no 'Hippo' in zoo_of_others, but Duck."
+        "There is no 'Hippo' in zoo_of_others; it has Duck."
     )
     write_module(site, "zoo_of_nobody", "")
     assert refusal_of(registry, "Duck", "zoo_of_nobody").endswith(
@@ -292,7 +292,7 @@ def test_of_many_classes_in_the_module_some_are_named(
     source += "".join(f"class Bird{number}(Cat): ...\n" for number in range(14))
     write_module(site, "zoo_of_many", source)
     assert refusal_of(registry, "Hippopotamus", "zoo_of_many").endswith(
-        "in zoo_of_many, but Bird0, Bird1, Bird2, Bird3, Bird4, and others."
+        "in zoo_of_many; it has Bird0, Bird1, Bird2, Bird3, Bird4, and others."
     )
 
 
@@ -308,11 +308,11 @@ def test_an_entry_point_without_a_class(registry: ClassRegistry[Animal], site: P
 
 
 def test_an_entry_point_whose_class_is_gone(registry: ClassRegistry[Animal], site: Path) -> None:
-    """The user cannot write another name: the package must be mended."""
+    """The user cannot write another name: the package has to be corrected."""
     write_module(site, "zoo_renamed", ANIMAL_SOURCE.format(name="Hound"))
     install(site, "zoo-renamed", "zoo.animals", {"dog": "zoo_renamed:Hund"})
     message = refusal_of(registry, "dog")
-    assert message.endswith("There is no 'Hund' in zoo_renamed, but Hound.")
+    assert message.endswith("There is no 'Hund' in zoo_renamed; it has Hound.")
 
 
 def test_a_registration_whose_class_is_gone(registry: ClassRegistry[Animal]) -> None:
@@ -326,7 +326,7 @@ def test_a_registration_whose_class_is_gone(registry: ClassRegistry[Animal]) -> 
     ("name", "remedy"),
     [
         ("Stone", "Derive Stone from Animal."),
-        ("NO_CLASS", "tests.test_factory.NO_CLASS is no class: name one."),
+        ("NO_CLASS", "tests.test_factory.NO_CLASS is not a class: give the name of a class."),
         ("Silent", "Implement sound in Silent."),
         ("Animal", "Implement sound in Animal."),
     ],

@@ -156,7 +156,9 @@ def test_a_key_that_does_not_fit_is_an_error(length: int) -> None:
 
 @pytest.mark.parametrize("length", [0, 15, 17, 32])
 def test_a_fingerprint_of_another_length_is_an_error(length: int) -> None:
-    with pytest.raises(ValueError, match=rf"a fingerprint of {length} bytes: give the 16 of"):
+    with pytest.raises(
+        ValueError, match=rf"a fingerprint of {length} bytes: give the 16 bytes that"
+    ):
         make(fingerprint=b"f" * length)
 
 

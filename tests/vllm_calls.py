@@ -1,4 +1,4 @@
-"""The file format of recorded vLLM calls: what vLLM's scheduler asked of a kvtier manager.
+"""The file format of recorded calls of vLLM's scheduler to a kvtier manager.
 
 One JSON document per line. The first describes the recording; each of the others is one call, or a
 run of lookups for one request. Requests and keys are small numbers, in order of appearance; keys
@@ -24,22 +24,23 @@ LETTERS = {"MISS": "M", "HIT": "H", "HIT_PENDING": "P", "RETRY": "R"}
 
 @dataclass(slots=True)
 class Call:
-    """One call of the contract. Only what its method has is set."""
+    """One call of the contract. Only fields that its method has are set."""
 
     method: str
     request: int | None = None
     keys: list[int] = field(default_factory=list)
-    """In the order given; sorted where vLLM gave a set."""
+    """In the given order; sorted if vLLM gave a set."""
     new_requests: list[int] = field(default_factory=list)
     preempted_requests: list[int] = field(default_factory=list)
     result: Any = None
-    """`lookup`: one letter for each key. `prepare_store`: null, or what is stored and evicted, as
-    runs. `has_pending_work`: a boolean. `take_events`: each as [removed, runs of keys]."""
+    """The result. `lookup`: one letter for each key. `prepare_store`: null, or the stored and
+    evicted keys as runs. `has_pending_work`: a boolean. `take_events`: each as [removed, runs of
+    keys]."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """The calls of one scenario, and with which manager they were recorded."""
+    """The calls of one scenario, and the manager they were recorded with."""
 
     scenario: str
     vllm_version: str
@@ -51,7 +52,7 @@ class Recording:
 
 
 def recordings() -> dict[str, Path]:
-    """Every recording there is, by the name of its scenario."""
+    """All recordings, by the name of the scenario."""
     return {path.name.split(".")[0]: path for path in sorted(FOLDER.glob("*.jsonl*"))}
 
 
@@ -87,7 +88,7 @@ def save(recording: Recording, folder: Path = FOLDER) -> Path:
 
 
 def _lookups_joined(calls: Iterable[Call]) -> Iterator[Call]:
-    """Lookups that follow each other for one request, as one call; the others as they are."""
+    """Merge consecutive lookups of one request into one call."""
     for is_lookup, run in groupby(calls, lambda call: call.method == "lookup"):
         if not is_lookup:
             yield from run

@@ -1,10 +1,9 @@
-"""Drives any kvtier manager with the calls that vLLM once made, and watches what it does.
+"""Drives any kvtier manager with recorded calls of vLLM, and checks its answers.
 
-The manager under test may hold more or less than the one that was recorded, so its answers
-differ. What it hands out is what gets completed: a store completes the keys that this manager
-accepted, and blocks are loaded only if this manager says that they are there; otherwise they are
-offered for storing, as vLLM does after computing them. While they are on their way, it is asked
-again at every step, for as long as the request lives.
+The manager under test may hold more or less than the recorded one, so its answers may differ.
+Transfers follow the manager under test: a store completes the keys that it accepted, and blocks are
+loaded only if it has them; otherwise they are offered for storing, as vLLM does after computing
+them. While blocks are on their way, they are looked up again at every step until the request ends.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from kvtier.base import (
 from tests.vllm_calls import LETTERS, Call, Recording, parse_runs
 
 _STEPS_UNTIL_DONE = 2
-"""How long a transfer takes that was not in the recording."""
+"""Steps of a transfer that is not in the recording."""
 
 
 class SlotLedger:
-    """What the slots of a tier must hold, kept by reading the manager's answers only."""
+    """What the slots of a tier must hold, derived from the manager's answers alone."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -42,16 +41,16 @@ class SlotLedger:
         self.quarantined: set[int] = set()
         self.num_steps_since_reset = 0
         self.announced: set[OffloadKey] = set()
-        """Rebuilt from events alone."""
+        """Keys that can be read, according to events alone."""
 
     def expected(self, key: OffloadKey) -> LookupResult:
-        """What a lookup has to answer."""
+        """The expected answer of a lookup."""
         if key in self.ready:
             return LookupResult.HIT
         return LookupResult.HIT_PENDING if key in self.writing else LookupResult.MISS
 
     def store_prepared(self, offered: Sequence[OffloadKey], output: PrepareStoreOutput) -> None:
-        """Check and enter what `prepare_store` handed out."""
+        """Check and record an answer of `prepare_store`."""
         for key in output.evicted_keys:
             assert key not in offered, "a store evicted a block of its own"
             assert not self.pins[key], "a block was evicted while it was being read"
@@ -70,23 +69,24 @@ class SlotLedger:
             self.writing[key] = slot
 
     def store_completed(self, keys: Sequence[OffloadKey]) -> None:
-        """Those blocks can be read; whatever was under way at an earlier reset has ended."""
+        """Record that these blocks can be read, and that transfers from before a reset have
+        ended."""
         for key in keys:
             self.ready[key] = self.writing.pop(key)
         self.quarantined.clear()
 
     def load_prepared(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
-        """Check and enter what `prepare_load` handed out."""
+        """Check and record an answer of `prepare_load`."""
         assert slots == [self.ready[key] for key in keys], "a load was sent to the wrong slots"
         self.pins.update(keys)
 
     def load_completed(self, keys: Sequence[OffloadKey]) -> None:
-        """Those blocks are not being read any more, by this transfer."""
+        """Record that this transfer no longer reads these blocks."""
         self.pins.subtract(keys)
         self.quarantined.clear()
 
     def reset(self) -> None:
-        """Nothing is there any more; what a transfer may be using stays out of use."""
+        """Record a reset: no block can be read, and slots of transfers under way stay unused."""
         self.quarantined |= set(self.writing.values())
         self.quarantined |= {slot for key, slot in self.ready.items() if self.pins[key]}
         self.ready.clear()
@@ -95,13 +95,14 @@ class SlotLedger:
         self.num_steps_since_reset = 0
 
     def step_ended(self) -> None:
-        """The second step after a reset comes when the engine has flushed earlier transfers."""
+        """Record the end of a step. At the second one after a reset, the engine has flushed
+        transfers."""
         self.num_steps_since_reset += 1
         if self.num_steps_since_reset > 1:
             self.quarantined.clear()
 
     def take_events(self, manager: OffloadingManager) -> None:
-        """Events, in their order, must lead to what can be read now."""
+        """Check that the events, in order, lead to the blocks that can be read now."""
         for event in manager.take_events():
             for key in event.keys:
                 assert (key in self.announced) == event.removed, "announced twice, or not at all"
@@ -111,37 +112,37 @@ class SlotLedger:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Blocks that the manager under test has handed out."""
+    """A transfer that the manager under test has prepared."""
 
     request: int
     keys: list[OffloadKey]
     slots: list[int]
     is_store: bool
     recorded: frozenset[int]
-    """The keys whose recorded completion completes this. None of them: there was none."""
+    """The keys whose recorded completion completes this one; empty if none was recorded."""
     due: int
-    """Where there was none: the step after which it has ended."""
+    """If none was recorded: the step after which it has ended."""
 
 
 class Worker(Protocol):
-    """Someone who carries out the transfers, and whose time passes with the steps."""
+    """Carries out the transfers; its time passes with the steps."""
 
     def begin(self, transfer: Transfer) -> None:
-        """The manager has handed out places."""
+        """The manager has prepared a transfer."""
 
     def end(self, transfer: Transfer) -> None:
         """The transfer is about to be completed."""
 
     def end_step(self) -> None:
-        """The manager was told that a step has ended."""
+        """A step has ended."""
 
     def reset(self) -> None:
-        """The manager is about to be reset; transfers that have begun are not completed."""
+        """The manager is about to be reset; transfers under way are not completed."""
 
 
 @dataclass(slots=True)
 class Replay:
-    """One recording against one manager. `ledger`, where given, checks every answer."""
+    """Replays one recording against one manager. `ledger`, if given, checks every answer."""
 
     recording: Recording
     manager: OffloadingManager
@@ -149,20 +150,20 @@ class Replay:
     worker: Worker | None = None
     seed: int = 0
     answers: Counter[str] = field(default_factory=Counter)
-    """Lookup results by name, and how often each kind of transfer took place."""
+    """Number of lookup results by name, and of transfers by kind."""
     surprises: list[str] = field(default_factory=list)
     """Answers that differ from the recorded ones."""
     _contexts: dict[int, ReqContext] = field(default_factory=dict)
     _transfers: list[Transfer] = field(default_factory=list)
     _computed: list[tuple[int, list[OffloadKey]]] = field(default_factory=list)
-    """Blocks that could not be loaded: to be offered for storing."""
+    """Blocks that could not be loaded, to be offered for storing."""
     _awaited: list[Call] = field(default_factory=list)
     """Loads of blocks that are on their way."""
     _step: int = 0
     _random: random.Random = field(default_factory=random.Random)
 
     def run(self) -> Replay:
-        """Make every call, then end what is left: no transfer and no request stays open."""
+        """Make every call, then end all open transfers and requests."""
         self._random.seed(self.seed)
         for call in self.recording.calls:
             getattr(self, f"_{call.method}")(call)
@@ -281,7 +282,7 @@ class Replay:
             self.ledger.reset()
 
     def _shutdown(self, call: Call) -> None:
-        """Left to the caller, who may want to look at the manager first."""
+        """Does nothing: the caller shuts the manager down, after looking at it."""
 
     # --- transfers ---------------------------------------------------------------------------
 
@@ -327,7 +328,7 @@ class Replay:
         if self.worker is not None:
             self.worker.end(transfer)
         context = self._contexts[transfer.request]
-        # vLLM gives a set: no order may be relied upon.
+        # vLLM gives a set, so the order must not matter.
         shuffled = self._random.sample(transfer.keys, len(transfer.keys))
         if transfer.is_store:
             self.manager.complete_store(dict.fromkeys(shuffled).keys(), context)

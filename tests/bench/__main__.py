@@ -1,4 +1,5 @@
-"""Runs the benchmarks: all of them, or those named. Prints ratios, saves JSON in build/bench."""
+"""Runs all benchmarks, or those named. Prints tables and verdicts, and saves JSON in
+build/bench."""
 
 from __future__ import annotations
 
@@ -29,20 +30,20 @@ from tests.bench import (
 from tests.bench.report import missed, unmeasured, verdict_of_all
 
 BENCHMARKS = {
-    "seal_cost": (seal_cost.run, "sealing and verifying, against bare digests and copies"),
-    "scheduler_cost": (scheduler_cost.run, "cost per block on the scheduler, against vLLM's own"),
+    "seal_cost": (seal_cost.run, "sealing and verifying, beside bare digests and copies"),
+    "scheduler_cost": (scheduler_cost.run, "cost per block on the scheduler, beside vLLM's own"),
     "scale": (scale.run, "the same with up to a million blocks, and memory per block"),
-    "host_copy": (host_copy.run, "the host worker's copies, against bare memory copies"),
+    "host_copy": (host_copy.run, "the host worker's copies, beside bare memory copies"),
     "tiering_cost": (tiering_cost.run, "scheduler_cost with tiers below (two minutes)"),
     "tiering_scale": (tiering_scale.run, "the same with many blocks, and after many requests"),
     "disk_speed": (disk_speed.run, "the disk tier beside fio and vLLM's fs tier (five minutes)"),
     "disk_jitter": (disk_jitter.run, "how late the scheduler is while the disk tier works"),
-    "disk_restart": (disk_restart.run, "how long the disk tier takes to come back (two minutes)"),
+    "disk_restart": (disk_restart.run, "how long the disk tier takes to start (two minutes)"),
     "fs_speed": (fs_speed.run, "the fs tier beside fio and vLLM's (five minutes)"),
     "fs_jitter": (fs_jitter.run, "how late the scheduler is while the fs tier works"),
-    "fs_lookups": (fs_lookups.run, "how long the fs tier takes to say what is there"),
+    "fs_lookups": (fs_lookups.run, "how long the fs tier takes to answer lookups"),
     "vllm_step": (vllm_step.run, "time in the manager per step of vLLM (three minutes)"),
-    "vllm_ttft": (vllm_ttft.run, "time to first token in vLLM, by where the prompt was"),
+    "vllm_ttft": (vllm_ttft.run, "time to first token in vLLM, by where the prompt is"),
     "gpu_copy": (gpu_copy.run, "the CUDA worker beside a plain copy, and a model beside it"),
     "gpu_threads": (gpu_threads.run, "how many threads a copying kernel should have (two minutes)"),
     "gpu_ttft": (gpu_ttft.run, "time to first token in vLLM on a GPU (ten to fifteen minutes)"),
@@ -69,7 +70,7 @@ def main() -> None:
         start = time.monotonic()
         BENCHMARKS[name][0]()
         print(f"  ({name} took {time.monotonic() - start:.0f} s)")
-    # Of all, some need what few machines have.
+    # A run of all benchmarks may skip those that need special hardware.
     if missed or (unmeasured and asked_for):
         raise SystemExit(verdict_of_all())
 

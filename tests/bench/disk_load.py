@@ -1,7 +1,7 @@
 """Drives one tier on disk at full rate, as its scheduler would.
 
 Run as a module it measures one tier, a round at a time, so that several can be measured in turns.
-Commands are JSON documents on standard input, one in a line, and so are answers on standard output:
+It reads one JSON command per line on standard input and writes one JSON answer per line:
 `{"begin": case}`, `{"move": round}`, `{"watch": watch}`, `{"look_up": how}`, `{"end": 0}`. It runs
 in two environments: this project's, and one that has vLLM, for vLLM's own tier.
 """
@@ -18,18 +18,19 @@ from typing import Any
 import numpy as np
 
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
-from tests.bench.disk_lookups import look_up
-from tests.bench.disk_subjects import SUBJECTS, Case, LookUp, Round, Watch
-from tests.bench.disk_traffic import Keys, Load
+from tests.bench.disk_subjects import SUBJECTS, Case, DiskSubject, LookUp, Round, Watch
+from tests.bench.disk_traffic import STEP_S, Keys, Load
 from tests.bench.disk_watch import watch
 from tests.bench.worker import answer
 
 PASSES = 3
 """Orders in which blocks are read; about as many as fit into a round."""
+SETTLED_S = 0.05
+"""A new tier is idle after this time."""
 
 
 def processor_seconds() -> float:
-    """Of all threads and children of this process, so far."""
+    """Processor time of all threads and children of this process so far."""
     usages = (getrusage(RUSAGE_SELF), getrusage(RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -41,7 +42,7 @@ def until(seconds: float, jobs: Callable[[], Keys]) -> Iterator[Keys]:
 
 
 class Session:
-    """One tier at a time, always full."""
+    """Measures one tier, which stays full."""
 
     def __init__(self, name: str) -> None:
         self._make = SUBJECTS[name]
@@ -68,7 +69,7 @@ class Session:
         return self._load.subject.about
 
     def move(self, described: dict[str, Any]) -> dict[str, float]:
-        """Keep the tier busy for a while, and answer how fast it was."""
+        """Keep the tier busy for a while, and return how fast it was."""
         round_ = Round(**described)
         subject = self._load.subject
         if round_.is_load:
@@ -89,13 +90,13 @@ class Session:
         return measured
 
     def watch(self, described: dict[str, Any]) -> dict[str, Any]:
-        """How punctual the scheduler is meanwhile."""
+        """How punctual the scheduler is while the tier works."""
         watched, stored = watch(self._load, self._prompts, self._case, Watch(**described))
         self._forget_oldest(stored)
         return watched
 
     def look_up(self, described: dict[str, Any]) -> dict[str, Any]:
-        """How soon an engine knows what is there that has just been started."""
+        """How soon an engine that has just started knows which blocks are there."""
         how = LookUp(**described)
         keys = list(chain.from_iterable(self._prompts))
         if not how.is_present:
@@ -120,7 +121,7 @@ class Session:
         }
 
     def _known_prompts(self) -> Iterator[Keys]:
-        """Keys for one load after the other, without end, in random order."""
+        """Keys of one load after the other, endlessly, in random order."""
         passes: list[Keys] = []
         for _ in range(PASSES):
             prompts = list(self._prompts)
@@ -134,13 +135,13 @@ class Session:
         return cycle(passes)
 
     def _shuffle_recency(self) -> None:
-        """So that the slots which become free for a job lie all over the tier."""
+        """Touch all blocks in random order, so that slots freed for a job lie all over the tier."""
         keys = list(chain.from_iterable(self._prompts))
         self._random.shuffle(keys)
         self._load.subject.tier.touch(keys, self._load.subject.make_context("shuffle"))
 
     def _forget_oldest(self, stored: list[Keys]) -> None:
-        """The tier is as full as before."""
+        """Remove the oldest blocks, so that the tier is as full as before."""
         prompts = self._prompts + stored
         gone, self._prompts = prompts[: len(stored)], prompts[len(stored) :]
         self._load.subject.forget(list(chain.from_iterable(gone)))
@@ -153,6 +154,43 @@ class Session:
         del self._load, self._view
         self._region.cleanup()
         self._region = None
+
+
+def look_up(subject: DiskSubject, keys: Keys, how: LookUp) -> dict[str, dict[str, float]]:
+    """Two requests for the same blocks, one after the other: how long each waits for its answers,
+    and how long the scheduler's thread is busy. `subject` is new: it has looked up nothing yet."""
+    time.sleep(SETTLED_S)
+    return {name: _ask(subject, keys, name, how) for name in ("first", "again")}
+
+
+def _ask(subject: DiskSubject, keys: Keys, name: str, how: LookUp) -> dict[str, float]:
+    context = subject.make_context(name)
+    answers: dict[Any, str] = {}
+    on_thread, num_steps = 0.0, 0
+    begin = time.perf_counter()
+    subject.tier.on_new_request(context)
+    while True:
+        started = time.perf_counter()
+        if how.is_prompt:
+            found = subject.look_up(keys, context)
+            answers = dict(zip(keys, (answer.name for answer in found), strict=False))
+        else:
+            for key in keys:
+                if answers.get(key, "RETRY") == "RETRY":
+                    answers[key] = subject.tier.lookup(key, context).name
+        is_known = "RETRY" not in answers.values()
+        known_at = time.perf_counter()
+        subject.tier.on_schedule_end(subject.schedule_end)
+        if is_known:
+            subject.tier.on_request_finished(context)
+        on_thread += time.perf_counter() - started
+        num_steps += 1
+        if is_known:
+            break
+        time.sleep(STEP_S)
+    expected = "HIT" if how.is_present else "MISS"
+    assert set(answers.values()) == {expected}, f"not {expected}: {set(answers.values())}"
+    return {"answered_s": known_at - begin, "on_thread_s": on_thread, "steps": num_steps}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A process that opens a slab, fills it, and may be killed. See `tests.bench.disk_restart`.
 
-Commands are JSON documents on standard input, one in a line, and so are answers on standard output:
+It reads one JSON command per line on standard input and writes one JSON answer per line:
 `{"open": slab}`, `{"fill": number of blocks}`, `{"count": number of blocks}`, `{"close": 0}`.
 """
 
@@ -15,7 +15,7 @@ from kvtier.base import LookupResult, ReqContext
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.bench.disk_subjects import Case
 from tests.bench.disk_traffic import Load, hash_of
-from tests.bench.kvtier_disk_tier import make_subject
+from tests.bench.kvtier_disk_subjects import make_disk_subject
 
 JOB_BLOCKS = 2048
 JOBS_AT_ONCE = 8
@@ -25,8 +25,7 @@ class Session:
     """One slab, opened once."""
 
     def open(self, described: dict[str, Any]) -> dict[str, float]:
-        """Answers how long it took until the tier could be used, by the clock on the wall and in
-        processor time."""
+        """How long the tier took until it could be used, in wall time and in processor time."""
         case = Case(job_blocks=JOB_BLOCKS, jobs_at_once=JOBS_AT_ONCE, **described)
         num_rows = JOB_BLOCKS * JOBS_AT_ONCE
         self._region = SharedOffloadRegion(
@@ -34,21 +33,21 @@ class Session:
         )
         view = self._region.create_kv_memoryview()
         started, cpu = time.perf_counter(), time.process_time()
-        self._subject = make_subject(case, view)
+        self._subject = make_disk_subject(case, view)
         return {
             "seconds": time.perf_counter() - started,
             "processor_s": time.process_time() - cpu,
         }
 
     def fill(self, num_blocks: int) -> int:
-        """Store so many blocks, wait until the tier has reported them all, and say how many."""
+        """Store `num_blocks` blocks, wait until the tier has reported them all, and count them."""
         load = Load(self._subject, JOB_BLOCKS * JOBS_AT_ONCE)
         sizes = [JOB_BLOCKS] * (num_blocks // JOB_BLOCKS)
         sizes += [num_blocks % JOB_BLOCKS] if num_blocks % JOB_BLOCKS else []
         return load.run((load.new_keys(size) for size in sizes), False, JOBS_AT_ONCE)
 
     def count(self, num_blocks: int) -> int:
-        """How many of them are there."""
+        """How many of the first `num_blocks` blocks are there."""
         context = ReqContext("count")
         look_up, make_key = self._subject.tier.lookup, self._subject.make_key
         return sum(

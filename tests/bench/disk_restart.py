@@ -1,4 +1,4 @@
-"""How long the disk tier takes to come back, against the number of blocks it keeps."""
+"""How long the disk tier takes to start, by the number of blocks it keeps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import Any
 
 from kvtier.tiering.disk.layout import Superblock
 from kvtier.tiering.io.page import PAGE_BYTES
-from tests.bench.report import print_table, run_alone, save, verdict
-from tests.bench.scratch import scratch_directory
+from tests.bench.report import print_table, run_alone, save, scratch_directory, verdict
 from tests.bench.worker import Worker, worker
 
 SIZES = (10_000, 100_000, 1_000_000)
 BLOCK_BYTES = 4096
-"""As small as blocks can be, so that a million of them fit: with its header a block takes 8 KiB."""
+"""The smallest block, so that a million of them fit: with its header a block takes 8 KiB."""
 ROUNDS = 3
 MAX_S_PER_MILLION = 3.0
 
@@ -43,9 +42,9 @@ def run() -> None:
                 ]
             )
     print_table(
-        "Seconds until the constructor of the disk tier returns (and of a processor), in a new\n"
-        f"process, the slab being in no cache. Blocks of {BLOCK_BYTES} bytes. Kept: by an engine\n"
-        "that was killed when its last block had just been acknowledged.",
+        "Seconds until the disk tier's constructor returns (processor seconds in parentheses),\n"
+        f"in a new process, with the slab not cached. Blocks of {BLOCK_BYTES} bytes. Kept: blocks\n"
+        "found after an engine was killed right after its last store was reported.",
         ["blocks", NEW, KILLED, CLOSED, WIPED, "kept"],
         rows,
     )
@@ -61,8 +60,8 @@ def typical(opened: list[dict[str, float]], field: str) -> float:
 
 
 def measure(directory: Path, num_blocks: int) -> dict[str, Any]:
-    """How long it took to open a full slab, by what had happened to it before; and how many blocks
-    were left by the engine that was killed when its last one had been acknowledged."""
+    """Time to open a full slab, by its history; and the number of blocks found after an engine was
+    killed right after its last store was reported."""
     slab = directory / "kvtier.slab"
     described = {
         "directory": str(directory),
@@ -95,7 +94,7 @@ def measure(directory: Path, num_blocks: int) -> dict[str, Any]:
             engine.ask({"close": 0})
     wipe_index(slab)
     with engine_on_slab(WIPED) as engine:
-        # The slots know more than the index of an engine that was killed.
+        # After a kill, the slots hold more blocks than the index lists.
         assert engine.ask({"count": num_blocks}) >= num_kept
         engine.ask({"close": 0})
     slab.unlink()
@@ -103,7 +102,7 @@ def measure(directory: Path, num_blocks: int) -> dict[str, Any]:
 
 
 def leave_cache(path: Path) -> None:
-    """What is in the page cache would be read too quickly."""
+    """Drop the file from the page cache, which would be read too quickly."""
     if not path.exists():
         return
     fd = os.open(path, os.O_RDONLY)

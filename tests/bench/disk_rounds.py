@@ -12,6 +12,7 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from kvtier.config.sizes import as_size
 from tests.bench import fio
 from tests.bench.disk_subjects import Case, Round
 from tests.bench.worker import Worker, worker
@@ -29,7 +30,7 @@ PSYNC, IO_URING, COLD = "fio psync", "fio io_uring", "fio cold"
 FIO_DEPTH = 32
 
 Measured = dict[str, list[dict[str, float]]]
-"""By subject, for each round: `bytes_per_s`, and for tiers `cpu_s_per_gb`."""
+"""Measurements by subject and round: `bytes_per_s`, and for tiers `cpu_s_per_gb`."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,7 @@ class What:
     """One request at a time, instead of a full load."""
 
     def __str__(self) -> str:
-        return f"{size_name(self.block_bytes)} {'read' if self.is_load else 'write'}"
-
-
-def size_name(num_bytes: int) -> str:
-    return f"{num_bytes // KiB} KiB" if num_bytes < MiB else f"{num_bytes // MiB} MiB"
+        return f"{as_size(self.block_bytes)} {'read' if self.is_load else 'write'}"
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,11 @@ class Contender:
     scattered: bool = False
     grows: bool = False
     is_read: bool = True
-    """False: its reads are those of another one, and are left out."""
+    """If False, its reads are the same as another contender's, and are not measured."""
 
 
 class DiskRounds:
-    """Measures one line of figures after the other. Made by `disk_rounds`."""
+    """Measures one line of figures after the other. Create it with `disk_rounds`."""
 
     def __init__(
         self,
@@ -79,13 +76,13 @@ class DiskRounds:
         self._fio_file = directory / "fio"
         fio.lay_out(self._fio_file, tier_bytes)
         self.about: dict[str, dict[str, object]] = {}
-        """What the tiers say of themselves."""
+        """Descriptions that the tiers return."""
 
     def measure(
         self, block_bytes: int, alone: bool, limits: Sequence[str]
     ) -> Iterator[tuple[What, Measured]]:
-        """Reads and writes with blocks of one size; `alone`: also one request at a time. `limits`:
-        which of fio's figures to measure."""
+        """Measure reads and writes with blocks of one size. `alone`: also one request at a time.
+        `limits`: the runs of fio to measure."""
         with ExitStack() as stack:
             for name, tier in self._tiers.items():
                 own = stack.enter_context(TemporaryDirectory(dir=self._directory))
@@ -101,7 +98,7 @@ class DiskRounds:
                     grows=contender.grows,
                 )
                 self.about[name] = tier.ask({"begin": asdict(case)})
-            # Reads come first: by writes, what a tier was filled with is evicted.
+            # Reads come first, because writes evict the blocks that the tier was filled with.
             for is_load in (True, False):
                 for is_alone in (False, True) if alone else (False,):
                     what = What(block_bytes, is_load, is_alone)
@@ -149,7 +146,7 @@ class DiskRounds:
 def disk_rounds(
     directory: Path, tier_bytes: int, contenders: Mapping[str, Contender]
 ) -> Iterator[DiskRounds]:
-    """`contenders`: by name; `KVTIER` is one of them."""
+    """`contenders` by name, including `KVTIER`."""
     with ExitStack() as stack:
         workers = {
             name: stack.enter_context(worker(each.python, "tests.bench.disk_load", each.subject))
@@ -162,7 +159,7 @@ def in_turns(subjects: dict[str, Callable[[], dict[str, float]]]) -> Measured:
     measured: Measured = {name: [] for name in subjects}
     random = Random(0)
     for _ in range(ROUNDS):
-        # In another order each time: nobody always comes after the same one.
+        # In a new order each time, so that no subject always follows the same one.
         for name in random.sample(list(subjects), len(subjects)):
             measured[name].append(subjects[name]())
     return measured
@@ -173,7 +170,7 @@ def typical(measured: Measured, name: str, field: str = "bytes_per_s") -> float:
 
 
 def ratios(measured: Measured, name: str, to: str, field: str = "bytes_per_s") -> list[float]:
-    """Round by round, so that a busy second of the machine is in both."""
+    """Ratios within each round, so that a busy second of the machine affects both."""
     pairs = zip(measured[name], measured[to], strict=True)
     return [ours[field] / theirs[field] for ours, theirs in pairs]
 

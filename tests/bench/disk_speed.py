@@ -24,11 +24,11 @@ SCATTERED = "scattered"
 MIN_TO_VLLM = {64 * KiB: 3.0, 1 * MiB: 1.5}
 WHO_IS_COMPARED = """\
 All tiers are full.
-  kvtier     seals and verifies every block; a store evicts. The blocks of a job lie side by side,
-             as those of a prompt do that was stored at once. Jobs come in random order.
+  kvtier     seals and verifies every block; every store evicts. The blocks of a job lie side by
+             side, like those of a prompt that was stored at once. Jobs come in random order.
   scattered  the same, but the blocks of every job lie all over the slab.
   vLLM       its fs tier with its C helper, 32 threads and O_DIRECT; checks nothing, never evicts.
-             Its directories are there before; what is too much is removed between the rounds."""
+             Its directories exist already; surplus blocks are removed between rounds."""
 
 
 def run() -> None:

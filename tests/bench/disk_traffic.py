@@ -1,4 +1,4 @@
-"""Jobs for a tier on disk, and who sees to it that there are always some."""
+"""Keeps a tier on disk busy with jobs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.bench.disk_subjects import DiskSubject
 
 STEP_S = 0.001
 NUM_DIRECTORIES = 256
-"""Over which vLLM's tier spreads its files. They are made while it is filled, and are there from
-then on, as in a store that has been in use for a while."""
+"""Directories over which vLLM's tier spreads its files. They are made while it is filled, and stay,
+as in a store that has been in use for a while."""
 
 Keys = list[Any]
 
 
 class Load:
-    """A tier that is kept busy, with some jobs under way at any time. One thread."""
+    """Keeps a number of jobs under way in one tier. One thread."""
 
     def __init__(self, subject: DiskSubject, num_rows: int) -> None:
         self.subject = subject
-        # In no order, as the slots of a primary tier are after a while.
+        # In random order, as the slots of a primary tier are after a while.
         self._free_rows = Random(0).sample(range(num_rows), num_rows)
         self._under_way: dict[int, tuple[list[int], Keys, bool]] = {}
         self._num_jobs = 0
@@ -46,7 +46,7 @@ class Load:
             self.subject.tier.submit_store(job)
 
     def collect(self) -> list[tuple[Keys, bool]]:
-        """The jobs that have ended: their keys, and whether it was a load. None may have failed."""
+        """Finished jobs: their keys, and whether each was a load. Raises if one has failed."""
         ended = []
         for result in self.subject.tier.get_finished_jobs():
             rows, keys, is_load = self._under_way.pop(result.job_id)
@@ -60,7 +60,7 @@ class Load:
         return ended
 
     def run(self, jobs: Iterator[Keys], is_load: bool, at_once: int) -> int:
-        """Have all these jobs done, so many at once. Answers how many blocks were moved."""
+        """Run all jobs, at most `at_once` at a time. Returns the number of blocks moved."""
         num_moved = 0
         waiting = next(jobs, None)
         while waiting is not None or self.num_under_way:
@@ -73,13 +73,13 @@ class Load:
         return num_moved
 
     def new_keys(self, count: int) -> Keys:
-        """Never seen before."""
+        """Keys that were not used before."""
         numbers = range(self._num_keys, self._num_keys + count)
         self._num_keys = numbers.stop
         return [self.subject.make_key(hash_of(number), 0) for number in numbers]
 
 
 def hash_of(number: int) -> bytes:
-    """32 bytes. Of the first five hexadecimal digits, vLLM's tier makes a directory."""
+    """A hash of 32 bytes. vLLM's tier makes a directory from its first five hexadecimal digits."""
     directory = number % NUM_DIRECTORIES
     return (directory << 4).to_bytes(2, "big") + bytes(6) + number.to_bytes(8, "big") * 3

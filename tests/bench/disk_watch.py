@@ -1,8 +1,7 @@
-"""How punctual a scheduler is while a tier on disk is busy: a loop that looks up every millisecond.
+"""How punctual a scheduler is while a tier on disk is busy: a loop of lookups every millisecond.
 
-One step: wake up, look up the blocks of a request, then take in what has ended and submit as much
-again. What the tier's threads take from the scheduler's is in both halves: time on a processor,
-and the interpreter.
+In one step it wakes up, looks up the blocks of a request, collects finished jobs and submits as
+many again. The tier's threads can delay both halves: they use a processor, and the interpreter.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from tests.bench.disk_traffic import Keys, Load
 
 STEP_S = 0.001
 LOOKED_UP = 64
-"""Keys in a step."""
+"""Keys looked up in a step."""
 
 
 def watch(
     load: Load, prompts: Sequence[Keys], case: Case, how: Watch
 ) -> tuple[dict[str, Any], list[Keys]]:
-    """Answers, in microseconds, how long after its time a step began (`wake`), had its answers
-    (`answer`) and its end (`step`), and how long it took to ask (`lookup`); and what was stored."""
+    """Returns, in microseconds, how late a step began (`wake`), had its answers (`answer`) and
+    ended (`step`), and how long the lookups took (`lookup`); and the keys that were stored."""
     scheduler = _Scheduler(load, prompts, case)
     woken, answered, ended = [], [], []
     begin = due = time.perf_counter()
@@ -59,7 +58,7 @@ class _Scheduler:
         self._load = load
         self._case = case
         self._random = Random(0)
-        # What was stored last is still there while the rest is evicted.
+        # The newest half stays while older blocks are evicted.
         self._there = deque(prompts, maxlen=len(prompts) // 2)
         self._asked: Keys = []
         self._context: Any = None
@@ -69,7 +68,8 @@ class _Scheduler:
         self.num_moved = 0
 
     def look_up(self) -> None:
-        """The blocks of a new request, or of the last one where the tier did not know."""
+        """Look up the blocks of a new request, or again those of the last one if the tier did not
+        know."""
         subject = self._load.subject
         if self._context is None:
             self._num_requests += 1
@@ -86,7 +86,7 @@ class _Scheduler:
             self._context = None
 
     def keep_busy(self) -> None:
-        """Take in what has ended, and have as many loads and stores under way as before."""
+        """Collect finished jobs, and submit as many loads and stores again."""
         self._collect()
         while self._load.num_under_way < self._case.jobs_at_once:
             if self._stores_next:

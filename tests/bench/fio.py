@@ -1,4 +1,4 @@
-"""What the disk can do, as `fio` sees it: the measure for tiers that live on one."""
+"""Measures the disk with `fio`, as a reference for tiers on it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Engine:
-    """How fio does its reads and writes."""
+    """How fio reads and writes."""
 
     name: str
     threads: int
     depth: int
-    """What each thread has under way. It has as many buffers, which it uses again and again."""
+    """Requests that each thread has under way. It has as many buffers, and reuses them."""
 
 
 def psync(threads: int) -> Engine:
@@ -31,18 +31,18 @@ def io_uring(depth: int) -> Engine:
 
 def require_fio() -> None:
     if shutil.which("fio") is None:
-        sys.exit("fio is not installed. Disks are measured with it; `make bench` installs it.")
+        sys.exit("fio is not installed. It measures the disk; `make bench` installs it.")
 
 
 def lay_out(path: Path, num_bytes: int) -> None:
-    """A file whose bytes have all been written once: the first write is slower than the next."""
+    """Write all bytes of a file once, since the first write is slower than later ones."""
     _run(path, num_bytes, 1 << 20, "write", io_uring(8))
 
 
 def bytes_per_second(
     path: Path, num_bytes: int, block_bytes: int, engine: Engine, *, write: bool, seconds: float
 ) -> float:
-    """Blocks at random places of the file, past the page cache, for so long."""
+    """Read or write blocks at random places of the file for `seconds`, bypassing the page cache."""
     what = "write" if write else "read"
     report = _run(
         path,
@@ -74,7 +74,7 @@ def _run(
         "--thread",
         "--group_reporting",
         "--direct=1",
-        "--scramble_buffers=0",  # the same bytes every time: nothing but the disk is to be measured
+        "--scramble_buffers=0",  # the same bytes every time, so that only the disk is measured
         "--output-format=json",
         *options,
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tests.bench.disk_jitter import FIGURES, compare_jitter
 from tests.bench.disk_subjects import FS
-from tests.bench.jitter import FIGURES, compare_jitter
 from tests.bench.report import run_alone
 
 

@@ -1,4 +1,4 @@
-"""How soon the fs tier says what is there, beside vLLM's own tier."""
+"""How soon the fs tier answers lookups, beside vLLM's own tier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.bench.disk_subjects import FS, VLLM_FS, Case, LookUp
-from tests.bench.report import print_table, run_alone, save
-from tests.bench.scratch import scratch_directory
+from tests.bench.report import print_table, run_alone, save, scratch_directory
 from tests.bench.worker import Worker, vllm_python, worker
 
 NUM_KEYS = 2048
@@ -32,16 +31,16 @@ HOW = {
 }
 
 WHAT_IS_COMPARED = f"""
-Lookups of {NUM_KEYS:,} blocks, all present or all absent, by an engine that has just been started
-and has heard of none of them (`first`), and by its next request for the same blocks (`again`). The
+Lookups of {NUM_KEYS:,} blocks, all present or all absent, by an engine that has just started and
+has looked up none of them (`first`), and by its next request for the same blocks (`again`). The
 directories are in the kernel's caches. One step each millisecond, until every answer is known.
-  prompt     the blocks of one prompt: what follows the first that is absent is not asked for.
-  each       one by one: every answer is wanted.
-Answered: until the last answer. On the thread: what all steps took of the scheduler's thread.
+  prompt     the blocks of one prompt: the lookup ends at the first absent block.
+  each       one by one: every block is looked up.
+Answered: time until the last answer. On the thread: time of all steps on the scheduler's thread.
 Medians of {ROUNDS} rounds, kvtier and vLLM in turns."""
 
 Rounds = dict[str, dict[str, list[dict[str, Any]]]]
-"""By how it is asked, and by tier."""
+"""Measurements by kind of lookup and by tier."""
 
 
 def run() -> None:
@@ -58,7 +57,7 @@ def run() -> None:
 
 @contextmanager
 def tiers(python_with_vllm: str) -> Iterator[dict[str, Worker]]:
-    """Both, with as many blocks as are going to be asked for."""
+    """Start both tiers, filled with the blocks that are looked up."""
     pythons = {KVTIER: (sys.executable, FS), VLLM: (python_with_vllm, VLLM_FS)}
     with scratch_directory() as directory, ExitStack() as stack:
         workers: dict[str, Worker] = {}

@@ -12,12 +12,12 @@ from tests.bench.worker import vllm_python
 
 NEW_FILES = "new files"
 WHO_IS_COMPARED = """\
-  kvtier     seals and verifies every block, and respects its quota. It is full: a store evicts, and
-             overwrites the file of a block that has left. Jobs come in random order.
-  new files  the same with room to spare: a store makes files. Its loads are kvtier's.
+  kvtier     seals and verifies every block. Its quota is full: a store evicts a block and
+             overwrites its file. Jobs come in random order.
+  new files  the same with room to spare: a store makes new files. Its loads are kvtier's.
   vLLM       its fs tier with its C helper, 32 threads and O_DIRECT; checks nothing, never evicts:
-             a store makes files. Its directories are there before; what is too much is removed
-             between the rounds, as it is of `new files`."""
+             a store makes new files. Its directories exist already. Surplus blocks are removed
+             between rounds, also those of `new files`."""
 
 
 def run() -> None:

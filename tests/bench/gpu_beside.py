@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY
-from kvtier.cpu.cuda.copy_paths import Path
-from kvtier.cpu.cuda.rig import Rig, open_rig
+from kvtier.cpu.cuda.copies import LOAD_PRIORITY, STORE_PRIORITY, CopyPath
+from kvtier.cpu.cuda.trial import Trial, open_trial
 from kvtier.cpu.gpu_worker import open_pinned
 
 SHAPES = ((8192, 8192, 8192), (2048, 14336, 4096), (256, 4096, 4096))
-"""Large ones, which the limit is for; the MLP of an 8B model with 2,048 tokens, and with 256."""
+"""Matrix shapes: large ones, to which the limit applies; the MLP of an 8B model with 2,048 tokens,
+and with 256."""
 PATHS = {
-    "copy engines": (1 << 20, 1, Path.ENGINES),
-    "kernel and engines": (64 << 10, 32, Path.STAGED),
-    "kernel alone": (64 << 10, 1, Path.KERNEL),
+    "copy engines": (1 << 20, 1, CopyPath.ENGINES),
+    "kernel and engines": (64 << 10, 32, CopyPath.STAGED),
+    "kernel alone": (64 << 10, 1, CopyPath.KERNEL),
 }
-"""Page size, tensors, and how they are copied."""
+"""Page size, tensors, and copy path."""
 _JOB_BYTES = 256 << 20
 _LOOP_S = 0.04
 
@@ -31,22 +31,24 @@ def beside(
     device: Any,
     shape: tuple[int, int, int],
     layout: tuple[int, int],
-    path: Path,
+    path: CopyPath,
     is_store: bool,
     num_rounds: int,
 ) -> dict[str, float]:
-    """Rounds alone, beside copies, and beside plain copies of one piece, in turns.
+    """Measure rounds alone, beside the worker's copies, and beside plain copies of one piece, in
+    turns.
 
-    The device's clock follows its power: after a pause it is higher for a while, whatever is done
-    then. So nothing is measured after a pause, and each comes after each of the others."""
+    The device's clock follows its power: it is higher for a while after a pause. So nothing is
+    measured after a pause, and each kind of round follows each of the others equally often.
+    """
     products = _products(device, shape)
     page_bytes, num_tensors = layout
     num_blocks = _JOB_BYTES // (page_bytes * num_tensors)
-    with open_rig(
+    with open_trial(
         device, page_bytes, num_tensors, num_blocks, partial(open_pinned, choose=lambda _: path)
-    ) as rig:
+    ) as trial:
         products()
-        copies = _Jobs(rig, is_store)
+        copies = _Jobs(trial, is_store)
         alone_rate = copies.rate()
         conditions: dict[str, _Copies] = {
             "alone": _Copies(),
@@ -56,7 +58,7 @@ def beside(
         took: dict[str, list[float]] = {what: [] for what in conditions}
         rates: list[float] = []
         for round_number in range(num_rounds):
-            # Each is the first, the second and the third as often as the others.
+            # Each kind is first, second and third equally often.
             for turn in range(3):
                 what = list(conditions)[(round_number + turn) % 3]
                 took[what].append(_beside(conditions[what], products, rates))
@@ -76,8 +78,8 @@ def beside(
 
 
 def _products(device: Any, shape: tuple[int, int, int]) -> Callable[[], float]:
-    """Makes matrix products for about `_LOOP_S`; milliseconds of one. As a graph: what the host
-    does meanwhile is not to be seen in it."""
+    """Run matrix products for about `_LOOP_S`, and return the milliseconds of one. They run as a
+    CUDA graph, so that work of the host does not show."""
     rows, columns, depth = shape
     a = torch.randn(rows, depth, device=device, dtype=torch.bfloat16)
     b = torch.randn(depth, columns, device=device, dtype=torch.bfloat16)
@@ -104,7 +106,7 @@ def _products(device: Any, shape: tuple[int, int, int]) -> Callable[[], float]:
 
         return replay
 
-    milliseconds(lambda: torch.mm(a, b, out=out))  # the libraries get ready
+    milliseconds(lambda: torch.mm(a, b, out=out))  # initializes the libraries
     few = make(10)
     milliseconds(few)
     count = max(3, int(_LOOP_S * 1e4 / milliseconds(few)))
@@ -113,25 +115,25 @@ def _products(device: Any, shape: tuple[int, int, int]) -> Callable[[], float]:
 
 
 class _Copies:
-    """What goes on beside the products. Here: nothing."""
+    """Copies that run beside the products. This base class copies nothing."""
 
     num_enough = int(2 * _LOOP_S * 2 * 60e9 / _JOB_BYTES) + 2
-    """Jobs, for two loops, a bus of 60 GB/s, and products that take twice as long as alone."""
+    """Number of jobs that lasts for two loops, with a bus of 60 GB/s and products that take twice
+    as long as alone."""
 
     def begin(self) -> None:
-        """Have enough under way."""
+        """Submit enough copies."""
 
     def end(self, rates: list[float]) -> bool:
-        """Return when none are under way any more, and add how quick they were. Whether they
-        outlasted the products."""
+        """Wait for all copies and record their speed. True if they outlasted the products."""
         return True
 
 
 def _beside(copies: _Copies, products: Callable[[], float], rates: list[float]) -> float:
-    """Milliseconds of a product. Raises `RuntimeError` if nothing can be said."""
+    """Milliseconds of a product. Raises `RuntimeError` if the measurement is not usable."""
     for _ in range(5):
         copies.begin()
-        products()  # what it was like before, and the pause, do not matter any more
+        products()  # levels out the effect of the pause on the clock
         took = products()
         if copies.end(rates):
             return took
@@ -140,17 +142,17 @@ def _beside(copies: _Copies, products: Callable[[], float], rates: list[float]) 
 
 
 class _Jobs(_Copies):
-    """Of the worker."""
+    """Copies by the worker."""
 
-    def __init__(self, rig: Rig, is_store: bool) -> None:
-        self._rig = rig
+    def __init__(self, trial: Trial, is_store: bool) -> None:
+        self._trial = trial
         self._is_store = is_store
         self._jobs: set[int] = set()
         self._seconds: list[float] = []
 
     def rate(self) -> float:
-        """GB/s of one at a time."""
-        return _JOB_BYTES / median(self._rig.finish([self._submit()]) for _ in range(5)) / 1e9
+        """GB/s with one job at a time."""
+        return _JOB_BYTES / median(self._trial.finish([self._submit()]) for _ in range(5)) / 1e9
 
     def begin(self) -> None:
         self._jobs = {self._submit() for _ in range(self.num_enough)}
@@ -159,7 +161,7 @@ class _Jobs(_Copies):
         self._collect()
         is_enough = bool(self._jobs)
         num_beside = max(1, len(self._seconds))
-        self._rig.worker.wait(self._jobs)
+        self._trial.worker.wait(self._jobs)
         self._collect()
         if is_enough:
             rates.append(_JOB_BYTES / median(self._seconds[:num_beside]) / 1e9)
@@ -168,17 +170,17 @@ class _Jobs(_Copies):
 
     def _submit(self) -> int:
         order = np.random.default_rng(1)
-        blocks, slots = (order.permutation(self._rig.num_blocks) for _ in range(2))
-        return self._rig.submit(self._is_store, blocks, slots)
+        blocks, slots = (order.permutation(self._trial.num_blocks) for _ in range(2))
+        return self._trial.submit(self._is_store, blocks, slots)
 
     def _collect(self) -> None:
-        for result in self._rig.worker.get_finished():
+        for result in self._trial.worker.get_finished():
             self._jobs.remove(result.job_id)
             self._seconds.append(result.transfer_time or 0.0)
 
 
 class _PlainCopies(_Copies):
-    """Of memory in one piece: the least that anyone can do."""
+    """Plain copies of memory in one piece: the least that any worker has to do."""
 
     def __init__(self, device: Any, is_store: bool) -> None:
         host = torch.empty(_JOB_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -1,20 +1,20 @@
-"""What the CUDA worker moves per second, what it costs the model, and what it costs the host."""
+"""The CUDA worker: bandwidth, cost on the engine's thread, and cost for the model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from kvtier.cpu.cuda.copy_paths import choose_path
+from kvtier.cpu.cuda.copies import choose_path
 from tests.bench.gpu_here import gpu_for
 from tests.bench.report import RESULTS, print_table, run_alone, save, verdict, verdict_at_least
 
 KIB = 1 << 10
 NUM_BYTES = 1 << 30
 MIN_SHARE = {16: 0.90, 64: 0.90, 256: 0.85, 1024: 0.90, 2048: 0.90}
-"""Of the pinned peak, by KiB of a page, each direction."""
+"""Least share of one plain pinned copy, by KiB of a page, in each direction."""
 LAYERED = ((16, 32), (64, 32))
-"""KiB of a page and tensors: how an engine with a tensor for each layer has them."""
+"""KiB of a page, and tensors: engines with a tensor for each layer."""
 MAX_SLOWDOWN = {"copy engines": 1.03, "kernel and engines": 1.06, "kernel alone": 1.06}
 MAX_ENQUEUE_US_PER_PAGE = 1.0
 MAX_ENQUEUE_US = 100.0
@@ -33,11 +33,11 @@ def run(results: Path = RESULTS) -> None:
         ("beside_gemm", beside_gemm),
     ):
         document[name] = part(device)
-        save("gpu_copy", document, results)  # after each part: the machine may be taken away
+        save("gpu_copy", document, results)  # after each part, in case a later one fails
 
 
 def bandwidth(device: Any) -> dict[str, Any]:
-    from kvtier.cpu.cuda.bandwidth import measure, measure_plain_copy
+    from kvtier.cpu.cuda.trial import measure, measure_plain_copy
 
     peak = measure_plain_copy(device, NUM_BYTES)
     rows = [["one plain copy", *(f"{rate:.1f}" for rate in peak), "", "", "", ""]]
@@ -69,13 +69,13 @@ def bandwidth(device: Any) -> dict[str, Any]:
 
 
 def enqueue(device: Any) -> dict[str, Any]:
-    from tests.bench.gpu_enqueue import CASES, enqueue_us
+    from tests.bench.gpu_engine_thread import SUBMITTED, submit_us
 
     rows, lines, result = [], [], {}
-    for kib, num_tensors, num_blocks in CASES:
+    for kib, num_tensors, num_blocks in SUBMITTED:
         pages = num_tensors * num_blocks
         name = f"{num_blocks} blocks of {num_tensors} x {kib} KiB"
-        loads, stores = enqueue_us(device, kib * KIB, num_tensors, num_blocks)
+        loads, stores = submit_us(device, kib * KIB, num_tensors, num_blocks)
         result[name] = {"pages": pages, "load_us": loads, "store_us": stores}
         worst = max(loads, stores)
         rows.append([name, f"{loads:.1f}", f"{stores:.1f}", f"{worst * 1e3 / pages:.0f}"])
@@ -94,7 +94,7 @@ def enqueue(device: Any) -> dict[str, Any]:
 
 
 def busy_engine(device: Any) -> dict[str, Any]:
-    from tests.bench.gpu_busy import LAYOUTS, rates
+    from tests.bench.gpu_engine_thread import LAYOUTS, rates
 
     rows, result = [], {}
     for kib, num_tensors in LAYOUTS:

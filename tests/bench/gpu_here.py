@@ -1,4 +1,4 @@
-"""Whether there is a GPU to measure."""
+"""Finds the GPU to measure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["gpu_for", "why_no_gpu"]
 
 
 def why_no_gpu() -> str | None:
-    """What is missing, if anything is, and the remedy."""
+    """What is missing and the remedy, or None if there is a usable GPU."""
     missing = gpu_selftest.why_no_gpu(0)
     if missing is None:
         return None
@@ -19,8 +19,7 @@ def why_no_gpu() -> str | None:
 
 
 def gpu_for(benchmark: str) -> Any | None:
-    """The first GPU, which is the current one from now on. None: there is none, and it has been
-    said what is missing."""
+    """The first GPU, made the current device; or None, after reporting what is missing."""
     if (missing := why_no_gpu()) is not None:
         not_measured(benchmark, missing)
         return None

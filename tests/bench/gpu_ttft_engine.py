@@ -1,10 +1,10 @@
-"""One vLLM engine in a process of its own, which answers what `tests.bench.gpu_ttft` asks.
+"""One vLLM engine in a process of its own, driven by `tests.bench.gpu_ttft`.
 
     python -m tests.bench.gpu_ttft_engine ORDER.json
 
-The file says which engine. The first line on standard output says that it is there; then come
-answers, one JSON document in a line for each in standard input, whose end ends the process.
-Everything that others print goes to standard error.
+The file describes the engine. The first line on standard output reports that it is ready. Then each
+line of JSON on standard input gets one line of JSON on standard output; the end of standard input
+ends the process. Everything that vLLM prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.in_process import InProcessEngine, contain
-from tests.bench.gpu_ttft_weights import let_weights_matter
+from kvtier.testing.vllm.in_process import InProcessEngine, contain
 
 FORGET_NOTHING = "nothing"
 FORGET_DEVICE = "device"
 FORGET_HOST = "host"
-"""And the device. What is on disk stays."""
+"""Forgets the device cache, too. Blocks on disk stay."""
 
 COUNTERS = (
     "cpu_stored_blocks",
@@ -36,21 +35,23 @@ COUNTERS = (
     "tier_0_disk_late_loads",
     "tiering_given_up_requests",
 )
-"""Of kvtier's figures, those that say what a request was served from."""
+"""kvtier's counters that say where the blocks of a request came from."""
 
 LOAD_SECONDS = "tier_0_disk_load_seconds"
-"""How long the tier has taken, by its own clock."""
+"""Seconds that the tier spent on loads, measured by the tier."""
 
 _WARM_UP = "warm-up"
 _SHORT_TOKENS = 8
 _KEPT_NOWHERE = {"skip": True, "max_offload_tokens": 0}
-"""The hints for that of kvtier, and of vLLM."""
+"""Hints that keep a prompt from being stored: the first is kvtier's, the second vLLM's."""
 _SETTLED_WITHIN_S = 60.0
 _PAUSE_S = 0.05
+_SHARPNESS = 2.0
+"""Factor on the weights of queries and keys."""
 
 
 class Session:
-    """Answers the questions of `tests.bench.gpu_ttft_process`."""
+    """Executes the commands of `tests.bench.gpu_ttft_process`."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
@@ -75,8 +76,8 @@ class Session:
         self._engine.settle(_SETTLED_WITHIN_S)
 
     def generate(self, what: dict[str, Any]) -> dict[str, Any]:
-        """Run a prompt, after what was known of it is forgotten as far as `forget` says, and, with
-        `wake`, after a short request."""
+        """Run a prompt. `forget` names the caches that are emptied before; `wake` runs a short
+        request before."""
         self._forget(what["forget"])
         if what["wake"]:
             self._run(_SHORT_TOKENS, _WARM_UP, _KEPT_NOWHERE)
@@ -97,19 +98,19 @@ class Session:
         }
 
     def stored_blocks(self, what: dict[str, Any]) -> int:
-        """How many blocks are on disk, once there are as many as said, or time is up."""
+        """Blocks on disk, once there are as many as expected or the time is up."""
         deadline = time.monotonic() + what["seconds"]
         while True:
             self._engine.settle(_SETTLED_WITHIN_S)
             stored = self._num_stored()
             if stored >= what["blocks"] or time.monotonic() > deadline:
                 return stored
-            # vLLM hands on what was computed, and takes in what was stored, with further steps.
+            # vLLM passes computed blocks on, and collects finished stores, only in further steps.
             self._run(_SHORT_TOKENS, _WARM_UP, None)
             time.sleep(_PAUSE_S)
 
     def figures(self, _: object) -> dict[str, float]:
-        """Of kvtier; empty for another engine."""
+        """kvtier's metrics; empty for other engines."""
         return self._engine.figures()
 
     def end(self) -> None:
@@ -151,15 +152,39 @@ class Session:
 
 def _contain(folder: Path) -> None:
     folder.mkdir()
-    # It knows what models are like, which takes a process that imports vLLM to find out.
+    # vLLM caches its inspection of models, which takes a process that imports vLLM.
     cache = os.environ.get("VLLM_CACHE_ROOT")
     contain(folder)
     if cache is not None:
         os.environ["VLLM_CACHE_ROOT"] = cache
 
 
+def let_weights_matter(model: Any) -> None:
+    """Give the model weights as large as trained ones, the same in every engine of this shape.
+
+    vLLM's dummy weights are so small that attention hardly changes the output, and an fp8 cache
+    rounds its contents to zero. Wrong blocks would go unnoticed.
+    """
+    import torch
+
+    for number, (name, weight) in enumerate(model.named_parameters()):
+        if weight.dim() == 0 or not weight.is_floating_point():
+            continue
+        with torch.no_grad():
+            if weight.dim() == 1:
+                weight.fill_(1.0 if "norm" in name else 0.0)
+                continue
+            generator = torch.Generator(device=weight.device)
+            generator.manual_seed(number)
+            # Keeps the size of activations. Larger queries and keys make attention sharp.
+            std = 1.0 if "embed_tokens" in name else weight.shape[1] ** -0.5
+            if "qkv_proj" in name:
+                std *= _SHARPNESS
+            weight.normal_(0.0, std, generator=generator)
+
+
 def main() -> int:
-    """Start the engine, answer until nobody asks any more, and return the exit code."""
+    """Start the engine, answer until standard input ends, and return the exit code."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

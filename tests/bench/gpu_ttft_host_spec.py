@@ -1,7 +1,7 @@
 """vLLM 0.26's own tiering on its CPU platform, for the rehearsal of `tests.bench.gpu_ttft`.
 
-vLLM loads `HostTieringSpec` by name. Only the worker is replaced, by one that copies at once: for
-that, vLLM has nothing but CUDA. Other releases: `tests.bench.vllm_host_tiering`.
+vLLM loads `HostTieringSpec` by name. Only the worker is replaced, since vLLM's needs CUDA. For
+other releases, see `tests.bench.vllm_host_tiering`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies in the calls that ask for it. One group, one device block in a row."""
+    """Copies synchronously, inside the submitting call. One group, one device block per row."""
 
     def __init__(self, kv_caches: Any, region: Any) -> None:
         (refs,) = kv_caches.group_data_refs
@@ -51,7 +51,7 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
         return finished
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """All has been done."""
+        """Nothing to wait for: all copies were synchronous."""
 
     def shutdown(self) -> None:
         self._pages.clear()

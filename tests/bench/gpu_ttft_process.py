@@ -1,4 +1,4 @@
-"""The processes that `tests.bench.gpu_ttft` measures, seen from the one that asks them."""
+"""Starts the engine processes of `tests.bench.gpu_ttft` and sends them commands."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _READ_BYTES = 1 << 16
 
 
 class EngineFailed(Exception):
-    """An engine did not start, could not answer, or took too long. It is of no use any more."""
+    """An engine did not start, could not answer, or took too long. It is not used again."""
 
 
 class EngineProcess:
-    """One engine. It is starting when this is made; `await_start` says when it is there."""
+    """One engine process. It starts when this object is made; `await_start` waits until it is
+    ready."""
 
     def __init__(self, engine: Engine, settings: Settings, folder: Path, engine_id: str) -> None:
         self.engine = engine
@@ -44,7 +45,7 @@ class EngineProcess:
                 stderr=log,
                 env=_environment(),
                 cwd=ROOT,
-                # Ctrl-C is for the process that asks, which ends this one in order.
+                # Only the parent handles Ctrl-C; it ends this process in order.
                 start_new_session=True,
                 bufsize=0,
             )
@@ -55,7 +56,7 @@ class EngineProcess:
         return self.engine.name
 
     def has_started(self, wait_s: float) -> bool:
-        """Whether it is there, after at most so long. Raises `EngineFailed`."""
+        """True once the engine is ready; waits for a limited time. Raises `EngineFailed`."""
         line = self._line(time.monotonic() + wait_s)
         if line is None:
             return False
@@ -63,7 +64,7 @@ class EngineProcess:
         return True
 
     def ask(self, command: str, argument: object, within_s: float = 120.0) -> Any:
-        """Have a method of its session called. Raises `EngineFailed`."""
+        """Call a method of the engine's session. Raises `EngineFailed`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({command: argument}).encode() + b"\n")
@@ -75,19 +76,19 @@ class EngineProcess:
         return self._answer_in(line)
 
     def last_words(self) -> str:
-        """The end of its log."""
+        """The last lines of the engine's log."""
         with self._log.open("rb") as log:
             log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 
     def hang_up(self) -> None:
-        """Ask it no more: it ends by itself."""
+        """Close its standard input, so that it ends."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def end(self, within_s: float = _ENDS_WITHIN_S) -> None:
-        """Wait until it has ended, and see to it if it does not."""
+        """Wait until it has ended; kill it if it does not."""
         assert self._process.stdout is not None
         self.hang_up()
         try:

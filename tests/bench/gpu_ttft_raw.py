@@ -1,4 +1,4 @@
-"""What the bus and the disk take for some bytes, with nothing else in the way."""
+"""Reference times: the same bytes over the bus and from the disk, without an engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Bus:
         self.seconds_for(size)
 
     def seconds_for(self, num_bytes: int) -> float:
-        """In pieces as large as the buffer."""
+        """Copy in pieces of the buffer's size."""
         self._wait()
         began = time.perf_counter()
         for start in range(0, num_bytes, len(self._source)):
@@ -51,15 +51,15 @@ class Bus:
 
 
 class RawDisk:
-    """Reads of one file, past the page cache, by some threads at once."""
+    """Reads one file with several threads, bypassing the page cache."""
 
     def __init__(self, settings: Settings, path: Path) -> None:
-        """Write the file, which takes a while."""
+        """Write the file. Takes a while."""
         self._chunk = settings.raw_chunk
         self._num_chunks = settings.raw_bytes() // self._chunk
         self._path = path
         self.is_direct = _can_be_direct(path, self._chunk)
-        """Whether the file system lets reads bypass the page cache."""
+        """True if the file system allows reads to bypass the page cache."""
         self.num_threads = settings.raw_threads[-1]
         self._buffers = [mmap.mmap(-1, self._chunk) for _ in range(max(settings.raw_threads))]
         for buffer in self._buffers:
@@ -68,7 +68,7 @@ class RawDisk:
         self._write()
 
     def choose_threads(self, settings: Settings) -> dict[int, float]:
-        """Use as many threads as are quickest; bytes in a second for each number of them."""
+        """Choose the fastest number of threads. Returns bytes per second by number of threads."""
         num_bytes = min(settings.raw_trial_bytes, self._num_chunks * self._chunk)
         seconds: dict[int, list[float]] = {threads: [] for threads in settings.raw_threads}
         for _ in range(_TRIALS):
@@ -80,7 +80,8 @@ class RawDisk:
         return rates
 
     def seconds_for(self, num_bytes: int) -> float:
-        """In whole chunks; it goes on where the last one ended, and begins anew at the end."""
+        """Read whole chunks. Continues where the last read ended, and starts again at the end of
+        the file."""
         first, self._next_chunk = self._next_chunk, self._next_chunk + -(-num_bytes // self._chunk)
         tickets = iter(range(first, self._next_chunk))
         flags = os.O_RDONLY | (os.O_DIRECT if self.is_direct else 0)
@@ -114,7 +115,7 @@ class RawDisk:
                 left = self._num_chunks * self._chunk - start
                 if left <= 0:
                     break
-                # No two pieces are alike: a disk might notice.
+                # All pieces differ, since a disk may deduplicate equal ones.
                 tile[:8] = start.to_bytes(8, "little")
                 with memoryview(tile) as view, view[: min(left, len(tile))] as piece:
                     if os.pwritev(fd, [piece], start) != len(piece):
@@ -126,7 +127,7 @@ class RawDisk:
 
 
 def _can_be_direct(path: Path, size: int) -> bool:
-    """Make the file, and find out."""
+    """Make the file, and test whether reads can bypass the page cache."""
     path.write_bytes(bytes(size))
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -142,14 +143,14 @@ def _can_be_direct(path: Path, size: int) -> bool:
 
 
 class PageCache:
-    """The kernel's copy of what is on disk."""
+    """Drops the page cache."""
 
     def __init__(self) -> None:
         self.trouble: str | None = None
-        """Why it could not be dropped."""
+        """The reason why the page cache could not be dropped, or None."""
 
     def drop(self) -> None:
-        """As `sync; echo 3 > /proc/sys/vm/drop_caches` does, where that is allowed."""
+        """Do `sync; echo 3 > /proc/sys/vm/drop_caches`, where that is permitted."""
         os.sync()
         try:
             Path("/proc/sys/vm/drop_caches").write_text("3\n")

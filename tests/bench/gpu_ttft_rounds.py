@@ -1,4 +1,4 @@
-"""Several engines, alive at the same time, of which one works: filled first, then measured."""
+"""Fills several engines, then measures them in turns. All are alive; one works at a time."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from tests.bench.gpu_ttft_settings import (
 _NO_LOAD_OR_STORE = {"skip": True}
 _FROM_DEVICE = (DEVICE, FORGET_NOTHING)
 _SHORT_ONES = 3
-"""So often what is over soon is run in a round: a device hit takes 20 to 40 ms on the H200, whoever
-serves it, and the median of a few says little."""
+"""Runs of a short figure in each round. A device hit takes only 20 to 40 ms on the H200, so the
+median of a few runs is not stable."""
 _FROM_EVERYWHERE = ((DISK, FORGET_HOST), *((HOST, FORGET_DEVICE), _FROM_DEVICE) * _SHORT_ONES)
 _WHERE_DISK_PAYS = ((DISK, FORGET_HOST), (RECOMPUTED, FORGET_DEVICE), *[_FROM_DEVICE] * _SHORT_ONES)
 FIGURES = {
@@ -48,20 +48,19 @@ FIGURES = {
     FP8: _WHERE_DISK_PAYS,
     LARGER: _WHERE_DISK_PAYS,
 }
-"""What a round takes from each engine, and what is forgotten before each run. The first one brings
-the prompt up to host memory and device, where the others find it."""
+"""The figures of a round, and the caches that are emptied before each run. The first run brings the
+prompt to host memory and device, where the later ones find it."""
 
 _STORED_WITHIN_S = 20.0
 _SHORT_LOADS = 3
-"""So often each short prompt is loaded for the guard, which judges after eight loads."""
+"""Loads of each short prompt before the guard is measured. The guard decides after eight loads."""
 _DEEP_PREFILLS = 2
 
 Say = Callable[[str], None]
 
 
 class Rounds:
-    """Engines and what was measured of them. `problems` has what went wrong, in words, `notes` what
-    went otherwise."""
+    """The engines and their measurements. `problems` lists failures, `notes` lists deviations."""
 
     def __init__(self, settings: Settings, scratch: Path, engine_id: str, say: Say) -> None:
         self.problems: list[str] = []
@@ -77,15 +76,15 @@ class Rounds:
         self._engine_id = engine_id
         self._say = say
         self._processes: dict[str, EngineProcess] = {}
-        """Those that can be asked."""
+        """Engines that are ready."""
         self._starting: list[EngineProcess] = []
         self.references: dict[tuple[str, int, int], Reference] = {}
-        """By engine, length and number of the prompt."""
+        """Reference answers by engine, length and number of the prompt."""
 
     # --- starting and ending --------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Let all engines start, at the same time."""
+        """Start all engines at the same time."""
         for engine in self._settings.engines:
             self._launch(engine)
 
@@ -96,7 +95,7 @@ class Rounds:
         self._starting.append(EngineProcess(engine, self._settings, folder, engine_id))
 
     def await_engines(self, deadline: float) -> None:
-        """Until all are there, or have failed, or it is late."""
+        """Wait until all are ready or have failed, or the time is up."""
         while self._starting:
             for process in list(self._starting):
                 try:
@@ -126,7 +125,7 @@ class Rounds:
         self._say(f"{process.name} {what}: {failure}\n--- the end of its log:")
         self._say(process.last_words() + "\n---")
         process.end(within_s=1.0)
-        # Others need the room.
+        # Other engines need the memory.
         shutil.rmtree(process.folder / "tier", ignore_errors=True)
 
     def end(self) -> None:
@@ -141,7 +140,7 @@ class Rounds:
         self._starting, self._processes = [], {}
 
     def prepare_raw(self) -> None:
-        """Make ready what bus and disk are measured with: while engines start."""
+        """Prepare the measurements of bus and disk while engines start."""
         try:
             self.bus = Bus(self._settings)
         except Exception as error:
@@ -152,7 +151,7 @@ class Rounds:
             self.problems.append(f"the raw disk cannot be measured: {error!r}")
 
     def choose_raw_threads(self) -> dict[str, Any]:
-        """How the raw disk is read, and how quick that is; while no engine works."""
+        """Measure the raw disk while no engine works. Returns how it is read and its speed."""
         if self.raw_disk is None:
             return {}
         rates = self.raw_disk.choose_threads(self._settings)
@@ -166,8 +165,8 @@ class Rounds:
     # --- before anything is measured ------------------------------------------------------------
 
     def fill(self) -> None:
-        """Let every engine compute all prompts, and have them on disk. Each then answers from its
-        device: what every later answer is held against."""
+        """Let every engine compute all prompts and store them on disk. Its answers from the device
+        cache are the reference for all later answers."""
         for process in list(self._processes.values()):
             self._attempt(process, self._fill)
 
@@ -213,15 +212,15 @@ class Rounds:
         return int(process.ask("stored_blocks", question))
 
     def _teach_those_of(self, samples: PhaseSamples) -> None:
-        """Before their first round, not when they have just been filled: a disk may be busy for a
-        while with what was written."""
+        """Let the guards of these engines measure before their first round. Not right after the
+        filling, when the disk may be busy with earlier writes."""
         for name in samples.phase.engines:
             process = self._processes.get(name)
             if process is not None and process.engine.has_guard and name not in self.learning:
                 self._attempt(process, self._teach)
 
     def _teach(self, process: EngineProcess) -> None:
-        """Let the guard see loads of every length, and prefills."""
+        """Let the guard measure loads and prefills of every length."""
         engine, settings = process.engine, self._settings
         lengths = sorted(engine.lengths)
         runs = []
@@ -252,7 +251,7 @@ class Rounds:
         return any(name in self._processes for name in samples.phase.engines)
 
     def take(self, samples: PhaseSamples) -> None:
-        """One round of a phase: every figure, the order of the engines turned each time."""
+        """Run one round of a phase: every figure, with the order of the engines rotated."""
         self._teach_those_of(samples)
         length, round_ = samples.phase.length, samples.num_rounds
         processes = [
@@ -282,8 +281,8 @@ class Rounds:
                 self.page_cache.drop()
             is_to_compute = figure == RECOMPUTED and bool(engine.lengths)
             hints = _NO_LOAD_OR_STORE if is_to_compute else None
-            # Others have had the machine for seconds: what that costs the first run is no cost of
-            # where its prompt is.
+            # Other engines have used the machine for seconds. The short request before takes the
+            # cost of that, so that the first run does not.
             answer = self._generate(process, length, prompt, forget, hints, wake=turn == 0)
             sample = sample_of(
                 answer,

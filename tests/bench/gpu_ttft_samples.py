@@ -1,4 +1,4 @@
-"""What was measured, run by run, and what it comes to."""
+"""Measurements of single runs, and the statistics over them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DEVICE = "device hit"
 HOST = "host hit"
 DISK = "disk hit"
 EMPTIED = "host emptied"
-"""A prompt that is on disk, for kvtier to load or to have computed, as it decides."""
+"""A prompt on disk, which kvtier loads or lets vLLM compute, as its guard decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What an engine answers when it takes a prompt, which it has computed, from the device."""
+    """The answer of an engine that takes a prompt, which it has computed, from its device cache."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -35,10 +35,11 @@ class Sample:
     cached_tokens: int
     counted: dict[str, float]
     is_in_place: bool
-    """Whether the prompt came from where it was to come from."""
+    """True if the prompt came from the expected place."""
     has_same_tokens: bool
     logprob_difference: float
-    """The largest, to the reference; infinite if tokens differ, or a logprob is no number."""
+    """Largest difference of a logprob from the reference; infinite if tokens differ or a logprob is
+    not a number."""
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class PhaseSamples:
         self.phase = phase
         self.num_rounds = 0
         self.num_bytes = 0
-        """What a prompt's blocks have, as the bus and the raw disk moved them."""
+        """Seconds of the bus and of the raw disk for the bytes of one prompt."""
         self.by_figure: dict[tuple[str, str], list[Sample]] = {}
         """By engine and figure."""
         self.bus = Spread()
@@ -88,7 +89,7 @@ class PhaseSamples:
         return self.by_figure.get((engine, figure), [])
 
     def spread(self, engine: str, figure: str) -> Spread:
-        """Of the runs that came from where they were to come from."""
+        """Spread of the runs that came from the expected place."""
         samples = self.samples(engine, figure)
         return Spread([sample.seconds for sample in samples if sample.is_in_place])
 
@@ -145,7 +146,7 @@ def sample_of(
     is_in_place: bool,
     reference: Reference | None,
 ) -> Sample:
-    """A run, held against the reference."""
+    """Compare a run with the reference."""
     same, difference = False, float("inf")
     if reference is not None:
         same = answer["answer"] == reference.tokens and all(map(isfinite, answer["logprobs"]))
@@ -167,7 +168,7 @@ def sample_of(
 def is_in_place(
     answer: dict[str, Any], figure: str, engine: Engine, settings: Settings, length: int
 ) -> bool:
-    """Whether a run was served from where its figure says, as far as the engine tells."""
+    """True if the run was served from where its figure says, as far as the engine reports that."""
     cached, whole = answer["cached_tokens"], settings.served_tokens(length)
     if figure == EMPTIED:
         return True

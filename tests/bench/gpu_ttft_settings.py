@@ -1,4 +1,4 @@
-"""What `tests.bench.gpu_ttft` measures: on the H200, and the same small enough for any CPU."""
+"""Settings of `tests.bench.gpu_ttft`: for the H200, and small ones for any CPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ GUARD_OFF = "kvtier, guard off"
 GUARD_ON = "kvtier, guard on"
 FP8 = "kvtier, fp8"
 LARGER = "kvtier, larger model"
-"""Takes the place of the fp8 engine where that one does not start."""
+"""Replaces the fp8 engine if that one does not start."""
 
 NO_TIERS = "none"
 VLLMS_TIERS = "vllm"
 KVTIERS_TIERS = "kvtier"
 
 _PATIENT = {"load_timeout_ms": 60_000, "store_timeout_ms": 60_000, "lookup_timeout_ms": 60_000}
-"""Without the guard, it is to be seen how long a load takes, not when kvtier has enough of it."""
+"""Timeouts for engines without the guard: they measure how long a load takes, so no load may time
+out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Shape:
     max_positions: int
 
     def model_config(self) -> dict[str, Any]:
-        """What its config.json says."""
+        """The contents of its config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -63,21 +64,21 @@ class Shape:
         }
 
     def bytes_per_token(self, value_bytes: int) -> int:
-        """Of keys and values."""
+        """Bytes of keys and values."""
         return self.layers * 2 * self.kv_heads * self.head * value_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine: which model, where it offloads to, and how much room there is."""
+    """One engine: its model, its tiers, and their sizes."""
 
     name: str
     shape: Shape
     tiers: str
     lengths: tuple[int, ...]
-    """Prompts that are to be on its disk before anything is measured."""
+    """Prompts to store on its disk before measuring."""
     device_bytes: int
-    """Of its KV cache. With this given, vLLM measures no memory, so that neighbours do not
+    """Size of its KV cache. With this given, vLLM measures no free memory, so other engines do not
     matter."""
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -86,13 +87,13 @@ class Engine:
     value_bytes: int = 2
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     tier_keys: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of kvtier's tier."""
+    """Further keys for kvtier's tier."""
 
     def bytes_per_token(self) -> int:
         return self.shape.bytes_per_token(self.value_bytes)
 
     def order(self, settings: Settings, folder: Path, engine_id: str) -> dict[str, Any]:
-        """What `tests.bench.gpu_ttft_engine` is told to start, as JSON."""
+        """The description that `tests.bench.gpu_ttft_engine` starts, as JSON."""
         engine_args = {
             **settings.engine_args,
             "kv_cache_dtype": self.cache_dtype,
@@ -127,14 +128,14 @@ class Engine:
             "type": "disk",
             "path": str(folder / "tier" / "kv.slab"),
             "max_bytes": self.disk_bytes,
-            # Prompts are stored one by one, and all of each is to be on disk.
+            # Prompts are stored one by one, and each must be on disk completely.
             "max_pinned_share": 1,
         }
         keys: dict[str, Any] = {
             "cpu_bytes_to_use": self.host_bytes,
-            # Dummy weights are not known by their files.
+            # Dummy weights cannot be identified by files.
             "cache_namespace": "gpu_ttft",
-            # A reset empties host memory, and leaves what is on disk.
+            # A reset empties host memory and leaves the blocks on disk.
             "reset_scope": "primary",
         }
         if not self.has_guard:
@@ -145,54 +146,54 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Rounds of one kind, one after the other."""
+    """A sequence of rounds of one kind."""
 
     length: int
     engines: tuple[str, ...]
-    """Whose figures a round takes."""
+    """Engines that a round measures."""
     seconds: float
-    """Roughly how long all its rounds take: left to it by the phases before, if time is short."""
+    """Estimated seconds of all its rounds; earlier phases leave this much if time is short."""
     rounds: int = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One way to run the whole benchmark."""
+    """One configuration of the whole benchmark."""
 
     name: str
     device: str
-    """What the bus goes to, as torch calls it."""
+    """Target of the bus copies, in torch's notation."""
     lengths: tuple[int, ...]
     engines: tuple[Engine, ...]
     instead: Mapping[str, Engine]
-    """Which engine takes the place of one that does not start."""
+    """Replacements for engines that do not start."""
     phases: tuple[Phase, ...]
     engine_args: Mapping[str, Any]
     block_tokens: int
     vllm_spec: Mapping[str, Any]
-    """Names vLLM's own tiering."""
+    """Spec of vLLM's own tiering."""
     prompts: int = 2
-    """Of each length, used in turns."""
+    """Prompts of each length, used in turns."""
     answer_tokens: int = 4
     deadline_s: float = 780.0
-    """Since the start: after that, no round is begun."""
+    """Seconds since the start after which no round is begun."""
     start_limit_s: float = 240.0
-    """Since the start: an engine that is not there by then is left out."""
+    """Seconds since the start within which an engine must be ready; later ones are left out."""
     is_judged: bool = True
-    """Whether ratios are held against what they should be."""
+    """True if ratios are compared with their limits."""
     raw_chunk: int = 2 * _MIB
     raw_threads: tuple[int, ...] = (4, 8)
     raw_trial_bytes: int = _GIB
     bus_buffer: int = _GIB
 
     def prompt_tokens(self, length: int) -> int:
-        """One fewer than the length says, a multiple of the block: a prompt that ends with a block
-        is computed from its last block on if it was on the device, and from its last token on if
-        it was loaded. That would give other logprobs."""
+        """Tokens of a prompt: one fewer than `length`, which is a multiple of the block. A prompt
+        that ends with a block would be computed from its last block on if it was on the device, and
+        from its last token on if it was loaded, which gives different logprobs."""
         return length - 1
 
     def whole_blocks(self, length: int) -> int:
-        """Of a prompt; what is behind them is computed in any case."""
+        """Whole blocks of a prompt; the rest is always computed."""
         return self.prompt_tokens(length) // self.block_tokens
 
     def served_tokens(self, length: int) -> int:
@@ -202,11 +203,11 @@ class Settings:
         return self.served_tokens(length) * engine.bytes_per_token()
 
     def stored_blocks(self, engine: Engine) -> int:
-        """That are on disk once all prompts are."""
+        """Blocks on disk once all prompts are stored."""
         return self.prompts * sum(self.whole_blocks(length) for length in engine.lengths)
 
     def disk_bytes(self) -> int:
-        """What all engines write together, and the file for the raw disk."""
+        """Bytes that all engines write together, and the file for the raw disk."""
         files = sum(
             self.stored_blocks(engine) * self.block_tokens * engine.bytes_per_token()
             for engine in self.engines
@@ -215,7 +216,7 @@ class Settings:
         return files + sum(engine.disk_bytes for engine in self.engines) + self.raw_bytes()
 
     def raw_bytes(self) -> int:
-        """Of the file that the raw disk is measured with."""
+        """Size of the file for the raw disk."""
         largest = max(
             self.served_bytes(engine, phase.length)
             for phase in self.phases
@@ -227,7 +228,7 @@ class Settings:
         return (engine for engine in self.engines if engine.name in phase.engines)
 
     def document(self) -> dict[str, Any]:
-        """For the results."""
+        """The settings, for the results."""
         return asdict(self)
 
 
@@ -237,7 +238,7 @@ _LLAMA_8B = Shape(4096, 14336, 32, 32, 8, 128, 128256, 131072)
 _SHAPE_14B = Shape(5120, 17408, 40, 40, 8, 128, 128256, 131072)
 _LENGTHS = (32_768, 8_192, 2_048)
 _LENGTHS_FP8 = (32_768, 2_048)
-"""The short ones only for the guard to learn from."""
+"""Short lengths serve only for the guard's measurements."""
 
 H200 = Settings(
     name="H200",
@@ -285,7 +286,7 @@ H200 = Settings(
     phases=(
         Phase(32_768, _MAIN, 220),
         Phase(8_192, _MAIN, 95),
-        # The disk is busy for so short that one slow answer shows.
+        # The disk works only briefly, so that one slow answer shows.
         Phase(2_048, _MAIN, 105, rounds=20),
         Phase(32_768, (FP8, LARGER), 80),
     ),
@@ -295,11 +296,11 @@ H200 = Settings(
         "block_size": 16,
         "max_model_len": 40_000,
         "max_num_batched_tokens": 8_192,
-        # With the KV cache's size given, vLLM only asks whether so much is free at the start.
+        # With the KV cache's size given, vLLM only checks that this much is free at the start.
         "gpu_memory_utilization": 0.1,
         "distributed_executor_backend": "uni",
-        # Ahead of time, vLLM would launch the step of the second token before it looks at the
-        # first: as long as a whole device hit takes.
+        # Asynchronous scheduling would launch the step of the second token before the first is
+        # returned. That takes as long as a whole device hit.
         "async_scheduling": False,
     },
     block_tokens=16,

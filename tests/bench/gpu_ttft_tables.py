@@ -1,4 +1,4 @@
-"""What `tests.bench.gpu_ttft` prints in the end: medians, ratios, verdicts."""
+"""Prints the results of `tests.bench.gpu_ttft`: medians, ratios, verdicts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_WHERE_DISK_PAYS = 1.0
 
 
 class Ratio(NamedTuple):
-    """Of two medians, with what it should be at most, if anything."""
+    """Ratio of two medians, with its limit if there is one."""
 
     what: str
     value: float | None
@@ -94,7 +94,7 @@ def _cells(spread: Spread) -> list[str]:
 
 
 def ratios(samples: PhaseSamples) -> Iterator[Ratio]:
-    """All that are of interest in a phase."""
+    """The ratios that are shown for a phase."""
     tokens = f"{samples.phase.length:,} tokens"
     get = samples.median
     if GUARD_OFF in samples.phase.engines:
@@ -149,7 +149,7 @@ def _told(ratio: Ratio) -> str:
 
 
 def _show_checks(samples: PhaseSamples, settings: Settings) -> None:
-    """Say what is not as it should be, and what the guard did."""
+    """Print unexpected results, and the decisions of the guard."""
     tokens = f"{samples.phase.length:,} tokens"
     for (engine, figure), runs in samples.by_figure.items():
         what = f"{tokens}, {engine}, {figure}"
@@ -163,7 +163,7 @@ def _show_checks(samples: PhaseSamples, settings: Settings) -> None:
         if elsewhere:
             print(f"  {what}: {elsewhere} of {len(runs)} runs did not come from there")
             missed.append(f"gpu_ttft, {what}: runs that came from elsewhere")
-        # What is computed in larger steps is rounded otherwise, and may be another token.
+        # Larger steps round differently, which may change a token.
         loads = [
             run for run in runs if run.cached_tokens == settings.served_tokens(samples.phase.length)
         ]
@@ -178,7 +178,8 @@ def _show_checks(samples: PhaseSamples, settings: Settings) -> None:
 
 
 def show_references(references: dict[tuple[str, int, int], Reference]) -> None:
-    """Whether engines with the same model and cache say the same, with and without tiers."""
+    """Print whether engines with the same model and cache give the same answers, with and without
+    tiers."""
     compared = differing = 0
     for (engine, length, number), reference in references.items():
         plain = references.get((PLAIN, length, number))

@@ -13,7 +13,7 @@ from tests.bench.report import print_table, run_alone, save, verdict
 from tests.trace_replay import replay
 
 TOLERANCE = 0.3
-"""Points of a hit percentage."""
+"""Largest allowed difference, in percentage points."""
 
 # Percentage of unique blocks that fit -> percentage of references that hit. From a simulator
 # that is independent of this project, for LRU with a request's blocks touched last to first, and
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # a process of the benchmark, which measures one of its figures
+    if len(sys.argv) > 1:  # a child process that measures one figure
         main()
     else:
         run_alone(run, __doc__)

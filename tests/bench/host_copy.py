@@ -29,7 +29,7 @@ ROUNDS = 7
 
 
 def seconds_of_bare_copies(arrays: list[Any], order: Any, page: int) -> float:
-    """Copy each page of each array with one `memmove`, in the order given, to a dense buffer."""
+    """Copy each page of each array with one `memmove`, in the given order, to a dense buffer."""
     target = np.zeros(len(order) * page, dtype=np.uint8)
     sources = [array.ctypes.data + int(block) * page for array in arrays for block in order]
     places = [target.ctypes.data + i * page for i in range(len(order))] * len(arrays)
@@ -54,7 +54,7 @@ def seconds_of_job(worker: HostOffloadingWorker, job_id: int, store: bool, specs
 
 
 def measure(page: int, num_tensors: int) -> dict[str, float]:
-    """GB/s, pages in random order on both sides."""
+    """GB/s with pages in random order on both sides."""
     num_blocks = BYTES // (page * num_tensors)
     row = -(-page * num_tensors // 4096) * 4096
     random = np.random.default_rng(0)

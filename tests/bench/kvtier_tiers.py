@@ -10,18 +10,18 @@ import numpy as np
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.tiering.base import JobResult, TransferJob
+from kvtier.tiering.example.io_thread import ExampleTransfer
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
-from kvtier.tiering.example.transfer import Transfer
 from kvtier.tiering.health import TierSettings
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from tests.config.sample import make_config
 
 PATIENT = TierSettings(lookup_timeout_s=3600, load_timeout_s=3600, store_timeout_s=3600)
-"""Blocks in flight are to stay that, on any machine."""
+"""Long deadlines, so that blocks in flight stay in flight on any machine."""
 
 
 class BenchTier(ExampleSecondaryTierManager):
-    """Its I/O thread can be held back, and it can keep to itself that a job has ended."""
+    """An example tier whose I/O thread can be paused, and which can withhold finished jobs."""
 
     withholds = False
 
@@ -31,13 +31,13 @@ class BenchTier(ExampleSecondaryTierManager):
         super().__init__(*args, **kwargs)
 
     def hold(self, holds: bool) -> None:
-        """Whether the I/O thread moves blocks in `settle` alone."""
+        """If True, the I/O thread moves blocks only in `settle`."""
         if holds:
             self._may_move.clear()
         else:
             self._may_move.set()
 
-    def _move_block(self, transfer: Transfer) -> None:
+    def _move_block(self, transfer: ExampleTransfer) -> None:
         self._may_move.wait()
         super()._move_block(transfer)
 
@@ -53,7 +53,7 @@ class BenchTier(ExampleSecondaryTierManager):
         return [result for result in finished if result.job_id not in self._withheld]
 
     def settle(self) -> None:
-        """Let the I/O thread do its work. The results are left for the manager to collect."""
+        """Let the I/O thread finish its work. The manager collects the results later."""
         assert self._io is not None
         self._may_move.set()
         self._io.wait_until_idle()
@@ -64,7 +64,7 @@ class BenchTier(ExampleSecondaryTierManager):
         super().drain_jobs()
 
     def keep(self, keys: Sequence[OffloadKey]) -> None:
-        """Have these blocks here, with whatever is in the first slots."""
+        """Store these blocks, with the contents of the first slots."""
         slots = np.arange(len(keys), dtype=np.int64)
         job = TransferJob(-1, keys, slots, False, ReqContext("keep"), self.fingerprint)
         super().submit_store(job)
@@ -73,7 +73,7 @@ class BenchTier(ExampleSecondaryTierManager):
 
 
 class StandInSpec:
-    """What a tier wants of an `OffloadingSpec`."""
+    """The part of an `OffloadingSpec` that a tier uses."""
 
     config = make_config()
 

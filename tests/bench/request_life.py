@@ -1,8 +1,8 @@
-"""What one request's whole life costs on the scheduler thread, per block and per phase.
+"""Cost of one request's whole life on the scheduler thread, per block and per phase.
 
-Run as a script it measures one primary tier and prints one JSON document; for tiers below that,
-see `tests.bench.tiered_life`. It runs in two environments: this project's, and one that has vLLM,
-for vLLM's own manager. So it imports nothing but the manager it is asked for.
+Run as a script it measures one primary tier and prints one JSON document; for tiers below, see
+`tests.bench.tiered_life`. It runs in two environments, this project's and one that has vLLM, so it
+imports only the manager that it measures.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ STEP_CALLS = (
 PHASES = BLOCK_CALLS + STEP_CALLS
 
 HARVEST = "harvest"
-"""The first lookup of a step, in a manager with tiers below: it also takes in the transfers that
-have ended, which are those of the request before."""
+"""The first lookup of a step in a manager with tiers below. It also collects the finished transfers
+of the request before."""
 
 
 def do_nothing() -> None:
@@ -48,16 +48,16 @@ def do_nothing() -> None:
 
 @dataclass
 class Subject:
-    """A manager to be measured, and how to talk to it."""
+    """A manager to be measured, and how to call it."""
 
     manager: Any
     make_context: Callable[[str], Any]
     make_key: Callable[[bytes, int], bytes]
     schedule_end: Any
     harvests: bool = False
-    """Whether the first lookup of a step is to be timed apart."""
+    """True if the first lookup of a step is timed separately."""
     settle: Callable[[], None] = do_nothing
-    """Lets other threads do what they have to do for the manager, between two lives. Not timed."""
+    """Lets other threads finish their work for the manager between two lives. Not timed."""
     clock: Callable[[], int] = time.perf_counter_ns
 
     @property
@@ -85,7 +85,7 @@ SUBJECTS = {"kvtier": kvtier_subject, "vllm": vllm_subject}
 
 
 def keys_of(subject: Subject, request: int, num_blocks: int) -> list[Any]:
-    """Keys as an engine makes them: 32 bytes of hash, never seen before by any dictionary."""
+    """Keys as an engine makes them: 32 bytes of hash, new objects."""
     return [
         subject.make_key(request.to_bytes(8, "big") * 3 + block.to_bytes(8, "big"), 0)
         for block in range(num_blocks)
@@ -93,7 +93,7 @@ def keys_of(subject: Subject, request: int, num_blocks: int) -> list[Any]:
 
 
 def live(subject: Subject, request: int, blocks: int, spent: dict[str, int]) -> None:
-    """One request: it misses, is computed and stored, hits, is loaded, and ends."""
+    """Run one request: it misses, is computed and stored, hits, is loaded, and ends."""
     manager = subject.manager
     lookup = manager.lookup
     context = subject.make_context(f"request-{request}")
@@ -134,12 +134,12 @@ def live(subject: Subject, request: int, blocks: int, spent: dict[str, int]) -> 
 
 
 def measure(subject: Subject, slots: int, blocks: int, requests: int) -> dict[str, float]:
-    """Nanoseconds per block and phase, with the cache full: every store evicts as much."""
+    """Nanoseconds per block and phase with a full cache, where every store evicts."""
     num_to_fill = slots // blocks + 1
     scratch = dict.fromkeys(subject.phases, 0)
     for request in range(num_to_fill):
         live(subject, request, blocks, scratch)
-    # What the imports of a subject have left behind is not its manager's fault.
+    # Objects left by imports must not count for the manager.
     gc.collect()
     gc.freeze()
     lives: list[dict[str, int]] = []

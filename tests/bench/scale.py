@@ -1,4 +1,4 @@
-"""What a larger tier costs: time per block and memory per block, with up to a million blocks."""
+"""Cost of a larger tier: time and memory per block, with up to a million blocks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def time_per_block(policy: str, size: int) -> float:
 
 
 def ordered_dict_time(size: int) -> float:
-    """Nanoseconds per key of what no cache in Python can do without: find, move, swap."""
+    """Nanoseconds per key of the operations that every cache in Python needs: find, move, swap."""
     keys = [i.to_bytes(8, "big") * 4 for i in range(size)]
     order: OrderedDict[bytes, object] = OrderedDict.fromkeys(keys, None)
     spent = []
     for request in range(REQUESTS):
         start_key = (request * BLOCKS * 7919) % (size - BLOCKS)
-        # Equal keys that are other objects, as they come out of an engine.
+        # Equal keys that are new objects, as an engine makes them.
         asked = [bytes(bytearray(key)) for key in keys[start_key : start_key + BLOCKS]]
         new = [(size + request * BLOCKS + i).to_bytes(8, "big") * 4 for i in range(BLOCKS)]
         start = time.perf_counter_ns()
@@ -59,7 +59,8 @@ def ordered_dict_time(size: int) -> float:
 
 
 def bytes_per_block(policy: str, size: int) -> float:
-    """Memory of a full tier, beyond the keys, and for ARC beyond those it remembers as evicted."""
+    """Memory of a full tier without its keys, and for ARC without the evicted keys that it
+    remembers."""
     subject = kvtier_subject(policy, size)
     scratch = dict.fromkeys(PHASES, 0)
     gc.collect()
@@ -68,11 +69,11 @@ def bytes_per_block(policy: str, size: int) -> float:
         live(subject, request, BLOCKS, scratch)
     gc.collect()
     grown = resident_bytes() - before
-    num_keys = len(subject.manager._policy.blocks) + sum(
-        len(getattr(subject.manager._policy, ghosts, ())) for ghosts in ("b1", "b2")
+    num_keys = len(subject.manager.slots.policy.blocks) + sum(
+        len(getattr(subject.manager.slots.policy, ghosts, ())) for ghosts in ("b1", "b2")
     )
     key_bytes = sys.getsizeof(b"x" * 36)
-    return (grown - num_keys * key_bytes) / len(subject.manager._policy.blocks)
+    return (grown - num_keys * key_bytes) / len(subject.manager.slots.policy.blocks)
 
 
 def run() -> None:
@@ -116,7 +117,7 @@ def show_growth(
 
 
 def measured_apart(what: str, subject: str, size: int) -> float:
-    """One figure from a fresh process, so that no other measurement has left its traces."""
+    """One figure from a new process, so that no other measurement has an effect."""
     command = [sys.executable, "-m", "tests.bench.scale", what, subject, str(size)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
     return float(json.loads(output.stdout))
@@ -138,7 +139,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # a process of the benchmark, which measures one of its figures
+    if len(sys.argv) > 1:  # a child process that measures one figure
         main()
     else:
         run_alone(run, __doc__)

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("request_life.py")
 SOURCES = Path(__file__).parents[2] / "src"
 ROUNDS = 5
 LIMITS = {"lru": 0.25, "arc": 0.5}
-"""Our whole life of a request, against vLLM's seven calls that handle blocks."""
+"""Limit of the ratio of kvtier's whole life of a request to vLLM's seven calls for blocks."""
 
 
 def measure_once(python: str, subject: str, policy: str) -> dict[str, float]:
@@ -37,8 +37,8 @@ def run() -> None:
         )
     result = {}
     for policy, limit in LIMITS.items():
-        # Round by round, so that a busy minute of the machine hits both, and the best of each: a
-        # shared machine makes a process slower by half for as long as it lives, never faster.
+        # In turns, so that a busy minute of the machine affects both. The best of each counts: on a
+        # shared machine a process may be slower by half for its whole life, but never faster.
         rounds = [
             (
                 measure_once(sys.executable, "kvtier", policy),
@@ -52,7 +52,7 @@ def run() -> None:
         their_blocks = sum(theirs[phase] for phase in BLOCK_CALLS)
         ratio = total / their_blocks
         ratios = {phase: ours[phase] / theirs[phase] for phase in PHASES}
-        # Of the others, some do nothing at all in vLLM, and none counts per block.
+        # Of the other calls, some do nothing in vLLM, and none scales with blocks.
         slowest = max(BLOCK_CALLS, key=ratios.__getitem__)
         rows = [
             [

@@ -17,7 +17,7 @@ from tests.bench.report import print_table, run_alone, save
 KiB = 1024
 SIZES = (4 * KiB, 64 * KiB, 256 * KiB, 1024 * KiB, 4096 * KiB)
 BYTES = 1 << 27
-"""Walked through once a round: more than the caches hold, as blocks are in a tier."""
+"""Bytes used in each round: more than the processor's caches hold, as in a tier."""
 ROUNDS = 7
 FINGERPRINT = bytes(range(16))
 WRITER = "bench"
@@ -61,7 +61,7 @@ def measure(size: int) -> dict[str, list[float]]:
 
 
 def ratios(spent: dict[str, list[float]], what: str, to: str) -> list[float]:
-    """Round by round, so that a busy moment of the machine is in both."""
+    """Ratios within each round, so that a busy moment of the machine affects both."""
     return [ours / bare for ours, bare in zip(spent[what], spent[to], strict=True)]
 
 

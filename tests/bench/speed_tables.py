@@ -1,4 +1,4 @@
-"""How fast tiers on disk are beside `fio` and vLLM's own tier: measured, shown, judged, saved."""
+"""Measures, prints and saves the speed of tiers on disk, beside `fio` and vLLM's own tier."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from kvtier.config.sizes import as_size
 from tests.bench import fio
 from tests.bench.disk_rounds import (
     COLD,
@@ -23,28 +24,26 @@ from tests.bench.disk_rounds import (
     What,
     disk_rounds,
     ratios,
-    size_name,
     typical,
     with_spread,
 )
-from tests.bench.report import print_table, save, verdict, verdict_at_least
-from tests.bench.scratch import scratch_directory
+from tests.bench.report import print_table, save, scratch_directory, verdict, verdict_at_least
 
 ABSENT = "-"
-"""Where there is no figure."""
+"""Cell without a figure."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """What the figures should be, by the size of blocks. Where nothing is said, all is well."""
+    """Limits by block size. A size without a limit is not judged."""
 
     to_fio: Mapping[int, float] = field(default_factory=dict)
-    """At least so much of what the better of psync and io_uring does, under full load."""
+    """Least ratio to the faster of psync and io_uring, under full load."""
     loads_to_vllm: Mapping[int, float] = field(default_factory=dict)
-    """At least so many times as fast."""
+    """Least ratio of read speeds to vLLM's."""
     stores_to_vllm: Mapping[int, float] = field(default_factory=dict)
     cpu_to_vllm: float | None = None
-    """At most so many times the processor time."""
+    """Largest ratio of processor times to vLLM's."""
 
     def to_vllm(self, what: What) -> float | None:
         bars = self.loads_to_vllm if what.is_load else self.stores_to_vllm
@@ -57,14 +56,14 @@ class Speeds:
 
     name: str
     who_is_compared: str
-    """For people to read."""
+    """Explains the contenders in the output."""
     contenders: Mapping[str, Contender]
     tier_bytes: int
     sizes_alone: Container[int]
-    """Sizes of blocks for which one request at a time is measured, too."""
+    """Block sizes for which one request at a time is measured, too."""
     bars: Bars
     limits: Sequence[str] = (PSYNC, IO_URING)
-    """What fio can do; `COLD` may be added."""
+    """Runs of fio to measure; `COLD` may be added."""
 
     def run(self) -> None:
         fio.require_fio()
@@ -93,15 +92,15 @@ class Speeds:
 
     def _describe(self) -> None:
         print(f"""
-Tiers of {size_name(self.tier_bytes)}, on one file system, in turns, {ROUNDS} rounds of each.
+Tiers of {as_size(self.tier_bytes)}, on one file system, in turns, {ROUNDS} rounds of each.
 Figures and ratios are medians over the rounds; in parentheses, the lowest and the highest.
 {self.who_is_compared}
   fio        blocks at random places of one file that was written before, O_DIRECT; psync with as
              many threads as kvtier has, and io_uring at depth {FIO_DEPTH}. The better one counts.
              These use a few buffers again and again, which stay in the processor's caches. `cold`,
              where it is shown, is io_uring with as many buffers as the tiers have rows.
-Full load: {JOBS_AT_ONCE} jobs of {size_name(JOB_BYTES)} at a time.
-One request: one job of {size_name(JOBS_AT_ONCE * JOB_BYTES)} at a time.""")
+Full load: {JOBS_AT_ONCE} jobs of {as_size(JOB_BYTES)} at a time.
+One request: one job of {as_size(JOBS_AT_ONCE * JOB_BYTES)} at a time.""")
 
 
 def _megabytes(measured: Measured, names: Sequence[str]) -> list[str]:

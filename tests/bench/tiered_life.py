@@ -1,9 +1,9 @@
-"""What one request's whole life costs through a tiering manager, per block and per phase.
+"""Cost of one request's whole life in a tiering manager, per block and per phase.
 
 Run as a module it measures one manager, a few requests at a time, so that two of them can be
-measured in turns. Commands are JSON documents on standard input, one in a line, and so are answers
-on standard output: `{"begin": case}`, `{"batch": number}`, `{"end": 0}`. It runs in two
-environments: this project's, and one that has vLLM, for vLLM's own manager.
+measured in turns. It reads one JSON command per line on standard input and writes one JSON answer
+per line: `{"begin": case}`, `{"batch": number}`, `{"end": 0}`. It runs in two environments: this
+project's, and one that has vLLM, for vLLM's own manager.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from tests.bench.tiered_subjects import SUBJECTS, Case, Tiered
 from tests.bench.worker import answer
 
 BLOCKS = 512
-"""Per request."""
+"""Blocks of a request."""
 REQUESTS = 5
-"""Measured in a batch."""
+"""Requests measured in a batch."""
 REQUESTS_AT_ONCE = 32
-"""New ones in one step, where each asks for one block."""
+"""New requests in one step, each looking up one block."""
 
 FIRST_HIT = "first hit"
-"""A hit for a request that has not asked for the block before. Not a part of the life: there, a
-request finds what it has missed, and stored itself. vLLM takes more note of the first question."""
+"""A hit for a request that has not looked up the block before. This is not part of the life, where
+a request finds blocks that it missed and stored itself. vLLM does more work for the first
+lookup."""
 FIRST_MISS = "first miss"
-"""A miss for a request that has not missed anything else in this step. Not a part of the life,
-either: there, a request asks on behind its first miss, which kvtier does not pass on to tiers."""
+"""A miss for a request that has missed nothing else in this step. This is not part of the life,
+where a request continues behind its first miss; kvtier does not pass those lookups on to tiers."""
 
 FIRST_IN_FLIGHT = 1 << 40
 FIRST_IN_VAIN = 1 << 41
-"""Numbers of requests that no others have."""
+"""First numbers of requests that no other part uses."""
 
 
 def begin(tiered: Tiered, case: Case) -> None:
-    """Fill the primary tier, so that every store evicts as much, and have blocks in flight."""
+    """Fill the primary tier, so that every store evicts, and start transfers."""
     subject = tiered.subject
     tiered.withhold(True)
     begin_transfers(subject, case.in_flight)
@@ -45,20 +46,20 @@ def begin(tiered: Tiered, case: Case) -> None:
     scratch = dict.fromkeys(subject.phases, 0)
     for request in range(-(case.slots // BLOCKS + 1), 0):
         live(subject, FIRST_IN_FLIGHT + request, BLOCKS, scratch)
-    # What the imports of a subject have left behind is not its manager's fault.
+    # Objects left by imports must not count for the manager.
     gc.collect()
     gc.freeze()
 
 
 def begin_transfers(subject: Subject, num_blocks: int) -> None:
-    """Requests come, store and end."""
+    """Run requests that store blocks and end."""
     scratch = dict.fromkeys(subject.phases, 0)
     for request in range(-(-num_blocks // BLOCKS)):
         live(subject, FIRST_IN_FLIGHT + request, BLOCKS, scratch)
 
 
 def batch(subject: Subject, number: int) -> dict[str, float]:
-    """Nanoseconds per block of some requests, by phase and kind of lookup."""
+    """Nanoseconds per block of a batch of requests, by phase and kind of lookup."""
     numbers = range(number * REQUESTS, (number + 1) * REQUESTS)
     lives = []
     for request in numbers:
@@ -72,7 +73,7 @@ def batch(subject: Subject, number: int) -> dict[str, float]:
 
 
 def time_first_hits(subject: Subject, request: int) -> float:
-    """Nanoseconds per block of a new request that asks for what an earlier one has stored."""
+    """Nanoseconds per block of a new request that looks up blocks stored by an earlier one."""
     manager = subject.manager
     lookup = manager.lookup
     context = subject.make_context(f"later-{request}")
@@ -89,7 +90,7 @@ def time_first_hits(subject: Subject, request: int) -> float:
 
 
 def time_first_misses(subject: Subject, number: int) -> float:
-    """Nanoseconds per block of new requests that each ask for one block, which nobody has."""
+    """Nanoseconds per block of new requests that each look up one absent block."""
     manager = subject.manager
     lookup = manager.lookup
     names = [f"in-vain-{number}-{i}" for i in range(REQUESTS_AT_ONCE)]
@@ -115,7 +116,7 @@ def end_step(subject: Subject) -> None:
 
 
 class Session:
-    """One manager at a time."""
+    """Measures one manager."""
 
     def __init__(self, name: str) -> None:
         self._make = SUBJECTS[name]
@@ -124,7 +125,7 @@ class Session:
 
     def begin(self, described: dict[str, Any]) -> None:
         case = Case(**described)
-        # What is compared runs on one and the same processor, since two are rarely equally fast.
+        # All subjects run on the same processor, since two are rarely equally fast.
         os.sched_setaffinity(0, {min(self._processors)} if case.settle else self._processors)
         self._tiered = self._make(case)
         begin(self._tiered, case)

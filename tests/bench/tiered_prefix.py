@@ -1,7 +1,7 @@
-"""What one `lookup_prefix` over a long prompt costs, beside as many calls of `lookup`.
+"""Cost of one `lookup_prefix` over a long prompt, beside the same number of calls of `lookup`.
 
-Run as a module it answers one JSON document on standard output for each `PrefixCase` on standard
-input.
+Run as a module it answers each `PrefixCase` on standard input with one JSON document on standard
+output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLOTS = 60_000
 ROW_BYTES = 64
 
 WHERE = ("all above", "all below", "head above, rest below", "in turns")
-"""Which of the keys are in the primary tier, and which only in the last of the tiers below."""
+"""Places of the keys: in the primary tier, or only in the last tier below."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PrefixCase:
 
 
 def keys_of(prompt: int) -> list[OffloadKey]:
-    """Equal keys that are other objects at every call, as they come out of an engine."""
+    """Keys that are equal but new objects at every call, as an engine makes them."""
     return [
         make_offload_key(prompt.to_bytes(8, "little") * 3 + block.to_bytes(8, "big"), 0)
         for block in range(PREFIX)
@@ -48,7 +48,7 @@ def keys_of(prompt: int) -> list[OffloadKey]:
 
 
 def split(where: str, keys: list[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    """Those of the keys that are to be in the primary tier, and those that are to be below."""
+    """The keys to place in the primary tier, and those to place below."""
     if where == "all above":
         return keys, []
     if where == "all below":
@@ -60,11 +60,12 @@ def split(where: str, keys: list[OffloadKey]) -> tuple[list[OffloadKey], list[Of
 
 
 Figures = tuple[float, float, float]
-"""Nanoseconds per key one by one and at once, and the median ratio of what was timed in turns."""
+"""Nanoseconds per key for single lookups and for one call, and the median ratio of both, timed in
+turns."""
 
 
 def answer(case: PrefixCase) -> dict[str, Figures]:
-    """What was measured, by place."""
+    """Measurements by place of the keys."""
     tiered = kvtier_tiered(
         Case("lru", case.num_tiers, slots=SLOTS, row_bytes=ROW_BYTES), max_blocks=SLOTS
     )
@@ -139,8 +140,8 @@ def time_as_new_request(
     prompt: int,
     ask: Callable[[TieringOffloadingManager, list[OffloadKey], ReqContext], None],
 ) -> float:
-    """Nanoseconds per key of a request that asks for the first time, and ends before anything is
-    promoted for it."""
+    """Nanoseconds per key of a request that asks once and ends before anything is promoted for
+    it."""
     context = ReqContext("ask")
     keys = keys_of(prompt)
     manager.on_new_request(context)

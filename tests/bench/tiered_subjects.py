@@ -1,16 +1,16 @@
 """Tiering managers to be measured: kvtier's, and vLLM's own.
 
-What is compared is the work of the scheduler thread. vLLM's example tier moves no bytes: a store
-writes a name into a dictionary, which never forgets one. kvtier's evicts, and copies and seals on a
-thread of its own. That thread waits for the end of each request (`Subject.settle`), so that it does
-not take the interpreter from the scheduler while that is timed. When it has done its work, little
-of the scheduler's tables is left in the processor's caches: between two requests, both managers
-have a few megabytes copied.
+The benchmark compares the work of the scheduler thread. vLLM's example tier moves no bytes: a store
+writes a name into a dictionary and never removes one. kvtier's example tier evicts, and copies and
+seals on a thread of its own. That thread waits for the end of each request (`Subject.settle`), so
+that it does not take the interpreter from the scheduler during a measurement. Its work displaces
+the scheduler's tables from the processor's caches. To treat both managers alike, a few megabytes
+are copied between two requests of either.
 
-Time is that of the scheduler thread on a processor: on a busy machine, a thread that needs longer
-is also interrupted more often.
+Time is the scheduler thread's processor time. Wall time would count interruptions, which are more
+frequent the longer a thread runs on a busy machine.
 
-Each function imports what it needs: this runs in two environments, of which one has vLLM.
+Each function imports what it needs: this module runs in two environments, and only one has vLLM.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Case:
     policy: str = "lru"
     num_tiers: int = 1
     in_flight: int = 0
-    """At least so many blocks are on their way into every tier, for all of the time."""
+    """Least number of blocks on their way into each tier, at any time."""
     settle: bool = True
-    """If not, the tiers' threads begin at once, and time is that of the clock on the wall."""
+    """If False, the tiers' threads start at once, and wall time is measured."""
     slots: int = 20_000
     row_bytes: int = ROW_BYTES
 
@@ -44,7 +44,7 @@ class Case:
 
 
 class Memory:
-    """Rows as the primary tier's region has them, of any length and without a file."""
+    """Rows like those of the primary tier's region, of any length and without a file."""
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:
         # Not zeros: pages that were never written are all one page.
@@ -63,7 +63,7 @@ _COPY = bytearray(len(_COPIED))
 
 
 def leave_caches() -> None:
-    """As in an engine, where the scheduler is not the only one at work."""
+    """Displace the processor's caches, as other work in an engine does."""
     _COPY[:] = _COPIED
 
 
@@ -75,19 +75,28 @@ class Tiered:
     tiers: list[Any]
 
     def withhold(self, withholds: bool) -> None:
-        """Whether transfers that begin from now on are never reported."""
+        """If True, transfers that start from now on are never reported."""
         for tier in self.tiers:
             tier.withholds = withholds
 
 
 def vllm_tiered(case: Case) -> Tiered:
     from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
+    from vllm.v1.kv_offload.tiering.example.manager import ExampleSecondaryTierManager
     from vllm.v1.kv_offload.tiering.manager import (
         CPUPrimaryTierOffloadingManager,
         TieringOffloadingManager,
     )
 
-    from tests.bench.vllm_tiers import WithholdingTier
+    class WithholdingTier(ExampleSecondaryTierManager):  # type: ignore[misc]
+        """vLLM's example tier. While `withholds` is set, it does not report finished jobs."""
+
+        withholds = False
+
+        def submit_store(self, job_metadata: Any) -> None:
+            super().submit_store(job_metadata)
+            if self.withholds:
+                self.completed_jobs.pop()
 
     memory = Memory(case.slots, case.row_bytes)
     primary = CPUPrimaryTierOffloadingManager(

@@ -17,9 +17,10 @@ from tests.bench.tiered_subjects import Case
 from tests.bench.worker import Worker, vllm_python, worker
 
 ROUNDS = 3
-"""New processes in each: a shared machine makes one slower for as long as it lives."""
+"""Rounds, each with new processes: on a shared machine, a process may be slow for its whole
+life."""
 BATCHES = 4
-"""Of each case in a round, in turns."""
+"""Batches of each case in a round, in turns."""
 IN_FLIGHT = 10_000
 
 LIFE = (HARVEST, *PHASES)
@@ -30,7 +31,7 @@ MAX_BY_PHASE = {"lookup_hit": 0.2, FIRST_HIT: 0.2, "lookup_miss": 0.125}
 MAX_PREFIX = 0.5
 
 IDLE = [Case(policy, num_tiers) for policy in ("lru", "arc") for num_tiers in (0, 1, 3)]
-# Of a larger primary tier, since only a share of it may be on its way into one tier.
+# With a larger primary tier, since only a share of it may be on its way into one tier.
 BUSY = [
     Case(policy, num_tiers, in_flight=IN_FLIGHT, slots=45_000)
     for policy in ("lru", "arc")
@@ -45,14 +46,13 @@ PREFIX_CASES = [
 ]
 
 WHAT_IS_COMPARED = f"""
-Compared is the work of the scheduler thread, in processor time. vLLM's example tier moves no bytes:
-a store writes a name into a dictionary that never forgets one. kvtier's evicts, and copies and
-seals on a thread of its own, here between two requests, untimed. Both are measured in turns,
-{BATCHES} times in each of {ROUNDS} pairs of processes. Figures and ratios are medians; what is in
-parentheses are the lowest and the highest median of a pair of processes. `harvest` is the first
-lookup of a step, which also takes in what tiers have finished; it is counted with the block calls
-of both. `first hit` and `first miss` are no part of the life: a new request finds what another has
-stored, or finds nothing, having missed nothing else before."""
+Processor time of the scheduler thread. vLLM's example tier moves no bytes: a store writes a name
+into a dictionary and never removes one. kvtier's evicts, and copies and seals on its own thread,
+here between two requests, untimed. Both are measured in turns, {BATCHES} times in each of {ROUNDS}
+pairs of processes. Figures and ratios are medians; parentheses hold the lowest and the highest
+median of a pair of processes. `harvest` is the first lookup of a step, which also collects finished
+jobs of tiers; it counts as a block call of both. `first hit` and `first miss` are not part of the
+life: a new request finds what another has stored, or misses for the first time."""
 
 Costs = dict[str, float]
 """Nanoseconds per block, by phase or kind of lookup."""
@@ -96,7 +96,7 @@ def run() -> None:
 
 
 def compare(case: Case, rounds: list[list[tuple[Costs, ...]]]) -> dict[str, Any]:
-    """Print what a case costs in both, and whether that is little enough."""
+    """Print what a case costs in both, with verdicts."""
     pairs = [pair for batches in rounds for pair in batches]
     ours, theirs = typical([pair[0] for pair in pairs]), typical([pair[1] for pair in pairs])
     rows = []
@@ -131,7 +131,7 @@ def compare(case: Case, rounds: list[list[tuple[Costs, ...]]]) -> dict[str, Any]
 
 
 def show_unsettled(lives: dict[Case, list[list[tuple[Costs, ...]]]]) -> dict[str, Any]:
-    """The same life while the tiers' threads are at work: both want the one interpreter."""
+    """The same life while the tiers' threads work and compete for the interpreter."""
     result = {}
     rows = []
     for case in UNSETTLED:
@@ -151,7 +151,7 @@ def show_unsettled(lives: dict[Case, list[list[tuple[Costs, ...]]]]) -> dict[str
 
 
 def show_prefixes(prefixes: dict[PrefixCase, list[dict[str, list[float]]]]) -> dict[str, Any]:
-    """One `lookup_prefix` against as many calls of `lookup`."""
+    """One `lookup_prefix`, beside the same number of calls of `lookup`."""
     result: dict[str, Any] = {}
     rows = []
     verdicts = []

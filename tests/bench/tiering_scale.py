@@ -1,4 +1,4 @@
-"""What the tiering manager costs with more blocks above, and after more requests."""
+"""Cost of the tiering manager with more blocks, and after more requests."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.bench.tiered_life import BLOCKS, FIRST_IN_FLIGHT
 from tests.bench.tiered_subjects import Case, kvtier_tiered
 
 SIZES = (20_000, 200_000, 1_000_000)
-"""Blocks in the primary tier, which is full. The tier below keeps 20,000."""
+"""Blocks in the full primary tier. The tier below keeps 20,000."""
 AGES = (10_000, 100_000)
-"""Requests that have come and gone."""
+"""Finished requests."""
 ROW_BYTES = 64
 REQUESTS = 40
 SMALL = 4
-"""Blocks of a request that only comes and goes."""
+"""Blocks of a request that only ages the manager."""
 MAX_GROWTH_WITH_AGE = 1.2
 MAX_BYTES_PER_REQUEST = 1.0
 
 
 _numbers = count(FIRST_IN_FLIGHT)
-"""Of requests, each used once."""
+"""Numbers of requests, each used once."""
 
 
 def subject_with(policy: str, slots: int) -> Subject:
@@ -61,8 +61,8 @@ def fill(subject: Subject, size: int) -> None:
 
 
 def time_and_memory_by_age(policy: str) -> dict[str, list[float]]:
-    """For each of `AGES`: nanoseconds per block of a life, of one in a new manager at the same
-    time, and bytes of all tables."""
+    """For each of `AGES`: nanoseconds per block of a life in an old and in a new manager, measured
+    in turns, and bytes of all tables."""
     new, old = (subject_with(policy, SIZES[0]) for _ in range(2))
     figures: dict[str, list[float]] = {"new_ns": [], "old_ns": [], "old_bytes": []}
     age = 0
@@ -81,7 +81,7 @@ def time_and_memory_by_age(policy: str) -> dict[str, list[float]]:
 
 
 def come_and_go(subject: Subject, first: int, end: int) -> None:
-    """Requests `first` to `end` live their lives, a handful at a time."""
+    """Run requests `first` to `end`, a few blocks each."""
     hasty = replace(subject, settle=do_nothing)
     scratch = dict.fromkeys(subject.phases, 0)
     for request in range(first, end):
@@ -93,7 +93,7 @@ def come_and_go(subject: Subject, first: int, end: int) -> None:
 
 
 def times_in_turns(subjects: Sequence[Subject]) -> list[float]:
-    """Nanoseconds per block of a request's whole life in each of the managers, which are full."""
+    """Nanoseconds per block of a request's whole life in each of the full managers."""
     totals: list[list[float]] = [[] for _ in subjects]
     for request in islice(_numbers, REQUESTS):
         for subject, its_totals in zip(subjects, totals, strict=True):
@@ -107,7 +107,7 @@ _OF_THE_PROGRAM = (type, ModuleType, FunctionType, BuiltinFunctionType, logging.
 
 
 def reachable_bytes(root: object) -> int:
-    """Of everything that `root` leads to, but for code."""
+    """Bytes of all objects reachable from `root`, except code."""
     gc.collect()
     seen: dict[int, object] = {id(root): root}
     unvisited = [root]
@@ -162,7 +162,7 @@ def show_by_age() -> dict[str, Any]:
 
 
 def measured_apart(what: str, policy: str) -> Any:
-    """From a fresh process, so that no other measurement has left its traces."""
+    """Measure in a new process, so that no other measurement has an effect."""
     command = [sys.executable, "-m", "tests.bench.tiering_scale", what, policy]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
     return json.loads(output.stdout)
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # a process of the benchmark, which measures one of its figures
+    if len(sys.argv) > 1:  # a child process that measures one figure
         main()
     else:
         run_alone(run, __doc__)

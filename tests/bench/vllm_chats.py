@@ -1,8 +1,8 @@
-"""Chats that come back: prompts with common prefixes, more than host memory holds.
+"""A workload of chats: prompts with common prefixes, more than host memory holds.
 
-All chats begin with the same instructions. Every turn of a chat repeats all turns before it. Turns
-of different chats take turns, so that what a chat has stored has left the device, and mostly also
-host memory, before the chat goes on.
+All chats begin with the same instructions. Every turn of a chat repeats all turns before it. Chats
+take turns, so that the blocks of a chat have left the device, and mostly host memory too, before
+its next turn.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Answer, InProcessEngine
-from kvtier.integrations.vllm.tiny_model import VOCABULARY
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, Answer, InProcessEngine
+from kvtier.testing.vllm.tiny_model import VOCABULARY
 
 _TAIL_TOKENS = 8
 """A prompt ends a little after the end of a block."""
@@ -21,7 +21,7 @@ _TAIL_TOKENS = 8
 
 @dataclass(frozen=True)
 class Chats:
-    """How many, and how long."""
+    """Number and length of the chats."""
 
     num_chats: int = 12
     num_turns: int = 6
@@ -29,20 +29,20 @@ class Chats:
     turn_blocks: int = 40
     answer_tokens: int = 12
     in_flight: int = 6
-    """Requests that are waiting or running at a time."""
+    """Requests that wait or run at the same time."""
 
     @property
     def longest_blocks(self) -> int:
-        """Of a prompt and its answer."""
+        """Blocks of the longest prompt and its answer."""
         return self.common_blocks + self.num_turns * self.turn_blocks + 1
 
     @property
     def distinct_blocks(self) -> int:
-        """Of all prompts together."""
+        """Distinct blocks of all prompts together."""
         return self.common_blocks + self.num_chats * self.num_turns * self.turn_blocks
 
     def prompts(self) -> dict[str, list[int]]:
-        """By name of the request, in the order in which they come."""
+        """Prompts by name of the request, in order of arrival."""
         source = random.Random("chats")
 
         def text(blocks: int) -> list[int]:
@@ -59,9 +59,9 @@ class Chats:
         return prompts
 
     def run(self, engine: InProcessEngine, step_ended: Callable[[int], None]) -> dict[str, Answer]:
-        """Have all chats; tell how long each engine step took, in nanoseconds.
+        """Run all chats. Calls `step_ended` with the nanoseconds of each engine step.
 
-        Who comes when depends on steps, not on time.
+        Requests arrive by number of steps, not by time.
         """
         waiting = list(self.prompts().items())[::-1]
         names = [name for name, _ in waiting][::-1]

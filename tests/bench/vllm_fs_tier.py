@@ -1,7 +1,7 @@
 """Stock vLLM's own tier on disk, made to be measured: one file per block, 32 threads.
 
-Where its C helper is built, it reads and writes whole jobs without the interpreter, and bypasses
-the page cache where the file system lets it; so it does on ours.
+Its C helper, where it is built, reads and writes whole jobs outside the interpreter, and bypasses
+the page cache where the file system allows that.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from vllm.v1.kv_offload.tiering.base import ScheduleEndContext, TransferJob
 from vllm.v1.kv_offload.tiering.fs import io as fs_io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from tests.bench.block_files import BlockFiles
-from tests.bench.disk_subjects import Case, DiskSubject
+from tests.bench.disk_subjects import BlockFiles, Case, DiskSubject
 
 
 class BareSpec(OffloadingSpec):  # type: ignore[misc]
-    """A configuration, and no engine to make anything for."""
+    """A configuration without an engine."""
 
     def get_manager(self) -> Any:
         raise NotImplementedError
@@ -60,7 +59,7 @@ def make_subject(case: Case, view: memoryview) -> DiskSubject:
         return TransferJob(job_id, keys, rows, is_load, ReqContext(f"job-{job_id}"))
 
     def look_up(keys: Sequence[Any], context: Any) -> list[Any]:
-        """As its scheduler does: what follows the first block that is absent is not asked for."""
+        """As vLLM's scheduler does: stop at the first block that is absent."""
         answers = []
         for key in keys:
             answers.append(tier.lookup(key, context))

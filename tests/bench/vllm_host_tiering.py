@@ -1,12 +1,12 @@
-"""Stock vLLM's own tiering, made to run on its CPU platform: of it, only the worker is replaced.
+"""Stock vLLM's own tiering on its CPU platform, with a worker from kvtier.
 
-vLLM loads `HostTieringSpec` by name. Manager, tiers, policies and shared memory are vLLM's; the
-copies between the device and that memory, for which vLLM has nothing but CUDA, are kvtier's.
+vLLM loads `HostTieringSpec` by name. Manager, tiers, policies and shared memory are vLLM's. The
+copies between device and shared memory are kvtier's, since vLLM's worker needs CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,15 @@ from tests.bench.vllm_meters import UNTIMED
 
 
 class HostRegion:
-    """vLLM's shared memory, with what kvtier's worker wants of a region."""
+    """vLLM's shared memory, with the methods that kvtier's worker expects of a region."""
 
     def __init__(self, region: Any, cpu_page_size: int) -> None:
         self._region = region
         self.num_blocks = region.num_chunks
         self.cpu_page_size = cpu_page_size
+
+    def require_cell_fits(self, page_bytes: Sequence[int], blocks_per_chunk: int) -> None:
+        """Nothing to check: vLLM sized the region for these caches."""
 
     def create_next_worker_view(self, page_bytes: int) -> NDArray[np.uint8]:
         view: NDArray[Any] = self._region.create_next_worker_view(page_bytes).numpy()
@@ -39,7 +42,7 @@ class HostRegion:
 
 
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
-    """kvtier's worker for caches in host memory, as vLLM wants to see it."""
+    """kvtier's worker for caches in host memory, behind vLLM's interface."""
 
     def __init__(self, worker: HostOffloadingWorker) -> None:
         self._worker = worker
@@ -88,9 +91,9 @@ class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
 
 class KeepingTier(ExampleSecondaryTierManager):  # type: ignore[misc]
-    """vLLM's example tier notes names and moves no bytes, so that what it gives back is wrong.
+    """vLLM's example tier records names and moves no bytes, so its loads return wrong bytes.
 
-    This one moves them as well. That is not counted: a real tier has threads for it.
+    This tier also moves the bytes. That time is not counted: a real tier has threads for it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

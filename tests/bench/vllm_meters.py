@@ -1,4 +1,4 @@
-"""Stopwatches around what vLLM's scheduler calls."""
+"""Measures the time inside calls of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 BLOCK_METHODS = ("lookup", "get_load_source")
-"""Called for one block each, with its key and the request's context."""
+"""Methods called for one block each, with its key and the request's context."""
 MANAGER_METHODS = (
     *BLOCK_METHODS,
     "prepare_load",
@@ -25,19 +25,19 @@ MANAGER_METHODS = (
     "take_events",
     "get_stats",
 )
-"""All that vLLM 0.32's scheduler calls of a manager while requests run."""
+"""All methods of a manager that vLLM 0.32's scheduler calls while requests run."""
 
 _BATCHES = 9
 _BATCH_CALLS = 2_000
 
 Clock = Callable[[], int]
 CLOCKS: dict[str, Clock] = {"processor": time.thread_time_ns, "wall": time.perf_counter_ns}
-"""Of the scheduler's thread alone, and of everyone. A busy machine shows in the second alone; so
-does waiting for the interpreter, which a tier's threads may have."""
+"""Processor time of the scheduler's thread, and wall time. Only wall time includes interruptions by
+other processes, and waits for the interpreter while a tier's thread holds it."""
 
 
 class Untimed:
-    """Nanoseconds that are spent within a call, but are not to be counted."""
+    """Nanoseconds spent within calls that do not count."""
 
     def __init__(self) -> None:
         self.ns = 0
@@ -54,7 +54,7 @@ UNTIMED = Untimed()
 
 
 class Tally:
-    """Calls of one kind, and how long they took together."""
+    """Number and total duration of calls of one kind."""
 
     __slots__ = ("calls", "ns")
 
@@ -64,7 +64,7 @@ class Tally:
 
 
 def timed_block_call(method: Callable[..., Any], tally: Tally, now: Clock) -> Callable[..., Any]:
-    """With as little around it as can be: there are many such calls, and they are short."""
+    """As little code as possible: these calls are many and short."""
 
     def call(key: Any, req_context: Any) -> Any:
         began = now()
@@ -97,7 +97,7 @@ Timed = Callable[[Callable[..., Any], Tally, Clock], Callable[..., Any]]
 
 
 def stopwatch_ns(timed: Timed, now: Clock) -> float:
-    """What a stopwatch shows too much for each call: it is seen on a call that does nothing."""
+    """The stopwatch's own time per call, measured with a call that does nothing."""
     nothing = _Nothing()
     shown = []
     for _ in range(_BATCHES):
@@ -124,19 +124,19 @@ class Step:
     wall_ns: int
     calls: dict[str, int] = field(default_factory=dict)
     ns: dict[str, float] = field(default_factory=dict)
-    """By kind of call, less what the stopwatch takes."""
+    """Nanoseconds by kind of call, without the stopwatch's own time."""
 
 
 class ManagerMeter:
-    """Times every call that vLLM's scheduler makes of its connector's manager, step by step."""
+    """Times every call that vLLM's scheduler makes to its connector's manager, step by step."""
 
     def __init__(self, connector: Any, now: Clock) -> None:
         UNTIMED.clock = now
         self.steps: list[Step] = []
-        """Those that computed something."""
+        """Steps that computed something."""
         self.waiting_steps: list[Step] = []
-        """The others. An engine that has nothing to compute until a load has ended takes step after
-        step, as fast as it can: how many depends on the machine, and nobody waits for them."""
+        """Steps that only waited. An engine with nothing to compute until a load has ended steps as
+        fast as it can. Their number depends on the machine, and no request waits for them."""
         self._computes = False
         self._watch_scheduling(connector)
         manager = connector.connector_scheduler.manager
@@ -146,7 +146,7 @@ class ManagerMeter:
             if name in BLOCK_METHODS:
                 timed = timed_block_call(method, tally, now)
             elif name == "take_events":
-                # vLLM's is a generator, which does its work when it is asked.
+                # vLLM's is a generator, which does its work while it is iterated.
                 timed = timed_call(lambda method=method: list(method()), tally, now)
             else:
                 timed = timed_call(method, tally, now)
@@ -166,7 +166,7 @@ class ManagerMeter:
         connector.build_connector_meta = watched
 
     def end_step(self, wall_ns: int) -> None:
-        """What was called since the last step ended belongs to this one."""
+        """End a step: all calls since the last step belong to it."""
         step = Step(wall_ns)
         for name, tally in self._tallies.items():
             if tally.calls:
@@ -178,8 +178,8 @@ class ManagerMeter:
 
 
 class ConnectorMeter:
-    """What a subclass of vLLM's connector adds to it: the time in the methods that it overrides,
-    less that in the methods it overrides."""
+    """The time that a subclass of vLLM's connector adds: time in the methods that override, less
+    time in the overridden methods."""
 
     def __init__(self, now: Clock) -> None:
         self._now = now
@@ -188,11 +188,11 @@ class ConnectorMeter:
         self._too_much = stopwatch_ns(timed_method, now)
 
     def added_ns(self) -> dict[str, dict[str, float]]:
-        """By method: calls, and nanoseconds of all of them."""
+        """Calls and total nanoseconds, by method."""
         return {
             name: {
                 "calls": whole.calls,
-                # The inner stopwatch is within the outer one with all that it takes.
+                # The outer stopwatch includes the inner one's own time.
                 "ns": whole.ns - self._vllm[name].ns - 2 * whole.calls * self._too_much,
             }
             for name, whole in self._whole.items()
@@ -201,7 +201,7 @@ class ConnectorMeter:
 
     @contextmanager
     def on(self, subclass: type, base: type) -> Iterator[None]:
-        """Measure all objects of the class."""
+        """Measure all objects of the class while the context is open."""
         replaced = []
         for name, method in list(vars(subclass).items()):
             if name.startswith("_") or not isfunction(method):

@@ -8,13 +8,12 @@ from itertools import chain
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from tests.bench.report import missed, print_table, run_alone, save, verdict
-from tests.bench.scratch import scratch_directory
+from tests.bench.report import missed, print_table, run_alone, save, scratch_directory, verdict
 from tests.bench.vllm_step_rounds import CHATS, EXAMPLE, FS, KVTIER, MAX_RUNNING, SLOTS, VLLM
 from tests.bench.worker import Worker, vllm_python, worker
 
 ROUNDS = 2
-"""By each clock; engines of both in turns, the first one changing."""
+"""Rounds for each clock. Engines of both kinds take turns, and the first one alternates."""
 SUBJECTS = (KVTIER, VLLM)
 PROCESSOR, WALL = "processor", "wall"
 MAX_RATIO = 0.25
@@ -22,22 +21,22 @@ MAX_HIT_DIFFERENCE = 0.02
 
 WHAT_IS_COMPARED = f"""
 One process, stock vLLM 0.32 on its CPU platform with a model of one small layer. Engines of both
-kinds take turns, {ROUNDS} by each clock, every one with empty tiers. A tier holds all blocks.
+kinds take turns, {ROUNDS} for each clock, all with empty tiers. A tier holds all blocks.
   kvtier   KVTierConnector; the load-or-recompute guard is off, since it would load less here
-  vLLM     its OffloadingConnector, tiering manager and tiers, with kvtier's worker, since its own
-           wants CUDA; `example` keeps bytes, as kvtier's does, and that is not counted
+  vLLM     its OffloadingConnector, tiering manager and tiers, with kvtier's worker, since vLLM's
+           needs CUDA; `example` keeps bytes, as kvtier's does, and that time is not counted
 {CHATS.num_chats} chats of {CHATS.num_turns} turns, prompts of \
 {CHATS.common_blocks + CHATS.turn_blocks} to {CHATS.longest_blocks - 1} blocks of 32 tokens, \
 {CHATS.distinct_blocks:,} blocks in all, {SLOTS:,} of them
-in host memory; {MAX_RUNNING} requests run at a time. Counted are all calls that vLLM's scheduler \
-makes of the
-manager, by the scheduler thread's processor time and by the clock on the wall; what a stopwatch
-takes is taken off. A busy machine shows in the second, and so does waiting for tiers' threads.
-Only steps that compute something count: how often an engine that waits for a tier looks again
-depends on the machine, and keeps nobody waiting."""
+in host memory; {MAX_RUNNING} requests run at a time. All calls that vLLM's scheduler makes to the \
+manager
+count, in processor time of the scheduler's thread and in wall time, without the stopwatch's own
+time. Wall time also includes a busy machine and waits for tiers' threads. Only steps that compute
+something count: the number of steps that wait for a tier depends on the machine, and no request
+waits for them."""
 
 Round = dict[str, Any]
-"""What one engine has measured; see `vllm_step_rounds`."""
+"""Measurements of one engine; see `vllm_step_rounds`."""
 
 
 def run() -> None:
@@ -52,7 +51,7 @@ def run() -> None:
 
 
 def measure(process: Worker, tier: str) -> dict[str, dict[str, list[Round]]]:
-    """By clock and subject, the rounds."""
+    """Rounds by clock and subject."""
     rounds: dict[str, dict[str, list[Round]]] = {
         clock: {subject: [] for subject in SUBJECTS} for clock in (PROCESSOR, WALL)
     }
@@ -72,7 +71,8 @@ def measure(process: Worker, tier: str) -> dict[str, dict[str, list[Round]]]:
 
 
 def require_same_tokens(results: dict[str, Any]) -> None:
-    """All engines have to answer alike: else something was not the same work, or was wrong."""
+    """Record a failure if engines gave different tokens: then they did different work, or one was
+    wrong."""
     answers = [
         measured["tokens"]
         for rounds in results.values()
@@ -81,12 +81,12 @@ def require_same_tokens(results: dict[str, Any]) -> None:
     ]
     different = sum(answer != answers[0] for answer in answers)
     if different:
-        missed.append(f"vllm_step: {different} of {len(answers)} engines gave other tokens")
+        missed.append(f"vllm_step: {different} of {len(answers)} engines gave different tokens")
     print(f"\n  tokens: {'NOT ALL THE SAME' if different else 'identical in all engines'}")
 
 
 def compare(tier: str, rounds: dict[str, dict[str, list[Round]]]) -> dict[str, Any]:
-    """Print what a step costs in both, and whether that is little enough."""
+    """Print what a step costs in both, with verdicts."""
     by_clock = {clock: show_steps(tier, clock, both) for clock, both in rounds.items()}
     kinds = show_kinds(tier, rounds[PROCESSOR])
     hits = show_hits(tier, rounds)
@@ -130,7 +130,7 @@ def waiting_in_words(subject: str, rounds: Sequence[Round]) -> str:
 
 
 def step_figures(rounds: Sequence[Round]) -> dict[str, float]:
-    """Nanoseconds in the manager per step, over all rounds; and for comparison, all of a step."""
+    """Nanoseconds in the manager per step over all rounds; for comparison, of whole steps."""
     in_manager = [ns for measured in rounds for _, ns in measured["steps"]]
     return {
         "mean": fmean(in_manager),
@@ -141,7 +141,7 @@ def step_figures(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def show_kinds(tier: str, both: dict[str, list[Round]]) -> dict[str, Any]:
-    """By kind of call; a lookup is one block."""
+    """Cost by kind of call; a lookup is one block."""
     kinds = {subject: sum_of_kinds(both[subject]) for subject in SUBJECTS}
     rows = []
     for name in kinds[VLLM]:
@@ -177,7 +177,7 @@ def sum_of_kinds(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
 
 
 def show_hits(tier: str, rounds: dict[str, dict[str, list[Round]]]) -> dict[str, Any]:
-    """Who finds less has less to do: both have to find about the same."""
+    """Both must find about as many tokens: one that finds fewer has less work."""
     everyone = {
         subject: [measured for both in rounds.values() for measured in both[subject]]
         for subject in SUBJECTS
@@ -190,7 +190,7 @@ def show_hits(tier: str, rounds: dict[str, dict[str, list[Round]]]) -> dict[str,
         for subject in SUBJECTS
     }
     print_table(
-        f"{tier}: what was found, of {everyone[KVTIER][0]['prompt_tokens']:,} prompt tokens",
+        f"{tier}: hits, of {everyone[KVTIER][0]['prompt_tokens']:,} prompt tokens",
         ["", "kvtier", "vLLM"],
         [
             [what.replace("_", " "), *(f"{hits[subject][what]:,.0f}" for subject in SUBJECTS)]
@@ -204,7 +204,7 @@ def show_hits(tier: str, rounds: dict[str, dict[str, list[Round]]]) -> dict[str,
 
 
 def show_connector(rounds: Sequence[Round]) -> dict[str, float]:
-    """What `KVTierConnector` does beside the manager, on the scheduler's side and the worker's."""
+    """Cost of `KVTierConnector` outside the manager, on the scheduler's side and the worker's."""
     num_steps = sum(len(measured["steps"]) for measured in rounds)
     added: dict[str, float] = {}
     for measured in rounds:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, InProcessEngine, contained_environment
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, InProcessEngine, contained_environment
+from kvtier.testing.vllm.tiny_model import LLAMA, VOCABULARY, TinyModel
 from tests.bench.vllm_chats import Chats
-from tests.bench.vllm_smallest_model import SMALLEST
 from tests.bench.worker import answer
 
 KVTIER = "kvtier"
@@ -23,11 +24,53 @@ VLLM = "vllm"
 EXAMPLE = "example"
 FS = "fs"
 
-MODEL = SMALLEST
+_HIDDEN = 64
+_HEAD = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SmallestModel(TinyModel):
+    """One layer with one narrow head: engine steps are short even where prompts are long."""
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        inner = self.config["intermediate_size"]
+        layer = "model.layers.0"
+        yield "model.embed_tokens.weight", (VOCABULARY, _HIDDEN)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            yield f"{layer}.self_attn.{name}.weight", (_HEAD, _HIDDEN)
+        yield f"{layer}.self_attn.o_proj.weight", (_HIDDEN, _HEAD)
+        yield f"{layer}.mlp.gate_proj.weight", (inner, _HIDDEN)
+        yield f"{layer}.mlp.up_proj.weight", (inner, _HIDDEN)
+        yield f"{layer}.mlp.down_proj.weight", (_HIDDEN, inner)
+        for norm in self.layer_norms:
+            yield f"{layer}.{norm}.weight", (_HIDDEN,)
+        yield "model.norm.weight", (_HIDDEN,)
+        yield "lm_head.weight", (VOCABULARY, _HIDDEN)
+
+    def bytes_per_block(self, tokens: int) -> int:
+        return tokens * 2 * _HEAD * 4
+
+
+MODEL = SmallestModel(
+    config=LLAMA.config
+    | {
+        "max_position_embeddings": 1 << 15,
+        "hidden_size": _HIDDEN,
+        "head_dim": _HEAD,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    },
+    layer_norms=LLAMA.layer_norms,
+    neutral_norm=1.0,
+    cache_tensors=1,
+)
+
 CHATS = Chats()
 MAX_RUNNING = 4
 SLOTS = CHATS.distinct_blocks // 2
-"""Of host memory. The tiers below have room for all."""
+"""Slots of host memory. The tiers below have room for all blocks."""
 _PATIENT = {"load_timeout_ms": 60_000, "store_timeout_ms": 60_000, "lookup_timeout_ms": 60_000}
 
 
@@ -50,24 +93,24 @@ def vllm_tier(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def offloading(subject: str, kind: str, folder: Path) -> dict[str, Any]:
-    """How to start an engine."""
+    """The arguments that start an engine."""
     host = {"cpu_bytes_to_use": SLOTS * MODEL.bytes_per_block(BLOCK_TOKENS)}
     if subject == KVTIER:
-        # Computing is quick here: with the guard, kvtier would load less than vLLM does.
+        # Computing is fast with this model. With the guard on, kvtier would load less than vLLM.
         tiers = [kvtier_tier(kind, folder)]
         return {
-            "door": "connector",
+            "plug_in": "connector",
             "kvtier": host | {"prefill_tokens_per_s": 0, "secondary_tiers": tiers},
         }
     spec = {"spec_name": "HostTieringSpec", "spec_module_path": "tests.bench.vllm_host_tiering"}
     return {
-        "door": "plain",
+        "plug_in": "spec",
         "kvtier": spec | host | {"secondary_tiers": [vllm_tier(kind, folder)]},
     }
 
 
 class Rounds:
-    """Answers the questions of `tests.bench.vllm_step`."""
+    """Executes the commands of `tests.bench.vllm_step`."""
 
     def __init__(self, scratch: str) -> None:
         self._resources = ExitStack()
@@ -119,14 +162,14 @@ class Rounds:
 
 
 def warm_up(engine: InProcessEngine) -> None:
-    """The first requests of a process pay for what is set up on first use."""
+    """Run two requests, which pay for one-time setup."""
     for number in range(2):
         engine.generate(f"warm-up-{number}", [5 + number] * (4 * BLOCK_TOKENS + 8))
     engine.settle()
 
 
 def loaded_tokens(shown: Sequence[Any]) -> int:
-    """Prompt tokens that came from beyond the device."""
+    """Prompt tokens that were loaded from outside the device."""
     found = [
         metric.value
         for metric in shown
@@ -137,7 +180,7 @@ def loaded_tokens(shown: Sequence[Any]) -> int:
 
 
 def promoted_blocks(shown: Sequence[Any]) -> float:
-    """Blocks that came from below host memory, as kvtier counts them, or as vLLM does."""
+    """Blocks that came from below host memory, from kvtier's or vLLM's counters."""
     row_bytes = MODEL.bytes_per_block(BLOCK_TOKENS)
     blocks = {
         "vllm:kvtier_cpu_promoted_blocks": 1,
@@ -148,12 +191,12 @@ def promoted_blocks(shown: Sequence[Any]) -> float:
 
 
 def whole_steps(steps: list[Any]) -> list[tuple[int, float]]:
-    """Nanoseconds by the clock on the wall, and in the manager."""
+    """For each step: nanoseconds of wall time, and in the manager."""
     return [(step.wall_ns, sum(step.ns.values())) for step in steps]
 
 
 def by_kind(steps: list[Any]) -> dict[str, dict[str, float]]:
-    """Calls of each kind, and nanoseconds of all of them."""
+    """Calls and total nanoseconds by kind."""
     kinds: dict[str, dict[str, float]] = {}
     for step in steps:
         for name, calls in step.calls.items():

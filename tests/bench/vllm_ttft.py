@@ -1,4 +1,4 @@
-"""Time to first token of a prompt in stock vLLM on the CPU, by where its blocks were before."""
+"""Time to first token of a prompt in stock vLLM on the CPU, by where its blocks are."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import time
 from statistics import median
 from typing import Any
 
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
-from kvtier.integrations.vllm.tiny_model import LLAMA
-from tests.bench.report import missed, print_table, run_alone, save, verdict, verdict_at_least
-from tests.bench.scratch import scratch_directory
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS
+from kvtier.testing.vllm.tiny_model import LLAMA
+from tests.bench.report import (
+    missed,
+    print_table,
+    run_alone,
+    save,
+    scratch_directory,
+    verdict,
+    verdict_at_least,
+)
 from tests.bench.vllm_ttft_rounds import (
     BELOW,
     DEVICE,
@@ -24,14 +31,14 @@ from tests.bench.vllm_ttft_rounds import (
 from tests.bench.worker import Worker, vllm_python, worker
 
 PROMPTS = {False: 8, True: 12}
-"""Of an engine, without and with the guard, which judges only after eight loads from a tier. Each
-comes from every source in turn, so that all see the same machine."""
+"""Prompts of an engine without the guard and with it; the guard decides only after eight loads from
+a tier. Each prompt comes from every source in turn, so that all see the same machine."""
 GUARDS = {False: "guard off", True: "guard on"}
 MAX_RATIO = 1.0
 CLEARLY_QUICKER = 0.5
-"""Where a tier is that, to recomputing, the guard has to let prompts come from it,"""
+"""Limit of a tier's ratio to recomputing. Below it, the guard must load prompts from the tier."""
 MIN_LOADED_SHARE = 0.75
-"""most of them."""
+"""Least share of prompts that the guard must then load."""
 
 COMPUTED_TOKENS = PROMPT_TOKENS - PROMPT_BLOCKS * BLOCK_TOKENS
 BLOCK_BYTES = LLAMA.bytes_per_block(BLOCK_TOKENS)
@@ -39,11 +46,11 @@ BLOCK_BYTES = LLAMA.bytes_per_block(BLOCK_TOKENS)
 WHAT_IS_COMPARED = f"""
 Prompts of {PROMPT_TOKENS:,} tokens, one at a time, in stock vLLM on its CPU platform with a model
 of four small layers, on one core. Each prompt is computed, comes from the device's cache, from host
-memory and from the tier below, one after the other. Served are {PROMPT_BLOCKS} blocks of
-{BLOCK_BYTES >> 10} KiB; the last {COMPUTED_TOKENS} tokens are computed in any case. Tiers bypass
-the page cache (O_DIRECT) where the file system lets them. With the guard on, kvtier may compute
-what it takes to be slower to load from a tier: `tokens` and MB say so, and the prompt counts for
-the tier all the same."""
+memory and from the tier below, one after the other. {PROMPT_BLOCKS} blocks of
+{BLOCK_BYTES >> 10} KiB are loaded; the last {COMPUTED_TOKENS} tokens are always computed. Tiers
+bypass the page cache (O_DIRECT) where the file system allows it. With the guard on, kvtier may
+compute blocks that it expects to be slower to load: `tokens` and MB show that, and the prompt still
+counts for the tier."""
 
 
 def run() -> None:
@@ -63,7 +70,7 @@ def run() -> None:
 
 
 def judge_guard(tier: str, without: dict[str, Any], with_guard: dict[str, Any]) -> None:
-    """A guard that computes what is quicker to load does harm."""
+    """Check that the guard loads where loading is faster."""
     tokens = with_guard["tokens"]
     share = sum(cached > PROMPT_TOKENS / 2 for cached in tokens) / len(tokens)
     if without["ratio"] < CLEARLY_QUICKER:
@@ -86,15 +93,15 @@ def measure(process: Worker, tier: str, guard: bool) -> list[dict[str, Any]]:
 
 
 def require_same_tokens(what: str, answers: list[dict[str, Any]]) -> None:
-    """A prompt has one answer, wherever its blocks come from."""
+    """Check that a prompt has the same answer from every source."""
     for first in range(0, len(answers), len(SOURCES)):
         of_one_prompt = answers[first : first + len(SOURCES)]
         if any(each["tokens"] != of_one_prompt[0]["tokens"] for each in of_one_prompt):
-            missed.append(f"{what}: other tokens than computed")
+            missed.append(f"{what}: tokens differ from those computed")
 
 
 def show(tier: str, guard: bool, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Print what a first token takes from each source."""
+    """Print the time to first token from each source."""
     name = f"{tier}, {GUARDS[guard]}"
     by_source = {
         source: [each for each in answers if each["source"] == source] for source in SOURCES
@@ -125,7 +132,7 @@ def show(tier: str, guard: bool, answers: list[dict[str, Any]]) -> dict[str, Any
             ]
         )
     print_table(
-        f"{name}: milliseconds to the first token, and what was found (medians)",
+        f"{name}: milliseconds to the first token, and hits (medians)",
         ["from", "median", "lowest to highest", "ratio", "tokens", "MB from host", "MB from below"],
         rows,
     )
@@ -138,7 +145,7 @@ def show(tier: str, guard: bool, answers: list[dict[str, Any]]) -> dict[str, Any
 
 
 def require_sources(what: str, by_source: dict[str, list[dict[str, Any]]]) -> None:
-    """Each prompt came from where it was to come from, and nowhere else."""
+    """Check that each prompt came from the intended source only."""
     whole, nothing = PROMPT_BLOCKS, 0
     expected = {
         RECOMPUTED: (nothing, nothing, nothing),

@@ -1,4 +1,4 @@
-"""Stock vLLM with a prompt that comes from everywhere in turns, in a process that has vLLM.
+"""Runs stock vLLM with prompts from every source in turn, in a process that has vLLM.
 
 Started by `tests.bench.vllm_ttft`, which asks for one engine after the other.
 """
@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, InProcessEngine, contained_environment
-from kvtier.integrations.vllm.tiny_model import LLAMA, VOCABULARY
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, InProcessEngine, contained_environment
+from kvtier.testing.vllm.tiny_model import LLAMA, VOCABULARY
 from tests.bench.worker import answer
 
 DISK = "disk"
@@ -23,22 +23,23 @@ RECOMPUTED = "recomputed"
 DEVICE = "device"
 HOST = "host"
 BELOW = "below"
-"""From the tier below host memory."""
+"""The tier below host memory."""
 SOURCES = (RECOMPUTED, DEVICE, HOST, BELOW)
 
 PROMPT_TOKENS = 2_000
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
-"""Of these, the rest of the prompt is computed in any case."""
+"""Whole blocks of a prompt. The rest of the prompt is always computed."""
 _SLOTS = PROMPT_BLOCKS * 3 // 2
 _FILLERS = 2
-"""Other prompts, which drive one out of so many slots of host memory."""
+"""Other prompts that displace one from host memory."""
 _ANSWER_TOKENS = 4
 _PATIENT = {"load_timeout_ms": 60_000, "store_timeout_ms": 60_000, "lookup_timeout_ms": 60_000}
-"""Without the guard, it is to be seen how long a load takes, not when kvtier has enough of it."""
+"""Timeouts for engines without the guard: they measure how long a load takes, so no load may time
+out."""
 
 
 class Rounds:
-    """Answers the questions of `tests.bench.vllm_ttft`."""
+    """Executes the commands of `tests.bench.vllm_ttft`."""
 
     def __init__(self, scratch: str) -> None:
         self._resources = ExitStack()
@@ -48,7 +49,7 @@ class Rounds:
         self._prompts = _new_prompts()
 
     def run(self, what: dict[str, Any]) -> list[dict[str, Any]]:
-        """One engine with an empty tier. Some prompts, each from every source in turn."""
+        """Run one engine with an empty tier: some prompts, each from every source in turn."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
         tier = self._tier(what["tier"])

@@ -1,4 +1,4 @@
-"""Processes that measure, and are asked for what they have measured."""
+"""Child processes that measure on command."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def vllm_python(benchmark: str) -> str:
-    """The interpreter that has vLLM, to compare with."""
+    """The interpreter of an environment with vLLM."""
     python = os.environ.get("KVTIER_VLLM_PYTHON")
     if python is None:
         sys.exit(
-            f"{benchmark}: KVTIER_VLLM_PYTHON is not set. It names the python of an environment "
-            "with vLLM, to compare with; `make bench` makes one and sets it."
+            f"{benchmark}: KVTIER_VLLM_PYTHON is not set. Set it to the Python of an environment "
+            "with vLLM, which is measured beside kvtier; `make bench` builds one and sets it."
         )
     return python
 
 
 def answer(begin: Callable[[str], Any], subjects: Iterable[str], description: str | None) -> None:
-    """What such a process does: `begin` makes a session with the subject that the command line
-    names, each question calls a method of it, and `end` ends it."""
+    """The main loop of a child process: `begin` makes a session for the subject named on the
+    command line, each command calls a method of it, and `end` ends it."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("subject", choices=sorted(subjects))
     session = begin(parser.parse_args().subject)
@@ -41,7 +41,7 @@ def answer(begin: Callable[[str], Any], subjects: Iterable[str], description: st
 
 
 class Worker:
-    """A process that answers questions, JSON documents both, one in a line."""
+    """A child process. Commands and answers are JSON documents, one per line."""
 
     def __init__(self, process: subprocess.Popen[str], module: str) -> None:
         self._process = process
@@ -53,11 +53,11 @@ class Worker:
         print(json.dumps(question), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"{self._module}: the process that measures has ended at {question}")
+            sys.exit(f"{self._module}: the measuring process ended while it answered {question}")
         return json.loads(line)
 
     def kill(self) -> None:
-        """As `kill -9` does. No question follows."""
+        """Kill the process with SIGKILL. No command may follow."""
         self._process.kill()
 
 

@@ -1,4 +1,4 @@
-"""What the `kvtier` command accepts and refuses, before anything is run."""
+"""The `kvtier` command's options, before anything runs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_wrong_input_is_refused_with_a_remedy(
 
 
 def test_what_is_said_to_fit_fits() -> None:
-    """The remedy for too many tokens is right to the last one."""
+    """The remedy for too many tokens names the exact limit."""
     from kvtier.cli.demo.settings import DemoSettings, WrongSetting
 
     DemoSettings.from_options(1016, 64, "64", 0)

@@ -1,4 +1,4 @@
-"""`kvtier demo`: what it proves when all is well, and that it notices when something is not."""
+"""`kvtier demo`: what it shows, and that it notices when something is wrong."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.demo import disk_tier, phases, process, server
-from kvtier.cli.demo.interruption import Interruption
-from kvtier.cli.demo.life import Ended, Life, Message, Started
+from kvtier.cli.demo import phases, process, server, settings
+from kvtier.cli.demo.command import Interruption
+from kvtier.cli.demo.process import Ended, EngineTask, Message, Started
 from kvtier.cli.demo.settings import DemoSettings
 from kvtier.connector.common import PrefixMatch
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
@@ -34,7 +34,7 @@ from tests.test_architecture import REPO, SRC
 
 COMMAND = [sys.executable, "-m", "kvtier", "demo"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(SRC)}
-OUTLOOK = "kvtier demo: at work; the default sizes take about half a minute of processor time.\n"
+OUTLOOK = "kvtier demo: running; the default sizes take about half a minute of processor time.\n"
 PHASES = ["computed", "device", "host", "tier", "restarted", "killed"]
 HYBRID_PHASES = ["hybrid_computed", "hybrid_host", "hybrid_tier"]
 
@@ -50,7 +50,7 @@ _SIZES: dict[str, Any] = {
 
 @pytest.fixture
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models that take no time, and a dead tier that is waited for no longer than needed."""
+    """Tiny models, and short deadlines for the dead tier."""
     hybrid = ModelConfig(**_SIZES, windowed_layers=(0, 2), window=24)
     monkeypatch.setattr(DemoSettings, "model", ModelConfig(**_SIZES))
     monkeypatch.setattr(DemoSettings, "hybrid_model", hybrid)
@@ -60,7 +60,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
-    """Daemons included: the threads of tiers are."""
+    """Includes daemon threads, which the threads of tiers are."""
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) == before
@@ -68,7 +68,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The user's temporary directory, in which nothing is left."""
+    """The user's temporary directory, which must be empty at the end."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -84,7 +84,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """Of a small run; its process, as it ended, has been looked at."""
+    """The report of a small run in a process of its own."""
     ran = subprocess.run(
         [*COMMAND, "--json", "--tokens", "64", "--requests", "2", "--lengths", "64,160"],
         env=ENVIRONMENT,
@@ -95,7 +95,7 @@ def report() -> dict[str, Any]:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stderr == ""
-    parsed: dict[str, Any] = json.loads(ran.stdout)  # all of it is one document
+    parsed: dict[str, Any] = json.loads(ran.stdout)  # exactly one document
     return parsed
 
 
@@ -182,7 +182,7 @@ def running(temporary: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def until(found: Callable[[], Any]) -> Any:
-    """What is found, as soon as it is there."""
+    """Wait until `found` returns something, and return it."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if answer := found():
@@ -192,7 +192,7 @@ def until(found: Callable[[], Any]) -> Any:
 
 
 def region_files_of(process_id: int) -> set[Path]:
-    """What a process that is at work has in shared memory."""
+    """The region files that a running process has in shared memory."""
     try:
         mapped = Path(f"/proc/{process_id}/maps").read_text()
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def region_files_of(process_id: int) -> set[Path]:
 
 
 def working_child_of(process_id: int) -> tuple[int, set[Path]] | None:
-    """A process that this one has started, and its files in shared memory."""
+    """A child of a process, and its files in shared memory."""
     for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split():
         if files := region_files_of(int(child)):
             return int(child), files
@@ -281,20 +281,20 @@ def test_a_full_disk_is_said_in_one_line() -> None:
 def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *TINY]) == 0
     printed = capsys.readouterr()
-    assert printed.err == OUTLOOK  # nobody is watching
+    assert printed.err == OUTLOOK  # standard error is no terminal
     assert "\x1b" not in printed.out
     assert not re.search(r"[ \t]$", printed.out, re.MULTILINE)
     assert re.search(r"^from host memory .* yes$", printed.out, re.MULTILINE)
-    assert re.search(r"^from host memory +- +4 \(0\.1 MiB\) +-$", printed.out, re.MULTILINE)
+    assert re.search(r"^from host memory +- +4 \(64 KiB\) +-$", printed.out, re.MULTILINE)
     assert re.search(r"^from disk, after a restart .* yes$", printed.out, re.MULTILINE)
     assert re.search(r"^one of two tiers killed .* yes$", printed.out, re.MULTILINE)
-    killed = r"^one of two tiers killed .* first: \d+ \(.* MiB\)\n +second: \d+ \(.* MiB\)$"
+    killed = r"^one of two tiers killed .* first: \d+ \(.* [KM]iB\)\n +second: \d+ \(.* [KM]iB\)$"
     assert re.search(killed, printed.out, re.MULTILINE)
     assert "1 prompt came from the first tier" in printed.out
     assert re.search(r"\d requests waited for it in vain and were computed", printed.out)
     by_length = r"^ +64 +\d+ ms +\d+ ms +[\d.]+x +\d+ ms +[\d.]+x +yes$"
     assert re.search(by_length, printed.out, re.MULTILINE)
-    assert "Every token and every logit is that of a run without offloading" in printed.out
+    assert "Every token and every logit equals that of a run without offloading" in printed.out
 
 
 class Terminal(io.StringIO):
@@ -321,7 +321,7 @@ def test_progress_is_shown_to_those_who_watch(monkeypatch: pytest.MonkeyPatch) -
 
 
 class ForgetfulMemory(Engine):
-    """While the device forgets, host memory turns a few bits in every slot."""
+    """When the device cache is dropped, bits in every slot of host memory are flipped."""
 
     def drop_device_cache(self) -> None:
         super().drop_device_cache()
@@ -345,12 +345,12 @@ def test_a_wrong_block_is_noticed(
     assert not report["ok"]
     assert not report["identical"]
     wrong = {phase["name"] for phase in report["phases"] if not phase["identical"]}
-    # What comes from a tier has a seal, and was stored before.
+    # Blocks from a tier were stored before the flip, and are sealed.
     assert wrong == {"host", "hybrid_host"}
 
 
 class OtherLogits(Engine):
-    """Right tokens from logits that are not, once it has a connector."""
+    """With a connector, the logits are wrong and the tokens right."""
 
     def step(self) -> Any:
         results = super().step()
@@ -368,7 +368,7 @@ def test_wrong_logits_are_noticed_though_the_tokens_are_right(
     monkeypatch.setattr(server, "Engine", OtherLogits)
     assert main(["demo", *TINY]) == 1
     printed = capsys.readouterr().out
-    # In each phase and at the one length; only the restarted process has an engine that works.
+    # In each phase and at the one length; only the restarted process is not affected.
     assert len(re.findall(r" NO *$", printed, re.MULTILINE)) == len(PHASES + HYBRID_PHASES)
     (line,) = re.findall(r"^.* yes *$", printed, re.MULTILINE)
     assert line.startswith("from disk, after a restart")
@@ -417,7 +417,7 @@ def test_a_request_that_does_not_end_is_reported(
     assert main(["demo", "--json", *TINY]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == ["a prompt of 32 tokens was not answered in time"]
-    assert terminal.getvalue() == ""  # with --json, not even to those who watch
+    assert terminal.getvalue() == ""  # with --json, nothing even on a terminal
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -446,46 +446,48 @@ def test_it_can_be_interrupted_before_any_step(
     assert "nothing is left behind" in printed.err
 
 
-Lives = Callable[[Life, Path, Callable[[], None]], Generator[Message, None, None]]
+Runs = Callable[[EngineTask, Path, Callable[[], None]], Generator[Message, None, None]]
 
 
-def lives_with(reaction: Callable[[Life, Message], None]) -> Lives:
-    """Processes as they are; something happens after what they say."""
+def runs_with(reaction: Callable[[EngineTask, Message], None]) -> Runs:
+    """`run_in_process` with a reaction to each message."""
 
-    def live(life: Life, folder: Path, check: Callable[[], None]) -> Generator[Message, None, None]:
-        for message in process.live(life, folder, check):
+    def run(
+        task: EngineTask, folder: Path, check: Callable[[], None]
+    ) -> Generator[Message, None, None]:
+        for message in process.run_in_process(task, folder, check):
             yield message
-            reaction(life, message)
+            reaction(task, message)
 
-    return live
+    return run
 
 
 @pytest.mark.usefixtures("_tiny")
 def test_another_process_that_is_killed_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def kill(_: Life, message: Message) -> None:
+    def kill(_: EngineTask, message: Message) -> None:
         if isinstance(message, Started):
             os.kill(message.process_id, signal.SIGKILL)
 
-    monkeypatch.setattr(phases, "live", lives_with(kill))
+    monkeypatch.setattr(phases, "run_in_process", runs_with(kill))
     assert main(["demo", "--json", *TINY]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == ["from disk, after a restart: the process ended by SIGKILL"]
-    assert report["identical"]  # and all others are as they should be
+    assert report["identical"]  # and all other phases are right
 
 
 @pytest.mark.usefixtures("_tiny")
 def test_a_damaged_file_changes_no_token_and_is_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def turn_bits(life: Life, message: Message) -> None:
+    def turn_bits(task: EngineTask, message: Message) -> None:
         if isinstance(message, Ended):
-            path = Path(life.tiers[0]["path"])
+            path = Path(task.tiers[0]["path"])
             slab = path.read_bytes()
             path.write_bytes(slab[:SLOTS_OFFSET] + bytes(byte ^ 1 for byte in slab[SLOTS_OFFSET:]))
 
-    monkeypatch.setattr(phases, "live", lives_with(turn_bits))
+    monkeypatch.setattr(phases, "run_in_process", runs_with(turn_bits))
     assert main(["demo", "--json", *TINY]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["identical"]
@@ -500,12 +502,12 @@ def test_a_damaged_file_changes_no_token_and_is_noticed(
 def test_too_little_room_on_disk_is_said_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(disk_tier, "WARM_UP_TOKENS", 1 << 36)
+    monkeypatch.setattr(settings, "WARM_UP_TOKENS", 1 << 36)
     assert main(["demo", *TINY]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "left (" in printed.err
-    assert "The file is put where TMPDIR says" in printed.err
+    assert "the directory that TMPDIR names" in printed.err
 
 
 @pytest.mark.usefixtures("_tiny")

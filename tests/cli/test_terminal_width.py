@@ -1,4 +1,4 @@
-"""What the demo shows on terminals that are not wide."""
+"""The demo's output on narrow terminals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Terminal(io.StringIO):
 
 
 def widest_report() -> Report:
-    """Every figure as long as the demo's limits, and a slow machine, can make it."""
+    """A report whose numbers are as long as the demo's limits and a slow machine can make them."""
     settings = DemoSettings(tokens=1016, requests=64, lengths=(8184,), seed=0)
     most = Moved("somewhere", 8192, 128 << 20)
     return Report(

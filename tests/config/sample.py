@@ -22,7 +22,7 @@ MINIMAL: dict[str, Any] = {"cpu_bytes_to_use": GiB}
 
 
 def make_config(extra: dict[str, Any] | None = None, **engine: Any) -> OffloadingConfig:
-    """The sample with these of the user's keys added and these of the engine's fields replaced."""
+    """The sample with user keys added and fields of the engine replaced."""
     fields: dict[str, Any] = {
         "groups": (GROUP,),
         "worker_kv_bytes_per_block": 65536,
@@ -36,7 +36,7 @@ def make_config(extra: dict[str, Any] | None = None, **engine: Any) -> Offloadin
 
 
 def refusal_of(extra: dict[str, Any] | None = None, **engine: Any) -> ConfigError:
-    """What is said against the sample with these changes."""
+    """The refusal of the sample with these changes."""
     with pytest.raises(ConfigError) as refused:
         make_config(extra, **engine)
     return refused.value
@@ -48,6 +48,6 @@ def options_of(extra: dict[str, Any]) -> OffloadingOptions:
 
 
 def group_with(**fields: Any) -> OffloadingGroupConfig:
-    """The sample's group with these fields replaced, by whatever an untyped engine might give."""
+    """The sample's group with fields replaced by values of any type."""
     sample: dict[str, Any] = {"tokens_per_block": 16, "layer_names": GROUP.layer_names}
     return OffloadingGroupConfig(**sample | fields)

@@ -9,13 +9,21 @@ import sys
 import uuid
 from contextlib import nullcontext
 from dataclasses import asdict
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.config import TIER_KEYS, USER_KEYS, ConfigError, parse_user_config
+from kvtier.config import (
+    TIER_KEYS,
+    USER_KEYS,
+    ConfigError,
+    OffloadingOptions,
+    TierConfig,
+    TierOptions,
+    parse_user_config,
+)
+from kvtier.config.fields import declared_keys
 from kvtier.config.options import VLLM_ONLY_KEYS, VLLM_ONLY_TIER_KEYS
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.tiering.factory import SecondaryTierFactory
@@ -75,7 +83,7 @@ def test_a_documented_example_changes_the_tier(key: str) -> None:
     (plain,) = options_of({"secondary_tiers": [{"type": "x"}]}).secondary_tiers
     (tier,) = options_of({"secondary_tiers": [{"type": "x"} | example]}).secondary_tiers
     assert example.keys() == {key}
-    # Of the write policies there is only one so far.
+    # There is only one write policy.
     assert getattr(tier, key) != getattr(plain, key) or key == "write_policy"
     assert tier.options == {}
 
@@ -132,20 +140,37 @@ def test_the_example_with_tiers_can_be_built(
     spec.get_manager().shutdown()
 
 
+def table_of(options_cls: type[TierOptions]) -> str:
+    """The own keys of a tier as the page shows them, made from their declarations."""
+    rows = ["| key | allowed | default | what it sets |", "|---|---|---|---|"]
+    for name, key in declared_keys(options_cls).items():
+        default = "required" if key.is_required else f"`{json.dumps(key.default)}`"
+        rows.append(f"| `{name}` | {key.kind.allowed} | {default} | {key.help} |")
+    return "\n".join(rows) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("sections_", "options_cls"),
+    [(USER_SECTIONS, OffloadingOptions), (TIER_SECTIONS, TierConfig)],
+    ids=["user", "tier"],
+)
+def test_a_section_begins_with_what_the_declaration_says(
+    sections_: dict[str, str], options_cls: type[Any]
+) -> None:
+    for name, key in declared_keys(options_cls).items():
+        text = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", " ".join(sections_[name].split()))
+        assert key.help
+        assert text.startswith(key.help), (name, key.help)
+
+
 def test_the_keys_and_defaults_of_the_built_in_tiers_are_those_documented() -> None:
-    table = re.findall(r"^\| `(\w+)` \|[^|]*\|(.*)\|$", chapter("Secondary tiers"), re.MULTILINE)
+    table = re.findall(r"^\| `(\w+)` \|[^|]*\|$", chapter("Secondary tiers"), re.MULTILINE)
     known = SecondaryTierFactory._registry._registered
-    assert {tier_type for tier_type, _ in table} == known.keys() - {"test_factory"}
-    for tier_type, own_keys in table:
-        constructor = signature(SecondaryTierFactory.get_secondary_tier_cls({"type": tier_type}))
-        assert {
-            key: json.loads(default)
-            for key, default in re.findall(r"`(\w+)` \(default `(.+?)`\)", own_keys)
-        } == {
-            name: parameter.default
-            for name, parameter in constructor.parameters.items()
-            if parameter.default is not parameter.empty
-        }
+    assert set(table) == known.keys() - {"test_factory"}
+    for tier_type in table:
+        options_cls = SecondaryTierFactory.get_secondary_tier_cls({"type": tier_type}).options_cls
+        assert options_cls is not None
+        assert table_of(options_cls) in PAGE, table_of(options_cls)
 
 
 def test_the_documented_defaults_of_deadlines_and_shares_are_those_in_force() -> None:
@@ -225,7 +250,7 @@ def test_the_example_for_engines_brings_blocks_back_from_a_tier(tmp_path: Path) 
     keys = {
         "cpu_bytes_to_use": 4 * 65536,
         "secondary_tiers": [tier | {"load_timeout_ms": 60_000, "store_timeout_ms": 60_000}],
-        "prefill_tokens_per_s": 0,  # whatever is there is brought, however long it takes
+        "prefill_tokens_per_s": 0,  # load every block, however long it takes
     }
     (tmp_path / "kv.json").write_text(json.dumps(keys))
     *beginning, end = listings("python")

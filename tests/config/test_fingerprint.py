@@ -270,7 +270,7 @@ def configs(draw: st.DrawFn) -> OffloadingConfig:
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[OffloadingConfig, OffloadingConfig]:
-    """Two configurations that share whichever parts were drawn to be shared."""
+    """Two configurations that share some of their parts."""
     one, other = draw(configs()), draw(configs())
     shared = draw(
         st.sets(st.sampled_from([field.name for field in fields(one) if field.init]))
@@ -280,7 +280,7 @@ def pairs(draw: st.DrawFn) -> tuple[OffloadingConfig, OffloadingConfig]:
 
 
 def identity(config: OffloadingConfig) -> tuple[object, ...]:
-    """What decides the bytes, compared part by part."""
+    """Everything that decides the bytes, part by part."""
     parallel = replace(config.parallel, rank=0, data_parallel_index=0, data_parallel_size=1)
     return (
         config.groups,

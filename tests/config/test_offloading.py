@@ -1,4 +1,4 @@
-"""The configuration as a whole: what it becomes, and what it warns of."""
+"""The configuration as a whole: derived values and warnings."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_weights_that_are_not_identified_are_refused() -> None:
     message = str(refused.value)
     assert message.startswith("cache_namespace: got nothing, and the engine does not know")
     assert "'my-model'" in message
-    assert "Set cache_namespace to your own word for these weights" in message
+    assert "Set cache_namespace to your own name for these weights" in message
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:

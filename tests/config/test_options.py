@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.config import ConfigError, OffloadingParallelConfig, OptionReader
-from kvtier.config.kinds import SIZE, whole_number
+from kvtier.config.fields import SIZE, whole_number
 from tests.config.sample import GiB, options_of, refusal_of
 
 TIER_AT_1 = "secondary_tiers[1]"
@@ -377,7 +377,7 @@ USER_MISTAKES: dict[str, Mistake] = {
         f"{TIER_AT_1}.type",
         "nothing",
         "the name of a tier",
-        'Is "typ" meant to be it?',
+        'Is "typ" a misspelling of it?',
     ),
     "a tier's module": (
         second_tier(type="T", module_path="t.py"),
@@ -489,7 +489,7 @@ def test_a_missing_budget_is_refused() -> None:
     refused = refusal_of(extra_config={"cpu_byte_to_use": 1})
     assert str(refused.problems[0]) == (
         "cpu_bytes_to_use: got nothing; allowed: a size above 0, in bytes or as a text such as "
-        '"8GiB" or "1.5GB". Is "cpu_byte_to_use" meant to be it?'
+        '"8GiB" or "1.5GB". Is "cpu_byte_to_use" a misspelling of it?'
     )
 
 

@@ -1,4 +1,4 @@
-"""The code in docs/engines.md runs, and what it makes works."""
+"""The code in docs/engines.md runs, and the engine in it works."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvtier.connector import ScheduledRequest, StepPlan
-from tests.connector.rig import Request
+from tests.connector.driven_connector import Request
 
 
 class PageRequest(Request):
-    """With hashes of as many tokens as the page has them."""
+    """A request with one hash per 16 tokens, as on the page."""
 
     @property
     def block_hashes(self) -> list[bytes]:

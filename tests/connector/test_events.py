@@ -1,4 +1,4 @@
-"""What the outside is told."""
+"""The KV-cache events of offloaded blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvtier.base import Medium
 from kvtier.config import AttentionKind, OffloadingGroupConfig
 from kvtier.connector.common import ScheduledRequest
 from kvtier.connector.events import AllBlocksCleared, BlockRemoved, BlockStored
-from tests.connector.rig import Rig
+from tests.connector.driven_connector import DrivenConnector
 
 FULL = OffloadingGroupConfig(4, ("full",))
 WINDOW = OffloadingGroupConfig(
@@ -15,7 +15,7 @@ WINDOW = OffloadingGroupConfig(
 
 
 def test_blocks_of_several_groups_share_an_event_without_block_size() -> None:
-    rig = Rig((FULL, WINDOW))
+    rig = DrivenConnector((FULL, WINDOW))
     request = rig.request("a", 16)
     rig.serve(request)
     (event,) = rig.connector.take_events()
@@ -29,7 +29,7 @@ def test_blocks_of_several_groups_share_an_event_without_block_size() -> None:
 
 
 def test_events_that_describe_themselves() -> None:
-    rig = Rig((FULL, WINDOW), self_describing_kv_events=True)
+    rig = DrivenConnector((FULL, WINDOW), self_describing_kv_events=True)
     request = rig.request("a", 16)
     rig.serve(request)
     hashes = request.block_hashes
@@ -56,7 +56,7 @@ def test_events_that_describe_themselves() -> None:
 
 
 def test_what_leaves_is_told_before_what_takes_its_place() -> None:
-    rig = Rig(num_blocks=3)
+    rig = DrivenConnector(num_blocks=3)
     first = rig.request("a", 8)
     rig.serve(first)
     rig.connector.take_events()
@@ -68,7 +68,7 @@ def test_what_leaves_is_told_before_what_takes_its_place() -> None:
 
 
 def test_a_reset_clears_everything_in_its_place_in_the_stream() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 8))
     rig.connector.reset_cache()
     rig.run()
@@ -80,7 +80,7 @@ def test_a_reset_clears_everything_in_its_place_in_the_stream() -> None:
 
 
 def test_a_reset_of_host_memory_alone_clears_nothing_else() -> None:
-    rig = Rig(reset_scope="primary")
+    rig = DrivenConnector(reset_scope="primary")
     rig.serve(rig.request("a", 8))
     rig.connector.reset_cache()
     kinds = [type(event) for event in rig.connector.take_events()]

@@ -1,4 +1,4 @@
-"""What the connector reads of `kv_transfer_params`, and what it warns about."""
+"""Which hints are read from `kv_transfer_params`, and which warnings are logged."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kvtier.base import Locality, Medium, TierFilter, TierMatcher
-from kvtier.connector import hints
-from kvtier.connector.hints import parse_hints
+from kvtier.connector import request_state
+from kvtier.connector.request_state import parse_hints
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints, "_said", set())
+    monkeypatch.setattr(request_state, "_warned_topics", set())
 
 
 STORAGE = TierMatcher(Medium.STORAGE)
@@ -88,7 +88,7 @@ def test_a_misspelt_key_is_warned_about_once(
     key: str, meant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
-        assert parse_hints({key: True}) == hints.RequestHints()
+        assert parse_hints({key: True}) == request_state.RequestHints()
     (line,) = caplog.messages
     assert line == f"kv_transfer_params.{key} = True is not read by kvtier: did you mean {meant}?"
 

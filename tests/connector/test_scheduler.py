@@ -1,4 +1,4 @@
-"""What the connector loads, stores, waits for and forgets."""
+"""The scheduler half of the connector: loads, stores, fences, resets, and what it forgets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvtier.connector.common import (
 )
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.misuse import STRICT_ENV, ContractViolation
-from tests.connector.rig import Request, Rig, slots
+from tests.connector.driven_connector import DrivenConnector, Request, slots
 
 FULL = OffloadingGroupConfig(4, ("full",))
 WINDOW = OffloadingGroupConfig(
@@ -42,7 +42,7 @@ NOTHING = PrefixMatch(0, is_pending=False)
 
 
 def test_what_was_stored_is_matched_up_to_the_last_token() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 17))
     match = rig.connector.get_num_new_matched_tokens(rig.request("b", 17), 0)
     assert match == PrefixMatch(16, is_pending=False)
@@ -56,7 +56,7 @@ def test_what_was_stored_is_matched_up_to_the_last_token() -> None:
 
 
 def test_a_load_goes_into_the_blocks_behind_the_computed_ones() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 17))
     request = rig.request("b", 17)
     tables = rig.table(17)
@@ -71,7 +71,7 @@ def test_a_load_goes_into_the_blocks_behind_the_computed_ones() -> None:
 
 
 def test_chunks_of_several_device_blocks_may_be_loaded_in_part() -> None:
-    rig = Rig(blocks_per_chunk=3)
+    rig = DrivenConnector(blocks_per_chunk=3)
     rig.serve(rig.request("a", 30))
     request = rig.request("b", 30)
     assert rig.connector.get_num_new_matched_tokens(request, 8) == PrefixMatch(16, False)
@@ -84,7 +84,7 @@ def test_chunks_of_several_device_blocks_may_be_loaded_in_part() -> None:
 
 
 def test_a_chunk_is_stored_when_all_of_it_is_computed_and_once() -> None:
-    rig = Rig(blocks_per_chunk=2)
+    rig = DrivenConnector(blocks_per_chunk=2)
     request = rig.request("a", 20)
     tables = rig.table(20)
     stored = []
@@ -98,7 +98,7 @@ def test_a_chunk_is_stored_when_all_of_it_is_computed_and_once() -> None:
 
 def test_blocks_of_the_answer_are_stored_only_if_asked_for() -> None:
     for prompt_only, expected in ((True, 2), (False, 4)):
-        rig = Rig(offload_prompt_only=prompt_only)
+        rig = DrivenConnector(offload_prompt_only=prompt_only)
         request = rig.request("a", 10)
         request.token_ids = [*request.token_ids, *range(6)]
         metadata = rig.run(ScheduledRequest("a", rig.table(16), 16))
@@ -106,7 +106,7 @@ def test_blocks_of_the_answer_are_stored_only_if_asked_for() -> None:
 
 
 def test_the_last_step_is_stored_if_the_engine_says_what_there_is() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.request("a", 8)
     tables = rig.table(8)
     rig.run(ScheduledRequest("a", tables, 0))
@@ -131,7 +131,7 @@ def test_the_last_step_is_stored_if_the_engine_says_what_there_is() -> None:
     ids=str,
 )
 def test_requests_may_ask_for_less(params: Any, stored: int, matched: int) -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     request = rig.request("a", 17)
     request.kv_transfer_params = params
     rig.connector.on_new_request(request)
@@ -143,7 +143,7 @@ def test_requests_may_ask_for_less(params: Any, stored: int, matched: int) -> No
 
 
 def test_a_store_is_waited_for_before_its_blocks_are_reused() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.request("a", 8)
     tables = rig.table(8)
     (order,) = rig.run(ScheduledRequest("a", tables, 8)).stores
@@ -155,7 +155,7 @@ def test_a_store_is_waited_for_before_its_blocks_are_reused() -> None:
 
 
 def test_a_job_is_done_when_every_rank_has_said_so() -> None:
-    rig = Rig(world_size=3)
+    rig = DrivenConnector(world_size=3)
     rig.request("a", 8)
     (order,) = rig.run(ScheduledRequest("a", rig.table(8), 8)).stores
     waiting = rig.request("b", 9)
@@ -169,7 +169,7 @@ def test_a_job_is_done_when_every_rank_has_said_so() -> None:
 
 
 def test_one_failed_rank_fails_a_store() -> None:
-    rig = Rig(world_size=2)
+    rig = DrivenConnector(world_size=2)
     rig.request("a", 8)
     (order,) = rig.run(ScheduledRequest("a", rig.table(8), 8)).stores
     rig.connector.update_connector_output(
@@ -182,7 +182,7 @@ def test_one_failed_rank_fails_a_store() -> None:
 
 
 def test_a_failed_load_leaves_the_request_with_what_it_had() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 17))
     request = rig.request("b", 17)
     rig.connector.get_num_new_matched_tokens(request, 4)
@@ -194,7 +194,7 @@ def test_a_failed_load_leaves_the_request_with_what_it_had() -> None:
 
 
 def test_a_prefix_that_is_being_loaded_is_not_loaded_twice() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 17))
     first, second = rig.request("b", 17), rig.request("c", 13)
     rig.connector.get_num_new_matched_tokens(first, 0)
@@ -205,7 +205,7 @@ def test_a_prefix_that_is_being_loaded_is_not_loaded_twice() -> None:
 
 
 def test_a_refused_store_is_offered_again() -> None:
-    rig = Rig(num_blocks=3)
+    rig = DrivenConnector(num_blocks=3)
     rig.request("a", 8)
     first = rig.run(ScheduledRequest("a", rig.table(8), 8))
     rig.request("b", 8, first=50)
@@ -217,7 +217,7 @@ def test_a_refused_store_is_offered_again() -> None:
 
 
 def test_after_a_preemption_everything_is_offered_again() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.request("a", 8)
     rig.end(rig.run(ScheduledRequest("a", rig.table(8), 8)), success=False)
     metadata = rig.run(ScheduledRequest("a", rig.table(8), 4), preempted_req_ids=["a"])
@@ -226,7 +226,7 @@ def test_after_a_preemption_everything_is_offered_again() -> None:
 
 
 def test_nothing_is_left_of_requests_that_have_ended() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     for number in range(5):
         rig.serve(rig.request(f"r{number}", 12, first=number * 20))
     connector = rig.connector
@@ -237,11 +237,11 @@ def test_nothing_is_left_of_requests_that_have_ended() -> None:
     assert not connector.has_pending_push_work()
     manager = connector.manager
     assert isinstance(manager, CPUOffloadingManager)
-    assert not manager._uses, "the manager was told of every end"
+    assert not manager.uses, "the manager was told of every end"
 
 
 def test_a_block_given_to_another_group_is_waited_for_too() -> None:
-    rig = Rig((FULL, WINDOW))
+    rig = DrivenConnector((FULL, WINDOW))
     rig.request("a", 16)
     tables = rig.table(16)
     (order,) = rig.run(ScheduledRequest("a", tables, 16)).stores
@@ -249,7 +249,7 @@ def test_a_block_given_to_another_group_is_waited_for_too() -> None:
 
 
 def test_what_was_loaded_is_not_offered_again_but_device_hits_are() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 16))
     request = rig.request("b", 24)
     tables = rig.table(24)
@@ -271,7 +271,7 @@ def test_what_was_loaded_is_not_offered_again_but_device_hits_are() -> None:
 
 
 def test_what_a_failed_load_did_not_bring_is_offered() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 16))
     request = rig.request("b", 17)
     tables = rig.table(17)
@@ -283,7 +283,7 @@ def test_what_a_failed_load_did_not_bring_is_offered() -> None:
 
 
 def test_a_prefix_that_the_device_keeps_having_stays_in_host_memory() -> None:
-    rig = Rig(num_blocks=9)
+    rig = DrivenConnector(num_blocks=9)
     for number in range(6):
         request = rig.request(f"r{number}", 20)
         request.token_ids = [*request.token_ids[:16], *[100 + number] * 4]
@@ -296,7 +296,7 @@ def test_a_prefix_that_the_device_keeps_having_stays_in_host_memory() -> None:
 
 
 def test_an_id_is_not_used_again_before_its_load_was_reported() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 17))
     request = rig.request("b", 17)
     rig.connector.get_num_new_matched_tokens(request, 0)
@@ -310,7 +310,7 @@ def test_an_id_is_not_used_again_before_its_load_was_reported() -> None:
 
 
 def test_there_is_work_until_the_last_rank_has_reported() -> None:
-    rig = Rig(world_size=2)
+    rig = DrivenConnector(world_size=2)
     rig.request("a", 8)
     tables = rig.table(8)
     assert not rig.connector.has_pending_push_work()
@@ -328,7 +328,7 @@ def test_there_is_work_until_the_last_rank_has_reported() -> None:
 
 
 def test_a_reset_in_mid_flight() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 17))
     sent, unsent = rig.request("b", 17), rig.request("c", 9)
     for request in (sent, unsent):
@@ -354,7 +354,7 @@ def test_a_reset_in_mid_flight() -> None:
 
 
 def test_a_request_that_waited_at_a_reset_stores_what_it_computes_later() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     waiting = rig.request("b", 33)
     rig.connector.reset_cache()
     rig.run()
@@ -368,7 +368,7 @@ def test_a_request_that_waited_at_a_reset_stores_what_it_computes_later() -> Non
 
 
 def test_what_a_running_request_has_from_before_a_reset_is_not_stored() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.request("a", 16)
     tables = rig.table(16)
     rig.end(rig.run(ScheduledRequest("a", tables, 0), new_req_ids=["a"]))
@@ -384,7 +384,7 @@ def test_what_a_running_request_has_from_before_a_reset_is_not_stored() -> None:
 
 
 def test_groups_of_different_block_sizes_are_stored_head_first() -> None:
-    rig = Rig((FULL, WINDOW))
+    rig = DrivenConnector((FULL, WINDOW))
     rig.request("a", 32)
     (order,) = rig.run(ScheduledRequest("a", rig.table(32), 32)).stores
     assert order.device.group_sizes == (8, 4)
@@ -392,7 +392,7 @@ def test_groups_of_different_block_sizes_are_stored_head_first() -> None:
 
 
 def test_blocks_that_left_the_window_are_not_stored() -> None:
-    rig = Rig((FULL, WINDOW))
+    rig = DrivenConnector((FULL, WINDOW))
     rig.request("a", 32)
     full, window = rig.table(32)
     window[:2] = [NO_DEVICE_BLOCK] * 2
@@ -402,7 +402,7 @@ def test_blocks_that_left_the_window_are_not_stored() -> None:
 
 
 def test_a_windowed_group_loads_its_window_only() -> None:
-    rig = Rig((FULL, WINDOW, STATE))
+    rig = DrivenConnector((FULL, WINDOW, STATE))
     rig.serve(rig.request("a", 65))
     request = rig.request("b", 65)
     assert rig.connector.get_num_new_matched_tokens(request, 0) == PrefixMatch(64, False)
@@ -414,7 +414,7 @@ def test_a_windowed_group_loads_its_window_only() -> None:
 
 
 class AllKnown(CPUOffloadingManager):
-    """Has what it is told to have."""
+    """A manager that has exactly the given keys."""
 
     there: set[OffloadKey]
 
@@ -445,14 +445,14 @@ def test_a_match_is_the_longest_for_which_every_group_has_what_it_needs(
         window_tokens=None if kind is AttentionKind.STATE_SPACE else window,
     )
     manager = AllKnown(1)
-    rig = Rig((FULL, windowed), manager=manager)
+    rig = DrivenConnector((FULL, windowed), manager=manager)
     request = rig.request("a", 81)
     hashes = request.block_hashes
     manager.there = {make_offload_key(hashes[i], 0) for i in range(full_hits)}
     manager.there |= {make_offload_key(hashes[i], 1) for i in range(20) if present[i]}
 
     def fits(end: int) -> bool:
-        """By definition, token by token."""
+        """The longest match by definition, token by token."""
         if kind is AttentionKind.STATE_SPACE:
             needed = {end - 1}
         elif kind is AttentionKind.SLIDING_WINDOW:
@@ -479,14 +479,14 @@ def test_what_is_not_known_and_cannot_matter_is_not_waited_for() -> None:
     windowed = OffloadingGroupConfig(
         4, ("w",), group_id=1, kind=AttentionKind.SLIDING_WINDOW, window_tokens=8
     )
-    rig = Rig((FULL, windowed), manager=manager)
+    rig = DrivenConnector((FULL, windowed), manager=manager)
     request = rig.request("a", 25)
     hashes = request.block_hashes
     manager.there = {make_offload_key(block_hash, 0) for block_hash in hashes}
     manager.there |= {make_offload_key(block_hash, 1) for block_hash in hashes[:4]}
-    manager.unknown = make_offload_key(hashes[5], 1)  # behind one that is missing
+    manager.unknown = make_offload_key(hashes[5], 1)  # after one that is missing
     assert rig.connector.get_num_new_matched_tokens(request, 0) == PrefixMatch(16, False)
-    manager.unknown = make_offload_key(hashes[5], 0)  # behind the end that the window allows
+    manager.unknown = make_offload_key(hashes[5], 0)  # after the end that the window allows
     assert rig.connector.get_num_new_matched_tokens(request, 0) == PrefixMatch(16, False)
     manager.unknown = make_offload_key(hashes[3], 1)
     assert rig.connector.get_num_new_matched_tokens(request, 0) == PrefixMatch(0, True)
@@ -499,12 +499,12 @@ def test_a_manager_knows_how_long_a_prompt_is() -> None:
             return super().on_new_request(req_context)
 
     lengths: list[int | None] = []
-    Rig(manager=Measuring(8)).request("a", 25)
+    DrivenConnector(manager=Measuring(8)).request("a", 25)
     assert lengths == [25]
 
 
 class _Listener(CPUOffloadingManager):
-    """Notes what prefill costs."""
+    """A manager that records the cost of prefill."""
 
     def __init__(self) -> None:
         super().__init__(64)
@@ -530,7 +530,7 @@ def test_the_manager_hears_what_prefill_costs(
     computed: list[tuple[int, int]], prefill: tuple[int, float] | None
 ) -> None:
     listener = _Listener()
-    rig = Rig(manager=listener)
+    rig = DrivenConnector(manager=listener)
     rig.connector.note_model_run([ComputedTokens(*tokens) for tokens in computed], 0.25)
     assert listener.prefills == ([] if prefill is None else [(*prefill, 0.25)])
 
@@ -540,7 +540,7 @@ def _forgotten() -> Request:
 
 
 def test_a_forgotten_on_new_request_is_named_with_the_remedy() -> None:
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 17))
     for call in (
         lambda: rig.connector.get_num_new_matched_tokens(_forgotten(), 0),
@@ -559,7 +559,7 @@ def test_a_forgotten_on_new_request_loads_nothing_and_lets_nobody_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(STRICT_ENV, "0")
-    rig = Rig()
+    rig = DrivenConnector()
     rig.serve(rig.request("a", 17))
     forgotten, tables = _forgotten(), rig.table(17)
     for _ in range(3):

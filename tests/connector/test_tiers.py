@@ -1,4 +1,4 @@
-"""What a tier is told of requests, from the engine through the connector."""
+"""What a tier learns about requests, from the engine through the connector."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [random_tokens(seed, TOKENS + 1) for seed in range(2)]
 
 @contextmanager
 def started(host_blocks: int, **tier: Any) -> Iterator[tuple[Engine, NotingTier]]:
-    """An engine with so much host memory, and a tier below that notes what it is told."""
+    """An engine with this much host memory, and a tier below that records its calls."""
     extra = {
         "cpu_bytes_to_use": "1MiB",
         "prefill_tokens_per_s": 0,
@@ -46,7 +46,7 @@ def started(host_blocks: int, **tier: Any) -> Iterator[tuple[Engine, NotingTier]
 
 
 def serve(engine: Engine, prompt: list[int], hints: dict[str, Any] | None = None) -> int:
-    """Serve a prompt that the device has forgotten. Returns how many tokens were loaded."""
+    """Serve a prompt that is not on the device. Returns how many tokens were loaded."""
     engine.drop_device_cache()
     [result] = engine.generate([prompt], 2, keep_logits=True, kv_transfer_params=hints)
     assert engine.drain()
@@ -56,7 +56,7 @@ def serve(engine: Engine, prompt: list[int], hints: dict[str, Any] | None = None
 
 def test_a_tier_is_told_the_hints_of_a_request_in_every_call() -> None:
     hints = {"tenant": "blue", "of the tier's own": {"keep": [1, 2.5, None]}, "skip": False}
-    # Host memory has room for one prompt: the other is in the tier alone.
+    # Host memory has room for one prompt: the other is only in the tier.
     with started(BLOCKS + 1) as (engine, tier):
         loaded = [serve(engine, prompt, hints) for prompt in (*PROMPTS, PROMPTS[0])]
         calls = tier.calls

@@ -1,4 +1,4 @@
-"""The order in which a rank does what it is told."""
+"""The order in which a rank starts and waits for transfers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.config.sample import make_config
 
 
 class Diary(OffloadingWorker):
-    """Writes down what it is asked for, and refuses some of it."""
+    """A worker that records its calls, and refuses some jobs."""
 
     def __init__(self) -> None:
         self.entries: list[str] = []

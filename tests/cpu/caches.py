@@ -1,4 +1,4 @@
-"""Device caches in host memory, and what a worker is told about them."""
+"""Device caches in host memory, and their description for a worker."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Layout:
     blocks_per_chunk: int = 1
     num_device_blocks: int = 8
     gap: int = 0
-    """Bytes between the pages of a tensor that belong to nobody."""
+    """Bytes between the pages of a tensor that belong to none of them."""
 
     @property
     def cell_bytes(self) -> int:
         return sum(self.pages) * self.blocks_per_chunk
 
     def tensor_start(self, tensor_idx: int) -> int:
-        """Where a tensor's pages begin in a cell."""
+        """The offset of a tensor's pages in a cell."""
         return sum(self.pages[:tensor_idx]) * self.blocks_per_chunk
 
     def new_tensors(self, seed: int) -> list[Bytes]:

@@ -32,8 +32,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @pytest.fixture(scope="session")
 def _no_directories_of_killed_runs() -> None:
-    """A test run that was killed could not remove its directories. Nobody locks them any more.
-    Those of the last minute may be about to be locked by a run beside this one."""
+    """Remove directories of test runs that were killed: no process locks them any more. Those of
+    the last minute may be about to be locked by another run."""
     for directory in SHARED_MEMORY.glob("test-region-*"):
         with suppress(OSError), _locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.time() - directory.stat().st_mtime > 60:
@@ -94,14 +94,14 @@ def small_tmpfs() -> Iterator[str]:
 
 @pytest.fixture
 def endless_tmpfs() -> Iterator[str]:
-    """A filesystem that promises more than any machine has."""
+    """A filesystem with more space than any machine has."""
     with _mounted_tmpfs("size=1000t") as directory:
         yield directory
 
 
 @pytest.fixture
 def tmpfs_without_inodes() -> Iterator[str]:
-    """A filesystem with room for bytes, but for no file beside its root."""
+    """A filesystem with space, but without an inode for a file."""
     with _mounted_tmpfs("size=1m,nr_inodes=1") as directory:
         yield directory
 

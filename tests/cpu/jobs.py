@@ -20,7 +20,8 @@ BAD_SPECS = {
     "a group too many": ([1, 2], [1, 1], [0, 0], [0, 1]),
     "no groups": ([], [], [], []),
 }
-"""Blocks, group sizes, block indices and slots, for so many slots and blocks of one group."""
+"""Blocks, group sizes, block indices and slots of jobs of one group, for the given numbers of slots
+and blocks."""
 
 
 class HasGroups(Protocol):
@@ -31,7 +32,7 @@ class HasGroups(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One group's share in a job: consecutive blocks of a request, and where they are."""
+    """One group's part of a job: consecutive blocks of a request, and their slots."""
 
     group_idx: int
     first_index: int
@@ -41,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job without what it means."""
+    """A job without its effect."""
 
     is_store: bool
     parts: list[Part]

@@ -1,4 +1,4 @@
-"""What the kernel knows about files, mappings and locks of a process."""
+"""The kernel's view of a process's files, mappings and locks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mapped(path: str) -> list[str]:
 
 
 def resident_kib(path: str) -> int:
-    """How much of a mapped file this process has in its page tables."""
+    """How many bytes of a mapped file are in this process's page tables."""
     found = re.search(
         rf"{re.escape(path)}\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text()
     )
@@ -42,7 +42,7 @@ def wait_until_blocked(pid: int) -> None:
 
 
 def wait_until_dead(pid: int) -> None:
-    """Return when a process that was killed holds nothing any more. It may be anyone's child."""
+    """Return when a killed process has ended. It may be a child of any process."""
     deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and _state(pid) not in "ZX":
         assert time.monotonic() < deadline, f"process {pid} does not die"

@@ -1,4 +1,4 @@
-"""A real process that uses shared regions as it is told: something to race with and to kill."""
+"""A real process that uses shared regions on command, for races and kills."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 class RegionProcess:
-    """The side of the test: starts the process, sends commands, reads answers."""
+    """The test's side: starts the process, sends commands, reads answers."""
 
     def __init__(self) -> None:
         self.directory = ""
@@ -63,7 +63,7 @@ class RegionProcess:
         self.send("open", directory=self.directory, engine_id=engine_id, rank=rank, **shape)
 
     def open(self, engine_id: str, rank: int | None = None, **shape: int) -> None:
-        """Join or make a region; answered when that is done."""
+        """Join or make a region. The answer comes when that is done."""
         self.send_open(engine_id, rank, **shape)
         self.receive()
 
@@ -76,7 +76,7 @@ class RegionProcess:
         self._reap()
 
     def end(self) -> int:
-        """Let the process end by itself, without having been told to clean up."""
+        """Let the process end by itself, without a command to clean up."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self._reap()
@@ -91,14 +91,14 @@ class RegionProcess:
 
 
 class RegionProcessPool:
-    """Lends processes to tests, one test after the other: starting Python takes long."""
+    """Lends processes to tests, one test after the other, because starting Python takes long."""
 
     def __init__(self) -> None:
         self._idle: list[RegionProcess] = []
 
     @contextlib.contextmanager
     def lend(self, directory: str, count: int) -> Iterator[list[RegionProcess]]:
-        """So many processes for regions in `directory`. A test may kill them."""
+        """`count` processes for regions in `directory`. A test may kill them."""
         while len(self._idle) < count:
             self._idle.append(RegionProcess())
         lent = [self._idle.pop() for _ in range(count)]
@@ -132,7 +132,7 @@ class _Server:
         self._rows: Any = None
 
     def reset(self) -> None:
-        """Become again what a new process is."""
+        """Reset to the state of a new process."""
         self._rows = None
         if self._region is not None:
             self._region.cleanup()
@@ -152,7 +152,7 @@ class _Server:
         self._rows = np.asarray(self._region.create_kv_memoryview())
 
     def inode(self) -> int:
-        """The file that this process's region was opened from, which must still have its name."""
+        """The file of this process's region, which must still have its name."""
         assert self._region is not None
         return os.stat(self._region.path).st_ino
 
@@ -178,7 +178,7 @@ class _Server:
         return len(os.listdir("/proc/self/fd"))
 
     def churn(self, directory: str, engine_id: str, times: int) -> None:
-        """Open and clean up again and again, checking that what was opened is shared."""
+        """Open and clean up repeatedly, and check that what was opened is shared."""
         for _ in range(times):
             region = SharedOffloadRegion(engine_id, 2, None, 4096, 4096, directory=directory)
             other = SharedOffloadRegion(engine_id, 2, None, 4096, 4096, directory=directory)
@@ -189,7 +189,7 @@ class _Server:
             other.cleanup()
 
     def stop_at(self, point: str) -> None:
-        """From now on, stop at this point of making a region, announced by a line."""
+        """From now on, stop at this point of making a region, and print a line there."""
         module, name, condition = _POINTS[point]
         original = getattr(module, name)
 
@@ -203,7 +203,7 @@ class _Server:
         setattr(module, name, stopping)
 
     def fork(self) -> int:
-        """Fork a child that keeps all that it inherits, until it is killed."""
+        """Fork a child that keeps everything it inherits until it is killed."""
         pid = os.fork()
         if pid == 0:
             while True:
@@ -211,7 +211,7 @@ class _Server:
         return pid
 
     def spawn(self) -> int:
-        """Start another program that inherits whatever is inheritable, until it is killed."""
+        """Start another program that inherits all inheritable descriptors, until it is killed."""
         return subprocess.Popen(["sleep", "1000"], close_fds=False, stdout=2).pid
 
 

@@ -23,7 +23,7 @@ def test_a_region_larger_than_the_filesystem_is_refused(small_tmpfs: str) -> Non
         SharedOffloadRegion("engine", 300, 0, PAGE, PAGE, directory=small_tmpfs)
     message = str(refusal.value)
     # One page of the filesystem is in use already: the region's header. Another is for notices.
-    assert f"'engine' needs 1.18 MiB ({301 * PAGE} bytes), but only 1020.00 KiB" in message
+    assert f"'engine' needs 1.17 MiB ({301 * PAGE} bytes), but only 0.99 MiB" in message
     assert f"({255 * PAGE} bytes) are available in {small_tmpfs}. " in message
     assert f"mount -o remount,size=2m {small_tmpfs}" in message
     assert "--shm-size=2m" in message
@@ -58,7 +58,7 @@ def test_a_region_larger_than_the_memory_is_refused(endless_tmpfs: str) -> None:
     with pytest.raises(NotEnoughMemory) as refusal:
         SharedOffloadRegion("engine", 1000, 0, 2**40, 2**40, directory=endless_tmpfs)
     message = str(refusal.value)
-    assert f"needs 1024000.00 GiB ({1000 * 2**40 + PAGE} bytes)" in message
+    assert f"needs 1000 TiB ({1000 * 2**40 + PAGE} bytes)" in message
     assert "available in this machine's memory (MemAvailable). Free memory" in message
     assert "lower cpu_bytes_to_use to 0 at most" in message
     assert_nothing_left(endless_tmpfs, before)
@@ -97,7 +97,7 @@ def test_a_full_filesystem_is_refused(small_tmpfs: str) -> None:
     hog = Path(small_tmpfs, "hog")
     hog.write_bytes(bytes(2**20))
     before = open_files()
-    with pytest.raises(NotEnoughMemory, match=r"only 0 bytes are available"):
+    with pytest.raises(NotEnoughMemory, match=r"only 0 B \(0 bytes\) are available"):
         SharedOffloadRegion("engine", 1, 0, PAGE, PAGE, directory=small_tmpfs)
     hog.unlink()
     assert_nothing_left(small_tmpfs, before)
@@ -191,7 +191,7 @@ def test_cgroup_v1_counts(tmp_path: Path) -> None:
 
 
 def test_a_container_that_sees_only_itself(tmp_path: Path) -> None:
-    """The path is the host's, what is mounted is the container's own level."""
+    """The path is the host's; the mount shows the container's own level."""
     show_level(tmp_path / "fs/memory", v1_level(1000, 900, 0))
     assert available(tmp_path, "4:memory:/docker/0123456789abcdef\n") == [100]
 

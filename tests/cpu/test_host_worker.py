@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from kvtier.base import GPULoadStoreSpec, TransferResult
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.host_worker import HostOffloadingWorker
-from kvtier.cpu.page_copier import PageCopier
+from kvtier.cpu.host_worker import HostOffloadingWorker, PageCopier
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
-from kvtier.cpu.transfer_plan import GroupTransfer
+from kvtier.cpu.worker import GroupTransfer
 from tests.cpu.caches import Bytes, Layout, finish
 from tests.cpu.jobs import BAD_SPECS, BAD_SPECS_BLOCKS, BAD_SPECS_SLOTS, Part, SubmittedJob
 
@@ -71,10 +70,10 @@ def open_worker(
 
 @dataclass(frozen=True)
 class Job(SubmittedJob):
-    """With what it means."""
+    """A job, with its effect on the bytes."""
 
     def apply(self, layout: Layout, rows: Bytes, tensors: list[Bytes]) -> None:
-        """What the job means, spelled out page by page."""
+        """The effect of the job, page by page."""
         cell_start = RANK * layout.cell_bytes
         for part in self.parts:
             if self.is_store:
@@ -147,7 +146,7 @@ def histories(draw: st.DrawFn) -> tuple[Layout, list[Job]]:
 
 
 def check_history(directory: Path, layout: Layout, steps: list[Job], seed: int) -> None:
-    """Rows, cells of other ranks, padding and gaps included, after each of several jobs."""
+    """Compares rows, cells of other ranks, padding and gaps after each of several jobs."""
     tensors = layout.new_tensors(seed)
     expected_tensors = [tensor.copy() for tensor in tensors]
     with open_worker(layout, tensors, directory) as (worker, rows):
@@ -184,7 +183,7 @@ def test_every_byte_is_as_it_should_be_for_long(
 
 
 def test_what_another_group_left_in_a_slot_is_gone(shm: Path) -> None:
-    """Also if it came from elsewhere: a tier below writes whole rows behind the worker's back."""
+    """Also bytes from elsewhere: a tier below may write whole rows."""
     layout = Layout(pages=(16, 16), groups=({0: 16}, {1: 16}))
     tensors = layout.new_tensors(1)
     with open_worker(layout, tensors, shm) as (worker, rows):
@@ -278,7 +277,7 @@ def test_an_error_while_copying_fails_the_job(
 
 
 class Gate:
-    """Holds a direction of the copier until it is opened, or until a test must have failed."""
+    """Holds a direction of the copier until it is opened, or for as long as a test may take."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
@@ -323,7 +322,7 @@ def test_a_job_id_is_free_again_once_it_is_reported(
         assert not load.submit(worker, 5)
         gate.open()
         worker.wait([5])
-        assert not store.submit(worker, 5)  # ended, but nobody knows
+        assert not store.submit(worker, 5)  # ended, but not reported
         assert [result.job_id for result in worker.get_finished()] == [5]
         assert load.submit(worker, 5)
         assert finish(worker, 5) == {5: True}
@@ -445,7 +444,7 @@ def test_a_thread_that_cannot_be_had_refuses_the_job(
 
 
 def make_worker(directory: Path, layout: Layout, tensors: list[Any]) -> HostOffloadingWorker:
-    """A worker whose constructor fails; the region is cleaned up, as a spec would do."""
+    """A worker whose constructor fails. The region is cleaned up, as a spec would do."""
     region = SharedOffloadRegion("engine", 1, 0, PAGE, 128, directory=str(directory))
     try:
         return HostOffloadingWorker(layout.canonical(tensors), region, layout.blocks_per_chunk)

@@ -1,4 +1,4 @@
-"""The primary tier's promises, one by one. What holds in any order is in the state machine."""
+"""The primary tier's promises, one by one. Random orders of calls are in the state machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvtier.base import (
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import NO_BLOCK, CPUOffloadingManager
-from kvtier.cpu.metrics import METRIC_DEFINITIONS
 from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import SlotState
 from kvtier.cpu.policies.lru import LRUCachePolicy
+from kvtier.cpu.spec import METRIC_DEFINITIONS
 from kvtier.misuse import ContractViolation
 
 POLICIES = ["lru", "arc"]
@@ -71,7 +71,7 @@ class Engine:
         return output
 
     def store(self, keys: list[OffloadKey]) -> set[str]:
-        """Store, and say who had to leave."""
+        """Store, and return the evicted keys."""
         output = self.prepare_store(keys)
         self.manager.complete_store(set(output.keys_to_store), self.context)
         return names(output.evicted_keys)
@@ -84,7 +84,7 @@ class Engine:
 
 
 def run(manager: CPUOffloadingManager, name: str, keys: list[OffloadKey]) -> set[str]:
-    """One whole request: look up, store what is missing, finish. Says who had to leave."""
+    """One whole request: look up, store what is missing, finish. Returns the evicted keys."""
     engine = Engine(manager, name)
     engine.look_up(keys)
     evicted = engine.store(keys)
@@ -210,7 +210,7 @@ def test_a_waiting_request_does_not_renew_its_claim_at_every_step() -> None:
 
 def test_arc_counts_a_request_once_however_often_it_asks() -> None:
     manager = make_full("arc")
-    policy = manager._policy
+    policy = manager.slots.policy
     assert isinstance(policy, ARCCachePolicy)
     keys = prompt("a", 4)
     first = Engine(manager, "C")
@@ -228,7 +228,7 @@ def test_arc_counts_a_request_once_however_often_it_asks() -> None:
 
 def test_arc_starts_anew_after_a_reset_and_its_target_stays_within_the_tier() -> None:
     manager = CPUOffloadingManager(4, cache_policy="arc")
-    policy = manager._policy
+    policy = manager.slots.policy
     assert isinstance(policy, ARCCachePolicy)
     run(manager, "F", prompt("f", 1))
     run(manager, "F again", prompt("f", 1))
@@ -242,21 +242,21 @@ def test_arc_starts_anew_after_a_reset_and_its_target_stays_within_the_tier() ->
 
 def test_arc_takes_a_block_back_as_one_used_twice() -> None:
     manager = make_full("arc")
-    policy = manager._policy
+    policy = manager.slots.policy
     assert isinstance(policy, ARCCachePolicy)
     run(manager, "B again", prompt("b", 4))
     run(manager, "C", prompt("c", 4))
     assert names(policy.b1) == {"a0", "a1", "a2", "a3"}
     run(manager, "A again", prompt("a", 2))
     assert names(policy.t2) == {"a0", "a1", "b0", "b1", "b2", "b3"}
-    assert policy.target_t1_size == 2, "that both were evicted from t1 was regretted"
+    assert policy.target_t1_size == 2, "both had been evicted from t1"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_store_is_refused_only_if_too_few_blocks_can_leave(policy: str) -> None:
     manager = make_full(policy)
     reader = Engine(manager, "reader")
-    # Whichever list ARC would rather take from: what it can take is on the other.
+    # ARC prefers one list, but the evictable blocks are on the other.
     manager.prepare_load(prompt("a", 4), reader.context)
     writer = Engine(manager, "writer")
     assert manager.prepare_store(prompt("x", 5), writer.context) is None
@@ -343,7 +343,7 @@ def test_a_slot_has_a_new_generation_for_every_block() -> None:
     for name in ("a", "b", "c"):
         engine = Engine(manager, name)
         engine.store([key(name)])
-        block = manager._policy.get(key(name))
+        block = manager.slots.policy.get(key(name))
         assert block is not None
         generations.append((block.block_id, block.generation))
         engine.finish()
@@ -380,7 +380,7 @@ def test_two_loads_of_a_block_may_be_completed_at_once() -> None:
     gauges = manager.get_stats().gauges
     assert gauges["kvtier_cpu_pinned_blocks"] == 0
     assert gauges["kvtier_cpu_resident_blocks"] == len(manager.resident_keys())
-    assert manager._num_evictable == len(manager.resident_keys())
+    assert manager.slots.num_evictable == len(manager.resident_keys())
 
 
 def test_a_failed_store_leaves_no_block() -> None:
@@ -434,7 +434,7 @@ def test_what_a_request_computed_before_a_reset_is_not_stored_after_it(
     preempted = ["B"] if event == "is preempted" else []
     manager.on_schedule_end(ScheduleEndContext(begun, preempted))
     stored = engine.prepare_store(prompt("a", 2)).keys_to_store
-    # What it had loaded before the reset it still holds when it begins.
+    # When it begins, it still holds the blocks that it loaded before the reset.
     computes_all_anew = event == "is preempted" or (event == "begins" and not loads)
     assert stored == (prompt("a", 2) if computes_all_anew else [])
     stale = manager.get_stats().counters.get("kvtier_cpu_stale_blocks", 0)
@@ -610,11 +610,11 @@ def test_nothing_is_remembered_of_requests_that_are_done() -> None:
         output = manager.prepare_store([key(f"s{i}")], stranger)
         assert output is not None
         manager.complete_store(output.keys_to_store, stranger)
-    assert not manager._uses
-    policy = manager._policy
+    assert not manager.uses
+    policy = manager.slots.policy
     assert isinstance(policy, LRUCachePolicy)
     assert not policy._order._by_owner
-    assert not manager._unsettled
+    assert not manager.uses.unsettled
 
 
 # --- the reuse filter ---------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Random lives of requests against a small independent model of the primary tier.
 
-The model knows which slot every block is in and who is using it, and nothing about how the
-manager keeps track. Requests are paths in a tree of blocks, so prompts share prefixes.
+The model has the slot and the users of every block, and shares no code with the manager. Requests
+are paths in a tree of blocks, so prompts share prefixes.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Request:
     num_offered: int = 0
     finished: bool = False
     brought: set[OffloadKey] = field(default_factory=set)
-    """Keys it has used, stored, offered or touched, whatever became of them."""
+    """Keys that it has used, stored, offered or touched, resident or not."""
     has_loaded: bool = False
     is_stale: bool = False
-    """Whether it has been running since before the last reset."""
+    """True if it has been running since before the last reset."""
     first_withheld: OffloadKey | None = None
     """The first key that it offered while it was stale."""
 
@@ -226,7 +226,7 @@ class PrimaryTier(RuleBasedStateMachine):
         self.pick(choice).num_offered = 0
 
     def num_storable(self, wanted: int, request: Request, num_free: int) -> int | None:
-        """How many new blocks a store should take in; None: it should be refused."""
+        """How many new blocks a store should take; None: it should be refused."""
         reserve = self.manager.reserve
         if wanted and self.quarantine:
             return min(wanted, self.allowance) or None
@@ -427,7 +427,7 @@ class PrimaryTier(RuleBasedStateMachine):
     @invariant()
     def the_head_is_the_last_to_leave(self) -> None:
         lists = [list(order) for order in self.orders()]
-        policy = self.manager._policy
+        policy = self.manager.slots.policy
         if isinstance(policy, ARCCachePolicy):
             assert len(policy.t1) + len(policy.b1) <= self.num_blocks
             assert len(policy.blocks) + len(policy.b1) + len(policy.b2) <= 2 * self.num_blocks
@@ -443,14 +443,14 @@ class PrimaryTier(RuleBasedStateMachine):
                         assert not both, f"{key.hex()} outlives {ancestor.hex()} for {both}"
 
     def orders(self) -> list[RecencyList]:
-        policy = self.manager._policy
+        policy = self.manager.slots.policy
         if isinstance(policy, LRUCachePolicy):
             return [policy._order]
         assert isinstance(policy, ARCCachePolicy)
         return [policy.t1, policy.t2]
 
     def teardown(self) -> None:
-        """Whatever happened: once all is quiet nothing is held, and nothing is remembered."""
+        """When all transfers have ended, no slot is held and no request is remembered."""
         if not hasattr(self, "manager"):
             return
         while self.stores:
@@ -463,7 +463,7 @@ class PrimaryTier(RuleBasedStateMachine):
         states = self.manager.slot_states()
         assert states[SlotState.WRITING] == 0
         assert self.manager.get_stats().gauges["kvtier_cpu_pinned_blocks"] == 0
-        assert not self.manager._uses, "a finished request is remembered"
+        assert not self.manager.uses, "a finished request is remembered"
         for order in self.orders():
             assert not order._by_owner, "a finished request is remembered"
             assert all(run.blocks for run in order._runs), "an empty run is kept"

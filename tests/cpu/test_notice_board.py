@@ -1,4 +1,4 @@
-"""What ranks tell the scheduler through the region's file: real files, real processes."""
+"""Notes of ranks to the scheduler through the region's file: real files, real processes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_board_does_not_keep_the_file_in_place(shm: Path) -> None:
 def test_a_rank_is_there_once(shm: Path) -> None:
     before = open_files()
     rank = region_of(0, shm)
-    with pytest.raises(ValueError, match="rank 0 of engine 'engine' is here already: give each"):
+    with pytest.raises(ValueError, match="rank 0 of engine 'engine' is already in use: give each"):
         region_of(0, shm)
     rank.cleanup()
     region_of(0, shm).cleanup()

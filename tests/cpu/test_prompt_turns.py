@@ -1,4 +1,4 @@
-"""The interpreter changes hands soon while blocks are moved, and as before afterwards."""
+"""Threads get the interpreter quickly while blocks are moved, and as before afterwards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvtier.cpu.lane import Lane
-from kvtier.cpu.prompt_turns import prompt_turns
+from kvtier.cpu.job_thread import JobThread, prompt_turns
 
 PYTHONS = 0.005
 
@@ -52,7 +51,7 @@ def test_what_somebody_else_has_set_meanwhile_stays() -> None:
 
 def test_a_lane_asks_for_it_while_it_works() -> None:
     seen: list[float] = []
-    lane = Lane("lane")
+    lane = JobThread("lane")
     lane.put(lambda: seen.append(sys.getswitchinterval()))
     deadline = time.monotonic() + 30
     while not seen or sys.getswitchinterval() < PYTHONS / 2:

@@ -1,4 +1,4 @@
-"""The CPU manager under the calls that stock vLLM really makes, in tiers of several sizes."""
+"""The CPU manager with calls recorded from stock vLLM, in tiers of several sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _manager(num_blocks: int, policy: str) -> CPUOffloadingManager:
 
 
 def _assert_all_can_be_replaced(manager: CPUOffloadingManager, ledger: SlotLedger) -> None:
-    """One more prompt, as large as the tier takes: nothing left over stands in its way."""
+    """One more prompt, as large as the tier takes: no earlier transfer is in its way."""
     context = ReqContext("afterwards")
     manager.on_new_request(context)
     keys = [
@@ -64,7 +64,7 @@ def _evicted_nothing(scenario: str) -> bool:
     )
 
 
-# Where something was evicted, the answers are the policy's business.
+# After an eviction, the answers depend on the policy.
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("scenario", [name for name in RECORDINGS if _evicted_nothing(name)])
 def test_answers_as_recorded_where_nothing_was_evicted(scenario: str, policy: str) -> None:

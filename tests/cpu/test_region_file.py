@@ -1,4 +1,4 @@
-"""Who makes the file of a region, who joins it, who removes it; whoever dies meanwhile."""
+"""How processes make, join and remove the file of a region, also if some of them die."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_killed_maker_is_replaced(point: str, others_wait: bool, shm: Path, le
 
 
 def test_a_maker_that_fails_lets_the_others_try(shm: Path, small_tmpfs: str, lend: Lend) -> None:
-    """Nobody hangs on a region that was begun and given up: each gets the refusal itself."""
+    """No process hangs on a region that was begun and given up: each one gets the error."""
     with lend(small_tmpfs, 4) as processes:
         for process in processes:
             process.send_open("engine", num_blocks=1000)

@@ -121,7 +121,9 @@ def test_kernels_without_populate_map_it_too(
     first = make(num_blocks=64)
     np.asarray(first.create_kv_memoryview())[:] = 7
     path = first.path
-    monkeypatch.setattr("kvtier.cpu.prefault._MADV_POPULATE_WRITE", 9999)  # no such advice
+    monkeypatch.setattr(
+        "kvtier.cpu.shared_offload_region._MADV_POPULATE_WRITE", 9999
+    )  # no such advice
     second = make(num_blocks=64)
     assert (np.asarray(second.create_kv_memoryview()) == 7).all()
     first.cleanup()
@@ -164,7 +166,7 @@ def make_worker_view(region: SharedOffloadRegion) -> None:
 
 
 class Tier:
-    """Keeps what it was given longer than it should."""
+    """Keeps its view for longer than it should."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -307,12 +309,12 @@ def test_a_start_that_fails_at_any_step_leaves_nothing(
 def test_pages_that_cannot_be_had_fail_the_start(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.cpu.prefault._MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr("kvtier.cpu.shared_offload_region._MADV_POPULATE_WRITE", 9999)
 
     def fail(*args: int) -> None:
         raise OSError(errno.EIO, "injected")
 
-    monkeypatch.setattr("kvtier.cpu.prefault._read_every_page", fail)
+    monkeypatch.setattr("kvtier.cpu.shared_offload_region._read_every_page", fail)
     before = open_files()
     with pytest.raises(OSError, match="injected") as kept:
         SharedOffloadRegion("engine", 2, 0, PAGE, PAGE, directory=str(shm))

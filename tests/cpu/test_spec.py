@@ -107,7 +107,7 @@ def test_blocks_of_all_ranks_come_back(caplog: pytest.LogCaptureFixture) -> None
 def test_each_half_is_made_once_and_only_when_asked_for() -> None:
     spec = CPUOffloadingSpec(make_config())
     assert spec.get_manager() is spec.get_manager()
-    assert region_files(spec.config) == []  # the scheduler deals in slot numbers
+    assert region_files(spec.config) == []  # the scheduler uses slot numbers
     caches = LAYOUT.canonical(LAYOUT.new_tensors(1))
     worker = spec.get_worker(caches)
     assert spec.get_worker(caches) is worker

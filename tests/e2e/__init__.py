@@ -1,4 +1,3 @@
-"""The proof that offloading does not change a token: whole lives of an engine, each from a seed.
-
-`python -m tests.e2e --seed N` lives one of them again.
+"""Random lives of an engine show that offloading does not change a token. A life is one engine from
+its start to its end, drawn from a seed; `python -m tests.e2e --seed N` repeats one.
 """

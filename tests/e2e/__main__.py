@@ -1,4 +1,4 @@
-"""Lives an engine's lives: one seed, a range of them, or as many as there is time for."""
+"""Run lives: of one seed, of a range of seeds, or as many as fit into a given time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What someone knows of the tiers who hears nothing but the events."""
+"""The content of tiers, rebuilt from events alone."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterable
 
 from kvtier.base import OffloadKey, make_offload_key
 from kvtier.connector.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from kvtier.engine.block_hash import extend_chain
+from kvtier.engine.request import extend_chain
 from tests.e2e.violation import Violation, require
 
 __all__ = ["EventLedger", "Where"]
 
 Where = str | None
-"""What tells tiers apart in events: the name of a tier, or None for host memory."""
+"""The name of a tier in events; None for host memory."""
 
 
 class EventLedger:
-    """The content of every tier, by the events alone."""
+    """The content of every tier according to the events."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class EventLedger:
         are_self_describing: bool,
         untimely: Collection[Where],
     ) -> None:
-        """`untimely`: tiers whose events may come after a reset, though they are from before it."""
+        """`untimely`: tiers whose events from before a reset may come after it."""
         self._tokens_per_hash = tokens_per_hash
         self._tokens_per_chunk = tokens_per_chunk
         self._are_self_describing = are_self_describing
@@ -35,7 +35,7 @@ class EventLedger:
         self.num_events = 0
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:
-        """Take in what has happened, in this order."""
+        """Apply events in order."""
         for event in events:
             self.num_events += 1
             if isinstance(event, AllBlocksCleared):
@@ -65,7 +65,7 @@ class EventLedger:
         if event.parent_block_hash is None:
             chain, tokens = [], event.token_ids
         else:
-            # The place of what the parent stands for.
+            # The position of the parent.
             chain, tokens = (
                 [event.parent_block_hash],
                 [0] * self._tokens_per_hash + event.token_ids,
@@ -74,7 +74,7 @@ class EventLedger:
         require(chain[-1] == block_hash, f"of other tokens than it says: {event}")
 
     def check(self, where: Where, true: Iterable[OffloadKey]) -> None:
-        """Raise unless this is what a tier really has."""
+        """Raise unless a tier really has this content."""
         true = set(true)
         told = self.content[where]
         if told != true:

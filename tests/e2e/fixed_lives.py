@@ -1,4 +1,4 @@
-"""The lives that every test run lives."""
+"""The lives that every test run repeats."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SEEDS = range(40)
 
 @cache
 def outcome_of(seed: int) -> Outcome:
-    """How one of them went, without any planted bug. Lived once in a process."""
+    """The outcome of a life without a planted bug. Each is run once per process."""
     return live(seed)
 
 
 def say(outcome: Outcome) -> str:
-    """What went wrong, and how to see it again."""
+    """The violation, and the command that repeats it."""
     error = outcome.violation
     return f"{type(error).__name__}: {error}\nagain: python -m tests.e2e --seed {outcome.seed}"

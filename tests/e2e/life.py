@@ -1,4 +1,4 @@
-"""One life of an engine with offloading, from its start to the last byte given back."""
+"""One life of an engine with offloading, from its start to the last byte released."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ import kvtier.tiering.spec
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.engine import Engine, RequestResult
-from kvtier.engine.hooks import Connector
-from kvtier.engine.offloading import make_connector, offloading_config
+from kvtier.engine.offloading import Connector, make_connector, offloading_config
 from kvtier.engine.request import FinishReason, Request, RequestState
-from kvtier.tiering.link import event_name
 from kvtier.tiering.manager import TieringOffloadingManager
+from kvtier.tiering.metrics import event_name
 from tests.e2e.event_ledger import EventLedger, Where
 from tests.e2e.parts import FaultyExampleTier, StepwiseWorker, VirtualClock, new_engine_id
 from tests.e2e.reference import Answered, check_answers
@@ -50,7 +49,7 @@ __all__ = ["Outcome", "live", "live_through"]
 _MOST_STEPS = 3000
 _FEW_STEPS = 10
 _MOST_SECONDS = 60.0
-"""For lives by the real clock, on a busy machine."""
+"""Seconds to wait in lives with the real clock, for a busy machine."""
 _IN_USE = ("pinned", "writing")
 _NUM_EXAM_QUESTIONS = 4
 _USED_ID = "again"
@@ -61,23 +60,24 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(slots=True)
 class Outcome:
-    """How a life went."""
+    """The outcome of a life."""
 
     seed: int
     violation: Exception | None = None
     tally: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
     digest: int = 0
-    """Of all answers and events, in order. Equal seeds give equal ones, if no threads are in it."""
+    """Digest of all answers and events, in order. The same for the same seed in lives without
+    threads."""
 
 
 def live(seed: int) -> Outcome:
-    """The life of this seed. Never raises for what goes wrong in it."""
+    """Run the life of this seed. A violation is returned, not raised."""
     return live_through(draw(seed))
 
 
 def live_through(workload: Workload) -> Outcome:
-    """The same, for a workload."""
+    """Run the life of a workload. A violation is returned, not raised."""
     outcome = Outcome(workload.seed)
     threads = set(threading.enumerate())
     engine_id = new_engine_id()
@@ -101,9 +101,9 @@ class _Life:
         self._tally = outcome.tally
         self._clock = VirtualClock()
         self._answers: dict[str, Answered] = {}
-        """By name, in order of arrival."""
+        """Requests by name, in order of arrival."""
         self._name_of: dict[str, str] = {}
-        """By request id: an id may be used again."""
+        """Requests by id. An id may be used again."""
         self._weights = self._setup.model.seed
         self._deadline = time.monotonic() + _MOST_SECONDS
         connector = self._make_connector(engine_id)
@@ -192,7 +192,7 @@ class _Life:
     # --- what happens ---------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All of the life, and the checks at its end."""
+        """The whole life, and the checks at its end."""
         with self._without_pauses():
             for action, num_steps in self._workload.actions:
                 self._do(action)
@@ -215,7 +215,7 @@ class _Life:
         if self._setup.step_s is None:
             yield
             return
-        # Nothing happens while an engine sleeps by whose steps time is counted.
+        # With the simulated clock, time passes with engine steps only.
         with patch.object(kvtier.engine.engine, "_IDLE_S", 0.0):
             yield
 
@@ -305,7 +305,7 @@ class _Life:
         self._tally["other weights"] += 1
 
     def _step_until(self, is_so: Callable[[], bool]) -> None:
-        """A few steps at most."""
+        """Take a few steps at most."""
         for _ in range(_FEW_STEPS):
             if is_so():
                 return
@@ -353,7 +353,7 @@ class _Life:
             self._step()
 
     def _examine(self, questions: list[list[int]]) -> None:
-        """What was asked before is asked again, of what is left of it below the device."""
+        """Repeat earlier prompts, now without the device cache."""
         self._engine.drop_device_cache()
         loaded_before = self._tally["tokens loaded"]
         for prompt in questions:
@@ -402,8 +402,8 @@ class _Life:
         if self._tiering is None:
             return
         for place, tier in enumerate(self._tiers):
-            link = self._tiering._links[place]
-            if link.is_broken or link.is_resting(link._clock()):
+            guarded = self._tiering._tiers[place]
+            if guarded.is_broken or guarded.is_resting(guarded._clock()):
                 self._tally["tiers that were not heard at the end"] += 1
             else:
                 self._tally["tiers compared with their events"] += 1

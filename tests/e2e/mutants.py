@@ -1,4 +1,4 @@
-"""Planted bugs. Each is put into the running code, and the lives have to notice it."""
+"""Planted bugs. Each is patched into the running code, and at least one life has to fail."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvtier.connector.planning
 import kvtier.connector.request_state
 import kvtier.connector.scheduler
-import kvtier.connector.storing
 from kvtier.base import (
     BlockIDsLoadStoreSpec,
     GPULoadStoreSpec,
@@ -27,12 +27,15 @@ from kvtier.connector.common import (
     TransferOrder,
 )
 from kvtier.connector.events import EventTranslator
-from kvtier.connector.geometry import GroupGeometry
-from kvtier.connector.jobs import ConnectorJob
-from kvtier.connector.matching import DeviceRange, device_range
+from kvtier.connector.planning import (
+    DeviceRange,
+    GroupGeometry,
+    Offer,
+    device_range,
+    take_offers,
+)
 from kvtier.connector.request_state import RequestGroupState, RequestOffloadState
-from kvtier.connector.scheduler import OffloadingConnectorScheduler
-from kvtier.connector.storing import Offer, take_offers
+from kvtier.connector.scheduler import ConnectorJob, OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -50,7 +53,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A bug, and the lives in which it can show."""
+    """A bug, and the lives in which it can appear."""
 
     name: str
     plant: Plant
@@ -267,7 +270,7 @@ def a_job_is_done_when_one_rank_has_reported_it(monkeypatch: pytest.MonkeyPatch)
 @_mutant(_late_copies)
 def fences_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def fence(self: Scheduler, plan: StepPlan) -> None:
-        """Nobody is waited for."""
+        """Wait for no store."""
 
     monkeypatch.setattr(Scheduler, "_fence", fence)
 
@@ -328,7 +331,7 @@ def slots_of_a_store_are_in_another_order(monkeypatch: pytest.MonkeyPatch) -> No
         def __init__(self, block_ids: Sequence[int]) -> None:
             super().__init__(np.sort(np.asarray(block_ids)))
 
-    monkeypatch.setattr(kvtier.connector.storing, "CPULoadStoreSpec", Sorted)
+    monkeypatch.setattr(kvtier.connector.planning, "CPULoadStoreSpec", Sorted)
 
 
 @_mutant(_failing_copies)
@@ -356,7 +359,7 @@ def a_reset_does_not_make_jobs_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_end", _end)
 
 
-# It shows in one of 40 lives: mostly a fence comes before, or the slot is not used again in time.
+# Fails one life in 40: mostly a fence comes first, or the slot is not reused in time.
 @_mutant(_resets_in_the_midst, seeds=(146, 188, 255, 461))
 def a_reset_does_not_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     real = OffloadingConnectorWorker.start_kv_transfers
@@ -409,6 +412,6 @@ def evictions_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @_mutant()
 def a_request_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def forget(self: Scheduler, state: RequestOffloadState) -> None:
-        """It stays."""
+        """Forget nothing."""
 
     monkeypatch.setattr(Scheduler, "_forget_if_done", forget)

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
 
 _NOT_A_NUMBER = 255
-"""In every byte of a float: it spoils whatever is computed with it."""
+"""A block of such bytes is floats that are not numbers: it spoils everything computed with it."""
 
 
 class VirtualClock:
-    """Time that passes when the life says so."""
+    """A clock that the life moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -46,7 +46,7 @@ class VirtualClock:
 
 
 class FaultyExampleTier(FaultyTier):
-    """The example tier with faults by seed, which knows what it has not reported."""
+    """The example tier with faults drawn from the seed. It counts jobs it has not reported."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class FaultyExampleTier(FaultyTier):
         if type(result) is not JobResult:
             return result
         self.unreported.pop(result.job_id, None)
-        # How long it took by the real clock would let this machine decide what happens.
+        # Measured times would make the life depend on the speed of this machine.
         return result if self._is_timed else replace(result, transfer_time=None)
 
     def heal(self) -> None:
-        """No faults from now on, and nothing hangs any more."""
+        """Stop all faults, and release jobs that hang."""
         self.schedule = FaultSchedule()
         self.recover()
 
@@ -102,7 +102,7 @@ class FaultyExampleTier(FaultyTier):
 
 class _Copy(NamedTuple):
     due: int
-    """At which poll it is made, if nobody waits for it before."""
+    """The poll at which it is made, unless a wait comes first."""
     device: GPULoadStoreSpec
     slots: LoadStoreSpec
     is_store: bool
@@ -110,11 +110,11 @@ class _Copy(NamedTuple):
 
 
 class StepwiseWorker(OffloadingWorker):
-    """Makes each copy as late as the seed says, or when it is waited for: whoever counts on it
-    without waiting has the wrong bytes, every time.
+    """Makes each copy at a poll drawn from the seed, or when it is waited for. Code that relies on
+    a copy without waiting always reads wrong bytes.
 
-    Copies that are due at the same time are made in any order. One that fails copies nothing, and
-    leaves rubbish on the device if it is a load.
+    Copies that are due at the same time are made in any order. A copy that fails copies nothing; a
+    failed load leaves garbage on the device.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class StepwiseWorker(OffloadingWorker):
         return len(self._open) + len(self._finished)
 
     def heal(self) -> None:
-        """No failures from now on."""
+        """Stop all failures."""
         self._setup = WorkerSetup(True, self._setup.max_delay, refused=0.0, failed=0.0)
 
     def submit_store(
@@ -188,7 +188,7 @@ class StepwiseWorker(OffloadingWorker):
                     array[copy.device.block_ids] = _NOT_A_NUMBER
             self._finished.append(TransferResult(job_id, success=False))
             return
-        # What the worker does on a thread of its own, here and now.
+        # Done here at once; the real worker does it on a thread of its own.
         self._worker._run(job_id, copy.device, copy.slots, copy.is_store)
         self._finished += self._worker.get_finished()
 
@@ -214,12 +214,12 @@ class UnreliableCPUSpec(CPUOffloadingSpec):
 
 
 class UnreliableTieringSpec(TieringOffloadingSpec):
-    """The same with tiers below."""
+    """Host memory with tiers below."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:  # type: ignore[override]
         return _unreliable(self, super().get_worker(kv_caches), kv_caches)
 
 
 def new_engine_id() -> str:
-    """Distinct among all processes of this machine."""
+    """An id that is unique on this machine."""
     return f"e2e-{os.getpid()}-{uuid.uuid4().hex[:12]}"

@@ -1,4 +1,4 @@
-"""The same requests without offloading: what their tokens and logits must be."""
+"""The same requests without offloading: the expected tokens and logits."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Answered", "check_answers"]
 
 @dataclass(slots=True)
 class Answered:
-    """A request of a life, and what became of it."""
+    """A request of a life, and its answer."""
 
     prompt: list[int]
     weights: list[tuple[int, int]]
-    """(answer tokens that there were, seed of the weights from then on)."""
+    """(number of answer tokens at a change of weights, seed of the weights after it)."""
     result: RequestResult | None = None
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Part of an answer that one set of weights has given."""
+    """A part of an answer that was computed with one set of weights."""
 
     prompt: list[int]
     token_ids: list[int]
@@ -36,7 +36,8 @@ class _Piece:
 
 
 def check_answers(model: ModelConfig, answers: Iterable[Answered]) -> int:
-    """Raise `Violation` unless tokens and logits have the bits of a run without offloading.
+    """Raise `Violation` unless tokens and logits equal those of a run without offloading, bit by
+    bit.
 
     Returns how many tokens were compared.
     """
@@ -87,7 +88,8 @@ def _check(model: ModelConfig, pieces: list[_Piece]) -> int:
 
 @lru_cache(maxsize=32)
 def _plain_engine(model: ModelConfig) -> Engine:
-    """No connector, room for everything, and blocks of another size than in any life."""
+    """An engine without connector, with room for everything, and with a block size that no life
+    has."""
     num_groups = len(model.groups)
     config = EngineConfig(
         block_tokens=(16,) * num_groups,

@@ -1,6 +1,6 @@
-"""The proof can fail: each planted bug is noticed in one of the lives that all go well without it.
+"""Each planted bug fails one of the lives, all of which pass without it.
 
-`pytest -k NAME` runs one of them; what it was caught by is printed with `-s`.
+`pytest -k NAME` runs one of them; `-s` prints the violation that caught it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_LIVES = 8
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_logs() -> Iterator[None]:
-    """Broken code complains."""
+    """Silence the warnings of broken code."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)

@@ -1,6 +1,7 @@
-"""Random workloads on an engine with offloading: tokens, logits, events, and nothing left behind.
+"""Random workloads on an engine with offloading: tokens, logits and events are right, and nothing
+is left behind.
 
-A life that goes wrong is named by its seed: `python -m tests.e2e --seed N`.
+A failure names its seed: `python -m tests.e2e --seed N` repeats it.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ AT_LEAST = {
     "fault: partial": 6,
     "fault: raise": 8,
 }
-"""What has to happen in the lives of `SEEDS`, or they prove nothing."""
+"""Events that must occur in the lives of `SEEDS`, or they prove nothing."""
 
 SOAK_MINUTES = float(os.environ.get("KVTIER_E2E_SOAK_MINUTES", "30"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_logs() -> Iterator[None]:
-    """The tiers do everything that there is to complain about."""
+    """The tiers commit every fault that is logged."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)

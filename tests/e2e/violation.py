@@ -1,4 +1,4 @@
-"""What a life must not show."""
+"""The error of a life that went wrong."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["Violation", "require"]
 
 
 class Violation(AssertionError):
-    """Something happened that must not, whatever the seed."""
+    """Something happened that must not happen with any seed."""
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raise `Violation` unless it holds."""
+    """Raise `Violation` unless the condition holds."""
     if not holds:
         raise Violation(otherwise)

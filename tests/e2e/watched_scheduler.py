@@ -1,4 +1,4 @@
-"""The connector's scheduler half, with someone who looks on."""
+"""The scheduler half of the connector, with checks and counters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.connector.common import (
     StepPlan,
     WorkerOutput,
 )
-from kvtier.connector.geometry import GroupGeometry
+from kvtier.connector.planning import GroupGeometry
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from tests.e2e.violation import require
 
@@ -22,7 +22,7 @@ __all__ = ["WatchedScheduler"]
 
 
 class WatchedScheduler(OffloadingConnectorScheduler):
-    """Does nothing else than the real one; counts what happens, and checks what it decides."""
+    """The real scheduler half, with every decision counted and checked."""
 
     tally: Counter[str]
 
@@ -94,12 +94,12 @@ class WatchedScheduler(OffloadingConnectorScheduler):
         super().reset_cache()
 
     def is_moving(self, is_store: bool) -> bool:
-        """Whether a store, or a load, has been sent to the workers and has not ended."""
+        """True while a store, or a load, has been sent to the workers and has not ended."""
         unsent = self._metadata.stores if is_store else self._metadata.loads
         return sum(job.is_store is is_store for job in self._jobs.values()) > len(unsent)
 
     def check_nothing_is_left(self) -> None:
-        """After everything has ended."""
+        """Check that nothing is left. Called after everything has ended."""
         tables: dict[str, Sized] = {
             "jobs": self._jobs,
             "requests": self._states,

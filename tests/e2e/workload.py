@@ -1,6 +1,6 @@
-"""What happens in one life, drawn from its seed: an engine, its tiers, and what is asked of them.
+"""The workload of one life, drawn from its seed: an engine, its tiers, and its requests.
 
-Plain data. Nothing here knows how a life turns out.
+Plain data, drawn before the life begins.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _FAULT_RATES: dict[str, dict[str, float]] = {
         "unknown_job": 0.02,
         "garbage": 0.02,
         "corrupt": 0.05,
-        # The end of a life is not part of it.
+        # The end of a life is not an event of it.
         "drain_jobs.hang": 0.0,
         "shutdown.hang": 0.0,
         "shutdown.raise": 0.0,
@@ -83,16 +83,16 @@ _FAULT_RATES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """How the copies between device and host memory go."""
+    """How copies between device and host memory behave."""
 
     is_stepwise: bool
-    """True: each copy is made at a poll that the seed decides. False: by threads, at any time."""
+    """True: each copy is made at a poll drawn from the seed. False: threads make it at any time."""
     max_delay: int
-    """The most polls that a copy waits for."""
+    """Most polls before a copy is made."""
     refused: float
     """Share of jobs that are refused."""
     failed: float
-    """Share of jobs that are accepted, and fail."""
+    """Share of jobs that are accepted and fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,12 @@ class TierSetup:
 
     weather: str
     entry: dict[str, Any]
-    """For `secondary_tiers`."""
+    """Its entry in `secondary_tiers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The engine and all below it."""
+    """The engine and its tiers."""
 
     model: ModelConfig
     engine: EngineConfig
@@ -115,37 +115,37 @@ class Setup:
     tiers: tuple[TierSetup, ...]
     worker: WorkerSetup
     step_s: float | None
-    """What a step takes by the tiers' clock. None: the real clock."""
+    """Seconds of a step by the tiers' clock. None: the real clock."""
     options: dict[str, Any]
-    """Further keys of the user."""
+    """Further configuration keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """A request comes."""
+    """A request arrives."""
 
     base: int
-    """Prompts of one base have equal beginnings."""
+    """Prompts with the same base begin alike."""
     length: int
     ending: list[int]
     follows: int | None
-    """The number of an earlier request: its prompt and its answer are the beginning instead."""
+    """Number of an earlier request whose prompt and answer begin this prompt, instead of a base."""
     max_tokens: int
     params: dict[str, Any] | None
     takes_used_id: bool
-    """Whether it has the id of an earlier request, if that one has ended."""
+    """True: it gets the id of an earlier request, if that one has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A request is given up, if it is still there."""
+    """A request is aborted, if it has not ended."""
 
     number: int | None
-    """None: the first that is loading; within a few steps there may be one."""
+    """Number of the request; None: the first that loads within the next few steps."""
 
 
 class Await(StrEnum):
-    """What a reset comes in the midst of, if it happens within a few steps."""
+    """What should be under way when a reset comes, if it occurs within a few steps."""
 
     NOTHING = "nothing"
     STORE = "a store"
@@ -154,15 +154,15 @@ class Await(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Nothing computed so far is valid any more."""
+    """The cache is reset: nothing computed so far is valid any more."""
 
     brings_weights: bool
-    """Whether because there are other weights."""
+    """True if the weights change."""
     during: Await
 
 
 class Simple(StrEnum):
-    """What needs no further words."""
+    """Events without further data."""
 
     DROP_DEVICE_CACHE = "drop the device cache"
     GO_DARK = "tiers become black holes"
@@ -184,11 +184,11 @@ class Workload:
     seed: int
     setup: Setup
     actions: list[tuple[Action, int]] = field(repr=False)
-    """What happens, and how many steps the engine takes then."""
+    """Each event, with the number of steps that the engine takes after it."""
 
 
 def draw(seed: int) -> Workload:
-    """The life of this seed. The same in every process."""
+    """The workload of this seed. The same in every process."""
     chance = Random(f"life {seed}")
     setup = _draw_setup(chance)
     return Workload(seed, setup, list(_draw_actions(chance, setup)))
@@ -226,7 +226,7 @@ def _draw_setup(chance: Random) -> Setup:
         "shutdown_timeout_ms": 5000,
     }
     if not is_real_time:
-        # What is learnt depends on how fast this machine is.
+        # Measured rates depend on the speed of this machine.
         options["prefill_tokens_per_s"] = 0
     return Setup(
         model=model,
@@ -251,7 +251,7 @@ def _draw_tier(chance: Random, place: int, is_real_time: bool) -> TierSetup:
         "type": "FaultyExampleTier",
         "module_path": "tests.e2e.parts",
         "enable_kv_events": True,
-        # So that requests can ask for one of two tiers.
+        # So that requests can choose one of two tiers.
         "locality": ("LOCAL", "REMOTE")[place],
         "max_blocks": chance.choice((12, 200, 200)),
         "lookup_timeout_ms": chance.choice((40, 250)),
@@ -293,7 +293,7 @@ def _draw_interruption(chance: Random, setup: Setup, num_requests: int) -> Abort
     if chance.random() < 0.4:
         earlier = chance.randrange(max(0, num_requests - 4), num_requests)
         return Abort(chance.choice((earlier, None)))
-    # Tiers that a reset spares would serve what the old weights have computed.
+    # Tiers that a reset spares would serve blocks of the old weights.
     can_bring_weights = setup.options["reset_scope"] == "all"
     return Reset(can_bring_weights and chance.random() < 0.5, chance.choice(list(Await)))
 

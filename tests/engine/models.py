@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.engine import EngineConfig, ModelConfig
 from kvtier.engine.cache import KVCache, first_block_ids
 from kvtier.engine.model import Model, Span
-from kvtier.engine.products import Array
+from kvtier.engine.weights import Array
 
 FULL = ModelConfig(
     num_layers=2,
@@ -88,7 +88,7 @@ class Sequences:
         ]
 
     def tables(self, num_tokens: int) -> list[list[int]]:
-        """Blocks for a sequence of so many tokens."""
+        """Allocate blocks for a sequence of `num_tokens` tokens."""
         return [
             [free.pop() for _ in range(-(-num_tokens // tokens))]
             for free, tokens in zip(self._free, self.engine.block_tokens, strict=True)

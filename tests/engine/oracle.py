@@ -1,4 +1,4 @@
-"""What a request gets when it has the engine to itself."""
+"""The result of a request that has the engine to itself."""
 
 from __future__ import annotations
 

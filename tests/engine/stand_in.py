@@ -1,4 +1,4 @@
-"""A connector that keeps blocks in a dictionary, late and unreliable as it is told to be.
+"""A connector that keeps blocks in a dictionary, with delays and failures.
 
 Copies happen as late as they may: a store when it is waited for or its delay is over, a load when
 its delay is over. So an engine that reuses a block too early, or does not say that it reuses it,
@@ -55,7 +55,7 @@ class Behaviour:
     """Share of the loads that fail, wholly or in part."""
     seed: int = 0
     holds: bool = False
-    """Whether no transfer ends, unless it is waited for."""
+    """True if no transfer ends before it is waited for."""
 
 
 @dataclass
@@ -179,7 +179,7 @@ class StandIn:
             if job.is_store and overlap:
                 self.metadata.wait_for.append(job.job_id)
             elif overlap:
-                # Its own blocks, in the step in which it was given them; no one else's.
+                # Only the request's own blocks, in the step that allocated them.
                 assert job.job_id in [order.job_id for order in self.metadata.loads]
         metadata, self.metadata = self.metadata, ConnectorMetadata()
         return metadata
@@ -259,7 +259,7 @@ class StandIn:
             kept = self.shelf.get(key) if place < num_good else None
             for rank in ranks:
                 for layer, page in enumerate(self.pages(rank, group, block)):
-                    # A load that fails may have written anything; here, what is not a number.
+                    # A load that fails may have written anything; here, NaN.
                     page[:] = np.frombuffer(kept[rank][layer], np.uint8) if kept else 255
 
 

@@ -1,8 +1,8 @@
-"""Who has which block, and which is reused first."""
+"""Users of blocks, and the order of reuse."""
 
 from __future__ import annotations
 
-from kvtier.engine.block_pool import BlockPool
+from kvtier.engine.block_manager import BlockPool
 
 
 def test_blocks_have_the_ids_of_their_group() -> None:

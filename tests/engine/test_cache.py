@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier.cpu.device_pages import device_pages
+from kvtier.cpu.worker import device_pages
 from kvtier.engine import EngineConfig, ModelConfig
 from kvtier.engine.cache import KVCache, first_block_ids
 from tests.engine.models import FULL, HYBRID

@@ -1,4 +1,4 @@
-"""The engine with a connector: late, unreliable, and asked for at every turn."""
+"""The engine with a connector that is late and unreliable."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_blocks_of_an_aborted_load_are_kept_until_it_ends() -> None:
     assert result is not None
     assert result.finish_reason is FinishReason.ABORTED
     assert engine.blocks.num_unused_blocks == (24 - 12,)
-    with pytest.raises(ValueError, match="whose load has not"):
+    with pytest.raises(ValueError, match="or a load for it, has not ended"):
         engine.add_request(prompt, 4, request_id=loading)
     other = random_tokens(2, 90)
     [beside] = engine.generate([other], 3, keep_logits=True)
@@ -152,7 +152,7 @@ def test_the_blocks_of_an_aborted_load_are_kept_until_it_ends() -> None:
 
 
 def test_blocks_are_not_written_while_a_store_reads_them() -> None:
-    """A connector that is told which blocks are given away can copy them before that."""
+    """A connector that learns of reused blocks in time can copy them before that."""
     engine, stand_in, model = start("hybrid")
     stand_in.behaviour.holds = True
     prompt = random_tokens(1, 100)
@@ -211,7 +211,7 @@ def test_every_rank_has_a_worker() -> None:
 ARRIVALS = st.lists(
     st.tuples(
         st.integers(0, 1),  # whose beginning it has
-        st.integers(1, 80),  # so much of it
+        st.integers(1, 80),  # tokens of that beginning
         st.integers(0, 2),  # which end
         st.integers(1, 10),  # tokens to generate
         st.integers(0, 8),  # steps until the next one comes

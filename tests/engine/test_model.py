@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.engine.model import Span
-from kvtier.engine.products import TILE, Array, Product
+from kvtier.engine.weights import TILE, Array, Product
 from tests.engine.dense import dense_logits
 from tests.engine.models import MODELS, Sequences, random_tokens, spans_of, whole
 

@@ -144,7 +144,7 @@ def test_other_weights_find_nothing_of_the_old_ones(case: str) -> None:
 
 
 def test_an_engine_that_cannot_start_leaves_nothing_behind() -> None:
-    """What is left behind, the watch over every test sees."""
+    """`tests/conftest.py` checks that nothing is left behind."""
     model, engine_config = CASES["full"]
     config = offloading_config(model, engine_config, TIERED, f"test-{uuid.uuid4().hex}")
     larger = replace(engine_config, block_tokens=(16,))

@@ -24,7 +24,7 @@ class PagedTensor:
     allocation: int
     offset: int
     stride: int
-    """From one page to the next."""
+    """Bytes from one page to the next."""
     page: int
     dtype: str = "uint8"
 
@@ -35,7 +35,7 @@ class CacheLayout:
 
     num_blocks: int
     allocations: tuple[int, ...]
-    """Bytes of each."""
+    """Bytes of each allocation."""
     tensors: tuple[PagedTensor, ...]
     groups: tuple[dict[int, int], ...]
     """For each group, the tensors it uses and the bytes of data in their pages."""
@@ -46,12 +46,12 @@ class CacheLayout:
         return sum(tensor.page for tensor in self.tensors) * self.blocks_per_chunk
 
     def cell_offset(self, tensor_idx: int, place: int) -> int:
-        """Where in a cell a page of a tensor is."""
+        """The offset of a tensor's page in a cell."""
         before = sum(tensor.page for tensor in self.tensors[:tensor_idx]) * self.blocks_per_chunk
         return before + place * self.tensors[tensor_idx].page
 
     def new_memory(self, seed: int) -> list[Bytes]:
-        """Random bytes for every allocation. None is zero: zeros are what a store adds."""
+        """Random bytes for every allocation. No byte is zero, because a store adds zeros."""
         rng = np.random.default_rng(seed)
         return [rng.integers(1, 256, size, dtype=np.uint8) for size in self.allocations]
 
@@ -62,7 +62,7 @@ class CacheLayout:
         return memory[tensor.allocation][start : start + tensor.page]
 
     def canonical(self, memory: Sequence[Any]) -> CanonicalKVCaches:
-        """What a worker is told. `memory`: the allocations as flat torch tensors of bytes."""
+        """The caches for a worker. `memory`: the allocations as flat byte tensors."""
         return CanonicalKVCaches(
             [
                 CanonicalKVCacheTensor(self._view(memory[tensor.allocation], tensor), tensor.page)
@@ -72,7 +72,7 @@ class CacheLayout:
         )
 
     def _view(self, allocation: Any, tensor: PagedTensor) -> Any:
-        # Where nothing else is in the gaps, they are part of the tensor, as engines have them.
+        # Gaps that hold nothing else belong to the tensor, as in engines.
         whole = tensor.offset == 0 and tensor.stride * self.num_blocks == len(allocation)
         shape = (self.num_blocks, tensor.stride if whole else tensor.page)
         view = torch.as_strided(allocation, shape, (tensor.stride, 1), tensor.offset)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["_no_directories_of_killed_runs", "shm"]
 
-# Streams that share a queue to the device wait for each other, which hides that they ought to.
+# Streams that share a queue of the device wait for each other, which would hide a missing wait.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-# torch is nobody's dependency: it is here where the engine, or `make test`, has brought it.
+# torch is not a dependency of kvtier: the engine, or `make test`, installs it.
 collect_ignore_glob = [] if find_spec("torch") else ["test_*.py"]
 
 
@@ -42,19 +42,19 @@ def _open(name: str, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 @pytest.fixture(params=["host", "cpu", *_DEVICES])
 def any_place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
-    """Wherever a worker can be, that of caches in host memory among them."""
+    """Every place for a worker, including the one for caches in host memory."""
     return _open(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["cpu", *_DEVICES])
 def place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
-    """Wherever the CUDA worker can be."""
+    """Every place for the CUDA worker."""
     return _open(request.param, monkeypatch)
 
 
 @pytest.fixture(params=_DEVICES)
 def device_place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Place:
-    """Wherever there are streams."""
+    """Every place that has streams."""
     return _open(request.param, monkeypatch)
 
 
@@ -62,7 +62,7 @@ def device_place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 def simulated_place(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> SimulatedPlace:
-    """Where all that is asked of the device can be looked into."""
+    """A place whose calls to the device can be inspected."""
     from tests.gpu.places import SimulatedPlace
 
     place = _open(request.param, monkeypatch)
@@ -72,7 +72,7 @@ def simulated_place(
 
 @pytest.fixture
 def held_place() -> CPUPlace:
-    """Copies wait until they are told to go on."""
+    """A place where copies wait until a test continues them."""
     from tests.gpu.places import CPUPlace
 
     place = CPUPlace()

@@ -12,7 +12,7 @@ from tests.gpu.jobs import Job
 NUM_SLOTS = 4
 
 _CELL_LIMIT = 1 << 19
-"""So that an example takes milliseconds."""
+"""Small enough for an example to take milliseconds."""
 _PAGES = st.one_of(
     st.integers(1, 40),
     st.integers(1, 64).map(lambda count: 16 * count),
@@ -22,9 +22,11 @@ _PAGES = st.one_of(
 
 @st.composite
 def layouts(draw: st.DrawFn) -> CacheLayout:
-    """Up to 6 tensors: alone, or two by two in one allocation as K and V of a layer are."""
+    """Up to 6 tensors, each alone or two in one allocation, as K and V of a layer are."""
     num_blocks, chunk = draw(st.integers(4, 12)), draw(st.sampled_from([1, 1, 2, 3, 4]))
-    unit = draw(st.sampled_from([1, ALIGNMENT]))  # half of them can be the kernel's
+    unit = draw(
+        st.sampled_from([1, ALIGNMENT])
+    )  # half of the layouts are aligned, so that the kernel can copy them
     allocations: list[int] = []
     tensors: list[PagedTensor] = []
     for _ in range(draw(st.integers(1, 3))):
@@ -56,7 +58,8 @@ def layouts(draw: st.DrawFn) -> CacheLayout:
 
 @st.composite
 def _groups(draw: st.DrawFn, tensors: list[PagedTensor], unit: int) -> tuple[dict[int, int], ...]:
-    """Tensors that no group uses, and that several use, are among them; so is padding."""
+    """Groups over tensors. Some tensors are used by several groups or by none, and some pages have
+    padding."""
     groups = []
     for _ in range(draw(st.integers(1, 3))):
         indices = range(len(tensors))
@@ -74,7 +77,7 @@ def _groups(draw: st.DrawFn, tensors: list[PagedTensor], unit: int) -> tuple[dic
 def jobs(draw: st.DrawFn, layout: CacheLayout) -> Job:
     is_store, places = draw(st.booleans()), layout.blocks_per_chunk
     slots = draw(st.permutations(range(NUM_SLOTS)))
-    # Groups may share tensors, but in one job no blocks of these: which comes last is not defined.
+    # Groups may share tensors, but not blocks of them in one job: the order is undefined.
     free = draw(st.permutations(range(layout.num_blocks)))
     parts = []
     for group_idx in range(len(layout.groups)):

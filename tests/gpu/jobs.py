@@ -1,4 +1,4 @@
-"""Jobs, and what they mean, spelled out page by page."""
+"""Jobs, and their effect, page by page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.gpu.cache_layout import Bytes, CacheLayout
 
 @dataclass(frozen=True)
 class Job(SubmittedJob):
-    """With what it means."""
+    """A job, with its effect on the bytes."""
 
     def apply(self, layout: CacheLayout, rank: int, rows: Bytes, memory: Sequence[Bytes]) -> None:
-        """Do to these rows and allocations what a worker has to do."""
+        """Apply the job to these rows and allocations, as a worker should."""
         cell = rank * layout.cell_bytes
         for part in self.parts:
             if self.is_store:
@@ -33,7 +33,7 @@ class Job(SubmittedJob):
 
 
 def store(blocks: Sequence[int], slots: Sequence[int]) -> Job:
-    """Of the first group of a layout that has no other."""
+    """A job of the only group of a layout."""
     return Job(True, [Part(0, 0, list(blocks), list(slots))])
 
 

@@ -1,4 +1,4 @@
-"""Copies within host memory in place of a device's, at once or when a test says so."""
+"""Copies within host memory instead of a device's, at once or when a test says so."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
 
 class MemmoveCopies(Copies):
-    """Really copies every page, in order, each direction for itself.
-
-    Like a device it goes on by itself: at once, or, with `is_held`, when a test says so or someone
-    waits.
-    """
+    """Copies every page, in order, each direction separately. Like a device, it needs no further
+    calls: it copies at once or, with `is_held`, when a test says so or a thread waits."""
 
     def __init__(self, *, is_held: bool = False) -> None:
         self.is_held = is_held
         self.refusal: Exception | None = None
-        """Raised by `start` in place of starting anything."""
+        """Raised by `start`, which then starts nothing."""
         self.failure: Exception | None = None
-        """Raised by whatever asks or waits: the device has failed."""
+        """Raised by every query and every wait: the device has failed."""
         self.is_closed = False
         self._under_way: dict[bool, deque[MemmoveTicket]] = {True: deque(), False: deque()}
 
     def open(self, device: Any, region: SharedOffloadRegion, undo: ExitStack) -> MemmoveCopies:
-        """What a worker takes as `open_copies`."""
+        """The `open_copies` of a worker."""
         undo.callback(self.close)
         return self
 
@@ -64,7 +61,7 @@ class MemmoveCopies(Copies):
         return len(self._under_way[is_store])
 
     def copy_next(self, *, is_store: bool) -> None:
-        """Do the oldest job of a direction."""
+        """Run the oldest job of a direction."""
         self._under_way[is_store].popleft().copy()
 
     def copy_until(self, ticket: MemmoveTicket) -> None:

@@ -1,4 +1,4 @@
-"""Where the worker's tests run: in host memory, on a simulated device, on a real one."""
+"""The places where the worker's tests run: host memory, a simulated device, a real one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import torch
 
 from kvtier.base import CanonicalKVCaches, OffloadingWorker
 from kvtier.cpu import gpu_worker
-from kvtier.cpu.cuda import device_memory, page_kernel, streams, unpinned
-from kvtier.cpu.cuda.copies import Copies
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda import copies, page_kernel, resources, streams
+from kvtier.cpu.cuda.copies import Copies, CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, cuda_driver
 from kvtier.cpu.cuda.page_table import Grid
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.host_worker import HostOffloadingWorker
-from kvtier.cpu.lane import Lane
+from kvtier.cpu.job_thread import JobThread
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.gpu.cache_layout import Bytes
 from tests.gpu.memmove_copies import MemmoveCopies
@@ -35,18 +34,16 @@ from tests.gpu.simulated_cuda import (
 NO_DEVICE = "no CUDA device: run `make test-gpu` on a machine with one"
 
 _DELAY_CYCLES = 50_000_000
-"""Some 25 ms of an H200: long against any copy here that would not wait for it."""
+"""Some 25 ms on an H200: much longer than a copy here that does not wait for it."""
 
 
 class Place:
-    """A device, and a worker for it: host memory, and the worker for caches there.
-
-    What is computed there is done at once.
-    """
+    """A device and a worker for it. This class: host memory, and the worker for caches there.
+    Compute is done at once."""
 
     device = "cpu"
     choose: Callable[[Grid], CopyPath] | None = None
-    """How a worker's streams copy, where it has any and is not to choose itself."""
+    """The paths of a worker's streams; None: the worker chooses."""
 
     def open_worker(
         self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
@@ -54,7 +51,7 @@ class Place:
         return HostOffloadingWorker(caches, region, blocks_per_chunk)
 
     def use(self, *paths: CopyPath) -> None:
-        """Have the jobs of workers from now on copied in these ways, in turn."""
+        """Make workers copy jobs by these paths, in turn, from now on."""
         turns = itertools.cycle(paths)
         self.choose = lambda *_: next(turns)
 
@@ -62,46 +59,46 @@ class Place:
         return gpu_worker.open_pinned(device, region, undo, self.choose)
 
     def upload(self, memory: Bytes) -> Any:
-        """A copy on the device, as a flat tensor of bytes."""
+        """Copy bytes to the device, as a flat byte tensor."""
         return torch.from_numpy(memory.copy()).to(self.device)
 
     def download(self, tensor: Any) -> Bytes:
-        """What is in it when all that was given to the compute streams is done."""
+        """Its contents after all work on the compute streams."""
         self.finish_compute()
         array: Bytes = tensor.cpu().numpy()
         return array.copy()
 
     def compute(self, work: Callable[[], object]) -> None:
-        """Give work to the current stream."""
+        """Put work on the current stream."""
         work()
 
     def delay(self) -> None:
-        """Make all that the current stream is given from now on begin late."""
+        """Delay all work that the current stream gets from now on."""
 
     def held(self) -> AbstractContextManager[None]:
-        """No delay ends within, where that can be had."""
+        """Within it, no delay ends, where the place supports that."""
         return nullcontext()
 
     def await_waiter(self) -> None:
-        """Return when a thread waits for what is held, where that can be had."""
+        """Return when a thread waits for held work, where the place supports that."""
 
     def mark(self) -> Any:
-        """An event in the current stream that knows its time, where there are streams."""
+        """A timed event on the current stream, if there are streams."""
         raise NotImplementedError
 
     def finish_compute(self) -> None:
-        """Return when all compute is done."""
+        """Return when all compute has ended."""
 
     def other_stream(self) -> AbstractContextManager[Any]:
-        """Another compute stream is the current one."""
+        """Within it, another compute stream is the current one."""
         return nullcontext()
 
     def driver(self) -> Any:
-        """What a worker asks for pinned memory."""
+        """The driver of a worker with pinned memory."""
         return cuda_driver()
 
     def stream(self, handle: int) -> Any:
-        """One of a worker's."""
+        """A stream of a worker."""
         return torch.cuda.ExternalStream(handle)
 
 
@@ -154,7 +151,7 @@ class SimulatedPlace(Place):
         return self.simulated.current_stream.record_event()
 
     def finish_compute(self) -> None:
-        # Others are current for a while only, and those that are not the worker's are few.
+        # Other streams are current for a short time only, and few are not the worker's.
         for stream in [self.simulated.default_stream, *self._others]:
             stream.synchronize()
 
@@ -165,19 +162,19 @@ class SimulatedPlace(Place):
             yield
 
     def _new_device(self) -> None:
-        """A worker each: what one left undone is none of the next one's business."""
+        """One worker at a time: the device of the former one is replaced."""
         self.simulated = SimulatedDevice(next(self._seeds))
         self._others: list[Any] = []
         self._torch = SimulatedTorch(self.simulated)
         self._driver = driver = SimulatedDriver(self.simulated)
-        for module in (device_memory, gpu_worker, streams, unpinned):
+        for module in (copies, gpu_worker, resources, streams):
             self._patch.setattr(module, "torch", self._torch)
         self._patch.setattr(gpu_worker, "cuda_driver", lambda: driver)
         self._patch.setattr(gpu_worker, "PageKernel", SimulatedKernel)
 
 
 class CudaPlace(Place):
-    """The real thing."""
+    """A real CUDA device."""
 
     device = "cuda:0"
 
@@ -204,7 +201,7 @@ class CudaPlace(Place):
         return event
 
     def finish_compute(self) -> None:
-        # Not the whole device: the worker's streams are to be waited for by the worker alone.
+        # Not the whole device: only the worker may wait for its streams.
         for stream in (torch.cuda.current_stream(), *self._others):
             stream.synchronize()
 
@@ -217,7 +214,7 @@ class CudaPlace(Place):
 
 @cache
 def _warm_up() -> None:
-    """Have all kernels of the tests loaded: the first launch of one can wait for the device."""
+    """Load all kernels of the tests: the first launch of a kernel may wait for the device."""
     memory = torch.zeros(2, 1 << 16, dtype=torch.uint8, device=CudaPlace.device)
     memory[0].fill_(1)
     memory[1].copy_(memory[0])
@@ -225,22 +222,22 @@ def _warm_up() -> None:
     torch.cuda.synchronize()
 
 
-def put_off_lanes(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Have the threads that copy, or hand jobs over, take a while: jobs queue up."""
-    put = Lane.put
+def put_off_threads(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Delay every job of job threads, so that jobs queue up."""
+    put = JobThread.put
 
-    def put_off(lane: Lane, work: Callable[[], None]) -> None:
+    def put_off(thread: JobThread, work: Callable[[], None]) -> None:
         def work_late() -> None:
             time.sleep(seconds)
             work()
 
-        put(lane, work_late)
+        put(thread, work_late)
 
-    patch.setattr(Lane, "put", put_off)
+    patch.setattr(JobThread, "put", put_off)
 
 
 def begin_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Have all jobs begun by the thread that submits them, as large ones are."""
+    """Make the submitting thread begin all jobs, as it does large ones."""
     patch.setattr(streams, "_SMALL_JOB_PAGES", 0)
 
 
@@ -249,7 +246,7 @@ def has_cuda() -> bool:
 
 
 def finish_everything(place: Place) -> None:
-    """Have all done that the device has been given by anyone, the worker included."""
+    """Return when the device has done all its work, the worker's included."""
     if isinstance(place, CudaPlace):
         torch.cuda.synchronize()
     elif isinstance(place, SimulatedPlace):
@@ -271,10 +268,8 @@ _DEVICE_CALLS = {
 def refuse_device_call(
     patch: pytest.MonkeyPatch, name: str, error: BaseException, *, after: int = 0
 ) -> None:
-    """Have a call of the driver or the kernel raise, at once or after so many more.
-
-    Of the real ones, and of those simulated.
-    """
+    """Make a call of the driver or the kernel raise, at once or after some calls; real and
+    simulated ones."""
     calls = itertools.count()
 
     def refuse(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -288,7 +283,7 @@ def refuse_device_call(
 
 
 class LaunchCount:
-    """How often the kernel was launched since this was made, and how."""
+    """The launches of the kernel since this was made."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -303,7 +298,7 @@ class LaunchCount:
         def counted(
             kernel: Any, order: Any, entries: Any, first_place: int, stream: int, threads: Any
         ) -> None:
-            if order.num_columns > 0:  # one of none is how it is loaded
+            if order.num_columns > 0:  # a launch without blocks loads the code
                 self.count += 1
                 self.threads.add(threads)
                 self.streams.add(stream)
@@ -313,7 +308,7 @@ class LaunchCount:
 
 
 class Allocations(set[int]):
-    """Addresses of the memory that the driver has given out since this was made."""
+    """Addresses that the driver has allocated since this was made."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -337,7 +332,7 @@ class Allocations(set[int]):
 
 
 class BatchStreams(set[int]):
-    """The streams that the copy engines were given pages in since this was made."""
+    """The streams on which copy engines were used since this was made."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Are the bytes of a prompt what they were, whenever vLLM's model is about to read them?
+"""Checks that a prompt's bytes are unchanged whenever vLLM's model is about to read them.
 
-How many requests are computed together changes the last bits of all they compute, so their answers
-cannot be compared. What was computed before does not depend on that: a block of a prompt that is
-not computed again has the same bytes for ever, wherever it has been.
+The number of requests that are computed together changes the last bits of all results, so answers
+cannot be compared. Earlier results do not depend on it: a block of a prompt that is not computed
+again keeps its bytes, wherever it has been.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, InProcessEngine
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, InProcessEngine
 
 _MOST_BLOCKS = 4_096
 
 
 class PromptWatch:
-    """Looks at all blocks that a step is going to read, right before it, in the same stream.
+    """Reads all blocks that a step is going to read, right before it, on the same stream.
 
-    The first look at a block remembers it, all later ones compare. Nothing waits for the device
-    until `num_wrong` is asked for: what comes too late is not given the time to arrive.
-
-    One kind of attention only, and nothing that was seen may be computed again.
+    The first read of a block remembers its bytes, and all later ones compare. Nothing waits for the
+    device before `num_wrong` is called, so bytes that come too late are seen. For one kind of
+    attention only; a block that was read must not be computed again.
     """
 
     def __init__(self, engine: InProcessEngine) -> None:
@@ -38,9 +37,9 @@ class PromptWatch:
         self._places: dict[bytes, int] = {}
         self._num_wrong = torch.zeros((), dtype=torch.int64, device=one.device)
         self.num_compared = 0
-        """Blocks, each as often as it was read."""
+        """Reads of blocks."""
         self.num_busy_steps = 0
-        """Steps that computed something while another request waited for a load."""
+        """Steps that computed while another request waited for a load."""
 
     @property
     def num_wrong(self) -> int:
@@ -71,7 +70,7 @@ class PromptWatch:
             for key in request.block_hashes[:count]
         ]
         assert len(self._places) <= _MOST_BLOCKS
-        # Blocks are seen in order: those that are new come after those that are not.
+        # Blocks are read in order, so new ones come last.
         num_known = sum(place < num_seen for place in places)
         self._seen[num_seen : len(self._places)] = found[num_known:]
         known = self._seen[self._on_device(places[:num_known])]
@@ -79,7 +78,7 @@ class PromptWatch:
         self.num_compared += num_known
 
     def _bytes_of(self, blocks: list[int]) -> Any:
-        """A copy of them, a row each."""
+        """A copy of these blocks, a row each."""
         on_device = self._on_device(blocks)
         layers = []
         for cache in self._caches:

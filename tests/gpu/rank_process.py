@@ -1,4 +1,4 @@
-"""A rank in a process of its own: stores and loads as it is told, and hands over its bytes."""
+"""A rank in a process of its own: it stores and loads on command, and returns its bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUT = plain_layout(4096, 80, num_blocks=NUM_BLOCKS, blocks_per_chunk=BLOCKS_P
 
 
 class RankProcess:
-    """The side of the test."""
+    """The test's side."""
 
     def __init__(self, place: str, directory: Path, rank: int) -> None:
         arguments = [place, str(directory), str(rank)]
@@ -46,7 +46,7 @@ class RankProcess:
         return json.loads(line)
 
     def end(self) -> int:
-        """Let it shut down its worker and end, or have it ended if it does not."""
+        """Tell it to shut down its worker and end; kill it if it does not."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
         assert self._process.stdin is not None
@@ -61,11 +61,11 @@ class RankProcess:
 
 
 class _Rank:
-    """The side of the process."""
+    """The process's side."""
 
     def __init__(self, place_name: str, directory: str, rank: int) -> None:
+        from tests.gpu.checked_worker import row_bytes
         from tests.gpu.places import CPUPlace, CudaPlace
-        from tests.gpu.rig import row_bytes
 
         self._place = CudaPlace() if place_name == "cuda" else CPUPlace()
         region = SharedOffloadRegion(
@@ -82,8 +82,8 @@ class _Rank:
         )
 
     def do(self, jobs: list[tuple[bool, list[int], list[int]]]) -> list[bool]:
-        """All at once; whether each has succeeded."""
-        from tests.gpu.rig import finish
+        """Run all jobs at once. Returns True for each that succeeded."""
+        from tests.gpu.checked_worker import finish
 
         for job_id, (is_store, blocks, slots) in enumerate(jobs):
             job = store(blocks, slots) if is_store else load(slots, blocks)
@@ -91,7 +91,7 @@ class _Rank:
         return [result.success for result in finish(self.worker, range(len(jobs)))]
 
     def save(self, path: str) -> None:
-        """Write what is on the device to a file."""
+        """Write the device's bytes to a file."""
         np.savez(path, *map(self._place.download, self._memory))
 
 

@@ -1,9 +1,9 @@
-"""A device that does what its streams say in any order that they allow.
+"""A device that runs the work of its streams in any order that they allow.
 
-It stands in for torch's streams and events, the driver and the kernel, so that all of the worker
-but these three runs without a device, too. Memory is host memory; work is done when somebody asks
-or waits, by chance, and so that what is not ordered is found out: what is waited for goes first,
-and what was delayed goes last.
+It replaces torch's streams and events, the driver and the kernel, so that the rest of the worker
+runs without a device. Memory is host memory. Work is done when a thread queries or waits, in random
+order, and in a way that reveals missing waits: work that is waited for goes first, delayed work
+goes last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.cpu.cuda import window
+from kvtier.cpu.cuda import resources
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import Order, Threads
 from kvtier.cpu.cuda.page_table import ALIGNMENT
@@ -32,11 +32,11 @@ Addresses = NDArray[np.uint64]
 Work = Callable[[], object]
 
 _FEW_COPIES = 64
-"""The driver takes a microsecond for each, and nobody else has the interpreter meanwhile."""
+"""The driver takes a microsecond for each page, and keeps the interpreter meanwhile."""
 _ANOTHER_DEVICE = 1
 _EVENTS_OF_A_JOB = 8
-"""What a job's first wait and mark are, and what a part has besides its copies: given to the device
-before, or after, it is made sure that there is room."""
+"""Entries for the first wait and event of a job, and for those of a part besides its copies. They
+are queued before or after the check for room."""
 
 
 class Mark:
@@ -61,9 +61,9 @@ class SimulatedDevice:
         self.default_stream = SimulatedStream(self, handle=0)
         self.current_stream = self.default_stream
         self.elsewhere = SimulatedStream(self, handle=1)
-        """What a thread finds that has another device for its current one."""
+        """The current stream of a thread whose current device is another one."""
         self.failure: Exception | None = None
-        """Told by every question once it is set: by a test, or by work that faults."""
+        """Raised by every call once it is set: by a test, or by work that fails."""
         self.allocated: dict[int, Any] = {}
         """Address to memory."""
         self.pinned: dict[int, int] = {}
@@ -71,7 +71,7 @@ class SimulatedDevice:
         self.num_steps = 0
         self.destroyed: list[SimulatedStream] = []
         self.created_events: list[int] = []
-        """By the driver: torch's are its own business."""
+        """Events that the driver made; torch's are not counted."""
         self.destroyed_events: list[int] = []
         self._holder: int | None = None
         self._waiters = 0
@@ -81,7 +81,7 @@ class SimulatedDevice:
 
     @property
     def is_current(self) -> bool:
-        """Whether it is the device of the calling thread. A new thread has another one."""
+        """True if it is the current device of the calling thread. A new thread has another one."""
         return getattr(self._of_thread, "is_current", False)
 
     @is_current.setter
@@ -93,13 +93,13 @@ class SimulatedDevice:
 
     @property
     def is_held(self) -> bool:
-        """Delays do not end."""
+        """True while delays do not end."""
         return self._holder is not None
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No delay ends within. Whoever waits for what is behind one waits for the end of this; the
-        calling thread, which would wait forever, must not."""
+        """Within it, no delay ends. A thread that waits for delayed work waits until this ends; the
+        calling thread must not, because it would wait forever."""
         self._holder = threading.get_ident()
         try:
             yield
@@ -109,12 +109,12 @@ class SimulatedDevice:
                 self._changed.notify_all()
 
     def await_waiter(self, patience_s: float = 60.0) -> None:
-        """Return when some thread waits for the end of `held`."""
+        """Return when a thread waits for the end of `held`."""
         with self.lock:
-            assert self._changed.wait_for(lambda: self._waiters > 0, patience_s), "nobody waits"
+            assert self._changed.wait_for(lambda: self._waiters > 0, patience_s), "no thread waits"
 
     def go_on(self, preferred: SimulatedStream) -> None:
-        """Do one piece of work for somebody who waits for that stream."""
+        """Do one piece of work for a thread that waits for that stream."""
         with self.lock:
             if self.step(preferred):
                 return
@@ -141,7 +141,7 @@ class SimulatedDevice:
             return True
 
     def wander(self) -> None:
-        """Go on a little, as time does."""
+        """Do some work, as if time passed."""
         with self.lock:
             for _ in range(self._random.randrange(4)):
                 self.step()
@@ -161,7 +161,7 @@ class SimulatedStream:
         self.cuda_stream = handle
         self.priority = priority
         self.work: deque[Work | Mark | tuple[Mark] | None] = deque()
-        """Something to do, a mark to be reached, one to wait for, or a delay."""
+        """Work, an event to record, an event to wait for, or a delay."""
         self._device = device
         device.streams.append(self)
 
@@ -203,9 +203,9 @@ class SimulatedStream:
         return event
 
     def require_room(self, count: int = 1) -> None:
-        """For a call that keeps the interpreter: without room the driver waits for the device, and
-        nobody else goes on until there is some."""
-        num_entries, most = len(self.work) + count, window._MOST_ENTRIES + _EVENTS_OF_A_JOB
+        """Check that a call that keeps the interpreter has room: without it the driver would block,
+        and no other thread could go on."""
+        num_entries, most = len(self.work) + count, resources._MOST_ENTRIES + _EVENTS_OF_A_JOB
         assert num_entries <= most, f"{num_entries} entries in a stream that has room for {most}"
 
     def synchronize(self) -> None:
@@ -254,7 +254,7 @@ class SimulatedEvent:
 
 
 class SimulatedTorchCuda:
-    """What the worker uses of `torch.cuda`."""
+    """The part of `torch.cuda` that the worker uses."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -301,7 +301,7 @@ class SimulatedTorchCuda:
 
 
 class SimulatedTorchC:
-    """What the worker uses of `torch._C`."""
+    """The part of `torch._C` that the worker uses."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -327,12 +327,12 @@ class SimulatedTorch:
 
 
 def _numbers_at(address: int, count: int) -> list[int]:
-    """As whoever is given nothing but an address finds them."""
+    """The bytes at an address."""
     return list((ctypes.c_uint64 * count).from_address(address))
 
 
 class SimulatedDriver:
-    """Holds its callers to what the real one asks for."""
+    """A driver that asserts the rules of the real one."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -341,14 +341,14 @@ class SimulatedDriver:
     def allocate(self, num_bytes: int) -> int:
         assert self._device.is_current, "memory of another device"
         assert num_bytes > 0, "the driver does not give that"
-        memory = np.full(num_bytes + ALIGNMENT, 0xA5, np.uint8)  # what somebody has left behind
+        memory = np.full(num_bytes + ALIGNMENT, 0xA5, np.uint8)  # left over from an earlier use
         address = -(-memory.ctypes.data // ALIGNMENT) * ALIGNMENT
         self._device.allocated[address] = memory
         return address
 
     def free(self, address: int) -> None:
         assert self._device.is_current, "no context to free memory in"
-        self._device.allocated.pop(address).fill(0x5A)  # whoever still uses it will notice
+        self._device.allocated.pop(address).fill(0x5A)  # a later use will show
 
     def upload(self, content: memoryview, address: int) -> None:
         ctypes.memmove(address, bytes(content), content.nbytes)
@@ -425,13 +425,13 @@ class SimulatedDriver:
         for source, target, size in zip(*lists, strict=True):
             queue.add(partial(ctypes.memmove, target, source, size))
         if not any(map(self._device.is_pinned, (*lists[0], *lists[1]))):
-            # Or nearly so, as the driver's manual has it: the last bytes may still be on their way.
+            # Almost all of it, says the driver's manual: the last bytes may still be in flight.
             with self._device.lock:
                 while len(queue.work) > 1:
                     self._device.go_on(preferred=queue)
 
     def _require_room(self, stream: int, count: int = 1) -> None:
-        if stream in self._own_streams:  # how much is in others is the engine's business
+        if stream in self._own_streams:  # only the worker's streams have a limit
             self._device.streams[stream].require_room(count)
 
     def register_host(self, address: int, size: int) -> None:
@@ -445,7 +445,7 @@ class SimulatedDriver:
 
 
 class SimulatedKernel:
-    """Does what it was told when its turn comes, as a kernel does. Its own launcher."""
+    """Runs its launches in stream order, as a kernel does. It is its own launcher."""
 
     device: SimulatedDevice
     all_threads = Threads(132, 512)

@@ -1,7 +1,7 @@
-"""A worker cannot be told to drop a job: the engine waits for it, and has its memory back then.
+"""A worker cannot drop a job: the engine waits for it, and then reuses its memory.
 
-So it is when a request is aborted while its blocks are on their way. Whoever gets the memory next
-finds nothing of the job any more, now or later.
+This happens when a request is aborted while its blocks are being copied. The next user of the
+memory finds no trace of the job, then or later.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import pytest
 import torch
 
 from kvtier.base import TransferResult
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.host_worker import HostOffloadingWorker
 from tests.gpu.cache_layout import plain_layout
+from tests.gpu.checked_worker import RANK, CheckedWorker, finish, open_checked_worker, require_equal
 from tests.gpu.jobs import Job, load, store
-from tests.gpu.places import CPUPlace, Place, finish_everything, put_off_lanes, refuse_device_call
-from tests.gpu.rig import RANK, Rig, finish, open_rig, require_equal
+from tests.gpu.places import CPUPlace, Place, finish_everything, put_off_threads, refuse_device_call
 
 NUM_JOBS, BLOCKS_PER_JOB = 8, 3
-"""Of each direction. Each has blocks and slots of its own."""
+"""Jobs of each direction. Each has blocks and slots of its own."""
 NUM_BLOCKS = NUM_SLOTS = 2 * NUM_JOBS * BLOCKS_PER_JOB
 LAYOUT = plain_layout(4096, 512, num_blocks=NUM_BLOCKS)
 REUSED_BLOCK, REUSED_SLOT = 0x44, 0x33
-"""What the next owners write."""
+"""The bytes that the next users write."""
 
 
 @pytest.fixture
@@ -38,15 +38,15 @@ def slow_place(any_place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def slow_down(place: Place, patch: pytest.MonkeyPatch) -> None:
-    """Have the threads that copy, or hand jobs over, take a while: jobs queue up."""
+    """Delay every job of job threads, so that jobs queue up."""
     place.use(*CopyPath)
     if isinstance(place, CPUPlace):
         place.copies.is_held = True
-    put_off_lanes(patch, 0.002)
+    put_off_threads(patch, 0.002)
 
 
 def make_jobs(chance: random.Random) -> list[Job]:
-    """Stores and loads by turns, of blocks and slots here and there."""
+    """Stores and loads in turn, of scattered blocks and slots."""
     blocks, slots = (chance.sample(range(NUM_BLOCKS), NUM_BLOCKS) for _ in range(2))
     parts = [slice(start, start + BLOCKS_PER_JOB) for start in range(0, NUM_BLOCKS, BLOCKS_PER_JOB)]
     return [
@@ -55,21 +55,21 @@ def make_jobs(chance: random.Random) -> list[Job]:
     ]
 
 
-def submit(rig: Rig, jobs: Sequence[Job]) -> None:
-    """Each behind some compute of its own: there is always one that has not begun."""
+def submit(rig: CheckedWorker, jobs: Sequence[Job]) -> None:
+    """Submit each job after some compute, so that there is always one that has not begun."""
     for job_id, job in enumerate(jobs):
         rig.place.delay()
         assert job.submit(rig.worker, job_id)
 
 
 def pages_of(job: Job) -> list[tuple[int, int]]:
-    """Tensor and block of every page on the device."""
+    """The tensor and block of every page on the device."""
     (part,) = job.parts
     return [(tensor, block) for block in part.blocks for tensor in range(len(LAYOUT.tensors))]
 
 
-def reuse(rig: Rig, job: Job) -> None:
-    """Write all memory of a job at once, behind nothing, and tell the oracle."""
+def reuse(rig: CheckedWorker, job: Job) -> None:
+    """Write all memory of a job at once, on an idle stream, and the expected bytes."""
     (part,) = job.parts
     cell = slice(RANK * LAYOUT.cell_bytes, (RANK + 1) * LAYOUT.cell_bytes)
     for rows in (rig.rows, rig.expected_rows):
@@ -86,8 +86,8 @@ def finish_current_stream(place: Place) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def require_done(rig: Rig, job: Job) -> None:
-    """All that the job was to write is there at this moment."""
+def require_done(rig: CheckedWorker, job: Job) -> None:
+    """Check that the job has written all its bytes by now."""
     (part,) = job.parts
     require_equal(rig.rows[part.slots], rig.expected_rows[part.slots], "slots of the job")
     with rig.place.other_stream():
@@ -96,16 +96,16 @@ def require_done(rig: Rig, job: Job) -> None:
             require_equal(rig.page(tensor, block).cpu().numpy(), expected, f"block {block}")
 
 
-def abort(rig: Rig, job_id: int, job: Job) -> None:
-    """As an engine does."""
+def abort(rig: CheckedWorker, job_id: int, job: Job) -> None:
+    """Wait for the job, as an engine does."""
     rig.worker.wait([job_id])
     rig.apply(job)
     require_done(rig, job)
     reuse(rig, job)
 
 
-def abort_some(rig: Rig, jobs: Sequence[Job], aborted: Sequence[int]) -> None:
-    """And see that nothing comes back to their memory, and that the others are right."""
+def abort_some(rig: CheckedWorker, jobs: Sequence[Job], aborted: Sequence[int]) -> None:
+    """Check that nothing of them is written later, and that the other jobs are right."""
     submit(rig, jobs)
     reported: list[TransferResult] = []
     for job_id in aborted:
@@ -137,7 +137,7 @@ ABORTED = {
 
 @pytest.mark.parametrize("which", ABORTED)
 def test_nothing_of_an_aborted_job_goes_on(which: str, slow_place: Place, shm: Path) -> None:
-    with open_rig(slow_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(slow_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         abort_some(rig, make_jobs(random.Random(which)), ABORTED[which])
 
 
@@ -146,18 +146,18 @@ def test_nothing_goes_on_in_memory_that_cannot_be_pinned(
 ) -> None:
     slow_down(device_place, monkeypatch)
     refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
-    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         abort_some(rig, make_jobs(random.Random(0)), ABORTED["here and there"])
 
 
 def test_nothing_of_an_aborted_job_that_fails_goes_on(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of it may be on its way when the driver refuses the other half."""
+    """The first half may be under way when the driver refuses the second."""
     slow_down(device_place, monkeypatch)
     device_place.use(CopyPath.STAGED, CopyPath.ENGINES_TWICE)
     jobs = make_jobs(random.Random(4))
-    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         with monkeypatch.context() as patch:
             refuse_device_call(patch, "copy_batch", CudaError("injected"), after=NUM_JOBS)
             submit(rig, jobs)
@@ -171,9 +171,10 @@ def test_nothing_of_an_aborted_job_that_fails_goes_on(
 
 
 def test_the_memory_of_aborted_jobs_is_good_for_others(slow_place: Place, shm: Path) -> None:
-    """For jobs of the other direction, too, while those around the aborted ones are under way."""
+    """Also for jobs of the other direction, while jobs before and after the aborted ones are under
+    way."""
     jobs = make_jobs(random.Random(1))
-    with open_rig(slow_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(slow_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         submit(rig, jobs)
         aborted = [4, 7]
         for job_id in aborted:
@@ -191,10 +192,10 @@ def test_the_memory_of_aborted_jobs_is_good_for_others(slow_place: Place, shm: P
 
 @pytest.mark.parametrize("which", ["nobody", "the middle"])
 def test_nothing_goes_on_after_the_end(which: str, slow_place: Place, shm: Path) -> None:
-    """Whatever was under way when the worker was shut down."""
+    """For all jobs that are under way when the worker is shut down."""
     jobs = make_jobs(random.Random(2))
     aborted = ABORTED.get(which, [])
-    with open_rig(slow_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(slow_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         submit(rig, jobs)
         for job_id in aborted:
             abort(rig, job_id, jobs[job_id])
@@ -218,7 +219,7 @@ def test_nothing_goes_on_after_the_end(which: str, slow_place: Place, shm: Path)
 def test_a_worker_that_does_not_wait_is_found_out(
     slow_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_rig(slow_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(slow_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         with monkeypatch.context() as patch:
             for worker in (HostOffloadingWorker, GPUOffloadingWorker):
                 patch.setattr(worker, "wait", lambda *_: None)

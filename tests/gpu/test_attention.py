@@ -1,7 +1,7 @@
-"""Attention goes on over some blocks of a cache while others are stored and loaded.
+"""Attention runs over some blocks of a cache while others are stored and loaded.
 
-Neither disturbs the other: what attention computes is what it computed alone, and every block that
-was loaded is right the moment it is reported.
+Neither disturbs the other: attention computes what it computes alone, and every loaded block is
+right as soon as it is reported.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from tests.gpu.cache_layout import CacheLayout, PagedTensor
+from tests.gpu.checked_worker import open_checked_worker
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import CudaPlace, Place
-from tests.gpu.rig import open_rig
 
 HEADS, BLOCK_TOKENS, HEAD_SIZE = 8, 16, 64
 PAGE = HEADS * BLOCK_TOKENS * HEAD_SIZE * 2
@@ -37,7 +37,7 @@ MOST_UNDER_WAY = 32
 
 
 class Attention:
-    """Over all of the blocks that it reads, gathered anew each time, as a decoding step does."""
+    """Attention over all blocks that it reads, gathered anew each time, as in a decoding step."""
 
     def __init__(self, place: Place, allocation: Any) -> None:
         self._cache = allocation.view(torch.bfloat16).view(
@@ -68,7 +68,7 @@ class Attention:
         self._num_wrong += (self._step() != self._reference).any()
 
     def require_right(self, blocks: list[int], expected: Any) -> None:
-        """Have the device look at blocks that were just loaded."""
+        """Make the device compare blocks that were just loaded."""
         self._num_wrong += (self._cache[blocks] != expected).any()
 
     @property
@@ -80,7 +80,7 @@ def test_attention_and_copies_do_not_disturb_each_other(place: Place, shm: Path)
     duration_s, least_steps = (5.0, 100) if isinstance(place, CudaPlace) else (0.0, 6)
     place.use(*CopyPath)
     rng = random.Random(11)
-    with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         attention = Attention(place, rig.memory[0])
         rig.expected_memory[0][:] = place.download(rig.memory[0])
         rig.do(store(STORED_BLOCKS, LOADED_SLOTS))
@@ -125,7 +125,7 @@ def test_attention_and_copies_do_not_disturb_each_other(place: Place, shm: Path)
 
 
 def some_job(rng: random.Random, busy_blocks: set[int]) -> Job:
-    """A load takes blocks that no load is bringing; without any, it is a store."""
+    """Choose a load of blocks that no other load writes; if there are none, a store."""
     free = sorted(set(LOADED_BLOCKS) - busy_blocks)
     count = rng.randint(1, 8)
     if len(free) >= count and rng.random() < 0.5:

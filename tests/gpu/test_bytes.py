@@ -1,4 +1,4 @@
-"""Every byte on both sides is as it should be, whatever is copied and however."""
+"""Every byte on both sides is right, for all layouts and paths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.cpu.cuda import page_kernel, page_mover, window
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda import page_kernel, page_mover, resources
+from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, PageKernel
 from kvtier.cpu.cuda.page_table import ALIGNMENT
@@ -18,10 +18,10 @@ from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from tests.cpu.jobs import Part
 from tests.gpu.cache_layout import CacheLayout, PagedTensor, plain_layout
+from tests.gpu.checked_worker import open_checked_worker
 from tests.gpu.histories import NUM_SLOTS, histories
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import CudaPlace, LaunchCount, Place, refuse_device_call
-from tests.gpu.rig import open_rig
 from tests.gpu.simulated_cuda import SimulatedKernel
 
 History = tuple[CacheLayout, list[Job]]
@@ -36,7 +36,7 @@ def check_history(
     place: Place, directory: Path, history: History, seed: int, by_polling: bool
 ) -> None:
     layout, jobs = history
-    with open_rig(place, layout, directory, num_slots=NUM_SLOTS, seed=seed) as rig:
+    with open_checked_worker(place, layout, directory, num_slots=NUM_SLOTS, seed=seed) as rig:
         for job in jobs:
             rig.do(job, by_polling=by_polling)
             rig.check()
@@ -79,13 +79,13 @@ def test_every_path_copies_every_byte(
 def test_pages_of_every_size(
     device_place: Place, path: CopyPath, page: int, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also that the kernel is used where it can be, and nowhere else."""
+    """Also: the kernel is used where it can be, and nowhere else."""
     device_place.use(path)
     launches = LaunchCount(monkeypatch)
     num_slots = 3 if page > 256 * KIB else 20
     layout = plain_layout(page, page, num_blocks=2 * num_slots)
     blocks = [(7 * i + 3) % num_slots for i in range(num_slots)]
-    with open_rig(device_place, layout, shm, num_slots=num_slots) as rig:
+    with open_checked_worker(device_place, layout, shm, num_slots=num_slots) as rig:
         rig.do(store(blocks, range(num_slots)))
         rig.check()
         rig.do(load(range(num_slots), [2 * num_slots - 1 - block for block in blocks]))
@@ -99,7 +99,7 @@ def test_pages_of_every_size(
 def test_keys_and_values_of_a_model(
     any_place: Place, dtype: str, is_one_allocation: bool, shm: Path
 ) -> None:
-    """As engines lay them out: chunks of several blocks, begun in the middle, a tensor unused."""
+    """Layouts of engines: chunks of several blocks, begun in the middle, with an unused tensor."""
     page, num_blocks = 4 * KIB, 12
     allocations: tuple[int, ...]
     if is_one_allocation:
@@ -112,7 +112,7 @@ def test_keys_and_values_of_a_model(
     layout = CacheLayout(
         num_blocks, allocations, (*tensors, unused), ({0: page, 1: page}, {2: page // 2}), 4
     )
-    with open_rig(any_place, layout, shm) as rig:
+    with open_checked_worker(any_place, layout, shm) as rig:
         # From the third place of the first slot on, in one group; a whole slot in the other.
         stored = Job(True, [Part(0, 6, [5, 1, 8, 0, 11, 3], [2, 0]), Part(1, 0, [7, 6, 5, 4], [3])])
         rig.do(stored)
@@ -123,7 +123,7 @@ def test_keys_and_values_of_a_model(
 
 
 def test_slots_hold_nothing_from_before(any_place: Place, shm: Path) -> None:
-    """Also if a tier below wrote whole rows in between, behind the worker's back."""
+    """Also if a tier below has written whole rows in between."""
     pages = (64, 32, 48)
     layout = CacheLayout(
         8,
@@ -132,7 +132,7 @@ def test_slots_hold_nothing_from_before(any_place: Place, shm: Path) -> None:
         ({0: 64}, {1: 20, 2: 48}),
         blocks_per_chunk=2,
     )
-    with open_rig(any_place, layout, shm) as rig:
+    with open_checked_worker(any_place, layout, shm) as rig:
         for filler in (0x11, 0x22):
             rig.rows[:] = rig.expected_rows[:] = filler
             rig.do(Job(True, [Part(0, 1, [5], [3]), Part(1, 0, [1, 2, 6, 7], [2, 0])]))
@@ -144,8 +144,8 @@ def test_slots_hold_nothing_from_before(any_place: Place, shm: Path) -> None:
 def test_groups_whose_pages_do_not_lie_together(
     device_place: Place, blocks_per_chunk: int, path: CopyPath, shm: Path
 ) -> None:
-    """All pages are of one size, but in another order than in the slot, with others or padding
-    between them, or in one job with those of a group whose pages do lie together."""
+    """All pages have one size, but they are not adjacent in the slot: they have another order, or
+    padding or other pages between them, or the job also has a group whose pages are adjacent."""
     page, num_blocks, count = 64, 24, blocks_per_chunk
     layout = CacheLayout(
         num_blocks,
@@ -161,11 +161,11 @@ def test_groups_whose_pages_do_not_lie_together(
     )
     blocks = [[*range(start, start + 2 * count)] for start in range(0, 8 * count, 2 * count)]
     device_place.use(path)
-    with open_rig(device_place, layout, shm, num_slots=8) as rig:
+    with open_checked_worker(device_place, layout, shm, num_slots=8) as rig:
         for groups in ([0], [1], [2], [3], [0, 3], [2, 0, 1], [0, 1, 2, 3]):
             for is_store in (True, False):
                 turned = blocks if is_store else [part[::-1] for part in blocks[::-1]]
-                # A job names all groups, those that it does not copy as well.
+                # A job names all groups, including those that it does not copy.
                 parts = [
                     Part(group, 0, turned[group], [2 * group + 1, 2 * group])
                     if group in groups
@@ -189,25 +189,27 @@ def test_without_the_kernel_the_engines_do_it(
     device_place.use(CopyPath.KERNEL)
     for kernel in (PageKernel, SimulatedKernel):
         monkeypatch.setattr(kernel, "__init__", unavailable)
-    with open_rig(device_place, plain_layout(64, 4096, num_blocks=8), shm) as rig:
+    with open_checked_worker(device_place, plain_layout(64, 4096, num_blocks=8), shm) as rig:
         rig.do(store([1, 2, 3], [0, 3, 1]), by_polling=True)
         rig.do(load([3, 0], [7, 6]))
         rig.check()
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "slower than the bus (16 KiB): injected" in warning.getMessage()
+    assert "copy kernel cannot be used: injected" in warning.getMessage()
 
 
 def test_what_is_too_long_for_a_launch_is_copied_by_the_kernel_in_parts(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when there are more parts than may be under way."""
+    """Also with more parts than may be under way."""
     monkeypatch.setattr(page_kernel, "MOST_ENTRIES", 2)
-    monkeypatch.setattr(window, "_MOST_ENTRIES", 8 * 72)
+    monkeypatch.setattr(resources, "_MOST_ENTRIES", 8 * 72)
     refuse_device_call(monkeypatch, "copy_batch", CudaError("not by the engines"))
     device_place.use(CopyPath.KERNEL)
     launches = LaunchCount(monkeypatch)
-    with open_rig(device_place, plain_layout(4096, num_blocks=48), shm, num_slots=48) as rig:
-        device_place.delay()  # so that none ends before the next is begun
+    with open_checked_worker(
+        device_place, plain_layout(4096, num_blocks=48), shm, num_slots=48
+    ) as rig:
+        device_place.delay()  # so that no job ends before the next begins
         rig.do(store(range(47), range(1, 48)), by_polling=True)
         rig.check()
         rig.do(load([5, 7, 9], [1, 2, 3]))
@@ -226,7 +228,7 @@ def test_more_blocks_than_a_small_and_than_a_large_launch_take(
     shm: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those are 64 and 4,000. The next launch goes on in the middle of a slot."""
+    """64 and 4,000 blocks. The next launch continues in the middle of a slot."""
     device_place.use(CopyPath.KERNEL)
     num_slots = -(-(least + head) // blocks_per_chunk)
     num_blocks = num_slots * blocks_per_chunk - head
@@ -234,7 +236,7 @@ def test_more_blocks_than_a_small_and_than_a_large_launch_take(
     blocks = [7 * i % num_blocks for i in range(num_blocks)]
     slots = list(range(num_slots))[::-1]
     launches = LaunchCount(monkeypatch)
-    with open_rig(device_place, layout, shm, num_slots=num_slots) as rig:
+    with open_checked_worker(device_place, layout, shm, num_slots=num_slots) as rig:
         rig.do(Job(True, [Part(0, head, blocks, slots)]))
         rig.check()
         assert launches.count == num_launches + (head > 0)  # zeros before the first block
@@ -253,7 +255,7 @@ def test_staged_pages_pass_through_both_buffers_again_and_again(
     launches = LaunchCount(monkeypatch)
     layout = plain_layout(*[page] * num_tensors, num_blocks=2 * num_slots)
     blocks = [(7 * i + 3) % num_slots for i in range(num_slots)]
-    with open_rig(device_place, layout, shm, num_slots=num_slots) as rig:
+    with open_checked_worker(device_place, layout, shm, num_slots=num_slots) as rig:
         for count in (num_slots, 5, 1, 2, 4):  # of slots: parts that are full, and that are not
             before = launches.count
             rig.do(store(blocks[:count], range(count)), store(blocks[-count:], range(count)))
@@ -276,7 +278,7 @@ def test_without_room_for_staging_the_kernel_does_it_directly(
     device_place.use(CopyPath.STAGED)
     monkeypatch.setattr(page_mover.PageMover, "make_staging", no_memory)
     launches = LaunchCount(monkeypatch)
-    with open_rig(device_place, plain_layout(64, 64, num_blocks=8), shm) as rig:
+    with open_checked_worker(device_place, plain_layout(64, 64, num_blocks=8), shm) as rig:
         rig.do(store([1, 2], [3, 1]), store([4, 5], [0, 2]))
         rig.do(load([3], [7]))
         rig.check()
@@ -303,7 +305,7 @@ def test_the_log_says_which_way_is_taken(
         for kernel in (PageKernel, SimulatedKernel):
             monkeypatch.setattr(kernel, "__init__", unavailable)
     layout = plain_layout(*[16 * KIB] * 32, num_blocks=8)
-    with open_rig(device_place, layout, shm, num_slots=8) as rig:
+    with open_checked_worker(device_place, layout, shm, num_slots=8) as rig:
         rig.do(store(range(8), range(8)))
         assert isinstance(rig.worker, GPUOffloadingWorker)
         assert isinstance(rig.worker.copies, StreamCopies)
@@ -315,11 +317,13 @@ def test_the_log_says_which_way_is_taken(
 def test_what_a_buffer_cannot_hold_is_not_staged(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the buffer is somebody else's memory."""
+    """Other memory follows the buffer."""
     monkeypatch.setattr(page_mover, "STAGING_BYTES", 3 * 64)
     device_place.use(CopyPath.STAGED)
     for num_tensors, path in ((3, CopyPath.STAGED), (4, CopyPath.KERNEL)):
-        with open_rig(device_place, plain_layout(*[64] * num_tensors, num_blocks=8), shm) as rig:
+        with open_checked_worker(
+            device_place, plain_layout(*[64] * num_tensors, num_blocks=8), shm
+        ) as rig:
             rig.do(store([1, 2], [3, 1]))
             rig.do(load([3, 1], [4, 5]))
             rig.check()
@@ -331,13 +335,13 @@ def test_what_a_buffer_cannot_hold_is_not_staged(
 def test_a_large_job_of_small_pages_is_staged_without_being_told(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a model with a tensor for each layer has them. A real device goes through its buffers
-    several times."""
+    """The layout of a model with a tensor for each layer. A real device uses its buffers several
+    times."""
     num_slots = 160 if isinstance(device_place, CudaPlace) else 20
     launches = LaunchCount(monkeypatch)
     layout = plain_layout(*[16 * KIB] * 32, num_blocks=num_slots, dtype="bfloat16")
     blocks = [(7 * i + 3) % num_slots for i in range(num_slots)]
-    with open_rig(device_place, layout, shm, num_slots=num_slots) as rig:
+    with open_checked_worker(device_place, layout, shm, num_slots=num_slots) as rig:
         for turn in range(2):
             rig.do(store(blocks, range(num_slots)), by_polling=turn == 0)
             rig.check()
@@ -348,7 +352,7 @@ def test_a_large_job_of_small_pages_is_staged_without_being_told(
 
 
 def test_zeros_come_after_what_is_staged(device_place: Place, shm: Path) -> None:
-    """A slot is copied as a whole, with what was in the buffer before where pages are padded."""
+    """A slot is copied as a whole: stale bytes of the buffer in padding must be zeroed."""
     page, num_tensors = 4096, 4
     layout = CacheLayout(
         8,
@@ -358,7 +362,7 @@ def test_zeros_come_after_what_is_staged(device_place: Place, shm: Path) -> None
         1,
     )
     device_place.use(CopyPath.STAGED)
-    with open_rig(device_place, layout, shm) as rig:
+    with open_checked_worker(device_place, layout, shm) as rig:
         for first in range(3):
             rig.do(store([first + 1, first + 2, first + 3], [0, 1, 2]))
             rig.check()
@@ -373,7 +377,7 @@ def test_zeros_come_after_what_is_staged(device_place: Place, shm: Path) -> None
 def test_slots_that_a_thread_cannot_reach_at_once_in_a_buffer_are_not_staged(
     is_by_size: bool, device_place: Place, shm: Path
 ) -> None:
-    """Though all pages of the group are aligned: behind them is a page of another group."""
+    """Although all pages of the group are aligned: a page of another group follows them."""
     page, odd, num_tensors, num_blocks = 64 << 10, 24, 6, 32
     layout = CacheLayout(
         num_blocks,
@@ -388,7 +392,7 @@ def test_slots_that_a_thread_cannot_reach_at_once_in_a_buffer_are_not_staged(
     if not is_by_size:
         device_place.use(CopyPath.STAGED)
     blocks, others, slots = (list(range(start, start + 12)) for start in (0, 12, 0))
-    with open_rig(device_place, layout, shm, num_slots=16, rank=0) as rig:
+    with open_checked_worker(device_place, layout, shm, num_slots=16, rank=0) as rig:
         rig.do(Job(True, [Part(0, 0, blocks, slots), Part(1, 0, [], [])]))
         rig.check()
         rig.do(Job(False, [Part(0, 0, others, slots), Part(1, 0, [], [])]))
@@ -398,12 +402,12 @@ def test_slots_that_a_thread_cannot_reach_at_once_in_a_buffer_are_not_staged(
 def test_a_launch_takes_whole_slots_of_a_buffer(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as it has room for."""
+    """As many ranks as the row has room for."""
     monkeypatch.setattr(page_kernel, "MOST_ENTRIES", 7)
     device_place.use(CopyPath.STAGED)
     layout = plain_layout(64, 64, num_blocks=15, blocks_per_chunk=3)
     launches = LaunchCount(monkeypatch)
-    with open_rig(device_place, layout, shm, num_slots=5) as rig:
+    with open_checked_worker(device_place, layout, shm, num_slots=5) as rig:
         rig.do(store(range(15), range(5)))
         rig.check()
         assert launches.count == 3

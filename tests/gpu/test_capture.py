@@ -1,7 +1,7 @@
-"""Somebody in the process captures a CUDA graph while jobs are under way.
+"""A thread of the process captures a CUDA graph while jobs are under way.
 
-By default a capture stands in the way of all threads: to ask for an event, or to wait for one,
-fails, and spoils the capture. An engine need not know that a worker asks and waits.
+By default a capture affects all threads: a query of an event, or a wait, fails and ends the capture
+with an error. An engine need not know that a worker queries and waits.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Self
 import pytest
 import torch
 
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from tests.gpu.cache_layout import plain_layout
+from tests.gpu.checked_worker import CheckedWorker, finish, open_checked_worker, poll
 from tests.gpu.jobs import load, store
 from tests.gpu.places import NO_DEVICE, CudaPlace, has_cuda, refuse_device_call
-from tests.gpu.rig import Rig, finish, open_rig, poll
 
 LAYOUT = plain_layout(4096, 4096, num_blocks=32)
 NUM_SLOTS = 32
 JOBS = [store(range(16), range(16)), load(range(16, 32), range(16, 32))] * 20
-"""So many that whoever hands them over has to wait for the device now and then."""
+"""Enough pages for the thread that submits them to wait for the device sometimes."""
 PATIENCE_S = 60
 
 _GLOBAL = 0
-"""The mode that is meant for all threads, and torch's default."""
+"""The capture mode that affects all threads; torch's default."""
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def cuda_place() -> CudaPlace:
 
 
 class SpoiledError(Exception):
-    """Something that was not allowed has ended a capture."""
+    """A forbidden call has ended a capture."""
 
 
 class Capture:
-    """A stream that does nothing but write down what it is given, for a while. One thread.
+    """A stream that is captured for a while. One thread.
 
-    Past torch, which would wait for the device first. Leaving raises `SpoiledError`.
+    Without torch, which would first wait for the device. Leaving raises `SpoiledError`.
     """
 
     def __init__(self) -> None:
@@ -56,9 +56,9 @@ class Capture:
         self._memory = torch.zeros(64, device=CudaPlace.device)
         self.stream = torch.cuda.Stream(CudaPlace.device)
         self.num_nodes = 0
-        """What is in the graph when all is written down."""
+        """The number of nodes in the graph."""
         with torch.cuda.stream(self.stream):
-            self._memory.add_(1)  # what is only done at first is done
+            self._memory.add_(1)  # one-time work is done
         self.stream.synchronize()
 
     def __enter__(self) -> Self:
@@ -119,10 +119,10 @@ Begin = Callable[[Capture], AbstractContextManager[object]]
 CAPTURES = pytest.mark.parametrize("begin", [begin_in_another_thread, begin_here])
 
 
-def work_during(begin: Begin, rig: Rig) -> Capture:
-    """Jobs that were there before a capture end in it, others begin in it and end there or later;
-    some are polled, some waited for."""
-    rig.do(*JOBS[:2])  # what is only done at first is done
+def work_during(begin: Begin, rig: CheckedWorker) -> Capture:
+    """Some jobs begin before a capture and end in it; others begin in it and end there or later.
+    Some are polled, some waited for."""
+    rig.do(*JOBS[:2])  # one-time work is done
     num_jobs, capture = len(JOBS), Capture()
     rig.place.delay()
     for job_id, job in enumerate(JOBS):
@@ -147,7 +147,7 @@ def test_jobs_and_captures_do_not_know_of_each_other(
     path: CopyPath, begin: Begin, cuda_place: CudaPlace, shm: Path
 ) -> None:
     cuda_place.use(path)
-    with open_rig(cuda_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(cuda_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         assert work_during(begin, rig).num_nodes == 1
 
 
@@ -156,7 +156,7 @@ def test_jobs_in_memory_that_cannot_be_pinned_know_of_no_capture(
     begin: Begin, cuda_place: CudaPlace, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
-    with open_rig(cuda_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(cuda_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         assert work_during(begin, rig).num_nodes == 1
 
 
@@ -168,10 +168,10 @@ def test_a_job_cannot_begin_after_what_is_only_written_down(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It would become part of the graph, and be done whenever that is launched."""
+    """It would become part of the graph, and run with every launch of the graph."""
     if not is_pinned:
         refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
-    with open_rig(cuda_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(cuda_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         rig.do(*JOBS[:2])
         with Capture() as capture, torch.cuda.stream(capture.stream):
             for job_id, job in enumerate((store([20], [3]), load([3], [20]))):
@@ -194,7 +194,7 @@ def test_a_job_cannot_begin_after_what_is_only_written_down(
 def test_a_worker_that_heeds_no_capture_spoils_it(
     begin: Begin, cuda_place: CudaPlace, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_rig(cuda_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(cuda_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         monkeypatch.setattr(CudaDriver, "beside_captures", lambda *_: nullcontext())
         with pytest.raises(SpoiledError):
             work_during(begin, rig)

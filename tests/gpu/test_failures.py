@@ -1,4 +1,5 @@
-"""Whatever goes wrong, a job is reported once, as failed, and nothing of it goes on."""
+"""A job that fails, for any reason, is reported once, as failed, and then no copy of it is under
+way."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ import torch
 
 from kvtier.base import GPULoadStoreSpec
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.cuda import window
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda import resources
+from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.page_mover import PageMover
 from kvtier.cpu.cuda.page_table import PageTable
 from tests.cpu.jobs import BAD_SPECS, BAD_SPECS_BLOCKS, BAD_SPECS_SLOTS
 from tests.gpu.cache_layout import plain_layout
+from tests.gpu.checked_worker import CheckedWorker, finish, open_checked_worker
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import (
     BatchStreams,
@@ -30,7 +32,6 @@ from tests.gpu.places import (
     finish_everything,
     refuse_device_call,
 )
-from tests.gpu.rig import Rig, finish, open_rig
 from tests.gpu.simulated_cuda import SimulatedStream
 
 LAYOUT = plain_layout(64, 32, num_blocks=BAD_SPECS_BLOCKS)
@@ -42,7 +43,7 @@ def a_job(is_store: bool, block: int = 1, slot: int = 1) -> Job:
     return store([block], [slot]) if is_store else load([slot], [block])
 
 
-def require_failed(rig: Rig, *job_ids: int) -> None:
+def require_failed(rig: CheckedWorker, *job_ids: int) -> None:
     for result in finish(rig.worker, job_ids):
         assert not result.success
         assert not result.transfer_size
@@ -59,7 +60,7 @@ def test_a_job_that_cannot_be_right_fails_and_copies_nothing(
 ) -> None:
     blocks, sizes, indices, slots = BAD_SPECS[case]
     device, host = GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(slots)
-    with open_rig(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         if is_store:
             assert rig.worker.submit_store(7, device, host)
         else:
@@ -76,24 +77,24 @@ def test_a_job_that_cannot_be_right_fails_and_copies_nothing(
 
 @DIRECTIONS
 def test_an_id_is_taken_until_it_is_reported(any_place: Place, is_store: bool, shm: Path) -> None:
-    with open_rig(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         assert a_job(is_store).submit(rig.worker, 5)
         assert not a_job(True, 2, 2).submit(rig.worker, 5)
         assert not a_job(False, 2, 2).submit(rig.worker, 5)
         rig.worker.wait([5])
-        assert not a_job(True, 2, 2).submit(rig.worker, 5)  # ended, but nobody knows
+        assert not a_job(True, 2, 2).submit(rig.worker, 5)  # ended, but not reported
         finish(rig.worker, [5])
         rig.apply(a_job(is_store))
         rig.do(a_job(not is_store, 3, 3), first_id=5)
         rig.check()
         assert rig.worker.submit_store(6, GPULoadStoreSpec([99], [1], [0]), CPULoadStoreSpec([0]))
-        assert not a_job(is_store).submit(rig.worker, 6)  # failed, but nobody knows
+        assert not a_job(is_store).submit(rig.worker, 6)  # failed, but not reported
         require_failed(rig, 6)
         rig.do(a_job(is_store), first_id=6)
 
 
 def test_a_job_after_the_end_is_refused(any_place: Place, shm: Path) -> None:
-    with open_rig(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         assert store([1], [1]).submit(rig.worker, 1)
         assert load([2], [2]).submit(rig.worker, 2)
         rig.worker.shutdown()
@@ -111,7 +112,7 @@ def test_a_job_that_is_refused_by_the_copies_fails(
     is_store: bool, shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = CPUPlace()
-    with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         place.copies.refusal = CudaError("injected")
         assert a_job(is_store).submit(rig.worker, 1)
         require_failed(rig, 1)
@@ -148,17 +149,17 @@ def test_a_job_that_the_driver_refuses_fails_and_nothing_of_it_goes_on(
     pages = range(20)  # more than the copy engines are given first, which is in one stream
     layout = plain_layout(64, num_blocks=20)
     job = store(pages, pages) if is_store else load(pages, pages)
-    with open_rig(device_place, layout, shm, num_slots=20) as rig:
+    with open_checked_worker(device_place, layout, shm, num_slots=20) as rig:
         with monkeypatch.context() as patch:
             batches = BatchStreams(patch)
-            rig.do(job)  # what is only done at first is done
+            rig.do(job)  # one-time work is done
             assert len(batches) == {CopyPath.KERNEL: 0, CopyPath.ENGINES_TWICE: 2}.get(path, 1)
-        device_place.delay()  # what is on its way begins late
+        device_place.delay()  # copies under way begin late
         with monkeypatch.context() as patch:
             refuse_device_call(patch, call, CudaError("injected"), after=after)
             assert job.submit(rig.worker, 1)
             require_failed(rig, 1)
-        # Half of it may have been copied. Whoever hears of the failure writes the memory anew.
+        # Half of it may have been copied. After the failure the caller writes the memory anew.
         rig.rows[:] = rig.expected_rows[:] = 0x33
         for allocation, expected in zip(rig.memory, rig.expected_memory, strict=True):
             allocation.fill_(0x44)
@@ -171,7 +172,7 @@ def test_a_job_that_the_driver_refuses_fails_and_nothing_of_it_goes_on(
 
 
 class BlockedSettling:
-    """Settling does not end before it is told to, but in the engine's thread."""
+    """Settling waits until a test continues it, but not in the engine's thread."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
@@ -210,7 +211,9 @@ def test_nobody_hears_of_a_failure_before_all_is_settled_nor_does_the_engine_wai
     device_place.use(path)
     pages = range(20)
     job = store(pages, pages) if is_store else load(pages, pages)
-    with open_rig(device_place, plain_layout(64, num_blocks=20), shm, num_slots=20) as rig:
+    with open_checked_worker(
+        device_place, plain_layout(64, num_blocks=20), shm, num_slots=20
+    ) as rig:
         rig.do(job)
         with monkeypatch.context() as patch, device_place.held():
             settling = BlockedSettling(patch)
@@ -240,7 +243,7 @@ def test_no_error_ends_the_thread_that_hands_over(
     shm: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or nobody would ever hear of its jobs: neither the failed one nor those behind it."""
+    """Otherwise neither the failed job nor those behind it would be reported."""
     if not is_pinned:
         refuse_device_call(monkeypatch, "register_host", CudaError("no pinning"))
     engine = threading.current_thread()
@@ -249,7 +252,7 @@ def test_no_error_ends_the_thread_that_hands_over(
         assert threading.current_thread() is not engine
         raise error
 
-    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         before = set(threading.enumerate())
         device_place.delay()
         for job_id in (1, 2):  # the second one finds another under way
@@ -277,9 +280,9 @@ def test_no_error_ends_the_thread_that_hands_over(
 def test_refused_launches_leave_no_trace(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window, "_MOST_ENTRIES", 4 * 72)
+    monkeypatch.setattr(resources, "_MOST_ENTRIES", 4 * 72)
     device_place.use(CopyPath.KERNEL)
-    with open_rig(device_place, plain_layout(64, num_blocks=8), shm) as rig:
+    with open_checked_worker(device_place, plain_layout(64, num_blocks=8), shm) as rig:
         device_place.delay()
         with monkeypatch.context() as patch:
             refuse_device_call(patch, "launch", CudaError("injected"), after=1)
@@ -306,13 +309,13 @@ def test_a_device_that_fails_fails_every_job_once(
 ) -> None:
     if isinstance(place, CPUPlace):
         place.copies.is_held = True
-    with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         place.delay()
         for job_id in range(6):
             assert a_job(job_id % 2 == 0, job_id, job_id).submit(rig.worker, job_id)
         with monkeypatch.context() as patch:
             fail(place, patch)
-            rig.worker.wait(range(6))  # does not raise: it is told when it is asked for
+            rig.worker.wait(range(6))  # does not raise: `get_finished` reports it
             require_failed(rig, *range(6))
             assert a_job(True).submit(rig.worker, 0)
             assert a_job(False).submit(rig.worker, 1)
@@ -324,7 +327,7 @@ def test_a_device_that_fails_fails_every_job_once(
 def test_the_region_is_let_go_of_though_the_device_has_failed(
     place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         rig.do(store([1], [1]))
         with monkeypatch.context() as patch:
             fail(place, patch)
@@ -336,7 +339,7 @@ def test_the_region_is_let_go_of_though_the_device_has_failed(
 
 
 def fail(place: Place, patch: pytest.MonkeyPatch) -> None:
-    """From now on whatever is asked of the device is answered by an error."""
+    """From now on every call to the device fails."""
     error = DeviceHasFailed("injected")
 
     def raise_it(*_: object) -> None:
@@ -352,7 +355,7 @@ def fail(place: Place, patch: pytest.MonkeyPatch) -> None:
 
 
 def test_asking_never_waits(held_place: CPUPlace, shm: Path) -> None:
-    with open_rig(held_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(held_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         for job_id in range(4):
             assert a_job(job_id < 2, job_id, job_id).submit(rig.worker, job_id)
         rig.check()
@@ -367,7 +370,7 @@ def test_asking_never_waits(held_place: CPUPlace, shm: Path) -> None:
         assert rig.worker.get_finished() == []
         rig.apply(a_job(False, 2, 2), a_job(False, 3, 3))
         rig.check()
-        rig.worker.wait([2, 3, 99])  # not for the store, which nobody named
+        rig.worker.wait([2, 3, 99])  # not for the store, which was not named
         assert rig.worker.get_finished() == []
         rig.worker.wait({1})
         assert [result.job_id for result in rig.worker.get_finished()] == [1]
@@ -376,7 +379,7 @@ def test_asking_never_waits(held_place: CPUPlace, shm: Path) -> None:
 
 
 def test_asking_never_waits_for_the_device(device_place: Place, shm: Path) -> None:
-    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         rig.do(store([5], [5]), load([3], [4]))
         for _ in range(8):
             device_place.delay()
@@ -390,7 +393,7 @@ def test_asking_never_waits_for_the_device(device_place: Place, shm: Path) -> No
 
 
 def test_waiting_is_for_what_was_named_alone(held_place: CPUPlace, shm: Path) -> None:
-    with open_rig(held_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(held_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         for slot in range(4):
             assert store([slot], [slot]).submit(rig.worker, slot)
         rig.worker.wait([])
@@ -407,8 +410,8 @@ def test_waiting_is_for_what_was_named_alone(held_place: CPUPlace, shm: Path) ->
 
 
 def test_results_are_of_plain_types(any_place: Place, shm: Path) -> None:
-    """They are pickled and sent to the scheduler."""
-    with open_rig(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    """Results are pickled and sent to the scheduler."""
+    with open_checked_worker(any_place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         (result,) = rig.do(store(np.arange(3).tolist(), [3, 1, 2]))
         assert type(result.transfer_size) is int
         assert type(result.transfer_time) is float
@@ -417,7 +420,7 @@ def test_results_are_of_plain_types(any_place: Place, shm: Path) -> None:
 def test_what_a_caller_does_later_with_its_numbers_does_not_matter(
     place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are used in another thread, long after they were checked."""
+    """The arrays are used in another thread, long after they were checked."""
     blocks, slots = np.array([1, 2]), np.array([3, 0])
     grids = PageTable.grids
 
@@ -425,7 +428,7 @@ def test_what_a_caller_does_later_with_its_numbers_does_not_matter(
         blocks[:] = slots[:] = 1 << 40
         return grids(*arguments, **options)
 
-    with open_rig(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
+    with open_checked_worker(place, LAYOUT, shm, num_slots=NUM_SLOTS) as rig:
         monkeypatch.setattr(PageTable, "grids", overwrite_first)
         device, host = GPULoadStoreSpec(blocks, [2], [0]), CPULoadStoreSpec(slots)
         assert rig.worker.submit_store(1, device, host)

@@ -1,4 +1,4 @@
-"""After a flush the device has been given all jobs: to synchronise it is to wait for them."""
+"""After a flush all jobs are on the device: synchronizing it waits for them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from tests.gpu.cache_layout import plain_layout
+from tests.gpu.checked_worker import finish, open_checked_worker
 from tests.gpu.jobs import load, store
-from tests.gpu.places import Place, finish_everything, put_off_lanes, refuse_device_call
-from tests.gpu.rig import finish, open_rig
+from tests.gpu.places import Place, finish_everything, put_off_threads, refuse_device_call
 
 LAYOUT = plain_layout(4096, 4096, num_blocks=24)
 
@@ -26,17 +26,17 @@ def test_the_caches_can_go_when_the_device_is_done(
     shm: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As an engine does that sleeps: it unmaps its caches without asking the worker."""
+    """As an engine that sleeps: it unmaps its caches without asking the worker."""
     if not is_pinned:
         refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
-    put_off_lanes(monkeypatch, 0.01)
+    put_off_threads(monkeypatch, 0.01)
     device_place.use(*CopyPath)
     jobs = (
         [store(range(8), range(8)), store([1, 2], [3, 4]), load([8], [9])]
         if is_store
         else [load(range(8, 12), range(8, 12)), load([8], [20]), store([1], [3])]
     ) * 2
-    with open_rig(device_place, LAYOUT, shm, num_slots=12) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=12) as rig:
         assert isinstance(rig.worker, GPUOffloadingWorker)
         rig.worker.flush()  # there is nothing yet
         device_place.delay()

@@ -1,6 +1,7 @@
-"""Ctrl-C in the middle of a call, and a process that may start no more threads.
+"""Ctrl-C in the middle of a call, and a process that cannot start more threads.
 
-The job at hand is lost, and nothing of it goes on. All others are done, and reported once.
+The current job is lost, and no copy of it is under way afterwards. All others end, and are reported
+once.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import pytest
 
 from kvtier.base import OffloadingWorker
 from kvtier.cpu.cuda import streams
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.streams import StreamCopies, _StreamTicket
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
-from kvtier.cpu.lane import Lane
+from kvtier.cpu.job_thread import JobThread
 from tests.gpu.cache_layout import plain_layout
+from tests.gpu.checked_worker import CheckedWorker, finish, open_checked_worker
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import (
     BatchStreams,
@@ -28,10 +30,9 @@ from tests.gpu.places import (
     finish_everything,
     refuse_device_call,
 )
-from tests.gpu.rig import Rig, finish, open_rig
 
 NUM_PAGES = 20
-"""Of a job: more than the copy engines are given before the other thread goes on."""
+"""Pages of a job: more than the copy engines get before the other thread goes on."""
 LAYOUT = plain_layout(64, num_blocks=NUM_PAGES)
 PAGES = range(NUM_PAGES)
 PATIENCE_S = 60
@@ -45,8 +46,9 @@ def a_job(is_store: bool, first: int = 0) -> Job:
     return store(PAGES, pages) if is_store else load(PAGES, pages)
 
 
-def reuse_all_memory(rig: Rig) -> None:
-    """As whoever thinks that a job has ended. What of it still goes on is seen by a later check."""
+def reuse_all_memory(rig: CheckedWorker) -> None:
+    """Write the memory of a job as a caller that assumes its end. A later check shows copies that
+    were still under way."""
     rig.rows[:] = rig.expected_rows[:] = 0x33
     for allocation, expected in zip(rig.memory, rig.expected_memory, strict=True):
         allocation.fill_(0x44)
@@ -57,7 +59,7 @@ def shut_down(worker: OffloadingWorker) -> None:
     ending = threading.Thread(target=worker.shutdown, daemon=True)
     ending.start()
     ending.join(PATIENCE_S)
-    assert not ending.is_alive(), "the end waits for something in vain"
+    assert not ending.is_alive(), "the shutdown waits forever"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -82,12 +84,13 @@ def test_without_a_thread_a_job_fails_and_those_that_find_one_are_done(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A job that is begun at once has to be given up in the middle. None: without pinned memory."""
+    """A job that is begun at once must be given up in the middle. `path` None: without pinned
+    memory."""
     if path is None:
         refuse_device_call(monkeypatch, "register_host", CudaError("no pinning"))
     else:
         device_place.use(path)
-    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
         device_place.delay()
         with monkeypatch.context() as patch:
             refuse_threads(patch)
@@ -115,17 +118,17 @@ def interrupt(*_: object) -> None:
 
 
 def interrupt_before_it_is_queued(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lane, "put", interrupt)
+    patch.setattr(JobThread, "put", interrupt)
 
 
 def interrupt_after_it_is_queued(patch: pytest.MonkeyPatch) -> None:
-    put = Lane.put
+    put = JobThread.put
 
-    def put_and_be_interrupted(lane: Lane, work: Callable[[], None]) -> None:
-        put(lane, work)
+    def put_and_be_interrupted(thread: JobThread, work: Callable[[], None]) -> None:
+        put(thread, work)
         raise KeyboardInterrupt
 
-    patch.setattr(Lane, "put", put_and_be_interrupted)
+    patch.setattr(JobThread, "put", put_and_be_interrupted)
 
 
 def interrupt_after_the_thread_has_started(patch: pytest.MonkeyPatch) -> None:
@@ -146,9 +149,9 @@ INTERRUPTS: list[Interrupt] = [
 ]
 
 
-def require_others_done(rig: Rig, is_store: bool, *job_ids: int) -> None:
-    """That these jobs, which were under way when another one was interrupted, are reported, and
-    that new ones are done."""
+def require_others_done(rig: CheckedWorker, is_store: bool, *job_ids: int) -> None:
+    """Check that these jobs, which were under way at the interrupt of another one, are reported,
+    and that new ones run."""
     results = finish(rig.worker, job_ids, by_polling=True)
     assert all(result.success for result in results)
     reuse_all_memory(rig)
@@ -173,7 +176,7 @@ def test_an_interrupt_while_a_job_is_left_to_the_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device_place.use(path)
-    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
         for job_id in range(num_before):
             assert a_job(is_store).submit(rig.worker, job_id)
         device_place.delay()
@@ -191,7 +194,7 @@ def test_an_interrupt_while_a_job_is_left_to_the_thread(
 
 
 class _InterruptedOnce(deque[_StreamTicket]):
-    """Right after something was put into it."""
+    """Interrupted right after a job was put into its queue."""
 
     is_interrupted = False
 
@@ -208,7 +211,7 @@ def test_an_interrupt_when_a_job_is_noted(
     path: CopyPath, is_store: bool, device_place: Place, shm: Path
 ) -> None:
     device_place.use(path)
-    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
         assert isinstance(rig.worker, GPUOffloadingWorker)
         assert isinstance(rig.worker.copies, StreamCopies)
         copies = rig.worker.copies
@@ -237,10 +240,10 @@ def test_an_interrupt_while_a_job_is_begun(
     shm: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the engine's thread, which hears of it. In the other thread, to which Python brings no
-    interrupts, it would be an error of the job."""
+    """In the engine's thread, which raises it. In the other thread, which Python does not
+    interrupt, it would be an error of the job."""
     device_place.use(path)
-    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
         rig.do(a_job(is_store))
         device_place.delay()
         with monkeypatch.context() as patch:
@@ -268,9 +271,9 @@ def test_an_interrupt_at_the_end_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The memory goes nevertheless, so whatever is in either stream has to end before."""
+    """The memory is freed all the same, so the work on both streams must end before."""
     device_place.use(path)
-    with open_rig(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=NUM_PAGES) as rig:
         with monkeypatch.context() as patch:
             batches = BatchStreams(patch)
             device_place.delay()

@@ -9,22 +9,22 @@ import pytest
 
 from kvtier.base import TransferResult
 from kvtier.cpu.cuda import page_kernel
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copies import CopyPath
 from tests.gpu.cache_layout import plain_layout
+from tests.gpu.checked_worker import open_checked_worker, poll
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import CPUPlace, Place
-from tests.gpu.rig import open_rig, poll
 
 NUM_JOBS = 1000
 LAYOUT = plain_layout(4096, 4096, num_blocks=32)
 STORED_BLOCKS, LOADED_BLOCKS = range(16), range(16, 32)
 STORED_SLOTS, LOADED_SLOTS = range(12), range(12, 24)
-"""No store needs what a load brings or the other way round: the directions have no order. Within
-a direction the last job for a slot or a block counts."""
+"""No store reads what a load writes, or the other way round, because the directions have no order.
+Within a direction the last job for a slot or a block counts."""
 
 
 def some_job(rng: random.Random) -> Job | None:
-    """None stands for a job that cannot be right."""
+    """None: a job that cannot be right."""
     if rng.random() < 0.05:
         return None
     count = rng.randint(1, 8)
@@ -43,7 +43,7 @@ def test_a_thousand_jobs_are_done_in_order_and_reported_once(
         place.copies.is_held = True
     rng = random.Random(7)
     jobs = [some_job(rng) for _ in range(NUM_JOBS)]
-    with open_rig(place, LAYOUT, shm, num_slots=24) as rig:
+    with open_checked_worker(place, LAYOUT, shm, num_slots=24) as rig:
         rig.do(store(LOADED_BLOCKS[:12], LOADED_SLOTS))
         place.delay()
         results: list[TransferResult] = []

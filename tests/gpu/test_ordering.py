@@ -1,7 +1,7 @@
 """Copies come after the compute before them, and before the compute that waits for them.
 
-Compute is made late on purpose, so that a copy that does not wait for it is surely too early. The
-last test takes the waiting away, and sees every other one fail.
+Compute is delayed on purpose, so that a copy that does not wait for it is certainly too early. The
+last test removes the waits, and sees every other test fail.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
-from kvtier.cpu.cuda.event import Event
+from kvtier.cpu.cuda.copies import CopyPath
+from kvtier.cpu.cuda.resources import Event
 from tests.gpu.cache_layout import plain_layout
+from tests.gpu.checked_worker import POISON, CheckedWorker, finish, open_checked_worker
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import Place
-from tests.gpu.rig import POISON, Rig, finish, open_rig
 
 LAYOUT = plain_layout(64 << 10, num_blocks=40)
 BLOCKS, OTHER_BLOCKS, SLOTS = range(20), range(20, 40), range(20)
 
 
-def write(rig: Rig, blocks: range, value: int) -> None:
+def write(rig: CheckedWorker, blocks: range, value: int) -> None:
     """Compute that writes all bytes of these blocks."""
     for block in blocks:
         page = rig.page(0, block)
         rig.place.compute(lambda page=page: page.fill_(value))  # type: ignore[misc]
 
 
-def expect_written(rig: Rig, blocks: range, value: int) -> None:
+def expect_written(rig: CheckedWorker, blocks: range, value: int) -> None:
     for block in blocks:
         rig.layout.page(rig.expected_memory, 0, block)[:] = value
 
 
-def store_after_compute(rig: Rig) -> None:
+def store_after_compute(rig: CheckedWorker) -> None:
     """A store finds what the current stream was to compute before it."""
     rig.place.delay()
     write(rig, BLOCKS, 7)
@@ -43,8 +43,8 @@ def store_after_compute(rig: Rig) -> None:
     rig.do(store(BLOCKS, SLOTS))
 
 
-def store_before_overwriting(rig: Rig, *, by_polling: bool = False) -> None:
-    """What was stored is not what is computed as soon as the store has ended."""
+def store_before_overwriting(rig: CheckedWorker, *, by_polling: bool = False) -> None:
+    """Compute after the end of a store does not change what was stored."""
     rig.place.delay()
     rig.do(store(BLOCKS, SLOTS), by_polling=by_polling)
     with rig.place.other_stream():  # behind no delay
@@ -53,11 +53,11 @@ def store_before_overwriting(rig: Rig, *, by_polling: bool = False) -> None:
     expect_written(rig, BLOCKS, 9)
 
 
-def store_before_overwriting_polled(rig: Rig) -> None:
+def store_before_overwriting_polled(rig: CheckedWorker) -> None:
     store_before_overwriting(rig, by_polling=True)
 
 
-def load_after_compute(rig: Rig) -> None:
+def load_after_compute(rig: CheckedWorker) -> None:
     """A load does not overwrite what the current stream still has to read."""
     before = rig.place.download(rig.memory[0])
     read = rig.place.upload(before * 0)
@@ -67,7 +67,7 @@ def load_after_compute(rig: Rig) -> None:
     assert (rig.place.download(read) == before).all(), "what was read had been overwritten"
 
 
-def load_before_reading(rig: Rig, *, by_polling: bool = False) -> None:
+def load_before_reading(rig: CheckedWorker, *, by_polling: bool = False) -> None:
     """As soon as a load has ended, any stream reads what it brought."""
     read = rig.place.upload(rig.expected_memory[0] * 0)
     rig.place.delay()
@@ -78,11 +78,11 @@ def load_before_reading(rig: Rig, *, by_polling: bool = False) -> None:
     assert (rig.place.download(read) == rig.expected_memory[0]).all(), "it was not there yet"
 
 
-def load_before_reading_polled(rig: Rig) -> None:
+def load_before_reading_polled(rig: CheckedWorker) -> None:
     load_before_reading(rig, by_polling=True)
 
 
-Scenario = Callable[[Rig], None]
+Scenario = Callable[[CheckedWorker], None]
 SCENARIOS: list[Scenario] = [
     store_after_compute,
     store_before_overwriting,
@@ -94,9 +94,9 @@ SCENARIOS: list[Scenario] = [
 
 
 @contextmanager
-def open_warm_rig(place: Place, directory: Path) -> Iterator[Rig]:
-    """What is only done at first, and can wait for the device, is done."""
-    with open_rig(place, LAYOUT, directory, num_slots=len(SLOTS)) as rig:
+def open_warm_rig(place: Place, directory: Path) -> Iterator[CheckedWorker]:
+    """Do one-time work that may wait for the device."""
+    with open_checked_worker(place, LAYOUT, directory, num_slots=len(SLOTS)) as rig:
         rig.do(store(BLOCKS, SLOTS))
         rig.do(load(SLOTS, OTHER_BLOCKS))
         write(rig, range(40), 5)
@@ -130,7 +130,7 @@ def test_order_without_a_choice_of_paths(scenario: Scenario, place: Place, shm: 
 def test_each_of_several_stores_waits_for_its_own_compute(
     path: CopyPath, device_place: Place, shm: Path
 ) -> None:
-    """Not for that of the one before, which is done long before."""
+    """It does not wait for the event of the job before, which is reached long before."""
     device_place.use(path)
     with open_warm_rig(device_place, shm) as rig:
         for job_id, blocks in enumerate((BLOCKS[:10], OTHER_BLOCKS[:10])):
@@ -150,7 +150,7 @@ def test_jobs_of_a_direction_are_done_in_order_whatever_their_paths(
 ) -> None:
     """The large ones begin in two streams, and the small one must not overtake either half."""
     device_place.use(*CopyPath)
-    with open_rig(device_place, LAYOUT, shm, num_slots=len(SLOTS)) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=len(SLOTS)) as rig:
         if is_store:
             large = [store(BLOCKS, SLOTS), store(OTHER_BLOCKS, SLOTS)]
             small = [store([block], [slot]) for block, slot in ((3, 19), (4, 0), (5, 10))]
@@ -177,13 +177,13 @@ def nothing_waits(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    """Whoever needs a job goes on without asking for it."""
+    """The test goes on without waiting for jobs."""
 
-    def submit(rig: Rig, job: Job, **_: bool) -> None:
+    def submit(rig: CheckedWorker, job: Job, **_: bool) -> None:
         assert job.submit(rig.worker, 0)
         rig.apply(job)
 
-    patch.setattr(Rig, "do", submit)
+    patch.setattr(CheckedWorker, "do", submit)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_what_does_not_wait_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device_place.use(path)
-    # Streams can share a queue to the device, and one is late then without having waited.
+    # Streams may share a queue of the device; then one is late although it did not wait.
     assert any(is_found_out(scenario, sabotage, device_place, shm, monkeypatch) for _ in range(5))
 
 

@@ -1,4 +1,5 @@
-"""The region is pinned while there is a worker; where it cannot be, all is slow, loud and right."""
+"""The region is pinned while there is a worker. If it cannot be pinned, copies are slow but right,
+and a warning says so."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.gpu.cache_layout import CacheLayout, plain_layout
+from tests.gpu.checked_worker import finish, open_checked_worker, row_bytes
 from tests.gpu.histories import NUM_SLOTS, histories
 from tests.gpu.jobs import Job, load, store
 from tests.gpu.places import Place, finish_everything, refuse_device_call
-from tests.gpu.rig import finish, open_rig, row_bytes
 from tests.gpu.simulated_cuda import SimulatedDriver
 
 LAYOUT = plain_layout(4096, 64, num_blocks=16)
@@ -37,7 +38,7 @@ def test_a_region_that_cannot_be_pinned_is_said_loudly_with_the_remedy(
 ) -> None:
     refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
     threads_before = set(threading.enumerate())
-    with open_rig(device_place, LAYOUT, shm, num_slots=8) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=8) as rig:
         (warning,) = warnings(caplog)
         assert "could not be pinned: injected." in warning
         assert "memlock" in warning or "cpu_bytes_to_use" in warning
@@ -61,7 +62,7 @@ def test_every_byte_is_right_without_pinning(
     layout, jobs = history
     with monkeypatch.context() as patch:
         refuse_device_call(patch, "register_host", CudaError("injected"))
-        with open_rig(device_place, layout, shm, num_slots=NUM_SLOTS, seed=seed) as rig:
+        with open_checked_worker(device_place, layout, shm, num_slots=NUM_SLOTS, seed=seed) as rig:
             for job in jobs:
                 rig.do(job, by_polling=by_polling)
                 rig.check()
@@ -71,9 +72,9 @@ def test_every_byte_is_right_without_pinning(
 def test_order_without_pinning(
     device_place: Place, is_other_stream: bool, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores come after the compute before them, and loads too."""
+    """Stores and loads come after the compute before them."""
     refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
-    with open_rig(device_place, LAYOUT, shm, num_slots=8) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=8) as rig:
         rig.do(store(range(8), range(8)))
         read = device_place.upload(rig.expected_memory[0] * 0)
         before = rig.expected_memory[0].copy()
@@ -93,7 +94,7 @@ def test_a_copy_that_fails_without_pinning_fails_its_job_alone(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
-    with open_rig(device_place, LAYOUT, shm, num_slots=8) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=8) as rig:
         with monkeypatch.context() as patch:
             refuse_device_call(patch, "copy_batch", CudaError("injected"))
             assert store([1], [1]).submit(rig.worker, 1)
@@ -109,10 +110,10 @@ def test_a_copy_that_fails_without_pinning_fails_its_job_alone(
 def test_nothing_of_a_copy_that_failed_without_pinning_goes_on(
     is_store: bool, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever hears of the failure writes the memory anew."""
+    """After the failure the caller writes the memory anew."""
     refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
     job = store(range(8), range(8)) if is_store else load(range(8), range(8))
-    with open_rig(device_place, LAYOUT, shm, num_slots=8) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm, num_slots=8) as rig:
         with monkeypatch.context() as patch:
             fail_after_copy_batch(patch)
             assert job.submit(rig.worker, 1)
@@ -128,7 +129,7 @@ def test_nothing_of_a_copy_that_failed_without_pinning_goes_on(
 
 
 def fail_after_copy_batch(patch: pytest.MonkeyPatch) -> None:
-    """The driver takes what it is given, and fails then."""
+    """The driver accepts the copies, and fails then."""
     for driver in (CudaDriver, SimulatedDriver):
 
         def fail(*arguments: Any, copy_batch: Any = driver.copy_batch) -> None:
@@ -139,7 +140,7 @@ def fail_after_copy_batch(patch: pytest.MonkeyPatch) -> None:
 
 
 class KeptRegion(SharedOffloadRegion):
-    """Its worker may let go of it; the test does so later."""
+    """The worker may release it; the test does so later."""
 
     def cleanup(self) -> None:
         pass

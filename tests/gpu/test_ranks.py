@@ -1,4 +1,4 @@
-"""Two processes are two ranks on one region, and neither touches what is the other's."""
+"""Two processes are two ranks of one region, and neither touches the other's cells."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from tests.gpu.checked_worker import POISON, require_equal, row_bytes
 from tests.gpu.jobs import load, store
 from tests.gpu.places import NO_DEVICE, has_cuda
 from tests.gpu.rank_process import (
@@ -19,7 +20,6 @@ from tests.gpu.rank_process import (
     WORLD_SIZE,
     RankProcess,
 )
-from tests.gpu.rig import POISON, require_equal, row_bytes
 
 ROUNDS = 5
 
@@ -64,7 +64,7 @@ def test_ranks_keep_to_their_cells(place_name: str, shm: Path, tmp_path: Path) -
 
 
 def some_jobs(is_store: bool, rng: random.Random) -> list[tuple[bool, list[int], list[int]]]:
-    """Several of a direction, so that the last one for a slot or a block counts."""
+    """Several jobs of a direction: the last one for a slot or a block counts."""
     jobs = []
     for _ in range(20):
         slots = rng.sample(range(NUM_SLOTS), rng.randint(1, NUM_SLOTS))

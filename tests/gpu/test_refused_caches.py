@@ -11,9 +11,9 @@ import torch
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.gpu.cache_layout import plain_layout
+from tests.gpu.checked_worker import finish, row_bytes
 from tests.gpu.jobs import load, store
 from tests.gpu.places import Place, SimulatedPlace
-from tests.gpu.rig import finish, row_bytes
 
 LAYOUT = plain_layout(64, 48, num_blocks=8, blocks_per_chunk=2)
 
@@ -28,7 +28,7 @@ LAYOUT = plain_layout(64, 48, num_blocks=8, blocks_per_chunk=2)
 def test_a_region_without_room_for_the_caches_is_refused(
     rank: int | None, missing_bytes: int, complaint: str, any_place: Place, shm: Path
 ) -> None:
-    """One byte more would be another rank's."""
+    """One more byte would belong to another rank."""
     threads_before = set(threading.enumerate())
     cell_bytes = LAYOUT.cell_bytes - missing_bytes
     region = SharedOffloadRegion(
@@ -47,7 +47,7 @@ def test_a_region_without_room_for_the_caches_is_refused(
 
 
 def test_a_block_that_only_some_tensors_have_is_refused(any_place: Place, shm: Path) -> None:
-    """Behind the shorter tensor is somebody else's memory."""
+    """Other memory follows the shorter tensor."""
     tensors = [
         any_place.upload(plain_layout(64, num_blocks=count).new_memory(1)[0]).view(count, 64)
         for count in (8, 6)
@@ -74,7 +74,7 @@ def test_a_block_that_only_some_tensors_have_is_refused(any_place: Place, shm: P
 
 
 def test_layers_that_share_a_tensor_lose_none_of_its_bytes(place: Place, shm: Path) -> None:
-    """The layer with the largest pages counts, wherever it stands."""
+    """The layer with the largest pages counts, in any position."""
     tensor = place.upload(plain_layout(64, num_blocks=8).new_memory(1)[0]).view(8, 64)
     stored = tensor[3].clone()
     caches = CanonicalKVCaches(

@@ -1,4 +1,4 @@
-"""What a worker takes of the device, and that it gives it back."""
+"""The worker's resources on the device, and their release."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from kvtier.cpu.cuda import page_table, streams
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.driver import CudaError
 from kvtier.cpu.cuda.page_kernel import direct_threads
 from kvtier.cpu.cuda.streams import StreamCopies
 from kvtier.cpu.gpu_worker import GPUOffloadingWorker
-from kvtier.cpu.lane import Lane
+from kvtier.cpu.job_thread import JobThread
 from tests.gpu.cache_layout import plain_layout
+from tests.gpu.checked_worker import CheckedWorker, finish, open_checked_worker
 from tests.gpu.jobs import load, store
 from tests.gpu.places import (
     Allocations,
@@ -29,21 +30,20 @@ from tests.gpu.places import (
     SimulatedPlace,
     refuse_device_call,
 )
-from tests.gpu.rig import Rig, finish, open_rig
 from tests.gpu.simulated_cuda import SimulatedDevice, SimulatedDriver, SimulatedKernel
 
 LAYOUT = plain_layout(4096, 4096, num_blocks=8)
 
 
-def stream_copies(rig: Rig) -> StreamCopies:
+def stream_copies(rig: CheckedWorker) -> StreamCopies:
     assert isinstance(rig.worker, GPUOffloadingWorker)
     assert isinstance(rig.worker.copies, StreamCopies)
     return rig.worker.copies
 
 
 def test_loads_go_before_stores(device_place: Place, shm: Path) -> None:
-    """A request waits for a load, nobody for a store. Lower numbers go first."""
-    with open_rig(device_place, LAYOUT, shm) as rig:
+    """Requests wait for loads, not for stores. Lower numbers go first."""
+    with open_checked_worker(device_place, LAYOUT, shm) as rig:
         copies = stream_copies(rig)
         of_loads, of_stores = (
             {
@@ -60,12 +60,12 @@ def test_loads_go_before_stores(device_place: Place, shm: Path) -> None:
 def test_directions_share_no_stream(
     is_pinned: bool, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the one would wait for the other."""
+    """Otherwise one would wait for the other."""
     if not is_pinned:
         refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
     device_place.use(*CopyPath)
     used = {}
-    with open_rig(device_place, LAYOUT, shm) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm) as rig:
         for job in (store([1, 2], [3, 1]), load([3, 1], [4, 5])):
             with monkeypatch.context() as patch:
                 launches, batches = LaunchCount(patch), BatchStreams(patch)
@@ -79,7 +79,7 @@ def test_directions_share_no_stream(
 def test_the_kernel_takes_few_sms_for_the_bus_and_all_for_a_moment(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it speaks to the bus, the model cannot have its SMs."""
+    """While it copies over the bus, the model cannot use its SMs."""
     num_sms = SimulatedKernel.all_threads.blocks
     if isinstance(device_place, CudaPlace):
         num_sms = torch.cuda.get_device_properties(device_place.device).multi_processor_count
@@ -90,7 +90,7 @@ def test_the_kernel_takes_few_sms_for_the_bus_and_all_for_a_moment(
         (CopyPath.STAGED, load([3, 1], [4, 5]), num_sms),
     ):
         device_place.use(path)
-        with open_rig(device_place, LAYOUT, shm) as rig, monkeypatch.context() as patch:
+        with open_checked_worker(device_place, LAYOUT, shm) as rig, monkeypatch.context() as patch:
             launches = LaunchCount(patch)
             rig.do(job)
         assert {threads.blocks for threads in launches.threads} == {blocks}
@@ -106,7 +106,7 @@ def test_jobs_one_after_the_other_need_no_new_events(
         return made[-1]
 
     monkeypatch.setattr(streams, "_new_events", noted)
-    with open_rig(device_place, LAYOUT, shm) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm) as rig:
         for _ in range(20):
             rig.do(store([1], [3]))
             rig.do(load([3], [2]), by_polling=True)
@@ -119,10 +119,10 @@ def test_all_events_are_given_back(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Those of jobs that are done, that fail, and that nobody has asked for, and of all paths."""
+    """Events of jobs that end, that fail, and that are never asked for, for all paths."""
     caplog.set_level(logging.CRITICAL, "kvtier")  # records of failures keep the frames of jobs
     simulated_place.use(*CopyPath)
-    with open_rig(simulated_place, LAYOUT, shm) as rig:
+    with open_checked_worker(simulated_place, LAYOUT, shm) as rig:
         jobs = [store([1, 2], [3, 1]), load([0, 2], [4, 5])] * len(CopyPath)
         rig.do(*jobs)
         with monkeypatch.context() as patch:
@@ -142,7 +142,7 @@ def test_all_events_are_given_back(
 
 
 class EventWatch:
-    """Complains when a job's event is used for another one though its last mark is not reached."""
+    """Asserts that an event is reused only when its last record is reached."""
 
     def __init__(self, patch: pytest.MonkeyPatch, device: SimulatedDevice) -> None:
         self.of_jobs: set[int] = set()
@@ -174,16 +174,16 @@ def no_thread(*_: object) -> None:
 def test_events_are_not_used_again_while_the_device_may_reach_them(
     simulated_place: SimulatedPlace, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of a job that fails while what the engine has computed before it is not done, and
-    cannot be waited for."""
+    """Except those of a job that fails before the engine's compute has ended, which cannot be
+    waited for."""
     simulated_place.use(CopyPath.ENGINES)
     job = store(range(8), range(8))
-    with open_rig(simulated_place, LAYOUT, shm, num_slots=8) as rig:
+    with open_checked_worker(simulated_place, LAYOUT, shm, num_slots=8) as rig:
         watch = EventWatch(monkeypatch, simulated_place.simulated)
         with simulated_place.held():
             simulated_place.delay()
             with monkeypatch.context() as patch:
-                patch.setattr(Lane, "put", no_thread)
+                patch.setattr(JobThread, "put", no_thread)
                 assert job.submit(rig.worker, 0)
             (result,) = finish(rig.worker, [0], by_polling=True)
             assert not result.success
@@ -199,13 +199,13 @@ def test_events_are_not_used_again_while_the_device_may_reach_them(
 def test_whoever_keeps_a_worker_keeps_no_memory_and_no_thread_after_its_end(
     is_pinned: bool, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither on the device nor pinned: an engine keeps it until its process ends."""
+    """Neither device memory nor pinned memory: an engine keeps a worker until its process ends."""
     if not is_pinned:
         refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
     taken = Allocations(monkeypatch)
     device_place.use(*CopyPath)
     threads_before = set(threading.enumerate())
-    with open_rig(device_place, LAYOUT, shm) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm) as rig:
         assert len(taken) >= (3 if is_pinned else 1)
         jobs = [store([0, 1], [0, 1]), load([2, 3], [2, 3])] * len(CopyPath)
         rig.do(*jobs)
@@ -224,10 +224,10 @@ def test_whoever_keeps_a_worker_keeps_no_memory_and_no_thread_after_its_end(
 def test_a_worker_that_cannot_have_its_memory_on_the_device_leaves_nothing_there(
     call: str, num_done: int, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It wants zeros, and to tell the kernel of each direction what blocks consist of."""
+    """It needs zeros, and a table of columns for the kernel of each direction."""
     taken = Allocations(monkeypatch)
     refuse_device_call(monkeypatch, call, CudaError("injected"), after=num_done)
-    with pytest.raises(CudaError, match="injected"), open_rig(device_place, LAYOUT, shm):
+    with pytest.raises(CudaError, match="injected"), open_checked_worker(device_place, LAYOUT, shm):
         pass
     assert not taken
 
@@ -235,7 +235,7 @@ def test_a_worker_that_cannot_have_its_memory_on_the_device_leaves_nothing_there
 def test_nothing_is_taken_of_the_memory_that_torch_has(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While an engine makes its caches, that may be a pool whose contents are lost in a sleep."""
+    """While an engine makes its caches, torch's pool may lose its contents in a sleep."""
     made: list[str] = []
     for name in ("empty", "zeros", "full", "tensor", "as_tensor", "from_numpy"):
         make = getattr(torch, name)
@@ -262,7 +262,7 @@ def test_nothing_is_taken_of_the_memory_that_torch_has(
 
     monkeypatch.setattr(device_place, "open_worker", watched)
     device_place.use(*CopyPath)
-    with open_rig(device_place, LAYOUT, shm) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm) as rig:
         before = num_taken()
         rig.do(*[store([i], [i]) for i in range(len(CopyPath))])
         rig.do(*[load([i], [i]) for i in range(len(CopyPath))])
@@ -277,7 +277,7 @@ def test_a_thread_that_never_had_to_do_with_the_device_can_end_a_worker(
     if not is_pinned:
         refuse_device_call(monkeypatch, "register_host", CudaError("injected"))
     taken = Allocations(monkeypatch)
-    with open_rig(device_place, LAYOUT, shm) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm) as rig:
         rig.do(store([1, 2], [3, 1]))
         thread = threading.Thread(target=rig.worker.shutdown)
         thread.start()
@@ -288,13 +288,13 @@ def test_a_thread_that_never_had_to_do_with_the_device_can_end_a_worker(
 def test_memory_is_freed_once(
     device_place: Place, shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its address may be another's by then."""
-    with open_rig(device_place, LAYOUT, shm) as rig:
+    """Its address may belong to other memory by then."""
+    with open_checked_worker(device_place, LAYOUT, shm) as rig:
         memory = stream_copies(rig)._zeros
         assert memory is not None
         rig.worker.shutdown()
         memory.free()
-    assert "could not be given back" not in caplog.text
+    assert "could not be freed" not in caplog.text
 
 
 def test_a_little_memory_that_is_not_to_be_had_is_told_with_the_remedy(
@@ -303,7 +303,7 @@ def test_a_little_memory_that_is_not_to_be_had_is_told_with_the_remedy(
     refuse_device_call(monkeypatch, "allocate", CudaError("injected"))
     with (
         pytest.raises(CudaError, match=r"device memory .*injected.*--gpu-memory-utilization"),
-        open_rig(device_place, LAYOUT, shm),
+        open_checked_worker(device_place, LAYOUT, shm),
     ):
         pass
 
@@ -311,7 +311,7 @@ def test_a_little_memory_that_is_not_to_be_had_is_told_with_the_remedy(
 def test_the_engines_thread_plans_large_jobs_and_another_one_small_ones(
     device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each once."""
+    """Each address once."""
     planned: list[bool] = []
     grids = page_table.PageTable.grids
 
@@ -321,7 +321,7 @@ def test_the_engines_thread_plans_large_jobs_and_another_one_small_ones(
 
     monkeypatch.setattr(page_table.PageTable, "grids", noted)
     monkeypatch.setattr(streams, "_SMALL_JOB_PAGES", 4)
-    with open_rig(device_place, LAYOUT, shm) as rig:
+    with open_checked_worker(device_place, LAYOUT, shm) as rig:
         rig.do(store([1, 2], [3, 1]))
         assert planned == [False]
         rig.do(store([1, 2, 3], [3, 1, 2]))
@@ -342,6 +342,9 @@ def test_a_worker_that_cannot_be_made_leaves_no_stream(
     device = simulated_place.simulated
     num_before = len(device.streams)
     refuse_device_call(monkeypatch, call, CudaError("injected"), after=num_granted)
-    with pytest.raises(CudaError, match="injected"), open_rig(simulated_place, LAYOUT, shm):
+    with (
+        pytest.raises(CudaError, match="injected"),
+        open_checked_worker(simulated_place, LAYOUT, shm),
+    ):
         pass
     assert set(device.destroyed) == set(device.streams[num_before:])

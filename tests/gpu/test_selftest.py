@@ -1,4 +1,4 @@
-"""The self-test finds a wrong byte, and says what it could not try."""
+"""The self-test finds a wrong byte, and names the ways that it could not test."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvtier.cpu import gpu_selftest
-from kvtier.cpu.cuda.copies import FindGrids, Ticket
-from kvtier.cpu.cuda.copy_paths import Path as CopyPath
+from kvtier.cpu.cuda.copies import CopyPath, FindGrids, Ticket
 from kvtier.cpu.cuda.driver import CudaError, CudaUnavailable
 from kvtier.cpu.cuda.page_kernel import KernelUnavailable, Launcher, PageKernel
 from kvtier.cpu.cuda.page_table import Pages
@@ -35,7 +34,7 @@ WAYS = [
 
 @pytest.fixture(autouse=True)
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them take a while, and much memory."""
+    """All sizes take long, and much memory."""
     monkeypatch.setattr(gpu_selftest, "PAGE_SIZES", (16 << 10, 64 << 10))
     monkeypatch.setattr(gpu_selftest, "_ODD_SIZES", (16, 4096 + 16))
     monkeypatch.setattr(gpu_selftest, "_UNALIGNED_SIZES", (17,))
@@ -101,7 +100,7 @@ def test_right_bytes_are_said_to_be_right(page_bytes: int) -> None:
     ],
 )
 def test_a_wrong_byte_is_found(page_bytes: int, is_store: bool, spoil: Spoil) -> None:
-    """Also one in a slot that was only to be read."""
+    """Also one in a slot that is only read."""
     copies = SpoilingCopies(is_store, spoil)
     assert not _is_exact("cpu", page_bytes, copies.open, Counter())
 
@@ -131,7 +130,7 @@ def test_a_way_that_is_not_to_be_had_is_not_said_to_be_right(
     lines = dict(line.strip().split(": ", 1) for line in capsys.readouterr().out.splitlines())
     for way in WAYS:
         if way in {"kernel", "staged"}:
-            assert lines[way].startswith("NOT TO BE HAD here, it became engines")
+            assert lines[way].startswith("NOT AVAILABLE here, engines instead")
         else:
             assert lines[way].startswith("every byte right")
 
@@ -143,11 +142,11 @@ def test_without_pinning_no_other_way_is_said_to_be_right(
     assert _check_all(torch.device(device_place.device)) == len(CopyPath)
     lines = dict(line.strip().split(": ", 1) for line in capsys.readouterr().out.splitlines())
     for way in WAYS[1:-1]:
-        assert lines[way].startswith("NOT TO BE HAD here, it became unpinned memory")
+        assert lines[way].startswith("NOT AVAILABLE here, unpinned memory instead")
 
 
 def check_ends_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that seems to have a device."""
+    """A machine that appears to have a device."""
 
     def check(_: object) -> int:
         raise error
@@ -173,8 +172,8 @@ def test_too_little_memory_is_no_wrong_byte(
     check_ends_with(error, monkeypatch)
     assert main(["--no-bandwidth"]) == 2
     complaint = capsys.readouterr().err
-    assert "No self-test: injected" in complaint
-    assert "give a smaller --mib" in complaint
+    assert "The self-test cannot run: injected" in complaint
+    assert "Give a smaller --mib" in complaint
 
 
 def test_what_is_no_lack_of_memory_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +236,7 @@ def test_what_is_missing_is_said(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for number in ("2", "-1"):
         complaint = complaint_of(capsys, f"--device={number}")
-        assert f"--device {number}: there are 2, counted from 0" in complaint
+        assert f"--device {number}: torch finds 2 GPUs, counted from 0" in complaint
 
     def no_driver() -> None:
         raise CudaUnavailable("no driver: injected")

@@ -1,8 +1,9 @@
 """Stock vLLM on a GPU gives the same answers, bit for bit, wherever a prompt's blocks come from.
 
-They are compared with a hit in the device's own cache: what is computed in one piece and what is
-computed after a hit differ in the last bits of bf16 with and without kvtier. So do requests that
-are computed in a different company; of these the bytes are compared that the model reads.
+They are compared with a hit in the device's own cache: a prompt that is computed in one piece and
+one that is computed after a hit differ in the last bits of bf16, with and without kvtier. So do
+requests that are computed together with others; for these, the bytes that the model reads are
+compared.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.tiny_model import GEMMA3_HYBRID, LLAMA
+from kvtier.testing.vllm.tiny_model import GEMMA3_HYBRID, LLAMA
 from tests.gpu import places
 from tests.gpu.vllm_probe import FAMILY_TOKENS, PROMPT_TOKENS
 
 PATIENCE_S = 240
 BLOCKS = 32
-"""Of a prompt."""
+"""Tokens of a prompt."""
 AT_ONCE = 6
-"""Engines. Nearly all of their time goes into starting."""
+"""Engines at the same time. Nearly all of their time goes into starting."""
 
 GRAPHS = {
     "enforce_eager": False,
@@ -51,9 +52,9 @@ Answers = dict[str, Any]
 
 
 def probe(folder: Path, **order: Any) -> Answers:
-    """What an engine in a process of its own answers."""
+    """The answers of an engine in a process of its own."""
     order = {
-        "door": "connector",
+        "plug_in": "connector",
         "restart": False,
         "sleep": False,
         "crowd": False,
@@ -75,7 +76,7 @@ def probe(folder: Path, **order: Any) -> Answers:
 
 @pytest.fixture(scope="module")
 def answers_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
-    """Runs all engines, several at the same time, and tells what each has answered."""
+    """Runs all engines, several at the same time, and keeps their answers."""
     folder = tmp_path_factory.mktemp("vllm")
     llama = str(LLAMA.write(folder / "llama"))
     hybrid = str(GEMMA3_HYBRID.write(folder / "hybrid"))
@@ -91,7 +92,7 @@ def answers_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answ
         "llama without kvtier": {"kvtier": None},
         "hybrid without kvtier": {"kvtier": None, "model": hybrid},
         "connector": {"engine": ASYNCHRONOUS},
-        "plain": {"door": "plain"},
+        "spec": {"plug_in": "spec"},
         "hybrid": {"model": hybrid},
         "large chunks": {"kvtier": host | {"block_size": 128}},
         "synchronous": {"engine": SYNCHRONOUS | CHUNKED},
@@ -128,12 +129,12 @@ def require_loaded(answers: Answers) -> None:
     assert not answers["figures"].get("failed_loads")
 
 
-@pytest.mark.parametrize("name", ["connector", "plain", "hybrid", "large chunks"])
+@pytest.mark.parametrize("name", ["connector", "spec", "hybrid", "large chunks"])
 def test_answers_are_the_same_wherever_blocks_come_from(
     name: str, answers_of: Callable[[str], Answers]
 ) -> None:
-    """Both doors, a model with two kinds of attention, chunks of four blocks: as they are without
-    kvtier."""
+    """As a connector and as a spec, with two kinds of attention, with chunks of four blocks: the
+    answers are those without kvtier."""
     answers = answers_of(name)
     stock = answers_of("hybrid without kvtier" if name == "hybrid" else "llama without kvtier")
     for what in ("computed", "from the device"):
@@ -170,8 +171,8 @@ def test_answers_are_the_same_in_synchronous_steps_and_prompts_in_pieces(
 
 @pytest.mark.parametrize("name", ["crowd", "crowd with graphs"])
 def test_a_crowd_reads_what_was_computed(name: str, answers_of: Callable[[str], Answers]) -> None:
-    """Nothing is computed twice, so that every byte that is read has been computed once, and can
-    differ only if it was lost on its way, or is not there yet, or not any more."""
+    """Nothing is computed twice, so every byte that is read was computed once. It can differ only
+    if it was lost, or came too late, or was overwritten."""
     answers = answers_of(name)
     assert set(answers["cached"]["known"]) == {PROMPT_TOKENS}
     assert set(answers["cached"]["new"]) == {FAMILY_TOKENS}
@@ -187,8 +188,8 @@ def test_a_crowd_reads_what_was_computed(name: str, answers_of: Callable[[str], 
 
 
 def test_answers_are_the_same_after_a_sleep(answers_of: Callable[[str], Answers]) -> None:
-    """In which the device's memory was another's. The engine had settled before: vLLM does not
-    sleep while blocks are on their way to the host."""
+    """Another process used the device's memory meanwhile. The engine was idle before: vLLM does not
+    sleep while blocks are being stored."""
     answers = answers_of("sleep")
     require_same(answers, "from the host")
     require_same(answers, "after a sleep")

@@ -1,6 +1,6 @@
 """Stock vLLM on the GPU, in a process of its own. Prints one JSON document.
 
-python -m tests.gpu.vllm_probe '{"model": "llama", "door": "connector", "kvtier": {...}, ...}'
+python -m tests.gpu.vllm_probe '{"model": "llama", "plug_in": "connector", "kvtier": {...}, ...}'
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import InProcessEngine, contain
+from kvtier.testing.vllm.in_process import InProcessEngine, contain
+from kvtier.testing.vllm.tiny_model import random_prompts
 
 NUM_PROMPTS = 3
 PROMPT_TOKENS = 1_024
-"""That can come from a cache. A prompt has a few more."""
+"""Tokens that can come from a cache. A prompt has a few more."""
 _ANSWER_TOKENS = 6
 
 CROWD = {"device_blocks": 160, "max_requests": 8}
-"""A device cache that holds less than half of what a crowd asks for."""
+"""A device cache for less than half of the blocks of a crowd."""
 SLEEP = {"enable_sleep_mode": True, "device_blocks": None, "kv_cache_memory_bytes": 16 << 30}
-"""vLLM wants the device to have more free memory when it sleeps, though others come and go: much of
-it has to be its own."""
+"""vLLM requires that a sleep frees device memory although other processes come and go, so much of
+it must be its own."""
 NUM_FAMILIES, FAMILY_SIZE, NUM_ROUNDS = 4, 3, 3
 FAMILY_TOKENS = PROMPT_TOKENS // 2
-"""The beginning that the prompts of a family have in common."""
+"""The common beginning of a family's prompts."""
 
 Order = dict[str, Any]
 
 
 class Probe:
-    """One engine, and what it has answered."""
+    """One engine and its answers."""
 
     def __init__(self, engine: InProcessEngine) -> None:
         self.engine = engine
         self.answers: dict[str, Any] = {}
 
     def ask(self, what: str, prompts: Sequence[Sequence[int]]) -> None:
-        """One after the other."""
+        """Run prompts one after the other."""
         self.answers[what] = [
             asdict(self.engine.generate(f"{what}-{number}", prompt, _ANSWER_TOKENS))
             for number, prompt in enumerate(prompts)
@@ -51,9 +51,10 @@ class Probe:
 
 
 def one_by_one(probe: Probe, order: Order) -> None:
-    """Each prompt computed, from the device, and from where kvtier has it.
+    """Each prompt computed, from the device, and from kvtier.
 
-    `restart`: the prompts are there already, in a tier that lasts. `sleep`: once more after that.
+    `restart`: the prompts are there already, in a persistent tier. `sleep`: once more after a
+    sleep.
     """
     prompts = random_prompts(NUM_PROMPTS, PROMPT_TOKENS, "gpu")
     probe.ask("after a restart" if order["restart"] else "computed", prompts)
@@ -66,8 +67,8 @@ def one_by_one(probe: Probe, order: Order) -> None:
 
 
 def _sleep_after_an_abort(engine: InProcessEngine) -> None:
-    """Of a request whose blocks are being stored. They get there first: vLLM itself refuses to
-    sleep while a store holds blocks of the device."""
+    """Abort a request whose blocks are being stored. The stores end first: vLLM refuses to sleep
+    while a store holds device blocks."""
     (prompt,) = random_prompts(1, PROMPT_TOKENS, "sleep")
     engine.add("aborted", prompt, _ANSWER_TOKENS)
     while len(engine.answer("aborted").tokens) < 2:
@@ -79,10 +80,8 @@ def _sleep_after_an_abort(engine: InProcessEngine) -> None:
 
 
 def crowd(probe: Probe, _: Order) -> None:
-    """All prompts at the same time, again and again, with new ones among them.
-
-    What the device cannot keep comes back from the host while others are computed and stored.
-    """
+    """All prompts at the same time, again and again, with new ones among them. Blocks that the
+    device cannot keep come back from the host while other requests compute and store."""
     from tests.gpu.prompt_watch import PromptWatch
 
     engine, watch = probe.engine, PromptWatch(probe.engine)
@@ -130,7 +129,10 @@ def main(order: Order) -> dict[str, Any]:
     if order["crowd"]:
         options |= CROWD
     with InProcessEngine(
-        Path(order["model"]), order["kvtier"], door=order["door"], **(options | order["engine"])
+        Path(order["model"]),
+        order["kvtier"],
+        plug_in=order["plug_in"],
+        **(options | order["engine"]),
     ) as engine:
         probe = Probe(engine)
         (crowd if order["crowd"] else one_by_one)(probe, order)
@@ -147,7 +149,7 @@ def main(order: Order) -> dict[str, Any]:
 
 
 def _count_replays() -> list[int]:
-    """How many CUDA graphs have been launched since; the one item grows."""
+    """CUDA graphs launched from now on; the one item grows."""
     import torch
 
     count, replay = [0], torch.cuda.CUDAGraph.replay

@@ -1,4 +1,4 @@
-"""Tiers that are wrong, each in one way that a tier's author could well have written."""
+"""Tiers with one mistake each, of the kind that a tier's author could make."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from kvtier.base import (
     ScheduleEndContext,
 )
 from kvtier.tiering.base import JobNotBegun, JobResult, TransferJob
-from kvtier.tiering.example.io_thread import IOThread
+from kvtier.tiering.example.io_thread import ExampleTransfer, IOThread, SealedBlock
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
-from kvtier.tiering.example.transfer import SealedBlock, Transfer
 from tests.testing.gated_tier import GatedTier
 
 Example = ExampleSecondaryTierManager
@@ -99,7 +98,7 @@ class ReportsBeforeItWrites(Example):
 
 
 class LoadsInSlotOrder(Example):
-    """Takes the slots of a job for a row of neighbours."""
+    """Assumes that the slots of a job are adjacent."""
 
     def submit_load(self, job: TransferJob) -> None:
         super().submit_load(replace(job, block_ids=np.sort(job.block_ids)))
@@ -113,7 +112,7 @@ class WritesIntoSlotsItReads(Example):
 
 
 class ReadsSlotsTooLate(Example):
-    """Puts stores aside, and copies the blocks after it has reported them."""
+    """Queues stores, and copies the blocks after it has reported them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -159,7 +158,7 @@ class KeepsLess(Example):
 
 
 class LoadsByKey(Example):
-    """Takes down where a block is wanted, by its key: of two loads of it, the second wins."""
+    """Remembers the slot of a wanted block by its key: of two loads of it, the second wins."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -182,11 +181,11 @@ class LoadsByKey(Example):
 
 
 class TakesTwoForNone(GatedTier):
-    """Takes a second store of a block, under way with the first, for a reason to drop it."""
+    """Drops a block that two stores bring at the same time."""
 
-    def _keep(self, transfer: Transfer) -> None:
+    def _end_store(self, transfer: ExampleTransfer) -> None:
         twice = [key for key in transfer.blocks if key in self.blocks]
-        super()._keep(transfer)
+        super()._end_store(transfer)
         for key in twice:
             del self.blocks[key]
 
@@ -201,15 +200,15 @@ class KeepsMore(Example):
 
 
 class ForgetsWhatIsUnderWay(GatedTier):
-    """Makes room for each store as if it were the only one."""
+    """Makes room for each store as if it were the only one in flight."""
 
     def submit_store(self, job: TransferJob) -> None:
         super().submit_store(job)
         self._num_reserved = 0
 
-    def _keep(self, transfer: Transfer) -> None:
+    def _end_store(self, transfer: ExampleTransfer) -> None:
         transfer.num_reserved = 0
-        super()._keep(transfer)
+        super()._end_store(transfer)
 
 
 # --- lookups and events ------------------------------------------------------------------------
@@ -272,12 +271,12 @@ class DoesNotTellWhoLeft(Example):
 
 
 class DrainsNothing(GatedTier):
-    """A drain that returns while its thread is at work."""
+    """`drain_jobs` returns while the thread is still working."""
 
     def drain_jobs(self) -> None:
         return
 
-    def _move_block(self, transfer: Transfer) -> None:
+    def _move_block(self, transfer: ExampleTransfer) -> None:
         time.sleep(0.01)
         super()._move_block(transfer)
 
@@ -310,14 +309,14 @@ class WritesAgain(Example):
 
 
 class NamesBlocksItDoesNotHave(Example):
-    """Says that it knows of any block."""
+    """Names blocks in `known_keys` that it does not have."""
 
     def known_keys(self, most: int) -> list[OffloadKey]:
         return [OffloadKey(b"%036d" % number) for number in range(most)]
 
 
 class BeginsWhatItRefuses(Example):
-    """Says that it has not begun a load, and has."""
+    """Raises `JobNotBegun` for a load that it has begun."""
 
     def submit_load(self, job: TransferJob) -> None:
         super().submit_load(job)
@@ -325,7 +324,7 @@ class BeginsWhatItRefuses(Example):
 
 
 class WritesAfterShutdown(Example):
-    """Has a thread that goes on with its last load."""
+    """Its thread continues its last load after `shutdown`."""
 
     left: ClassVar[list[threading.Event]] = []
 
@@ -349,7 +348,7 @@ class ShutsDownOnlyOnce(Example):
 
 
 class ShutsDownOnlyWhenUsed(Example):
-    """Waits for its last job, and there was none."""
+    """Waits for its last job even if there was none."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -387,7 +386,7 @@ class LeavesAThread(Example):
 
 
 class LeavesItsPool(Example):
-    """Has work done by a pool, waits for it, and lets the idle thread be."""
+    """Uses a thread pool, and does not end its idle thread."""
 
     pools: ClassVar[WeakSet[ThreadPoolExecutor]] = WeakSet()
     """Not kept here: a pool that nobody keeps ends its threads, which is what misleads."""
@@ -466,11 +465,11 @@ class IgnoresTheEpoch(Example):
 
 
 class KeepsUnderItsOwnEpoch(GatedTier):
-    """Keeps what a store brings in the epoch of the time when it ends."""
+    """Keeps the blocks of a store in the epoch in which the store ends."""
 
-    def _keep(self, transfer: Transfer) -> None:
+    def _end_store(self, transfer: ExampleTransfer) -> None:
         transfer.job = replace(transfer.job, fingerprint=self.fingerprint)
-        super()._keep(transfer)
+        super()._end_store(transfer)
 
 
 class IgnoresTheFingerprint(Example):
@@ -479,7 +478,7 @@ class IgnoresTheFingerprint(Example):
 
 
 class SharesWithoutFingerprint(Example):
-    """Several tiers on one storage, and a block's name there is its key alone."""
+    """Several tiers share one storage, in which the key alone names a block."""
 
     storage: ClassVar[dict[OffloadKey, SealedBlock]] = {}
 
@@ -508,7 +507,7 @@ class HoldsTheLockDuringIO(GatedTier):
         self._lock = threading.Lock()
         super().__init__(*args, **options)
 
-    def _move_block(self, transfer: Transfer) -> None:
+    def _move_block(self, transfer: ExampleTransfer) -> None:
         with self._lock:
             self._gate.wait(0.05)
             Example._move_block(self, transfer)
@@ -549,23 +548,23 @@ class LoadsAndStoresInOnePool(GatedTier):
 
 
 class _Pool:
-    """What an `IOThread` does, by four threads."""
+    """Does the work of an `IOThread` with four threads."""
 
-    def __init__(self, move_block: Callable[[Transfer], None]) -> None:
+    def __init__(self, move_block: Callable[[ExampleTransfer], None]) -> None:
         self._move_block = move_block
         self._threads = ThreadPoolExecutor(4)
         self._begun: list[Future[None]] = []
-        self._ended: SimpleQueue[Transfer] = SimpleQueue()
+        self._ended: SimpleQueue[ExampleTransfer] = SimpleQueue()
 
-    def submit(self, transfer: Transfer) -> None:
+    def submit(self, transfer: ExampleTransfer) -> None:
         self._begun.append(self._threads.submit(self._carry_out, transfer))
 
-    def _carry_out(self, transfer: Transfer) -> None:
+    def _carry_out(self, transfer: ExampleTransfer) -> None:
         while transfer.todo:
             self._move_block(transfer)
         self._ended.put(transfer)
 
-    def take_ended(self) -> list[Transfer]:
+    def take_ended(self) -> list[ExampleTransfer]:
         return [self._ended.get() for _ in range(self._ended.qsize())]
 
     def wait_until_idle(self) -> bool:
@@ -610,7 +609,7 @@ class GivesNoEvents(Example):
 
 
 class NotSetUp(Example):
-    """Leaves out the base class's constructor."""
+    """Does not call the base class's constructor."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.blocks = OrderedDict()
@@ -621,7 +620,7 @@ class NotSetUp(Example):
 
 
 class Persistent(Example):
-    """Not wrong: what it keeps outlives it, under its fingerprint."""
+    """Not wrong: its blocks outlive it, under its fingerprint."""
 
     storage: ClassVar[dict[bytes, dict[OffloadKey, SealedBlock]]] = {}
 

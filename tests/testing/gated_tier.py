@@ -1,4 +1,4 @@
-"""The example tier with a gate before its storage, to have jobs in flight for as long as needed."""
+"""The example tier with a gate before its storage, to keep jobs in flight."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvtier.base import OffloadingSpec
+from kvtier.tiering.example.io_thread import ExampleTransfer
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
-from kvtier.tiering.example.transfer import Transfer
 
 
 class GatedTier(ExampleSecondaryTierManager):
@@ -30,7 +30,7 @@ class GatedTier(ExampleSecondaryTierManager):
             offloading_spec,
             primary_kv_view,
             tier_type,
-            max_blocks,
+            max_blocks=max_blocks,
             simulate_async=True,
             latency_ms=latency_ms,
         )
@@ -46,6 +46,6 @@ class GatedTier(ExampleSecondaryTierManager):
         finally:
             self._gate.set()
 
-    def _move_block(self, transfer: Transfer) -> None:
+    def _move_block(self, transfer: ExampleTransfer) -> None:
         self._gate.wait()
         super()._move_block(transfer)

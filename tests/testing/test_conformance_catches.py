@@ -1,4 +1,4 @@
-"""The kit fails on tiers that are wrong, at the check for it, and says what is wrong."""
+"""The kit fails on wrong tiers, in the right check, and with the right complaint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENT_S = 20.0
 
 
 class Kit(TierConformance):
-    """The kit for a tier that is given, rather than for one class of tiers."""
+    """The kit for a given tier object, not for a class of tiers."""
 
     call_limit_s: ClassVar[float] = 0.02
     settle_s: ClassVar[float] = 0.2
@@ -100,7 +100,7 @@ HANGS = frozenset(
         "by its events the tier has",
     }
 )
-"""What can only be said after some waiting."""
+"""Complaints that need some waiting."""
 
 
 PLAIN = [
@@ -108,7 +108,7 @@ PLAIN = [
     Case(broken.LeaksWhatIsThere, "storing_twice_keeps_the_block", "not reported within"),
     Case(broken.LeaksEmptyJobs, "a_job_without_blocks_is_reported", "(a store of 0 blocks) was"),
     Case(broken.RaisesForUnknownBlocks, "a_load_of_unknown_blocks_fails", "submit_load raised Key"),
-    Case(broken.NamesBlocksItDoesNotHave, "known_keys_can_be_loaded", "which are not here"),
+    Case(broken.NamesBlocksItDoesNotHave, "known_keys_can_be_loaded", "which are not stored"),
     Case(broken.BeginsWhatItRefuses, "a_load_of_unknown_blocks_fails", "reported twice"),
     Case(broken.SaysAllArrived, "a_load_names_exactly_what_arrived", "was not written"),
     Case(broken.SaysAllArrived, "a_load_of_unknown_blocks_fails", "was not written"),
@@ -116,7 +116,7 @@ PLAIN = [
     Case(broken.GivesUpEarly, "a_load_names_exactly_what_arrived", "named 0 of the present"),
     Case(broken.ReportsBeforeItWrites, "stored_blocks_come_back", "was not written"),
     Case(broken.LoadsInSlotOrder, "stored_blocks_come_back", "holds other bytes"),
-    Case(broken.WritesIntoSlotsItReads, "stored_blocks_come_back", "was only to read"),
+    Case(broken.WritesIntoSlotsItReads, "stored_blocks_come_back", "must only read"),
     Case(broken.ReadsSlotsTooLate, "stored_blocks_come_back", "after the store was reported"),
     Case(broken.LoadsByKey, "overlapping_jobs_bring_the_right_bytes", "was not written"),
     Case(broken.TakesTwoForNone, "stores_of_one_block_at_once_keep_it", "several stores"),
@@ -170,7 +170,7 @@ PLAIN = [
     Case(
         broken.IgnoresTheFingerprint,
         "blocks_of_another_fingerprint_are_not_found",
-        "a job with another fingerprint",
+        "stored under another fingerprint",
     ),
     Case(broken.SharesWithoutFingerprint, "another_model_finds_nothing", "a HIT for another"),
     Case(broken.WaitsInSubmit, "calls_do_not_wait", "submit_store"),
@@ -192,8 +192,8 @@ SMALL = [
         "a_full_tier_reports_and_stays_within_its_capacity",
         "not reported within",
     ),
-    Case(broken.KeepsMore, "a_full_tier_reports_and_stays_within_its_capacity", "may keep 6"),
-    Case(broken.ForgetsWhatIsUnderWay, "stores_in_flight_stay_within_the_capacity", "may keep 6"),
+    Case(broken.KeepsMore, "a_full_tier_reports_and_stays_within_its_capacity", "at most 6"),
+    Case(broken.ForgetsWhatIsUnderWay, "stores_in_flight_stay_within_the_capacity", "at most 6"),
     Case(broken.DoesNotTellWhoLeft, "events_tell_what_lookups_tell", "by its events the tier has"),
 ]
 

@@ -1,4 +1,4 @@
-"""What docs/writing-a-tier.md shows works as shown."""
+"""The examples of docs/writing-a-tier.md work as shown."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvtier.base import ReqContext, ScheduleEndContext, make_offload_key
 from kvtier.config import ConfigError
 from kvtier.testing import FaultKind, FaultyTier, TierConformance
 from kvtier.testing.conformance.hooks import ConformanceHooks
-from kvtier.testing.sample_spec import sample_spec
-from kvtier.testing.slots import LentSlots
+from kvtier.testing.harness import sample_spec
+from kvtier.testing.job_ledger import LentSlots
 from kvtier.tiering.factory import SecondaryTierFactory
 from kvtier.tiering.spec import TieringOffloadingSpec
 from tests.installed import install

@@ -1,4 +1,4 @@
-"""What `kvtier.testing` offers, and what it costs to have it."""
+"""The public names of `kvtier.testing`, and the cost of importing them."""
 
 from __future__ import annotations
 

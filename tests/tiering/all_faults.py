@@ -1,5 +1,5 @@
-"""Every fault that a tier can have, with a real tier behind it: no wrong byte, nobody waits for
-ever, and the tier is used again when it is well."""
+"""Every fault that a tier can have, over a real tier: no wrong byte, no request waits forever, and
+the tier is used again when it has recovered."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import ClassVar
 import pytest
 
 from kvtier.testing import FaultKind, FaultSchedule, FaultyTier, TierHarness
-from kvtier.testing.faults import Fault
-from kvtier.testing.faults.kinds import FAULTS_OF
+from kvtier.testing.faults import FAULTS_OF, Fault
 from tests.tiering.engine import Engine
 from tests.tiering.patience import wait_until
 
@@ -29,8 +28,8 @@ AT_THE_END = ("drain_jobs", "shutdown")
 
 
 def serve_some(engine: Engine, seed: int, num_requests: int, first: int = 0) -> int:
-    """Requests with prompts out of two dozen, some of them in one step. Returns how many blocks
-    were loaded."""
+    """Serve requests with prompts from a pool of 24, several of them in one step. Returns the
+    number of loaded blocks."""
     chance = Random(seed)
     return sum(
         engine.serve(
@@ -59,7 +58,7 @@ def make_well(tier: FaultyTier) -> None:
 
 
 def used_again(engine: Engine) -> None:
-    """After some pauses, what host memory has given up comes from below again."""
+    """After some pauses, blocks that host memory has evicted are loaded from the tier again."""
 
     def is_used() -> bool:
         for first in (0, 240, 480, 720):  # more than host memory holds
@@ -78,7 +77,7 @@ def used_again(engine: Engine) -> None:
 
 
 class AllFaults:
-    """Derive a test class for a tier, and say how its engines are made."""
+    """Derive a test class for a tier, and define how its engines are made."""
 
     configured_engine: ClassVar[Callable[..., Engine]]
     engine_with_faults: ClassVar[Callable[..., tuple[Engine, FaultyTier]]]

@@ -1,9 +1,9 @@
-"""A tier stops answering in the middle of a real trace, and comes back later: what that costs.
+"""Measures what it costs when a tier stops answering in the middle of a trace, and recovers.
 
     python -m tests.tiering.black_hole [--requests N] [--json]
 
-The trace, the orchestrator and its decisions are real, and so is the time that decisions take on
-the scheduler thread. The engine's steps and the tiers' latencies pass in virtual time.
+The trace and the orchestrator are real, and so is the measured time on the scheduler thread. Engine
+steps and latencies of tiers pass in virtual time.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ T = TypeVar("T")
 
 STEP_S = 0.05
 BLOCKS_PER_STEP = 16
-"""What the engine computes for one request in one step."""
+"""Tokens that the engine computes for one request in one step."""
 MAX_RUNNING = 16
 SETTINGS = TierSettings()
 LATENCIES_S = (0.005, 0.03)
 CAPACITIES = (0.05, 0.2, 1.0)
-"""Of the primary tier and the two others, in blocks for each block of the trace."""
+"""Capacity of the primary tier and of the two others, as a share of the blocks of the trace."""
 BREAKERS = ("breaker_state", "store_breaker_state")
-"""One is for the tier as a whole, one for its stores alone."""
+"""The breakers of a tier: for the tier as a whole, and for its stores."""
 PERIODS = ("before", "during", "after")
 
 
 class Death(Enum):
-    """What a tier does not do while it is gone."""
+    """How a tier fails."""
 
     ANSWER = "answers nothing"
-    """Neither questions nor jobs."""
+    """It answers no lookup and ends no job."""
     MOVE = "moves nothing"
-    """Its index still says what it has, but no job ever ends."""
+    """It answers lookups from its index, but ends no job."""
 
 
 class MortalTier(SecondaryTierManager):
-    """Keeps names only, moves them in virtual time, and can be made to stop."""
+    """A tier that keeps keys only, moves them in virtual time, and can be stopped."""
 
     def __init__(
         self, clock: VirtualTime, view: memoryview, latency_s: float, capacity: int
@@ -86,7 +86,7 @@ class MortalTier(SecondaryTierManager):
         return finished
 
     def _end(self, job: TransferJob) -> None:
-        """While time passes, as on another thread."""
+        """Do the work that another thread would do in this time."""
         if self.death is not None:
             self._stuck.append(job)
             return
@@ -99,7 +99,7 @@ class MortalTier(SecondaryTierManager):
         self._finished.append(JobResult(job.job_id, True, None, self._latency))
 
     def come_back(self) -> None:
-        """It is there again, and ends what it could not."""
+        """The tier recovers, and ends the jobs it has."""
         self.death = None
         stuck, self._stuck = self._stuck, []
         for job in stuck:
@@ -111,19 +111,19 @@ class MortalTier(SecondaryTierManager):
 
 @dataclass
 class Period:
-    """What happened in one third of the trace."""
+    """Figures for one third of the trace."""
 
     seconds: float = 0.0
-    """In the engine's time."""
+    """In virtual time."""
     num_requests: int = 0
     num_blocks: int = 0
     num_hits: int = 0
-    """Blocks of prompts that did not have to be computed."""
+    """Blocks of prompts that were not computed."""
     decision_s: float = 0.0
-    """On the scheduler thread, all calls together."""
+    """Time of all calls on the scheduler thread."""
     slowest_step_s: float = 0.0
     longest_wait_s: float = 0.0
-    """From a request's first question to its last answer."""
+    """Time from the first lookup of a request to the last one."""
 
     def figures(self) -> dict[str, float]:
         return asdict(self) | {
@@ -145,26 +145,26 @@ class _Request:
 
 @dataclass
 class Outcome:
-    """What came of one disappearance."""
+    """Figures for one failure."""
 
     who: str
     allowed_wait_s: float
-    """How long tiers may keep a request waiting."""
+    """The longest time that a request may wait for tiers."""
     periods: dict[str, dict[str, float]] = field(default_factory=dict)
     num_stuck: int = 0
-    """Requests that have not ended when nothing else goes on."""
+    """Requests that never ended."""
     opened_after_s: float | None = None
-    """When a breaker opened, from when the tier went; None: none did."""
+    """Seconds from the failure until a breaker opened; None: none did."""
     closed_after_s: float | None = None
-    """When all were closed again, from when the tier came back."""
+    """Seconds from the recovery until all breakers were closed."""
     most_quarantined: int = 0
 
 
 class BlackHole:
-    """One engine, two tiers, one of which goes and comes back."""
+    """One engine with two tiers, one of which fails and recovers."""
 
     def __init__(self, requests: Sequence[list[int]], tier: int, death: Death | None) -> None:
-        """`death`: None, to see what it is like when nothing happens."""
+        """`death`: None for a run without a failure."""
         num_unique = traces.num_unique(list(requests))
         num_blocks, *kept = (max(2048, int(num_unique * share)) for share in CAPACITIES)
         memory = plain_memory(num_blocks)
@@ -304,14 +304,14 @@ class BlackHole:
 
 
 def measure(num_requests: int) -> list[Outcome]:
-    """Nobody goes; then each tier in turn, in each way."""
+    """No failure; then each kind of failure of each tier."""
     requests = traces.conversation()[:num_requests]
     cases = [(0, None), *((tier, death) for tier in range(2) for death in Death)]
     return [BlackHole(requests, tier, death).run() for tier, death in cases]
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
-    """One table of what requests saw, and one of what became of the tier."""
+    """Print one table for requests and one for the tier."""
     rows = []
     for outcome in outcomes:
         for name in PERIODS:

@@ -1,5 +1,5 @@
-"""An engine without a device over one tier: requests that load what they can and store the rest,
-with every byte compared. As a user configures it, or with faults between."""
+"""An engine without a device over one tier. Requests load what they can, store the rest, and
+compare every byte. The tier is made from a configuration, or by hand with faults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROW_BYTES = 8192
 
 
 class Engine:
-    """Drives an orchestrator. A context manager, which shuts it down."""
+    """Drives an orchestrator. A context manager that shuts it down."""
 
     def __init__(self, manager: TieringOffloadingManager, tier: SecondaryTierManager) -> None:
         self.manager = manager
@@ -58,7 +58,8 @@ class Engine:
         self.manager.shutdown()
 
     def serve(self, keys: Sequence[OffloadKey], *, then_step: bool = True) -> int:
-        """One request with this prompt. Returns how many of its first blocks were loaded."""
+        """Serve one request with this prompt. Returns the number of leading blocks that were
+        loaded."""
         self._num_requests += 1
         request = ReqContext(f"request-{self._num_requests}")
         self.manager.on_new_request(request)
@@ -109,7 +110,7 @@ class Engine:
         self.manager.complete_store(output.keys_to_store, request)
 
     def figures(self) -> dict[str, float]:
-        """Gauges, and counters since the last call."""
+        """The gauges, and the counters since the last call."""
         stats = self.manager.get_stats()
         return {**stats.counters, **stats.gauges}
 
@@ -140,8 +141,8 @@ def _config(num_rows: int, namespace: str, **extra: Any) -> OffloadingConfig:
 def engine_with(
     *entries: Mapping[str, Any], num_rows: int, namespace: str, **options: Any
 ) -> Engine:
-    """As a user's configuration makes it. `entries`: each tier's own keys; `options`: those beside
-    `secondary_tiers`."""
+    """Make an engine from a configuration. `entries`: the keys of each tier; `options`: the keys
+    beside `secondary_tiers`."""
     common = {
         "enable_kv_events": True,
         "max_pinned_share": 1,
@@ -161,8 +162,8 @@ def engine_over(
     num_rows: int,
     shutdown_timeout_s: float,
 ) -> Engine:
-    """Over a tier that was made by hand, with short pauses. Loads have twice the time of lookups,
-    and stores four times."""
+    """Make an engine over a tier that was made by hand, with short pauses of the breaker. Loads may
+    take twice as long as lookups, and stores four times."""
     config = _config(num_rows, "weights")
     region = SharedOffloadRegion(
         config.engine_id, config.num_blocks, None, config.row_bytes, config.cpu_page_size

@@ -1,4 +1,4 @@
-"""A tier that notes what it is told of requests, and of the engine it is in."""
+"""A tier that records the calls for requests, and the engine it runs in."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ NOTING = {
 """Its entry in `secondary_tiers`."""
 
 TIERS: WeakSet[NotingTier] = WeakSet()
-"""Those of this process, for tests that make the engine and not the tier."""
+"""The tiers of this process, for tests that make the engine and not the tier."""
 
 
 class NotingTier(ExampleSecondaryTierManager):
-    """The example tier, with notes."""
+    """The example tier; it records calls."""
 
     def __init__(self, whole_requests: bool = False, **keys: Any) -> None:
         super().__init__(**keys)
         self._whole_requests = whole_requests
         self.engine = self.offloading_spec.engine
         self.calls: list[dict[str, Any]] = []
-        """Method, request, hints and context, of all calls for requests."""
+        """Method, request, hints and context of all calls for requests."""
         self.stored: list[tuple[str, list[OffloadKey]]] = []
         """Request and keys of every store."""
         TIERS.add(self)

@@ -25,7 +25,7 @@ def wait_until(is_so: Callable[[], bool], what: str, patience_s: float = PATIENC
 
 @contextmanager
 def silent_queues(queues: Iterable[AioQueue]) -> Iterator[None]:
-    """Reads and writes reach the disk, but nothing is heard of them before the context is left."""
+    """Reads and writes reach the disk, but are not reported before the context is left."""
     answers = threading.Event()
     queues = list(queues)
     for queue in queues:

@@ -1,4 +1,4 @@
-"""Bursts: what a tier's stores cannot take at once waits in host memory, and is stored later."""
+"""Bursts: blocks that a tier cannot store at once wait in host memory and are stored later."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.base import OffloadKey
-from kvtier.tiering import link
+from kvtier.tiering import cascade
 from kvtier.tiering.health import BreakerSettings
-from tests.tiering.rig import HandTier, Rig, keys
+from tests.tiering.driven_manager import DrivenManager, HandTier, keys
 
 _SHARE = 32
 """Slots that stores may pin in these rigs."""
 
 
-def with_burst(num_stored: int = 100, **settings: Any) -> Rig:
-    """So many blocks were stored at once, for a request that has ended."""
-    rig = Rig(num_blocks=128, max_pinned_share=0.25, **settings)
+def with_burst(num_stored: int = 100, **settings: Any) -> DrivenManager:
+    """`num_stored` blocks were stored at once, for a request that has ended."""
+    rig = DrivenManager(num_blocks=128, max_pinned_share=0.25, **settings)
     request = rig.begin("burst")
     rig.store(keys(*range(num_stored)), request)
     rig.manager.on_request_finished(request)
@@ -30,7 +30,7 @@ def waiting_in(tier: HandTier) -> list[OffloadKey]:
     return [key for job in tier.waiting for key in job.keys]
 
 
-def finish_all(rig: Rig) -> None:
+def finish_all(rig: DrivenManager) -> None:
     (tier,) = rig.tiers
     while tier.waiting:
         tier.finish()
@@ -126,7 +126,7 @@ def test_an_id_that_is_used_again_sends_nothing_for_the_request_that_had_it() ->
 
 
 def test_no_more_waits_than_can_be_in_host_memory() -> None:
-    rig = Rig(num_blocks=128, max_pinned_share=0.25)
+    rig = DrivenManager(num_blocks=128, max_pinned_share=0.25)
     for number in range(20):
         rig.store(keys(*range(50 * number, 50 * number + 50)), rig.begin(f"r{number}"))
         rig.step()
@@ -134,7 +134,7 @@ def test_no_more_waits_than_can_be_in_host_memory() -> None:
 
 
 def test_stores_behind_others_that_end_are_not_late() -> None:
-    rig = Rig(num_blocks=64, store_timeout_s=1.0)
+    rig = DrivenManager(num_blocks=64, store_timeout_s=1.0)
     (tier,) = rig.tiers
     for number in range(8):
         rig.store(keys(number), rig.begin(f"r{number}"))
@@ -148,7 +148,7 @@ def test_stores_behind_others_that_end_are_not_late() -> None:
 
 
 def test_a_store_is_late_once_no_other_ends() -> None:
-    rig = Rig(num_blocks=64, store_timeout_s=1.0)
+    rig = DrivenManager(num_blocks=64, store_timeout_s=1.0)
     (tier,) = rig.tiers
     rig.store(keys(1), rig.begin("never ends"))
     rig.store(keys(2), rig.begin("ends"))
@@ -163,10 +163,10 @@ def test_a_store_is_late_once_no_other_ends() -> None:
 
 
 def test_a_long_store_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose slots come back one part after the other."""
-    row_bytes = Rig().primary.block_bytes
-    monkeypatch.setattr(link, "_STORE_BYTES", 10 * row_bytes)
-    rig = Rig(num_blocks=64)
+    """Its slots are freed one part after the other."""
+    row_bytes = DrivenManager().primary.block_bytes
+    monkeypatch.setattr(cascade, "_STORE_BYTES", 10 * row_bytes)
+    rig = DrivenManager(num_blocks=64)
     (tier,) = rig.tiers
     blocks = keys(*range(25))
     rig.store(blocks, rig.begin("r"))
@@ -183,7 +183,7 @@ def test_a_long_store_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_whatever_fits_is_stored(bursts: list[int], ends: list[int]) -> None:
     """Bursts of any size, and stores that end in between, now and then."""
-    rig = Rig(num_blocks=sum(bursts) + 8, max_pinned_share=0.01)
+    rig = DrivenManager(num_blocks=sum(bursts) + 8, max_pinned_share=0.01)
     (tier,) = rig.tiers
     first = 0
     for number, size in enumerate(bursts):

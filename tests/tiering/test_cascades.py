@@ -1,4 +1,4 @@
-"""What goes down to the tiers, and for whom."""
+"""Which blocks cascade to which tiers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from kvtier.base import OffloadKey, OffloadPolicy, ReqContext
 from kvtier.config.options import WritePolicyName
 from kvtier.tiering.base import TransferJob
-from kvtier.tiering.write_policy import WRITE_POLICIES, WriteMoment, WritePolicy
-from tests.tiering.rig import HandTier, Rig, keys
+from kvtier.tiering.cascade import WRITE_POLICIES, WriteMoment, WritePolicy
+from tests.tiering.driven_manager import DrivenManager, HandTier, keys
 
 
-def with_whole_requests(num_blocks: int = 8) -> Rig:
+def with_whole_requests(num_blocks: int = 8) -> DrivenManager:
     """A tier that wants all blocks of a request."""
-    rig = Rig(num_blocks)
+    rig = DrivenManager(num_blocks)
     rig.tiers[0].policy = OffloadPolicy.REQUEST_LEVEL
     return rig
 
@@ -29,7 +29,7 @@ def stores(tier: HandTier) -> list[TransferJob]:
     return [job for job in tier.waiting if not job.is_promotion]
 
 
-def being_written(rig: Rig, *numbers: int) -> ReqContext:
+def being_written(rig: DrivenManager, *numbers: int) -> ReqContext:
     """A request whose blocks are on their way from the device."""
     writer = rig.begin("writer")
     assert rig.manager.prepare_store(keys(*numbers), writer) is not None
@@ -111,7 +111,7 @@ def test_a_request_does_not_wait_for_blocks_of_a_late_promotion() -> None:
 
 
 def test_a_store_is_in_prompt_order_when_the_id_of_its_request_was_used_again() -> None:
-    rig = Rig(num_blocks=64)
+    rig = DrivenManager(num_blocks=64)
     blocks = keys(*range(40))
     request = rig.begin("r")
     rig.manager.prepare_store(blocks, request)
@@ -123,7 +123,7 @@ def test_a_store_is_in_prompt_order_when_the_id_of_its_request_was_used_again() 
 
 def test_blocks_that_were_never_prepared_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_STRICT", "0")
-    rig = Rig()
+    rig = DrivenManager()
     request = rig.begin("r")
     rig.manager.prepare_store(keys(1, 2), request)
     rig.manager.complete_store(keys(1, 99, 2), request)
@@ -153,7 +153,7 @@ def test_a_tier_gets_what_its_write_policy_selects(monkeypatch: pytest.MonkeyPat
 
 def test_slots_of_stores_that_have_ended_are_there_for_the_next_store() -> None:
     """The engine has not looked anything up since: it offers the last blocks of a prompt."""
-    rig = Rig(num_blocks=8, max_pinned_share=1.0)
+    rig = DrivenManager(num_blocks=8, max_pinned_share=1.0)
     request = rig.begin("r")
     rig.store(keys(*range(7)), request)
     rig.manager.on_request_finished(request)
@@ -163,7 +163,7 @@ def test_slots_of_stores_that_have_ended_are_there_for_the_next_store() -> None:
 
 
 def test_a_step_without_room_asks_tiers_once_more_and_not_for_every_request() -> None:
-    rig = Rig(num_blocks=8, max_pinned_share=1.0)
+    rig = DrivenManager(num_blocks=8, max_pinned_share=1.0)
     request = rig.begin("slow")
     rig.store(keys(*range(7)), request)
     others = [rig.begin(f"other {n}") for n in range(50)]
@@ -177,7 +177,7 @@ def test_a_step_without_room_asks_tiers_once_more_and_not_for_every_request() ->
 def test_what_ends_while_the_engine_computes_is_found_by_the_next_lookup() -> None:
     """Stores are offered after the step has ended: where there is room, tiers are not asked then,
     but when the next step begins."""
-    rig = Rig(num_blocks=8)
+    rig = DrivenManager(num_blocks=8)
     rig.keep_below(keys(1))
     request = rig.begin("waits")
     rig.look_up(keys(1), request)

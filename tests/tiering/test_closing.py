@@ -1,4 +1,4 @@
-"""The end of tiers: each has its time, and what one does or lacks keeps no other open."""
+"""Shutdown of tiers: each has its time, and a tier that fails keeps no other open."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from kvtier.base import LookupResult, OffloadingSpec, OffloadKey, ReqContext
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
-from kvtier.tiering.closing import close_tiers
 from kvtier.tiering.factory import SecondaryTierFactory
 from kvtier.tiering.spec import TieringOffloadingSpec
+from kvtier.tiering.tier_calls import close_tiers
 from tests.config.sample import make_config
-from tests.tiering.rig import Rig
+from tests.tiering.driven_manager import DrivenManager
 
 AFTERWARDS_S = 0.05
 
@@ -24,7 +24,7 @@ AFTERWARDS_S = 0.05
 def test_a_drain_that_ends_with_the_shutdown_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig(shutdown_timeout_s=20.0)
+    rig = DrivenManager(shutdown_timeout_s=20.0)
     told, ended = threading.Event(), threading.Event()
 
     def drain() -> None:
@@ -32,7 +32,7 @@ def test_a_drain_that_ends_with_the_shutdown_is_waited_for(
         time.sleep(AFTERWARDS_S)  # what is left to do, after `shutdown` has returned
         ended.set()
 
-    monkeypatch.setattr("kvtier.tiering.closing._SHUTDOWN_SHARE", 0.005)
+    monkeypatch.setattr("kvtier.tiering.tier_calls._SHUTDOWN_SHARE", 0.005)
     monkeypatch.setattr(rig.tiers[0], "drain_jobs", drain)
     monkeypatch.setattr(rig.tiers[0], "shutdown", told.set)
     with caplog.at_level(logging.ERROR):
@@ -42,7 +42,7 @@ def test_a_drain_that_ends_with_the_shutdown_is_waited_for(
 
 
 class Bare(SecondaryTierManager):
-    """Has nothing that its base class would have set."""
+    """A tier whose constructor has failed before its base class."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []

@@ -1,4 +1,4 @@
-"""Nobody waits past a deadline, and what is late hurts nobody."""
+"""No request waits past a deadline, and late jobs do no harm."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import logging
 
 import pytest
 
+from kvtier.base import ReqContext
 from kvtier.cpu.policies.base import SlotState
 from kvtier.tiering.base import JobResult
 from kvtier.tiering.health import BreakerSettings
-from tests.tiering.rig import Rig, key, keys, payload
+from tests.tiering.driven_manager import DrivenManager, key, keys, payload
 
 
-def with_late_promotion(num_blocks: int = 8) -> Rig:
-    """Blocks 1 and 2 were wanted by request "r", and have not come in time."""
-    rig = Rig(num_blocks, load_timeout_s=2.0)
+def with_late_promotion(num_blocks: int = 8) -> DrivenManager:
+    """Request "r" wanted blocks 1 and 2, which are late."""
+    rig = DrivenManager(num_blocks, load_timeout_s=2.0)
     rig.keep_below(keys(1, 2))
     request = rig.begin("r")
     assert rig.look_up(keys(1, 2), request) == "PP"
@@ -38,7 +39,7 @@ def test_quarantined_slots_are_given_to_nobody() -> None:
     (job,) = rig.tiers[0].loads()
     other = rig.begin("other")
     assert rig.store(keys(11, 12, 13), other) == keys(11, 12)
-    taken = {block.block_id for block in rig.primary._slots if block.is_ready}
+    taken = {block.block_id for block in rig.primary.slots.used if block.is_ready}
     assert not taken & set(job.block_ids.tolist())
 
 
@@ -83,7 +84,7 @@ def test_what_arrives_after_a_reset_is_not_adopted() -> None:
 
 
 def test_a_long_engine_step_makes_nobody_late() -> None:
-    rig = Rig(load_timeout_s=2.0, store_timeout_s=2.0)
+    rig = DrivenManager(load_timeout_s=2.0, store_timeout_s=2.0)
     rig.keep_below(keys(1, 2))
     request = rig.begin("r")
     rig.store(keys(5), request)
@@ -96,7 +97,7 @@ def test_a_long_engine_step_makes_nobody_late() -> None:
 
 
 def test_an_unanswered_lookup_is_a_miss_after_its_deadline() -> None:
-    rig = Rig(lookup_timeout_s=0.5)
+    rig = DrivenManager(lookup_timeout_s=0.5)
     rig.tiers[0].unknown.update(keys(1))
     request = rig.begin("r")
     answers = ""
@@ -108,7 +109,7 @@ def test_an_unanswered_lookup_is_a_miss_after_its_deadline() -> None:
 
 
 def test_answers_that_come_in_time_for_each_block_do_not_add_up() -> None:
-    rig = Rig(num_blocks=32, lookup_timeout_s=0.5, load_timeout_s=5.0)
+    rig = DrivenManager(num_blocks=32, lookup_timeout_s=0.5, load_timeout_s=5.0)
     blocks = keys(*range(10))
     rig.keep_below(blocks)
     tier = rig.tiers[0]
@@ -124,7 +125,7 @@ def test_answers_that_come_in_time_for_each_block_do_not_add_up() -> None:
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_one_that_finds_no_slot_waits_no_longer_than_it_may(batched: bool) -> None:
-    rig = Rig(num_blocks=4, lookup_timeout_s=0.5, load_timeout_s=1.5)
+    rig = DrivenManager(num_blocks=4, lookup_timeout_s=0.5, load_timeout_s=1.5)
     rig.keep_below(keys(1, 2))
     assert rig.manager.prepare_store(keys(11, 12, 13), rig.begin("writer")) is not None
     request = rig.begin("r")
@@ -152,7 +153,7 @@ def test_a_request_that_comes_back_much_later_may_wait_again() -> None:
 
 def test_a_preempted_request_may_wait_again() -> None:
     rig = with_late_promotion()
-    request = rig.manager._requests["r"].context
+    request = rig.manager._requests.of(ReqContext("r")).context
     rig.keep_below(keys(3))
     assert rig.look_up(keys(3), request) == "M"
     rig.step(preempted_req_ids=["r"])
@@ -160,7 +161,7 @@ def test_a_preempted_request_may_wait_again() -> None:
 
 
 def test_pending_work_is_work_that_can_still_end() -> None:
-    rig = Rig(store_timeout_s=3.0, load_timeout_s=3.0)
+    rig = DrivenManager(store_timeout_s=3.0, load_timeout_s=3.0)
     rig.keep_below(keys(9))
     request = rig.begin("r")
     assert not rig.manager.has_pending_work()
@@ -179,8 +180,8 @@ def test_pending_work_is_work_that_can_still_end() -> None:
 
 
 def test_an_engine_is_not_kept_stepping_for_stores_that_nobody_waits_for() -> None:
-    """A tier that takes hours for them, and is well otherwise."""
-    rig = Rig(num_blocks=128, max_pinned_share=0.25, store_timeout_s=3600.0)
+    """A healthy tier that takes hours for them."""
+    rig = DrivenManager(num_blocks=128, max_pinned_share=0.25, store_timeout_s=3600.0)
     request = rig.begin("r")
     rig.store(keys(*range(100)), request)
     rig.manager.on_request_finished(request)
@@ -200,7 +201,7 @@ def test_an_engine_is_not_kept_stepping_for_stores_that_nobody_waits_for() -> No
 
 
 def test_an_engine_is_kept_stepping_for_what_a_request_waits_for() -> None:
-    rig = Rig(load_timeout_s=60.0)
+    rig = DrivenManager(load_timeout_s=60.0)
     rig.keep_below(keys(1))
     request = rig.begin("r")
     rig.look_up(keys(1), request)
@@ -214,7 +215,7 @@ def test_an_engine_is_kept_stepping_for_what_a_request_waits_for() -> None:
 def test_an_engine_is_not_kept_stepping_for_a_tier_that_always_has_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig = Rig()
+    rig = DrivenManager()
     monkeypatch.setattr(rig.tiers[0], "has_pending_work", lambda: True)
     rig.begin("r")
     assert rig.manager.has_pending_work()
@@ -223,7 +224,7 @@ def test_an_engine_is_not_kept_stepping_for_a_tier_that_always_has_work(
 
 
 def test_a_late_store_keeps_its_slots_but_not_the_engine() -> None:
-    rig = Rig(num_blocks=4, store_timeout_s=1.0)
+    rig = DrivenManager(num_blocks=4, store_timeout_s=1.0)
     rig.store(keys(1, 2), rig.begin("r"))
     rig.step(seconds=2.0)
     rig.step()
@@ -242,8 +243,8 @@ def test_a_late_store_keeps_its_slots_but_not_the_engine() -> None:
 # --- the breaker --------------------------------------------------------------------------------
 
 
-def time_out(rig: Rig, number: int) -> None:
-    """One promotion that does not come."""
+def time_out(rig: DrivenManager, number: int) -> None:
+    """One promotion that never ends."""
     rig.keep_below(keys(number))
     request = rig.begin(f"waits for {number}")
     rig.look_up(keys(number), request)
@@ -253,8 +254,8 @@ def time_out(rig: Rig, number: int) -> None:
     rig.step()
 
 
-def with_open_breaker() -> Rig:
-    rig = Rig(
+def with_open_breaker() -> DrivenManager:
+    rig = DrivenManager(
         num_blocks=16,
         load_timeout_s=2.0,
         breaker=BreakerSettings(max_timeouts_in_a_row=2, first_pause_s=5.0),
@@ -282,7 +283,9 @@ def test_while_open_a_tier_is_not_used() -> None:
 
 
 def test_stores_shed_by_an_open_breaker_are_counted() -> None:
-    rig = Rig(num_blocks=16, breaker=BreakerSettings(max_timeouts_in_a_row=1), load_timeout_s=2.0)
+    rig = DrivenManager(
+        num_blocks=16, breaker=BreakerSettings(max_timeouts_in_a_row=1), load_timeout_s=2.0
+    )
     request = rig.begin("r")
     time_out(rig, 1)
     rig.store(keys(4, 5), request)
@@ -336,7 +339,7 @@ def test_a_store_can_be_the_probe() -> None:
 
 
 def test_a_tier_that_cannot_store_can_still_be_read() -> None:
-    rig = Rig(num_blocks=32)
+    rig = DrivenManager(num_blocks=32)
     tier = rig.tiers[0]
     for number in range(10):
         request = rig.begin(f"r{number}")
@@ -350,7 +353,7 @@ def test_a_tier_that_cannot_store_can_still_be_read() -> None:
 
 
 def test_a_slow_tier_trips_by_the_time_it_stamps() -> None:
-    rig = Rig(num_blocks=32, load_timeout_s=2.0)
+    rig = DrivenManager(num_blocks=32, load_timeout_s=2.0)
     for number in range(2):
         rig.keep_below(keys(number))
         rig.look_up(keys(number), rig.begin(f"r{number}"))
@@ -361,7 +364,7 @@ def test_a_slow_tier_trips_by_the_time_it_stamps() -> None:
 
 
 def test_a_tier_that_keeps_slots_gets_no_more_than_its_share() -> None:
-    rig = Rig(
+    rig = DrivenManager(
         num_blocks=400,
         max_pinned_share=0.1,
         load_timeout_s=2.0,
@@ -398,7 +401,7 @@ def test_late_bytes_land_in_quarantine_only() -> None:
 
 @pytest.mark.parametrize("seconds", [0.15, 5.0, 60.0])
 def test_with_long_steps_a_quick_tier_still_serves(seconds: float) -> None:
-    rig = Rig(lookup_timeout_s=0.02, load_timeout_s=0.1)
+    rig = DrivenManager(lookup_timeout_s=0.02, load_timeout_s=0.1)
     rig.keep_below(keys(1, 2))
     tier = rig.tiers[0]
     tier.unknown.update(keys(1, 2))
@@ -414,7 +417,7 @@ def test_with_long_steps_a_quick_tier_still_serves(seconds: float) -> None:
 
 
 def test_tiers_that_never_give_back_leave_slots_for_stores() -> None:
-    rig = Rig(num_blocks=100, num_tiers=2, load_timeout_s=2.0)
+    rig = DrivenManager(num_blocks=100, num_tiers=2, load_timeout_s=2.0)
     for place, tier in enumerate(rig.tiers):
         rig.keep_below(keys(*range(100 * place, 100 * place + 80)), tier)
     for place in (0, 1, 0, 1):
@@ -433,7 +436,7 @@ def test_tiers_that_never_give_back_leave_slots_for_stores() -> None:
 
 
 def test_leases_leave_slots_for_stores() -> None:
-    rig = Rig(num_blocks=100, load_timeout_s=60.0)
+    rig = DrivenManager(num_blocks=100, load_timeout_s=60.0)
     for number in range(5):
         blocks = keys(*range(100 * number, 100 * number + 30))
         rig.keep_below(blocks)
@@ -446,7 +449,7 @@ def test_leases_leave_slots_for_stores() -> None:
 
 
 def test_blocks_that_are_not_there_take_no_room() -> None:
-    rig = Rig(num_blocks=100)
+    rig = DrivenManager(num_blocks=100)
     blocks = keys(*range(60))
     rig.keep_below(blocks)
     request = rig.begin("r")
@@ -455,7 +458,7 @@ def test_blocks_that_are_not_there_take_no_room() -> None:
 
 
 def test_a_wait_after_a_load_in_the_same_step_is_another_one() -> None:
-    rig = Rig(num_blocks=16, lookup_timeout_s=0.25, load_timeout_s=2.0)
+    rig = DrivenManager(num_blocks=16, lookup_timeout_s=0.25, load_timeout_s=2.0)
     rig.store(keys(1), rig.begin("stores"))
     rig.keep_below(keys(2), rig.tiers[0])
     request = rig.begin("r")
@@ -479,7 +482,7 @@ def test_a_late_store_that_was_the_probe_ends_the_trial() -> None:
 def test_an_operator_reads_when_a_tier_is_cut_off_and_when_it_is_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="kvtier.tiering.link"):
+    with caplog.at_level(logging.INFO, logger="kvtier.tiering.tier_calls"):
         rig = with_open_breaker()
         assert "tier 0 (hand0): cut off: 2 deadlines in a row were missed" in caplog.text
         assert "Tried again in 5 s" in caplog.text

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,10 +22,11 @@ from kvtier.base import (
     OffloadKey,
     ReqContext,
 )
-from kvtier.config import TIER_KEYS, ConfigError, Problem, TierConfig
+from kvtier.config import TIER_KEYS, ConfigError, Problem, TierConfig, TierOptions
+from kvtier.config.fields import TEXT, key, whole_number
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
-from kvtier.tiering.factory import SecondaryTierFactory, TierStartError
+from kvtier.tiering.factory import PlannedTier, SecondaryTierFactory, TierStartError
 from tests.config.sample import make_config, options_of
 from tests.installed import install, write_module
 
@@ -41,7 +43,7 @@ class SpecOfThisTest(OffloadingSpec):
 
 
 class Tier(SecondaryTierManager):
-    """Does nothing, which is enough to be made."""
+    """Does nothing, which is enough to start it."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.MISS
@@ -104,6 +106,51 @@ class ReadsSharedKeys(Tier):
         self.seen = (enable_kv_events, load_timeout_ms, locality)
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredOptions(TierOptions):
+    path: str = key(TEXT, "A place.", example='"/shelf"')
+    boards: int = key(whole_number(1), "A number.", default=3, null_is_default=True)
+    color: str = key(TEXT, "Another text.", default="red")
+
+    not_here: ClassVar[Mapping[str, str]] = {"directory": 'Here it is "path"'}
+
+    def require_consistent(self) -> None:
+        if self.boards > 9:
+            remedy = "Write 9 or less"
+            raise ConfigError(Problem("boards", self.as_given("boards"), "9 or less", remedy))
+
+
+class Declared(Tier):
+    """Declares its keys, and takes one more by name."""
+
+    options_cls = DeclaredOptions
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        extra: int = 0,
+        **keys: Any,
+    ) -> None:
+        self.options = DeclaredOptions.parse(keys)
+        self.extra = extra
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+
+
+class TakesOtherKeys(Declared):
+    """Has parameters in place of the keys that its base declares."""
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        depth: int = 1,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, path="/")
+
+
 class FromOldTimes(Tier):
     def __init__(self, vllm_config: Any, primary_kv_view: memoryview, tier_type: str) -> None:
         raise NotImplementedError
@@ -132,7 +179,7 @@ class NeedsNeither(Tier):
 
 
 class Lonely(Tier):
-    """Forgets its base class, but not what it has opened."""
+    """Does not call its base class's constructor, but closes what it opened."""
 
     closed: ClassVar[list[str]] = []
 
@@ -181,6 +228,15 @@ def make(
 
 def shelf(**keys: Any) -> dict[str, Any]:
     return {"type": "Shelf", "module_path": HERE} | keys
+
+
+def declared(**keys: Any) -> dict[str, Any]:
+    return {"type": "Declared", "module_path": HERE} | keys
+
+
+def planned(entry: dict[str, Any]) -> PlannedTier:
+    (tier,) = SecondaryTierFactory.plan_secondary_tiers([TierConfig.from_entry(entry, 1)])
+    return tier
 
 
 def refusal_of(spec: OffloadingSpec, entry: dict[str, Any]) -> ConfigError:
@@ -306,7 +362,58 @@ def test_a_key_that_the_tier_does_not_know(spec: OffloadingSpec) -> None:
     assert set(known) == {"path", "boards", "password", "raises", *TIER_KEYS}
     assert problem.remedy == 'Did you mean "boards"?'
     (problem,) = refusal_of(spec, shelf(path="/shelf", quux=5)).problems
-    assert problem.remedy == 'Remove it; the tier "Shelf" does not know it'
+    assert problem.remedy == 'Remove it; the tier "Shelf" has no such key'
+
+
+def test_declared_keys_are_parsed_by_their_declaration(spec: OffloadingSpec) -> None:
+    entry = declared(path="/shelf", boards=None, extra=4)
+    tier = make(spec, entry)
+    assert isinstance(tier, Declared)
+    assert (tier.options, tier.extra) == (DeclaredOptions("/shelf", 3, "red"), 4)
+    assert planned(entry).parse_options() == tier.options
+
+
+def test_declared_keys_that_are_unknown_missing_or_misplaced(spec: OffloadingSpec) -> None:
+    refused = refusal_of(spec, declared(board=1, directory="/x"))
+    remedies = {problem.key.rpartition(".")[2]: problem.remedy for problem in refused.problems}
+    assert remedies == {
+        "path": 'The tier "Declared" needs this key: add it, such as "path": "/shelf"',
+        "board": 'Did you mean "boards"?',
+        "directory": 'Here it is "path"',
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "problems"),
+    [
+        ({"path": 3, "boards": 0, "color": None}, ["path", "boards", "color"]),
+        ({"path": "/", "boards": 10}, ["boards"]),
+    ],
+)
+def test_all_values_of_declared_keys_are_checked_before_and_at_the_start(
+    spec: OffloadingSpec, keys: dict[str, Any], problems: list[str]
+) -> None:
+    refused = refusal_of(spec, declared(**keys))
+    assert [problem.key for problem in refused.problems] == [
+        f"secondary_tiers[1].{key}" for key in problems
+    ]
+    with pytest.raises(ConfigError) as early:
+        planned(declared(**keys)).parse_options()
+    assert early.value.problems == refused.problems
+
+
+def test_a_subclass_with_its_own_parameters_does_not_take_declared_keys(
+    spec: OffloadingSpec,
+) -> None:
+    entry = {"type": "TakesOtherKeys", "module_path": HERE, "depth": 2}
+    assert isinstance(make(spec, entry), TakesOtherKeys)
+    assert planned(entry).parse_options() is None
+    (problem,) = refusal_of(spec, entry | {"boards": 5}).problems
+    assert problem.key == "secondary_tiers[1].boards"
+
+
+def test_a_tier_with_plain_parameters_declares_nothing() -> None:
+    assert planned(shelf(path="/shelf")).parse_options() is None
 
 
 def test_a_misspelled_key_of_every_tier(spec: OffloadingSpec) -> None:
@@ -337,7 +444,7 @@ def test_a_key_that_is_missing(spec: OffloadingSpec) -> None:
     missing, unknown = refusal_of(spec, shelf(paht="/shelf")).problems
     assert (missing.key, missing.remedy) == (
         "secondary_tiers[1].path",
-        'Is "paht" meant to be it?',
+        'Is "paht" a misspelling of it?',
     )
     assert unknown.key == "secondary_tiers[1].paht"
 
@@ -387,7 +494,7 @@ def test_a_tier_that_cannot_start(spec: OffloadingSpec) -> None:
         make(spec, shelf(path="/shelf", raises=PermissionError(13, "Permission denied", "/shelf")))
     assert str(refused.value) == (
         'secondary_tiers[1]: the tier "Shelf" could not start: PermissionError: '
-        "[Errno 13] Permission denied: '/shelf'. Mend that, or remove the tier"
+        "[Errno 13] Permission denied: '/shelf'. Fix that, or remove the tier"
     )
     assert isinstance(refused.value.__cause__, PermissionError)
 
@@ -422,7 +529,7 @@ def test_a_tier_that_no_filter_would_fit(
     spec: OffloadingSpec, name: str, said: str, remedy: str
 ) -> None:
     assert start_error_of(spec, name) == (
-        f'secondary_tiers[1]: the tier "{name}" says {said}: let it say {remedy}'
+        f'secondary_tiers[1]: the tier "{name}" has {said}: set {remedy}'
     )
 
 

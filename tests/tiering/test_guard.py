@@ -1,4 +1,4 @@
-"""What the guard learns."""
+"""What the guard learns about the costs of loading and computing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from kvtier.tiering.guard import Exploration, PrefillRate, TransferEstimate, Trials
+from kvtier.tiering.cost import PrefillRate, TransferEstimate
+from kvtier.tiering.guard import Exploration, Trials
 
 
 def test_a_configured_rate_is_taken_as_it_is() -> None:
@@ -58,9 +59,9 @@ def test_who_is_learnt_from_stores_is_not_told() -> None:
         rate.note_computed(100)
         rate.step_ended(float(number))
     assert rate.is_known
-    assert not rate.is_told
+    assert not rate.has_reports
     rate.note_prefill(100, 50, 0.1)
-    assert rate.is_told
+    assert rate.has_reports
 
 
 def test_a_clock_that_stands_still_teaches_nothing() -> None:
@@ -92,7 +93,7 @@ def compute(
     cost: Callable[[float], float] = true_cost,
     measure: Callable[[float], float] = exactly,
 ) -> bool:
-    """A prompt is computed, in steps of one chunk each. Whether its cost is known then."""
+    """Compute a prompt in steps of one chunk each. Returns True if its cost is known afterwards."""
     for start in range(0, num_tokens, chunk):
         n = min(chunk, num_tokens - start)
         position = start + n / 2
@@ -181,7 +182,7 @@ def test_one_slow_step_is_no_cost(
 
 
 def test_a_long_prompt_that_was_slow_from_end_to_end_does_little_harm() -> None:
-    """It may be the first of its length, and all that is known of it."""
+    """It may be the only step of its length."""
     rate = PrefillRate(None)
     for _ in range(10):
         compute(rate, 4096, 2048)
@@ -210,7 +211,7 @@ def test_prompts_that_always_begin_slowly_do_not_make_their_start_dear() -> None
 def test_steps_that_are_slow_for_other_reasons_do_not_count(
     factors: list[float], every: int
 ) -> None:
-    """Up to every second one, at whatever position."""
+    """Up to every second step, at any position."""
     rate = PrefillRate(None)
     slow = cycle(factors)
     for number in range(16):
@@ -246,7 +247,7 @@ def test_a_few_steps_deep_in_a_prompt_do_not_count_yet() -> None:
 
 
 def test_every_length_is_known_after_a_few_prompts() -> None:
-    """Whoever is taken to be dear to compute is loaded, and not heard of any more."""
+    """A prompt that is expensive to compute is loaded, and its cost is not measured any more."""
     rate = PrefillRate(None)
     chunk = 8192
     for num_tokens in (2048, 32768, 32768, 8191, 8191, 2047, 2047, 32767):
@@ -273,7 +274,7 @@ def test_the_first_step_near_the_start_counts_at_once() -> None:
 
 @given(factor=st.floats(1e-6, 1e6), shallow=st.floats(0, 4095))
 def test_one_step_near_the_start_lowers_nothing_behind_it(factor: float, shallow: float) -> None:
-    """Nor raises it, nor anything."""
+    """Nor does it raise the cost."""
     rate = PrefillRate(None)
     for _ in range(8):
         compute(rate, 32768, 8192)
@@ -286,7 +287,7 @@ def test_one_step_near_the_start_lowers_nothing_behind_it(factor: float, shallow
 
 @pytest.mark.parametrize("position", [0, 1, 500, 4096])
 def test_before_the_one_position_that_is_known_a_token_may_cost_less(position: float) -> None:
-    """Otherwise it would never be computed there, and never be known."""
+    """Otherwise prompts would never be computed there, and their cost never be known."""
     rate = PrefillRate(None)
     for _ in range(8):
         rate.note_prefill(2048, 4096, 2048 * 1e-4)
@@ -317,7 +318,7 @@ def test_positions_close_to_each_other_say_nothing_of_the_start(noise: list[floa
 
 
 def test_what_is_remembered_of_the_start_is_not_mixed_up_with_the_end() -> None:
-    """However little it counts by now."""
+    """Even if its weight is small by now."""
     rate = PrefillRate(None)
     rate.note_prefill(1024, 512, 1024 * true_cost(512))
     for number in range(9_990):
@@ -540,7 +541,7 @@ def test_what_cannot_be_says_nothing(num_tokens: int, position: float, seconds: 
     for _ in range(100):
         rate.note_prefill(num_tokens, position, seconds)
     assert not rate.is_known
-    assert rate.heeds_stores
+    assert rate.learns_from_stores
 
 
 @pytest.mark.parametrize("configured", [0.0, 5000.0])

@@ -1,4 +1,4 @@
-"""The guard beside an engine: prompts are loaded or computed, whichever is quicker."""
+"""The guard with an engine: prompts are loaded or computed, whichever is faster."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.tiering.base import TransferJob
 from kvtier.tiering.manager import GroupShape
-from tests.tiering.rig import Rig, key, keys
+from tests.tiering.driven_manager import DrivenManager, key, keys
 
 TOKENS = 16
-"""Of a block."""
+"""Tokens of a block."""
 CHUNK = 2048
 AT_START, PER_POSITION = 23e-6, 1e-9
-"""What a token costs: 2,048 take 50 ms, 8,192 take 220 ms, 32,768 take 1,300 ms; nearly."""
+"""Cost of a token: about 50 ms for 2,048, 220 ms for 8,192, 1,300 ms for 32,768."""
 SHORT, LONG = 2048, 32768
 SHORT_BLOCK_S = TOKENS * (AT_START + PER_POSITION * SHORT / 2)
-"""A disk that takes so long for a block is as quick as computing a short prompt."""
+"""Seconds per block at which a disk is as fast as computing a short prompt."""
 LONG_BLOCK_S = TOKENS * (AT_START + PER_POSITION * LONG / 2)
 
 
@@ -30,10 +30,10 @@ def compute_time(num_tokens: int, start: int = 0) -> float:
 
 
 class GuardedEngine:
-    """Computes at a known pace, or loads from a disk of a known pace."""
+    """An engine that computes at a known speed, or loads from a disk of a known speed."""
 
     def __init__(self, block_s: float, latency_s: float = 0.0, num_tiers: int = 1) -> None:
-        self.rig = Rig(
+        self.rig = DrivenManager(
             num_blocks=4096,
             num_tiers=num_tiers,
             groups={0: GroupShape(TOKENS)},
@@ -52,7 +52,7 @@ class GuardedEngine:
         return self.latency_s + self.block_s * num_blocks
 
     def compute(self, num_tokens: int, start: int = 0, slowdown: float = 1.0) -> float:
-        """Compute a prompt, and say so. How long it takes."""
+        """Compute a prompt and report it. Returns how long it takes."""
         total = 0.0
         for first in range(start, start + num_tokens, CHUNK):
             n = min(CHUNK, start + num_tokens - first)
@@ -65,7 +65,8 @@ class GuardedEngine:
     def is_loaded(
         self, prompt: list[OffloadKey], start: int = 0, *, num_prompt_tokens: int | None
     ) -> bool:
-        """Ask for a prompt behind its first `start` tokens; whether all of it was brought."""
+        """Look up a prompt behind its first `start` tokens. Returns True if all of it was
+        loaded."""
         rig = self.rig
         wanted = prompt[start // TOKENS :]
         request = rig.begin(f"request {self._num_prompts}", num_prompt_tokens=num_prompt_tokens)
@@ -83,7 +84,7 @@ class GuardedEngine:
         return is_loaded
 
     def loads_again(self, num_tokens: int, start: int = 0) -> bool:
-        """Whether a prompt, of which everything behind `start` is on disk alone, is loaded."""
+        """True if a prompt is loaded, of which everything behind `start` is only on disk."""
         prompt = self.new_prompt(num_tokens)
         self.rig.keep_below(prompt[start // TOKENS :])
         return self.is_loaded(prompt, start, num_prompt_tokens=num_tokens)
@@ -98,8 +99,8 @@ class GuardedEngine:
                 self.compute(length)
 
     def stop_exploring(self) -> None:
-        for link in self.rig.manager._links:
-            link.explored(self.rig.clock.now + 1e6)
+        for tier in self.rig.manager._tiers:
+            tier.load_speed.explored(self.rig.clock.now + 1e6)
 
 
 def learnt(block_s: float, *lengths: int, latency_s: float = 0.0) -> GuardedEngine:
@@ -186,12 +187,12 @@ def test_a_slow_tier_is_still_explored_and_nobody_waits_for_that() -> None:
 
 
 def test_a_tier_that_was_slow_once_is_found_to_be_quick_again() -> None:
-    """Though nobody has waited for it since."""
+    """Although no request has waited for it since."""
     engine = learnt(LONG_BLOCK_S * 1.2, SHORT, LONG)
     rig = engine.rig
     for _ in range(4):
-        for link in rig.manager._links:
-            link.estimate.note(LONG // TOKENS, engine.load_time(LONG // TOKENS))
+        for tier in rig.manager._tiers:
+            tier.load_speed.estimate.note(LONG // TOKENS, engine.load_time(LONG // TOKENS))
     assert not engine.loads_again(LONG)
     engine.block_s = SHORT_BLOCK_S / 2
     num_explored = 0
@@ -279,7 +280,7 @@ TAIL = 65
 
 
 def answer(engine: GuardedEngine, overhead_s: float) -> bool:
-    """A prompt on disk, and a few tokens behind it that are computed. Whether it was loaded."""
+    """A prompt on disk, followed by a few computed tokens. Returns True if it was loaded."""
     is_loaded = engine.loads_again(MIDDLE)
     if not is_loaded:
         engine.compute(MIDDLE)
@@ -290,7 +291,7 @@ def answer(engine: GuardedEngine, overhead_s: float) -> bool:
 
 
 def test_what_few_tokens_cost_is_found_out_not_to_be_what_many_cost() -> None:
-    """All that is ever computed is what is behind the prompts: mostly overhead."""
+    """Only the few tokens behind the prompts are ever computed: mostly overhead."""
     engine = GuardedEngine(TOKENS * 80e-6)
     engine.learn_disk()
     loaded = [answer(engine, overhead_s=0.012) for _ in range(400)]
@@ -311,7 +312,7 @@ def test_a_trial_is_computed_whoever_else_could_bring_it() -> None:
     engine = GuardedEngine(TOKENS * 20e-6, num_tiers=2)
     rig = engine.rig
     engine.learn_disk()
-    engine.rig.manager._promotions._trials.note_load(1e6)
+    engine.rig.manager._guard._trials.note_load(1e6)
     engine.learn_computing(SHORT)
     prompt = engine.new_prompt(MIDDLE)
     for tier in rig.tiers:
@@ -330,22 +331,24 @@ def test_what_cannot_be_loaded_spares_nothing_for_trials(monkeypatch: pytest.Mon
     engine = learnt(TOKENS * 20e-6, MIDDLE)
     rig, prompt = engine.rig, engine.new_prompt(MIDDLE)
     rig.keep_below(prompt)
-    monkeypatch.setattr(rig.manager._links[0], "num_loadable", lambda _: 0)
+    monkeypatch.setattr(rig.manager._tiers[0].jobs, "num_loadable", lambda _: 0)
     request = rig.begin("waits for room", num_prompt_tokens=MIDDLE)
-    before = rig.manager._promotions._trials._spared_s
+    before = rig.manager._guard._trials._saved_s
     for _ in range(10):
         rig.look_up(prompt, request)
         rig.step()
-    assert rig.manager._promotions._trials._spared_s == before
+    assert rig.manager._guard._trials._saved_s == before
 
 
 @pytest.mark.parametrize("configured", [0, 1000.0])
 def test_what_is_configured_is_not_doubted(configured: float) -> None:
-    rig = Rig(num_blocks=4096, groups={0: GroupShape(TOKENS)}, prefill_tokens_per_s=configured)
-    rig.manager._promotions._trials.note_load(1e6)
-    link = rig.manager._links[0]
+    rig = DrivenManager(
+        num_blocks=4096, groups={0: GroupShape(TOKENS)}, prefill_tokens_per_s=configured
+    )
+    rig.manager._guard._trials.note_load(1e6)
+    estimate = rig.manager._tiers[0].load_speed.estimate
     for number in range(1, 13):
-        link.estimate.note(number, number * 0.001)
+        estimate.note(number, number * 0.001)
     rig.manager.note_prefill(CHUNK, CHUNK / 2, 0.05)
     prompt = keys(*range(500))
     rig.keep_below(prompt)
@@ -361,7 +364,7 @@ def test_before_it_is_known_what_computing_takes_quick_loads_are_made() -> None:
 
 
 def test_before_it_is_known_what_computing_takes_some_slow_loads_are_not_made() -> None:
-    """Computing is what shows it. An engine that never tells gets what there is all the same."""
+    """Computing shows the cost. An engine that never reports its steps still loads."""
     engine = GuardedEngine(block_s=0.02)
     engine.learn_disk()
     assert [engine.loads_again(SHORT) for _ in range(10)] == [False] * 8 + [True] * 2
@@ -472,9 +475,9 @@ def test_a_slower_disk_is_never_loaded_from_more(
     for slowness in (1.0, factor):
         engine = GuardedEngine(block_s * slowness, latency_s * slowness)
         # Not by loads: a thousand of them for each example.
-        link = engine.rig.manager._links[0]
+        estimate = engine.rig.manager._tiers[0].load_speed.estimate
         for number in range(1, 13):
-            link.estimate.note(2 * number, engine.load_time(2 * number))
+            estimate.note(2 * number, engine.load_time(2 * number))
         engine.learn_computing(SHORT, LONG)
         engine.stop_exploring()
         loads.append(engine.loads_again((head + num_blocks) * TOKENS, head * TOKENS))
@@ -508,7 +511,7 @@ def test_all_in_all_it_takes_hardly_longer_than_the_better_of_both_for_each(
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: CPUOffloadingManager(8), lambda: Rig(prefill_tokens_per_s=500).manager],
+    [lambda: CPUOffloadingManager(8), lambda: DrivenManager(prefill_tokens_per_s=500).manager],
     ids=["no guard", "configured"],
 )
 def test_any_manager_can_be_told(make: Callable[[], OffloadingManager]) -> None:
@@ -529,7 +532,7 @@ def test_a_tier_whose_first_measurement_failed_is_used_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The load that was to measure it raised, and is never reported."""
-    rig = Rig(num_blocks=64, prefill_tokens_per_s=None)
+    rig = DrivenManager(num_blocks=64, prefill_tokens_per_s=None)
     tier, prompt = rig.tiers[0], keys(*range(8))
     rig.keep_below(prompt)
 

@@ -1,4 +1,4 @@
-"""The breaker against a plain model of what it should do."""
+"""The breaker compared with a simple model."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""How long promoted blocks are kept for those who wanted them."""
+"""How long promoted blocks are kept for the requests that wanted them."""
 
 from __future__ import annotations
 
 from kvtier.base import ReqContext
 from kvtier.cpu.policies.base import SlotState
-from tests.tiering.rig import Rig, keys
+from tests.tiering.driven_manager import DrivenManager, keys
 
 
-def leased() -> tuple[Rig, ReqContext]:
+def leased() -> tuple[DrivenManager, ReqContext]:
     """Two blocks have arrived for a request."""
-    rig = Rig(num_blocks=8, load_timeout_s=2.0)
+    rig = DrivenManager(num_blocks=8, load_timeout_s=2.0)
     rig.keep_below(keys(1, 2))
     request = rig.begin("r")
     rig.look_up(keys(1, 2), request)
@@ -49,7 +49,7 @@ def test_a_reset_ends_leases() -> None:
 
 
 def test_what_was_wanted_before_a_reset_is_not_brought_up_after_it() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1))
     rig.look_up(keys(1), rig.begin("r"))
     rig.manager.reset_cache()

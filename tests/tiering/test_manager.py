@@ -1,4 +1,4 @@
-"""Cascades, requests, events and figures: what the orchestrator does when all goes well."""
+"""Cascades, requests, events and metrics of the orchestrator when all goes well."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvtier.base import (
 from kvtier.cpu.policies.base import SlotState
 from kvtier.tiering.health import TierSettings
 from kvtier.tiering.manager import TieringOffloadingManager
-from tests.tiering.rig import HandTier, Rig, keys
+from tests.tiering.driven_manager import DrivenManager, HandTier, keys
 
 
 @pytest.mark.parametrize("num_tiers", [0, 1, 3])
 def test_what_is_stored_reaches_every_tier_and_comes_back(num_tiers: int) -> None:
-    rig = Rig(num_blocks=8, num_tiers=num_tiers)
+    rig = DrivenManager(num_blocks=8, num_tiers=num_tiers)
     for tier in rig.tiers:
         tier.at_once = True
     first, second = keys(*range(6)), keys(*range(10, 16))
@@ -44,7 +44,7 @@ def test_what_is_stored_reaches_every_tier_and_comes_back(num_tiers: int) -> Non
 
 
 def test_a_cascade_is_one_job_in_prompt_order_for_each_tier() -> None:
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     request = rig.begin("r")
     rig.store(keys(5, 3, 9, 1), request)
     for tier in rig.tiers:
@@ -57,7 +57,7 @@ def test_a_cascade_is_one_job_in_prompt_order_for_each_tier() -> None:
 
 
 def test_slots_are_pinned_until_every_tier_has_reported() -> None:
-    rig = Rig(num_blocks=4, num_tiers=2)
+    rig = DrivenManager(num_blocks=4, num_tiers=2)
     request = rig.begin("r")
     rig.store(keys(1, 2, 3), request)
     other = rig.begin("other")
@@ -69,7 +69,7 @@ def test_slots_are_pinned_until_every_tier_has_reported() -> None:
 
 
 def test_a_cascade_is_not_a_use() -> None:
-    rig = Rig(num_blocks=5)
+    rig = DrivenManager(num_blocks=5)
     old, new = rig.begin("old"), rig.begin("new")
     rig.store(keys(1, 2), old)
     rig.manager.on_request_finished(old)
@@ -88,7 +88,7 @@ def test_a_cascade_is_not_a_use() -> None:
 
 
 def test_a_failed_device_store_is_not_cascaded() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     request = rig.begin("r")
     rig.manager.prepare_store(keys(1, 2), request)
     rig.manager.complete_store(set(keys(1, 2)), request, success=False)
@@ -96,7 +96,7 @@ def test_a_failed_device_store_is_not_cascaded() -> None:
 
 
 def test_stores_completed_in_parts_are_cascaded_in_parts() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     request = rig.begin("r")
     rig.manager.prepare_store(keys(1, 2, 3), request)
     rig.manager.complete_store(keys(2), request)
@@ -108,7 +108,7 @@ def test_stores_completed_in_parts_are_cascaded_in_parts() -> None:
 
 
 def test_a_slow_tier_pins_at_most_its_share() -> None:
-    rig = Rig(num_blocks=200, num_tiers=2, max_pinned_share=0.25)
+    rig = DrivenManager(num_blocks=200, num_tiers=2, max_pinned_share=0.25)
     request = rig.begin("r")
     slow, quick = rig.tiers
     quick.at_once = True
@@ -128,7 +128,7 @@ def test_a_slow_tier_pins_at_most_its_share() -> None:
 
 
 def test_store_threshold_holds_for_the_device_only() -> None:
-    rig = Rig(store_threshold=2)
+    rig = DrivenManager(store_threshold=2)
     rig.keep_below(keys(7))
     first = rig.begin("first")
     assert rig.look_up(keys(7), first) == "P"
@@ -144,7 +144,7 @@ def test_store_threshold_holds_for_the_device_only() -> None:
 
 
 def test_a_tier_hears_of_the_end_when_no_submit_can_follow() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     tier = rig.tiers[0]
     request = rig.begin("r")
     output = rig.manager.prepare_store(keys(1, 2), request)
@@ -156,7 +156,7 @@ def test_a_tier_hears_of_the_end_when_no_submit_can_follow() -> None:
 
 
 def test_an_id_that_is_used_again_is_another_request() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     tier = rig.tiers[0]
     first = rig.begin("r")
     rig.manager.prepare_store(keys(1), first)
@@ -171,7 +171,7 @@ def test_an_id_that_is_used_again_is_another_request() -> None:
 
 
 def test_requests_that_nobody_announced_do_not_pile_up() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     tier = rig.tiers[0]
     for number in range(5000):
         rig.look_up(keys(1), ReqContext(f"stranger {number}"))
@@ -181,7 +181,7 @@ def test_requests_that_nobody_announced_do_not_pile_up() -> None:
 
 
 def test_a_request_reads_only_from_tiers_its_filter_allows() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1))
     only_host = TierFilter((TierMatcher(Medium.CPU),))
     assert rig.look_up(keys(1), rig.begin("a", load_tier_filter=only_host)) == "M"
@@ -191,7 +191,7 @@ def test_a_request_reads_only_from_tiers_its_filter_allows() -> None:
 
 
 def test_a_filter_does_not_keep_blocks_from_being_stored() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     request = rig.begin("r", load_tier_filter=TierFilter())
     rig.store(keys(1), request)
     rig.tiers[0].finish()
@@ -199,7 +199,7 @@ def test_a_filter_does_not_keep_blocks_from_being_stored() -> None:
 
 
 def test_tiers_that_want_whole_requests_get_prefix_hits_too() -> None:
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     whole, plain = rig.tiers
     whole.policy = OffloadPolicy.REQUEST_LEVEL
     plain.names_missing = False
@@ -227,7 +227,7 @@ def test_tiers_that_want_whole_requests_get_prefix_hits_too() -> None:
 
 
 def test_block_level_is_the_answer_when_no_tier_wants_more() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     answer = rig.manager.on_new_request(ReqContext("r"))
     assert answer.policy is OffloadPolicy.BLOCK_LEVEL
 
@@ -236,7 +236,7 @@ def test_block_level_is_the_answer_when_no_tier_wants_more() -> None:
 
 
 def test_tiers_are_polled_once_in_a_step() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     tier = rig.tiers[0]
     request = rig.begin("r")
     for _ in range(3):
@@ -253,7 +253,7 @@ def test_events_of_all_tiers_in_one_stream() -> None:
         def take_events(self) -> list[OffloadingEvent]:
             return [OffloadingEvent(keys(9), Medium.STORAGE, removed=True)]
 
-    rig = Rig()
+    rig = DrivenManager()
     tier = Talking(
         offloading_spec=rig.tiers[0].offloading_spec,
         primary_kv_view=rig.primary.get_kv_memoryview(),
@@ -275,7 +275,7 @@ def test_events_tell_tiers_of_one_medium_apart() -> None:
         def take_events(self) -> list[OffloadingEvent]:
             return [OffloadingEvent(keys(9), Medium.CPU, removed=False)]
 
-    rig = Rig()
+    rig = DrivenManager()
     tiers = [
         Talking(
             offloading_spec=rig.tiers[0].offloading_spec,
@@ -298,7 +298,7 @@ def test_events_tell_tiers_of_one_medium_apart() -> None:
 
 
 def test_promoted_blocks_are_announced() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1))
     rig.look_up(keys(1), rig.begin("r"))
     rig.step()
@@ -310,7 +310,7 @@ def test_promoted_blocks_are_announced() -> None:
 
 
 def test_settings_have_to_fit_the_tiers() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     with pytest.raises(ValueError, match="2 settings for 1 tiers"):
         TieringOffloadingManager(rig.primary, rig.tiers, settings=[TierSettings()] * 2)
 
@@ -320,8 +320,8 @@ def test_settings_have_to_fit_the_tiers() -> None:
 
 @pytest.mark.parametrize("num_tiers", [1, 2])
 def test_lookup_prefix_says_what_single_lookups_say(num_tiers: int) -> None:
-    def rig_with_blocks() -> tuple[Rig, ReqContext]:
-        rig = Rig(num_blocks=40, num_tiers=num_tiers)
+    def rig_with_blocks() -> tuple[DrivenManager, ReqContext]:
+        rig = DrivenManager(num_blocks=40, num_tiers=num_tiers)
         rig.keep_below(keys(*range(3, 6), *range(8, 30)))
         if num_tiers > 1:
             rig.keep_below(keys(*range(6, 8), *range(15, 32)), rig.tiers[1])
@@ -345,7 +345,7 @@ def test_lookup_prefix_says_what_single_lookups_say(num_tiers: int) -> None:
 
 
 def test_lookup_prefix_counts_up_to_the_first_unknown() -> None:
-    rig = Rig(num_blocks=20)
+    rig = DrivenManager(num_blocks=20)
     rig.keep_below(keys(*range(10)))
     rig.tiers[0].unknown.update(keys(4))
     request = rig.begin("r")
@@ -356,12 +356,12 @@ def test_lookup_prefix_counts_up_to_the_first_unknown() -> None:
 
 
 def test_lookup_prefix_of_nothing() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     assert rig.manager.lookup_prefix([], rig.begin("r")) == PrefixLookup(0, True)
 
 
 def test_nothing_is_left_of_finished_requests() -> None:
-    rig = Rig(num_blocks=16)
+    rig = DrivenManager(num_blocks=16)
     rig.tiers[0].at_once = True
     for number in range(50):
         request = rig.begin(f"r{number}")

@@ -1,4 +1,4 @@
-"""A tier that breaks its contract is cut off, and the engine does not notice."""
+"""A tier that breaks its contract is cut off, and the engine is not affected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.base import OffloadingStats
 from kvtier.cpu.policies.base import SlotState
 from kvtier.tiering.base import JobNotBegun, JobResult, TransferJob
 from kvtier.tiering.health import BreakerSettings, BreakerState
-from tests.tiering.rig import HandTier, Rig, keys
+from tests.tiering.driven_manager import DrivenManager, HandTier, keys
 
 METHODS = [
     "lookup",
@@ -36,8 +36,8 @@ METHODS = [
 ]
 
 
-def live(rig: Rig, number: int) -> None:
-    """A request that does all that requests do."""
+def live(rig: DrivenManager, number: int) -> None:
+    """A request that makes every kind of call."""
     request = rig.begin(f"r{number}")
     blocks = keys(*range(number % 5, number % 5 + 4))
     rig.look_up(blocks, request)
@@ -61,7 +61,7 @@ def test_a_method_that_raises_does_not_reach_the_engine(
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError("the disk is gone")
 
-    rig = Rig(num_blocks=100, num_tiers=2)
+    rig = DrivenManager(num_blocks=100, num_tiers=2)
     broken, sound = rig.tiers
     sound.at_once = True
     monkeypatch.setattr(broken, method, fail)
@@ -83,14 +83,14 @@ GARBAGE = [None, 42, "HIT", [], object()]
 def test_an_answer_that_is_none_does_not_reach_the_engine(
     method: str, garbage: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(num_blocks=12)
+    rig = DrivenManager(num_blocks=12)
     monkeypatch.setattr(rig.tiers[0], method, lambda *args: garbage)
     for number in range(10):
         live(rig, number)
 
 
 class Panic(BaseException):
-    """As client libraries raise it that are not written in Python."""
+    """An exception of a client library that is not written in Python."""
 
 
 def panicking() -> Iterator[bytes]:
@@ -118,8 +118,8 @@ MISSING = {
 def test_an_answer_that_is_no_list_of_keys_is_not_iterated(
     answer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have no end, and may raise anything."""
-    rig = Rig()
+    """An iterator that may have no end, and may raise anything."""
+    rig = DrivenManager()
     monkeypatch.setattr(rig.tiers[0], "missing", lambda *_: answer)
     request = rig.begin("r")
     rig.store(keys(1, 2), request)
@@ -140,7 +140,7 @@ def test_an_answer_that_is_no_list_of_keys_is_not_iterated(
     ids=repr,
 )
 def test_a_report_of_a_job_never_given_isolates_the_tier(result: Any) -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.tiers[0].results.append(result)
     rig.step()
     assert rig.stat("breaker_state") == 2
@@ -148,7 +148,7 @@ def test_a_report_of_a_job_never_given_isolates_the_tier(result: Any) -> None:
 
 
 def test_a_second_report_isolates_the_tier_and_changes_nothing_else() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     tier = rig.tiers[0]
     tier.at_once = True
     rig.store(keys(1, 2), rig.begin("r"))
@@ -162,7 +162,7 @@ def test_a_second_report_isolates_the_tier_and_changes_nothing_else() -> None:
     "named", [42, [[]], [b"stranger"], keys(7)], ids=["number", "unhashable", "bytes", "other"]
 )
 def test_keys_that_were_not_in_the_job_do_not_count(named: Any) -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1))
     request = rig.begin("r")
     rig.look_up(keys(1), request)
@@ -176,7 +176,7 @@ def test_keys_that_were_not_in_the_job_do_not_count(named: Any) -> None:
 
 @pytest.mark.parametrize("seconds", ["long", float("nan"), float("inf"), -1.0])
 def test_a_time_that_is_none_counts_as_unknown(seconds: Any) -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.store(keys(1), rig.begin("r"))
     rig.tiers[0].finish(transfer_time=seconds)
     rig.step()
@@ -193,7 +193,7 @@ def test_what_was_reported_before_it_raised_counts() -> None:
             yield from super().get_finished_jobs()
             raise ConnectionError
 
-    rig = Rig()
+    rig = DrivenManager()
     rig.tiers[0].__class__ = Halfway
     rig.tiers[0].at_once = True
     rig.store(keys(1), rig.begin("r"))
@@ -204,7 +204,7 @@ def test_what_was_reported_before_it_raised_counts() -> None:
 def test_nobody_waits_for_a_load_that_could_not_be_submitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1))
     tier = rig.tiers[0]
     accepted: list[TransferJob] = []
@@ -231,7 +231,7 @@ def test_a_load_that_was_not_begun_gives_its_slots_back_at_once(
     def refuse(job: TransferJob) -> None:
         raise JobNotBegun("the queue is full")
 
-    rig = Rig(num_blocks=8, num_tiers=2)
+    rig = DrivenManager(num_blocks=8, num_tiers=2)
     busy, other = rig.tiers
     for tier in rig.tiers:
         rig.keep_below(keys(1, 2), tier)
@@ -255,7 +255,7 @@ def test_a_store_that_was_not_begun_pins_nothing(monkeypatch: pytest.MonkeyPatch
     def refuse(job: TransferJob) -> None:
         raise JobNotBegun("the queue is full")
 
-    rig = Rig()
+    rig = DrivenManager()
     monkeypatch.setattr(rig.tiers[0], "submit_store", refuse)
     request = rig.begin("r")
     rig.store(keys(1, 2, 3), request)
@@ -273,7 +273,7 @@ def test_a_job_that_was_not_begun_must_not_be_reported(monkeypatch: pytest.Monke
         tier.results.append(JobResult(job.job_id, success=True))
         raise JobNotBegun("but it has")
 
-    rig = Rig()
+    rig = DrivenManager()
     (tier,) = rig.tiers
     rig.keep_below(keys(1))
     monkeypatch.setattr(tier, "submit_load", refuse)
@@ -285,7 +285,7 @@ def test_a_job_that_was_not_begun_must_not_be_reported(monkeypatch: pytest.Monke
 
 
 def test_calls_that_block_cut_a_tier_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(breaker=BreakerSettings(max_timeouts_in_a_row=3))
+    rig = DrivenManager(breaker=BreakerSettings(max_timeouts_in_a_row=3))
     tier = rig.tiers[0]
     answer = tier.lookup
 
@@ -304,7 +304,7 @@ def test_calls_that_block_cut_a_tier_off(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_tier_that_keeps_its_old_namespace_is_never_asked_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig()
+    rig = DrivenManager()
     monkeypatch.setattr(rig.tiers[0], "begin_epoch", lambda fingerprint: None)
     rig.keep_below(keys(1))
     with caplog.at_level(logging.ERROR):
@@ -325,7 +325,7 @@ def test_each_kind_of_trouble_is_logged_once(
     def fail(*args: object) -> None:
         raise OSError("the disk is gone")
 
-    rig = Rig(breaker=BreakerSettings(min_failures=10**6))
+    rig = DrivenManager(breaker=BreakerSettings(min_failures=10**6))
     monkeypatch.setattr(rig.tiers[0], "lookup", fail)
     with caplog.at_level(logging.WARNING):
         for number in range(50):
@@ -336,7 +336,7 @@ def test_each_kind_of_trouble_is_logged_once(
 
 
 def test_figures_of_two_tiers_of_one_type_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     for tier in rig.tiers:
         stats = OffloadingStats({"own_count": 2}, {"own_level": 3}, {"own_times": [0.1]})
         monkeypatch.setattr(tier, "get_stats", lambda stats=stats: stats)
@@ -350,7 +350,7 @@ def test_figures_of_two_tiers_of_one_type_add_up(monkeypatch: pytest.MonkeyPatch
 def test_a_tier_that_blocks_is_called_less_and_less(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(num_blocks=100, breaker=BreakerSettings(max_timeouts_in_a_row=3))
+    rig = DrivenManager(num_blocks=100, breaker=BreakerSettings(max_timeouts_in_a_row=3))
     tier = rig.tiers[0]
     answer = getattr(tier, method)
     num_calls = 0
@@ -377,7 +377,7 @@ def test_not_even_exceptions_of_another_kind_reach_the_engine(
     def fail(*args: object) -> None:
         raise error
 
-    rig = Rig(num_blocks=100)
+    rig = DrivenManager(num_blocks=100)
     rig.keep_below(keys(*range(9)))
     monkeypatch.setattr(rig.tiers[0], method, fail)
     for number in range(10):
@@ -388,7 +388,7 @@ def test_an_interrupt_by_the_user_does_reach_the_engine(monkeypatch: pytest.Monk
     def fail(*args: object) -> None:
         raise KeyboardInterrupt
 
-    rig = Rig()
+    rig = DrivenManager()
     monkeypatch.setattr(rig.tiers[0], "lookup", fail)
     with pytest.raises(KeyboardInterrupt):
         rig.look_up(keys(1), rig.begin("r"))
@@ -407,7 +407,7 @@ def test_what_cannot_be_shown_is_not(
     def fail(*args: object) -> None:
         raise Unspeakable
 
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     monkeypatch.setattr(rig.tiers[0], "lookup", fail)
     monkeypatch.setattr(rig.tiers[1], "lookup", lambda *args: Unspeakable())
     with caplog.at_level(logging.WARNING):
@@ -416,7 +416,7 @@ def test_what_cannot_be_shown_is_not(
 
 
 def test_results_behind_a_broken_one_are_taken_in() -> None:
-    rig = Rig(num_blocks=16)
+    rig = DrivenManager(num_blocks=16)
     tier = rig.tiers[0]
     tier.at_once = True
     rig.store(keys(1), rig.begin("r"))
@@ -429,14 +429,14 @@ def test_results_behind_a_broken_one_are_taken_in() -> None:
 def test_answers_of_a_batch_that_are_none_cut_a_tier_off(
     answers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig()
+    rig = DrivenManager()
     monkeypatch.setattr(rig.tiers[0], "lookup_batch", lambda *args: answers)
     assert rig.manager.lookup_prefix(keys(1, 2), rig.begin("r")).num_hits == 0
     assert rig.stat("breaker_state") == 2
 
 
 def test_a_prober_that_goes_away_makes_room_for_another() -> None:
-    rig = Rig(breaker=BreakerSettings(first_pause_s=1.0))
+    rig = DrivenManager(breaker=BreakerSettings(first_pause_s=1.0))
     tier = rig.tiers[0]
     tier.results.append(JobResult(10**9, success=True))
     rig.step(seconds=2.0)
@@ -453,7 +453,7 @@ def test_a_prober_that_goes_away_makes_room_for_another() -> None:
 def test_a_namespace_that_was_set_before_it_raised_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig = Rig()
+    rig = DrivenManager()
     tier = rig.tiers[0]
 
     def fail(fingerprint: bytes) -> None:
@@ -475,7 +475,7 @@ def test_a_namespace_that_was_set_before_it_raised_does_not_count(
 
 
 def test_a_success_may_be_numpys() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.store(keys(1), rig.begin("r"))
     (job,) = rig.tiers[0].waiting
     rig.tiers[0].results.append(JobResult(job.job_id, np.bool_(True)))  # type: ignore[arg-type]
@@ -488,7 +488,7 @@ def test_reports_without_end_do_not_hold_up_the_engine(monkeypatch: pytest.Monke
         while True:
             yield JobResult(10**9, success=True)
 
-    rig = Rig()
+    rig = DrivenManager()
     monkeypatch.setattr(rig.tiers[0], "get_finished_jobs", endless)
     rig.step()
     assert rig.stat("breaker_state") == 2

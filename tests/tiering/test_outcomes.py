@@ -1,5 +1,5 @@
-"""What requests get from a tier that is slow, was slow, or is used by nobody: hits and times to
-first token, in virtual time over the real orchestrator."""
+"""Hits and times to first token with a tier that is slow, was slow, or is not used, in virtual time
+over the real orchestrator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_tier_that_was_slow_for_a_while_is_used_again_soon(slow: float, length
 
 @pytest.mark.parametrize("slow", [50e6, 600e6])
 def test_a_tier_that_has_become_slow_is_not_waited_for_any_more(slow: float) -> None:
-    """Some slots are the tier's until it reports; a minute later it has."""
+    """Some slots belong to the tier until it reports; a minute later it has."""
     engine, alone = VirtualEngine(lambda t: slow if t > 100 else QUICK), VirtualEngine(None)
     for each in (engine, alone):
         each.serve(zipf_prompts(280, per_s=1.0))
@@ -43,7 +43,7 @@ def test_short_stalls_do_not_cost_a_tier_its_use() -> None:
 
 @pytest.mark.parametrize(("bytes_per_s", "per_s"), [(50e6, 1.8), (200e6, 1.0)])
 def test_a_tier_that_nobody_loads_from_costs_no_hits(bytes_per_s: float, per_s: float) -> None:
-    """Slots that its stores pin are slots that host memory does without."""
+    """Slots that its stores pin are missing in host memory."""
     engine, alone = VirtualEngine(bytes_per_s), VirtualEngine(None)
     for each in (engine, alone):
         each.serve(zipf_prompts(600, per_s=per_s))
@@ -61,7 +61,7 @@ def test_a_tier_that_is_loaded_from_loses_no_stores() -> None:
 
 
 def test_a_burst_for_a_tier_that_nobody_has_loaded_from_yet_is_stored() -> None:
-    """All of it fits into host memory, so there is time."""
+    """All blocks fit into host memory, so stores have time."""
     engine = VirtualEngine(500e6)
     burst = prompts(5, 100)
     engine.serve([(0.0, prompt) for prompt in burst])
@@ -83,7 +83,7 @@ KEPT = [key for prompt in WARM for key in prompt]
 
 @pytest.mark.parametrize("bytes_per_s", [50e6, 500e6, QUICK])
 def test_after_a_restart_an_engine_goes_by_what_was_learnt_before(bytes_per_s: float) -> None:
-    """Requests are at the door when it starts."""
+    """Requests arrive at the start."""
     before = VirtualEngine(bytes_per_s)
     before.serve(zipf_prompts(60, per_s=1.0))
     before.manager.shutdown()

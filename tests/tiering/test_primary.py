@@ -1,11 +1,11 @@
-"""How many slots a promotion may have."""
+"""The number of slots that a promotion may have."""
 
 from __future__ import annotations
 
 from kvtier.base import ReqContext
 from kvtier.cpu.policies.base import SlotState
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
-from tests.tiering.rig import STEP, Memory, Rig, keys
+from tests.tiering.driven_manager import STEP, DrivenManager, Memory, keys
 
 REQUEST = ReqContext("r")
 
@@ -77,7 +77,7 @@ def test_promotions_leave_a_slot_for_the_store_that_ends_a_quarantine() -> None:
 
 
 def test_what_is_adopted_for_a_request_that_has_ended_can_be_evicted() -> None:
-    rig = Rig(num_blocks=8, load_timeout_s=2.0)
+    rig = DrivenManager(num_blocks=8, load_timeout_s=2.0)
     blocks = keys(1, 2, 3)
     rig.keep_below(blocks)
     request = rig.begin("r")

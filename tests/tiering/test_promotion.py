@@ -1,4 +1,4 @@
-"""What is brought up, for whom, and for how long it is kept."""
+"""Which blocks are promoted, for which requests, and how long they are kept."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 from kvtier.base import LookupResult
 from kvtier.cpu.policies.base import SlotState
 from kvtier.tiering.manager import GroupShape
-from tests.tiering.rig import Rig, keys
+from tests.tiering.driven_manager import DrivenManager, keys
 
 WINDOWED = {0: GroupShape(16), 1: GroupShape(16, window_blocks=2)}
 
 
 def test_one_job_for_each_tier_and_request_at_the_end_of_the_step() -> None:
-    rig = Rig(num_blocks=20, num_tiers=2)
+    rig = DrivenManager(num_blocks=20, num_tiers=2)
     rig.keep_below(keys(1, 2, 5, 6), rig.tiers[0])
     rig.keep_below(keys(3, 4), rig.tiers[1])
     first, second = rig.begin("first"), rig.begin("second")
@@ -26,7 +26,7 @@ def test_one_job_for_each_tier_and_request_at_the_end_of_the_step() -> None:
 
 
 def test_nothing_behind_a_miss_is_promoted() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1, 3))
     request = rig.begin("r")
     assert rig.look_up(keys(1, 2, 3), request) == "PMM"
@@ -36,7 +36,7 @@ def test_nothing_behind_a_miss_is_promoted() -> None:
 
 
 def test_nothing_behind_an_unknown_is_promoted_before_it_is_known() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1, 2, 3))
     tier = rig.tiers[0]
     tier.unknown.update(keys(2))
@@ -51,7 +51,7 @@ def test_nothing_behind_an_unknown_is_promoted_before_it_is_known() -> None:
 
 
 def test_a_block_that_several_want_is_promoted_once_and_kept_for_all() -> None:
-    rig = Rig(num_blocks=4)
+    rig = DrivenManager(num_blocks=4)
     rig.keep_below(keys(1, 2))
     tier = rig.tiers[0]
     first, second, third = rig.begin("first"), rig.begin("second"), rig.begin("third")
@@ -72,7 +72,7 @@ def test_a_block_that_several_want_is_promoted_once_and_kept_for_all() -> None:
 
 
 def test_promoted_blocks_are_not_evicted_before_they_are_loaded() -> None:
-    rig = Rig(num_blocks=4, load_timeout_s=5.0)
+    rig = DrivenManager(num_blocks=4, load_timeout_s=5.0)
     rig.keep_below(keys(1, 2))
     request, other = rig.begin("r"), rig.begin("other")
     rig.look_up(keys(1, 2), request)
@@ -90,7 +90,7 @@ def test_promoted_blocks_are_not_evicted_before_they_are_loaded() -> None:
 
 @pytest.mark.parametrize("end", ["finishes", "stays away"])
 def test_a_lease_ends_when_the_request_does_not_come(end: str) -> None:
-    rig = Rig(num_blocks=3, load_timeout_s=5.0)
+    rig = DrivenManager(num_blocks=3, load_timeout_s=5.0)
     rig.keep_below(keys(1, 2))
     request, other = rig.begin("r"), rig.begin("other")
     rig.look_up(keys(1, 2), request)
@@ -108,7 +108,7 @@ def test_a_lease_ends_when_the_request_does_not_come(end: str) -> None:
 
 
 def test_what_can_never_fit_is_a_miss_at_once() -> None:
-    rig = Rig(num_blocks=8)
+    rig = DrivenManager(num_blocks=8)
     rig.keep_below(keys(*range(20)))
     request = rig.begin("r")
     letters = rig.look_up(keys(*range(20)), request)
@@ -121,7 +121,7 @@ def test_what_can_never_fit_is_a_miss_at_once() -> None:
 
 
 def test_what_a_request_has_found_here_leaves_less_room_for_what_is_below() -> None:
-    rig = Rig(num_blocks=8)
+    rig = DrivenManager(num_blocks=8)
     rig.tiers[0].at_once = True
     rig.store(keys(0, 1, 2, 3), rig.begin("stores"))
     rig.keep_below(keys(*range(20)))
@@ -134,7 +134,7 @@ def test_what_a_request_has_found_here_leaves_less_room_for_what_is_below() -> N
 
 
 def test_one_that_waits_for_slots_takes_them_as_they_come() -> None:
-    rig = Rig(num_blocks=8, load_timeout_s=5.0)
+    rig = DrivenManager(num_blocks=8, load_timeout_s=5.0)
     rig.keep_below(keys(1, 2, 3, 4))
     writer = rig.begin("writer")
     assert rig.manager.prepare_store(keys(*range(10, 15)), writer) is not None
@@ -153,7 +153,7 @@ def test_one_that_waits_for_slots_takes_them_as_they_come() -> None:
 
 
 def test_partial_results_keep_what_arrived() -> None:
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     rig.keep_below(keys(1, 2, 3))
     request = rig.begin("r")
     rig.look_up(keys(1, 2, 3), request)
@@ -165,7 +165,7 @@ def test_partial_results_keep_what_arrived() -> None:
 
 
 def test_what_one_tier_could_not_deliver_is_taken_from_the_next() -> None:
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     for tier in rig.tiers:
         rig.keep_below(keys(1), tier)
     request = rig.begin("r")
@@ -180,7 +180,7 @@ def test_what_one_tier_could_not_deliver_is_taken_from_the_next() -> None:
 
 
 def test_a_request_that_goes_away_wants_nothing() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1))
     request = rig.begin("r")
     rig.look_up(keys(1), request)
@@ -191,7 +191,7 @@ def test_a_request_that_goes_away_wants_nothing() -> None:
 
 
 def test_a_promotion_goes_on_when_its_request_ends() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1))
     request = rig.begin("r")
     rig.look_up(keys(1), request)
@@ -204,7 +204,7 @@ def test_a_promotion_goes_on_when_its_request_ends() -> None:
 
 
 def test_blocks_stored_by_another_request_meanwhile_are_not_promoted() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1, 2))
     request = rig.begin("r")
     rig.look_up(keys(1, 2), request)
@@ -218,7 +218,7 @@ def test_blocks_stored_by_another_request_meanwhile_are_not_promoted() -> None:
 
 
 def test_a_windowed_group_promotes_the_window_it_ends_with() -> None:
-    rig = Rig(num_blocks=20, groups=WINDOWED)
+    rig = DrivenManager(num_blocks=20, groups=WINDOWED)
     blocks = keys(*range(10), group=1)
     rig.keep_below([blocks[i] for i in (9, 7, 5, 4, 3, 2, 1)])
     request = rig.begin("r")
@@ -229,7 +229,7 @@ def test_a_windowed_group_promotes_the_window_it_ends_with() -> None:
 
 
 def test_a_window_with_an_unknown_is_promoted_when_it_is_known() -> None:
-    rig = Rig(num_blocks=20, groups=WINDOWED)
+    rig = DrivenManager(num_blocks=20, groups=WINDOWED)
     blocks = keys(*range(6), group=1)
     rig.keep_below([blocks[i] for i in (5, 4, 3, 2)])
     tier = rig.tiers[0]
@@ -246,7 +246,7 @@ def test_a_window_with_an_unknown_is_promoted_when_it_is_known() -> None:
 
 
 def test_another_scan_in_the_same_step_replaces_the_first() -> None:
-    rig = Rig(num_blocks=40, groups=WINDOWED)
+    rig = DrivenManager(num_blocks=40, groups=WINDOWED)
     blocks = keys(*range(30), group=1)
     rig.keep_below(blocks)
     request = rig.begin("r")
@@ -262,7 +262,7 @@ def test_another_scan_in_the_same_step_replaces_the_first() -> None:
 
 
 def test_blocks_here_count_in_a_window() -> None:
-    rig = Rig(num_blocks=20, groups=WINDOWED)
+    rig = DrivenManager(num_blocks=20, groups=WINDOWED)
     blocks = keys(*range(4), group=1)
     rig.store([blocks[3]], rig.begin("stores"))
     rig.keep_below(blocks)
@@ -276,9 +276,11 @@ def test_blocks_here_count_in_a_window() -> None:
 # --- load or recompute --------------------------------------------------------------------------
 
 
-def trained(tokens_per_s: float, seconds_per_block: float) -> Rig:
-    """A rig whose tier has been seen to take that long."""
-    rig = Rig(num_blocks=64, groups={0: GroupShape(16)}, prefill_tokens_per_s=tokens_per_s)
+def trained(tokens_per_s: float, seconds_per_block: float) -> DrivenManager:
+    """A rig whose tier was measured to take that long."""
+    rig = DrivenManager(
+        num_blocks=64, groups={0: GroupShape(16)}, prefill_tokens_per_s=tokens_per_s
+    )
     for number in range(10):
         blocks = keys(number)
         rig.keep_below(blocks)
@@ -327,7 +329,9 @@ def test_without_a_rate_everything_is_promoted() -> None:
 
 
 def test_the_rate_is_learnt_from_stores() -> None:
-    rig = Rig(num_blocks=64, num_tiers=0, groups={0: GroupShape(16)}, prefill_tokens_per_s=None)
+    rig = DrivenManager(
+        num_blocks=64, num_tiers=0, groups={0: GroupShape(16)}, prefill_tokens_per_s=None
+    )
     request = rig.begin("r")
     for number in range(14):
         assert rig.stat("prefill_tokens_per_s") == (0 if number < 11 else pytest.approx(640))
@@ -336,7 +340,7 @@ def test_the_rate_is_learnt_from_stores() -> None:
 
 
 def test_slots_are_all_accounted_for() -> None:
-    rig = Rig(num_blocks=8)
+    rig = DrivenManager(num_blocks=8)
     rig.keep_below(keys(1, 2, 3))
     request = rig.begin("r")
     rig.look_up(keys(1, 2, 3), request)
@@ -355,7 +359,7 @@ def test_the_queue_before_it_counts_in_the_time_a_load_takes() -> None:
     rig.step()
     assert len(rig.tiers[0].loads()) == 1
     rig.clock.now += 0.001
-    rig.manager._links[0]._explore_at = rig.clock.now + 60
+    rig.manager._tiers[0].load_speed._explore_at = rig.clock.now + 60
     second = rig.begin("second")
     rig.look_up(keys(*range(120, 140)), second)
     rig.step()
@@ -376,7 +380,7 @@ def test_stores_do_not_teach_how_long_loads_take() -> None:
 
 
 def test_of_a_long_scan_backwards_no_more_than_the_window_is_promoted() -> None:
-    rig = Rig(num_blocks=100, groups=WINDOWED)
+    rig = DrivenManager(num_blocks=100, groups=WINDOWED)
     blocks = keys(*range(50), group=1)
     rig.keep_below(blocks)
     rig.look_up(blocks[::-1], rig.begin("r"))
@@ -386,7 +390,7 @@ def test_of_a_long_scan_backwards_no_more_than_the_window_is_promoted() -> None:
 
 
 def test_a_tier_that_says_pending_is_asked_again() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     tier = rig.tiers[0]
     answers = [LookupResult.HIT_PENDING, LookupResult.HIT]
     tier.lookup = lambda *args: answers.pop(0)  # type: ignore[method-assign]
@@ -397,7 +401,7 @@ def test_a_tier_that_says_pending_is_asked_again() -> None:
 
 
 def test_what_is_kept_for_a_request_does_not_stand_in_its_own_way() -> None:
-    rig = Rig(num_blocks=100, load_timeout_s=60.0)
+    rig = DrivenManager(num_blocks=100, load_timeout_s=60.0)
     blocks = keys(*range(70))
     rig.keep_below(blocks)
     tier = rig.tiers[0]

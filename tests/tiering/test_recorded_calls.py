@@ -1,4 +1,4 @@
-"""The orchestrator under the calls that stock vLLM really makes, above simulated tiers."""
+"""The orchestrator with recorded calls of stock vLLM, over simulated tiers."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SETTINGS = TierSettings(lookup_timeout_s=0.1, load_timeout_s=0.3, store_timeout_
 
 @pytest.fixture(autouse=True)
 def _no_logs() -> Iterator[None]:
-    """The tiers do everything that there is to complain about."""
+    """The tiers misbehave in every way, so warnings are expected."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
 
 
 class Rig:
-    """A manager above simulated tiers, and the device beside it."""
+    """A manager over simulated tiers, and the device."""
 
     def __init__(self, recording: Recording, num_blocks: int, characters: list[str]) -> None:
         witness = Witness()
@@ -172,7 +172,7 @@ def test_holds_under_vllms_calls(scenario: str, num_blocks: int, characters: lis
 
 
 def test_blocks_come_back_from_below() -> None:
-    """In a primary tier too small for the recorded hits, most of them are hits all the same."""
+    """Most recorded hits are hits, also in a primary tier that is too small for all of them."""
     num_loads: Counter[str] = Counter()
     for scenario in RECORDINGS:
         for characters in ([], ["sound"]):

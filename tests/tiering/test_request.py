@@ -1,13 +1,13 @@
-"""What a request waits for, and when it starts anew."""
+"""What a request waits for, and when a new wait begins."""
 
 from __future__ import annotations
 
 from kvtier.tiering.manager import GroupShape
-from tests.tiering.rig import Rig, keys
+from tests.tiering.driven_manager import DrivenManager, keys
 
 
 def test_what_it_waited_before_a_load_does_not_count_after_it() -> None:
-    rig = Rig(num_blocks=16, lookup_timeout_s=0.25, load_timeout_s=2.0)
+    rig = DrivenManager(num_blocks=16, lookup_timeout_s=0.25, load_timeout_s=2.0)
     tier = rig.tiers[0]
     in_another_group = keys(2, group=1)
     rig.keep_below([*keys(1), *in_another_group])
@@ -26,7 +26,7 @@ def test_what_it_waited_before_a_load_does_not_count_after_it() -> None:
 
 
 def test_after_a_preemption_a_tier_that_did_not_know_is_asked_again() -> None:
-    rig = Rig(lookup_timeout_s=0.25)
+    rig = DrivenManager(lookup_timeout_s=0.25)
     rig.keep_below(keys(1))
     rig.tiers[0].unknown.update(keys(1))
     request = rig.begin("r")
@@ -41,7 +41,7 @@ def test_after_a_preemption_a_tier_that_did_not_know_is_asked_again() -> None:
 
 
 def test_after_a_preemption_a_tier_that_could_not_deliver_is_asked_again() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     rig.keep_below(keys(1))
     request = rig.begin("r")
     rig.look_up(keys(1), request)
@@ -53,7 +53,9 @@ def test_after_a_preemption_a_tier_that_could_not_deliver_is_asked_again() -> No
 
 
 def test_a_tier_that_does_not_know_in_time_is_late_once_for_each_request() -> None:
-    rig = Rig(num_blocks=16, lookup_timeout_s=0.25, groups={1: GroupShape(16, window_blocks=4)})
+    rig = DrivenManager(
+        num_blocks=16, lookup_timeout_s=0.25, groups={1: GroupShape(16, window_blocks=4)}
+    )
     blocks = keys(*range(5), group=1)
     rig.tiers[0].unknown.update(blocks)
     request = rig.begin("r")
@@ -64,7 +66,7 @@ def test_a_tier_that_does_not_know_in_time_is_late_once_for_each_request() -> No
 
 
 def test_a_tier_that_has_answered_has_all_its_time_for_another_answer() -> None:
-    rig = Rig(lookup_timeout_s=0.25)
+    rig = DrivenManager(lookup_timeout_s=0.25)
     tier = rig.tiers[0]
     request = rig.begin("r")
     tier.unknown.update(keys(1))

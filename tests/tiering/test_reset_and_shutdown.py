@@ -1,4 +1,4 @@
-"""What a reset makes unreachable, and how everything ends."""
+"""Resets and shutdowns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from kvtier.base import ReqContext
 from kvtier.cpu.policies.base import SlotState
-from tests.tiering.rig import HandTier, PlainSpec, Rig, keys
+from tests.tiering.driven_manager import DrivenManager, HandTier, PlainSpec, keys
 
 
 def test_nothing_from_before_a_reset_is_found_after_it() -> None:
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     request = rig.begin("r")
     rig.store(keys(1, 2), request)
     for tier in rig.tiers:
@@ -28,7 +28,7 @@ def test_nothing_from_before_a_reset_is_found_after_it() -> None:
 
 
 def test_what_is_stored_after_a_reset_is_found_in_its_epoch() -> None:
-    rig = Rig(num_blocks=4)
+    rig = DrivenManager(num_blocks=4)
     rig.manager.reset_cache()
     rig.step()
     rig.tiers[0].at_once = True
@@ -48,7 +48,7 @@ def test_what_is_stored_after_a_reset_is_found_in_its_epoch() -> None:
 
 
 def test_a_reset_of_the_primary_tier_alone_leaves_the_others() -> None:
-    rig = Rig(keeps_epoch=True)
+    rig = DrivenManager(keeps_epoch=True)
     rig.tiers[0].at_once = True
     request = rig.begin("r")
     rig.store(keys(1), request)
@@ -64,7 +64,7 @@ def test_a_reset_of_the_primary_tier_alone_leaves_the_others() -> None:
 
 
 def test_slots_that_tiers_use_at_a_reset_are_quarantined_until_they_report() -> None:
-    rig = Rig(num_blocks=8, num_tiers=2)
+    rig = DrivenManager(num_blocks=8, num_tiers=2)
     rig.keep_below(keys(1, 2))
     storing, loading = rig.begin("storing"), rig.begin("loading")
     rig.store(keys(11, 12), storing)
@@ -87,7 +87,7 @@ def test_slots_that_tiers_use_at_a_reset_are_quarantined_until_they_report() -> 
 
 
 def test_a_slot_that_device_and_tier_use_waits_for_both() -> None:
-    rig = Rig(num_blocks=4)
+    rig = DrivenManager(num_blocks=4)
     request = rig.begin("r")
     rig.store(keys(1), request)
     rig.manager.prepare_load(keys(1), request)
@@ -103,7 +103,7 @@ def test_a_slot_that_device_and_tier_use_waits_for_both() -> None:
 
 
 def test_a_store_under_way_at_a_reset_never_reaches_a_tier_in_the_new_epoch() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     request = rig.begin("r")
     rig.store(keys(1), request)
     rig.manager.reset_cache()
@@ -114,7 +114,7 @@ def test_a_store_under_way_at_a_reset_never_reaches_a_tier_in_the_new_epoch() ->
 
 
 def test_requests_that_finished_before_a_reset_are_let_go() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     request = rig.begin("r")
     rig.manager.prepare_store(keys(1), request)
     rig.manager.on_request_finished(request)
@@ -128,7 +128,7 @@ def test_requests_that_finished_before_a_reset_are_let_go() -> None:
 
 
 def test_shutdown_drains_and_takes_the_slots_from_the_tiers() -> None:
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     request = rig.begin("r")
     rig.store(keys(1), request)
     rig.manager.shutdown()
@@ -143,7 +143,7 @@ def test_shutdown_drains_and_takes_the_slots_from_the_tiers() -> None:
 
 
 class Stuck(HandTier):
-    """Never comes back from what it is asked to end, until the test lets it go."""
+    """A tier whose shutdown does not return before the test lets it."""
 
     let_go = threading.Event()
 
@@ -152,7 +152,7 @@ class Stuck(HandTier):
 
 
 def test_shutdown_does_not_wait_for_a_tier_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig()
+    rig = DrivenManager()
     tiers = [
         cls(
             offloading_spec=PlainSpec(rig.config),
@@ -161,7 +161,7 @@ def test_shutdown_does_not_wait_for_a_tier_that_hangs(caplog: pytest.LogCaptureF
         )
         for cls in (Stuck, HandTier)
     ]
-    hanging = Rig(tiers=tiers, shutdown_timeout_s=0.2)
+    hanging = DrivenManager(tiers=tiers, shutdown_timeout_s=0.2)
     hanging.store(keys(1), hanging.begin("r"))
     start = time.monotonic()
     try:
@@ -184,7 +184,7 @@ def test_shutdown_survives_tiers_that_raise(
     def fail() -> None:
         raise OSError("the disk is gone")
 
-    rig = Rig()
+    rig = DrivenManager()
     monkeypatch.setattr(rig.tiers[0], "drain_jobs", fail)
     monkeypatch.setattr(rig.tiers[0], "shutdown", fail)
     with caplog.at_level(logging.ERROR):
@@ -197,7 +197,7 @@ def test_shutdown_survives_tiers_that_raise(
 
 
 def test_a_request_that_was_waiting_at_a_reset_starts_anew() -> None:
-    rig = Rig(load_timeout_s=2.0)
+    rig = DrivenManager(load_timeout_s=2.0)
     rig.keep_below(keys(1))
     request = ReqContext("r")
     rig.manager.on_new_request(request)
@@ -210,7 +210,7 @@ def test_a_request_that_was_waiting_at_a_reset_starts_anew() -> None:
 
 
 def test_what_waits_for_a_tier_is_sent_at_shutdown() -> None:
-    rig = Rig(num_blocks=128, max_pinned_share=0.25)
+    rig = DrivenManager(num_blocks=128, max_pinned_share=0.25)
     (tier,) = rig.tiers
     request = rig.begin("r")
     rig.store(keys(*range(100)), request)
@@ -223,7 +223,7 @@ def test_what_waits_for_a_tier_is_sent_at_shutdown() -> None:
 
 
 def test_a_tier_that_takes_no_more_stores_does_not_hold_up_the_end() -> None:
-    rig = Rig(num_blocks=128, max_pinned_share=0.25, shutdown_timeout_s=0.3)
+    rig = DrivenManager(num_blocks=128, max_pinned_share=0.25, shutdown_timeout_s=0.3)
     rig.store(keys(*range(100)), rig.begin("r"))
     rig.manager.shutdown()
     assert rig.memory.is_cleaned_up

@@ -1,6 +1,6 @@
-"""The orchestrator in simulated lives: nothing that must not happen does, and all else does.
+"""The orchestrator in simulated lives: no invariant is broken, and every interesting event occurs.
 
-A life that goes wrong is named by its seed: `python -m tests.tiering.simulation --seed N --trace`.
+A failure names the seed of its life: `python -m tests.tiering.simulation --seed N --trace`.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ AT_LEAST = {
     # STALE is found by tiers that write into the same place again and again; these do not.
     **{f"seal failures: {failure}": 5 for failure in SealFailure if failure != SealFailure.STALE},
 }
-"""What has to happen in `NUM_LIVES` lives, or they prove nothing."""
+"""Events that must occur in `NUM_LIVES` lives; without them the lives prove nothing."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_logs() -> Iterator[None]:
-    """The tiers do everything that there is to complain about."""
+    """The tiers misbehave in every way, so warnings are expected."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""From a configuration with tiers to blocks that go down and come back, and nothing is left."""
+"""From a configuration with tiers to blocks that are stored and loaded, and a clean end."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def store(manager: TieringOffloadingManager, keys: list[OffloadKey], name: str) 
 
 
 def step_until(manager: TieringOffloadingManager, condition: Callable[[], bool]) -> None:
-    """Take scheduling steps until something has happened."""
+    """Take scheduling steps until a condition holds."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline
@@ -136,7 +136,7 @@ def answers(
 
 
 class Watched(SecondaryTierManager):
-    """Notes its life in `lives`; keeps nothing."""
+    """A tier that records its start and end in `lives`, and keeps nothing."""
 
     lives: ClassVar[list[str]] = []
 
@@ -188,7 +188,7 @@ class Watched(SecondaryTierManager):
 
 
 class Forgetful(Watched):
-    """Does not call its base class, and holds on to all it is given."""
+    """A tier that does not call its base class, and keeps references to all arguments."""
 
     def __init__(
         self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str
@@ -229,7 +229,7 @@ Start = Callable[[TieringOffloadingSpec], TieringOffloadingManager]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Asks specs for their managers, and shuts these down even if a test fails."""
+    """Makes managers from specs, and shuts them down even if a test fails."""
     started: list[TieringOffloadingManager] = []
 
     def get_manager(spec: TieringOffloadingSpec) -> TieringOffloadingManager:

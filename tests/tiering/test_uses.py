@@ -1,4 +1,4 @@
-"""What requests have used reaches every tier, and a tier is offered again what it lacks of it."""
+"""Every tier is told which blocks requests have used, and gets again those that it lacks."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 
 from kvtier.base import OffloadKey, ReqContext
-from kvtier.tiering import link
-from kvtier.tiering.write_policy import WriteMoment
-from tests.tiering.rig import HandTier, Rig, keys
+from kvtier.tiering import cascade
+from kvtier.tiering.cascade import WriteMoment
+from tests.tiering.driven_manager import DrivenManager, HandTier, keys
 
 
-def end(rig: Rig, request: ReqContext) -> None:
+def end(rig: DrivenManager, request: ReqContext) -> None:
     rig.manager.on_request_finished(request)
     rig.step()
 
 
-def finish_all(rig: Rig) -> None:
+def finish_all(rig: DrivenManager) -> None:
     for tier in rig.tiers:
         tier.finish()
     rig.step(seconds=10.0)
 
 
-def wait_for(rig: Rig, blocks: Sequence[OffloadKey], request: ReqContext) -> int:
+def wait_for(rig: DrivenManager, blocks: Sequence[OffloadKey], request: ReqContext) -> int:
     while True:
         answer = rig.manager.lookup_prefix(blocks, request)
         if answer.is_final:
@@ -40,7 +40,7 @@ def forget_below(tier: HandTier, blocks: Sequence[OffloadKey]) -> None:
         tier.kept.pop((tier.fingerprint, block), None)
 
 
-def stored(rig: Rig, blocks: Sequence[OffloadKey], name: str = "stores") -> None:
+def stored(rig: DrivenManager, blocks: Sequence[OffloadKey], name: str = "stores") -> None:
     """These blocks are in host memory and in every tier, and nothing is under way."""
     request = rig.begin(name)
     rig.store(blocks, request)
@@ -50,11 +50,11 @@ def stored(rig: Rig, blocks: Sequence[OffloadKey], name: str = "stores") -> None
         tier.touched.clear()
 
 
-# --- what is told -------------------------------------------------------------------------------
+# --- which blocks are touched -------------------------------------------------------------------
 
 
 def test_every_tier_hears_what_a_request_had_from_host_memory() -> None:
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     stored(rig, keys(1, 2, 3))
     request = rig.begin("r")
     assert rig.look_up(keys(1, 2, 3), request) == "HHH"
@@ -65,7 +65,7 @@ def test_every_tier_hears_what_a_request_had_from_host_memory() -> None:
 
 
 def test_every_tier_hears_what_a_request_had_from_another_tier() -> None:
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     rig.keep_below(keys(1, 2), rig.tiers[1])
     request = rig.begin("r")
     assert wait_for(rig, keys(1, 2), request) == 2
@@ -76,7 +76,7 @@ def test_every_tier_hears_what_a_request_had_from_another_tier() -> None:
 
 def test_every_tier_hears_of_blocks_that_were_on_the_device() -> None:
     """The engine says so. They need not be in host memory."""
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     request = rig.begin("r")
     rig.manager.touch(keys(1, 2), request)
     end(rig, request)
@@ -84,7 +84,7 @@ def test_every_tier_hears_of_blocks_that_were_on_the_device() -> None:
 
 
 def test_a_use_is_told_once_however_often_the_engine_says_so() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     request = rig.begin("r")
     for prompt in ([1, 2], [1, 2], [1, 2, 3], [1, 2, 3]):
         rig.manager.touch(keys(*prompt), request)
@@ -97,7 +97,7 @@ def test_a_use_is_told_once_however_often_the_engine_says_so() -> None:
 def test_blocks_are_told_in_prompt_order_when_the_last_store_has_left_the_device() -> None:
     """By then every block of the prompt has been given to the tier, so that its head can be the
     last to leave."""
-    rig = Rig()
+    rig = DrivenManager()
     stored(rig, keys(1, 2))
     request = rig.begin("r")
     rig.look_up(keys(1, 2), request)
@@ -113,7 +113,7 @@ def test_blocks_are_told_in_prompt_order_when_the_last_store_has_left_the_device
 
 def test_a_request_that_only_looked_up_has_used_nothing() -> None:
     """It was aborted while it waited."""
-    rig = Rig(num_tiers=2)
+    rig = DrivenManager(num_tiers=2)
     rig.keep_below(keys(1, 2), rig.tiers[1])
     request = rig.begin("r")
     assert wait_for(rig, keys(1, 2), request) == 2
@@ -124,7 +124,7 @@ def test_a_request_that_only_looked_up_has_used_nothing() -> None:
 
 
 def test_what_was_used_before_a_reset_is_not_told_after_it() -> None:
-    rig = Rig()
+    rig = DrivenManager()
     request = rig.begin("r")
     output = rig.manager.prepare_store(keys(1, 2), request)
     assert output is not None
@@ -138,7 +138,7 @@ def test_what_was_used_before_a_reset_is_not_told_after_it() -> None:
 # --- what is offered again ----------------------------------------------------------------------
 
 
-def use(rig: Rig, blocks: Sequence[OffloadKey], name: str) -> None:
+def use(rig: DrivenManager, blocks: Sequence[OffloadKey], name: str) -> None:
     """A request has these blocks from host memory."""
     request = rig.begin(name)
     rig.manager.lookup_prefix(blocks, request)
@@ -147,7 +147,7 @@ def use(rig: Rig, blocks: Sequence[OffloadKey], name: str) -> None:
 
 
 def test_what_a_tier_lacks_is_offered_again_when_it_is_used() -> None:
-    rig = Rig(num_blocks=64, num_tiers=2)
+    rig = DrivenManager(num_blocks=64, num_tiers=2)
     stored(rig, keys(1, 2, 3))
     forget_below(rig.tiers[0], keys(2, 3))
     use(rig, keys(1, 2, 3), "r")
@@ -162,7 +162,7 @@ def test_what_a_tier_lacks_is_offered_again_when_it_is_used() -> None:
 
 
 def test_what_a_tier_lacks_is_not_offered_when_it_is_not_in_host_memory() -> None:
-    rig = Rig(num_blocks=64)
+    rig = DrivenManager(num_blocks=64)
     stored(rig, keys(1, 2))
     request = rig.begin("r")
     rig.manager.touch(keys(1, 2, 3), request)  # the third is on the device alone
@@ -173,8 +173,9 @@ def test_what_a_tier_lacks_is_not_offered_when_it_is_not_in_host_memory() -> Non
 
 
 def test_a_promoted_block_fills_the_tiers_before_its_source() -> None:
-    """Or a prompt that a peer has stored in a shared directory would cross the network for ever."""
-    rig = Rig(num_blocks=64, num_tiers=3)
+    """Otherwise a prompt that a peer has stored in a shared directory would always cross the
+    network."""
+    rig = DrivenManager(num_blocks=64, num_tiers=3)
     prompt = keys(*range(10))
     rig.keep_below(prompt, rig.tiers[2])
     request = rig.begin("r")
@@ -195,7 +196,7 @@ def test_a_promoted_block_fills_the_tiers_before_its_source() -> None:
 
 
 def test_a_block_that_is_being_stored_is_not_offered_again() -> None:
-    rig = Rig(num_blocks=64)
+    rig = DrivenManager(num_blocks=64)
     request = rig.begin("r")
     rig.store(keys(1, 2), request)
     end(rig, request)
@@ -203,7 +204,7 @@ def test_a_block_that_is_being_stored_is_not_offered_again() -> None:
 
 
 def test_a_tier_that_does_not_say_what_it_lacks_is_offered_nothing() -> None:
-    rig = Rig(num_blocks=64)
+    rig = DrivenManager(num_blocks=64)
     stored(rig, keys(1, 2))
     rig.tiers[0].names_missing = False
     forget_below(rig.tiers[0], keys(1, 2))
@@ -212,7 +213,7 @@ def test_a_tier_that_does_not_say_what_it_lacks_is_offered_nothing() -> None:
 
 
 def test_one_offer_is_under_way_at_a_time() -> None:
-    rig = Rig(num_blocks=64)
+    rig = DrivenManager(num_blocks=64)
     tier = rig.tiers[0]
     stored(rig, keys(1, 2))
     stored(rig, keys(3, 4), "others")
@@ -229,9 +230,9 @@ def test_one_offer_is_under_way_at_a_time() -> None:
 
 def test_offers_have_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an offer the next one waits for as long as the bound gives the first."""
-    rig = Rig(num_blocks=64)
+    rig = DrivenManager(num_blocks=64)
     tier = rig.tiers[0]
-    monkeypatch.setattr(link, "_OFFERED_BYTES_PER_S", 10 * rig.primary.block_bytes)
+    monkeypatch.setattr(cascade, "_OFFERED_BYTES_PER_S", 10 * rig.primary.block_bytes)
     prompts = [keys(*range(n, n + 5)) for n in range(0, 50, 5)]
     for n, prompt in enumerate(prompts):
         stored(rig, prompt, f"stores {n}")
@@ -253,7 +254,7 @@ def test_offers_have_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_offer_leaves_half_of_the_share_to_new_stores() -> None:
     """And the head of the prompt goes first."""
-    rig = Rig(num_blocks=400, max_pinned_share=0.25)
+    rig = DrivenManager(num_blocks=400, max_pinned_share=0.25)
     tier = rig.tiers[0]
     prompt = keys(*range(80))
     stored(rig, prompt)
@@ -268,8 +269,8 @@ def test_an_offer_leaves_half_of_the_share_to_new_stores() -> None:
 
 @pytest.mark.parametrize(("seconds", "num_blocks"), [(0.1, 100), (5.0, 2), (100.0, 1)])
 def test_an_offer_takes_a_tier_about_a_quarter_of_a_second(seconds: float, num_blocks: int) -> None:
-    """So a new store does not wait longer behind it."""
-    rig = Rig(num_blocks=400)
+    """So that a new store does not wait longer behind it."""
+    rig = DrivenManager(num_blocks=400)
     tier = rig.tiers[0]
     prompt = keys(*range(140))
     stored(rig, prompt)
@@ -284,7 +285,7 @@ def test_an_offer_takes_a_tier_about_a_quarter_of_a_second(seconds: float, num_b
 
 
 def test_nothing_is_offered_while_new_stores_wait() -> None:
-    rig = Rig(num_blocks=200, max_pinned_share=0.16)
+    rig = DrivenManager(num_blocks=200, max_pinned_share=0.16)
     tier = rig.tiers[0]
     stored(rig, keys(1, 2))
     forget_below(tier, keys(1, 2))
@@ -296,7 +297,7 @@ def test_nothing_is_offered_while_new_stores_wait() -> None:
 
 
 def test_nothing_is_offered_to_a_tier_whose_stores_are_cut_off() -> None:
-    rig = Rig(num_blocks=64)
+    rig = DrivenManager(num_blocks=64)
     tier = rig.tiers[0]
     stored(rig, keys(1, 2))
     for n in range(5):
@@ -310,7 +311,7 @@ def test_nothing_is_offered_to_a_tier_whose_stores_are_cut_off() -> None:
 
 
 def test_the_write_policy_decides_what_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(num_blocks=64)
+    rig = DrivenManager(num_blocks=64)
     stored(rig, keys(1, 2, 3))
     asked: list[Any] = []
 
@@ -321,7 +322,7 @@ def test_the_write_policy_decides_what_is_offered(monkeypatch: pytest.MonkeyPatc
             asked.append((list(blocks), moment, req_context.req_id))
             return blocks[-1:]
 
-    monkeypatch.setattr(rig.manager._links[0], "write_policy", LastOnly())
+    monkeypatch.setattr(rig.manager._tiers[0], "write_policy", LastOnly())
     forget_below(rig.tiers[0], keys(1, 2, 3))
     use(rig, keys(1, 2, 3), "r")
     assert asked == [(keys(1, 2, 3), WriteMoment.USED, "r")]
@@ -334,7 +335,7 @@ def test_the_write_policy_decides_what_is_offered(monkeypatch: pytest.MonkeyPatc
 def test_a_tier_that_names_what_it_was_not_asked_for_is_cut_off(
     answer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(num_blocks=64)
+    rig = DrivenManager(num_blocks=64)
     stored(rig, keys(1, 2))
     monkeypatch.setattr(rig.tiers[0], "missing", lambda *_: answer)
     use(rig, keys(1, 2), "r")

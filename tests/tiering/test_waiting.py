@@ -1,4 +1,4 @@
-"""A request that waits for a promotion asks the same again in every step."""
+"""A request that waits for a promotion repeats its lookup in every step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from kvtier.base import ReqContext
 from kvtier.tiering.manager import GroupShape
-from tests.tiering.rig import Rig, keys
+from tests.tiering.driven_manager import DrivenManager, keys
 
 
-def with_waiting(**settings: Any) -> tuple[Rig, ReqContext]:
-    """Of its eight blocks, a tier has six, which are on their way."""
-    rig = Rig(num_blocks=40, **settings)
+def with_waiting(**settings: Any) -> tuple[DrivenManager, ReqContext]:
+    """A tier has six of its eight blocks, and is loading them."""
+    rig = DrivenManager(num_blocks=40, **settings)
     rig.keep_below(keys(*range(6)))
     request = rig.begin("waits")
     for _ in range(3):
@@ -44,7 +44,7 @@ def test_it_is_told_when_the_tier_is_late() -> None:
 
 def test_it_is_told_when_it_has_waited_long_enough() -> None:
     """For several promotions, of which none is late."""
-    rig = Rig(num_blocks=40, load_timeout_s=2.0, lookup_timeout_s=0.5)
+    rig = DrivenManager(num_blocks=40, load_timeout_s=2.0, lookup_timeout_s=0.5)
     (tier,) = rig.tiers
     request = rig.begin("waits")
     waited = 0.0
@@ -87,7 +87,7 @@ def test_what_is_there_only_later_is_found_once_it_waits_no_more() -> None:
 
 
 def test_it_waits_in_every_group() -> None:
-    rig = Rig(num_blocks=40, groups={0: GroupShape(16), 1: GroupShape(16)})
+    rig = DrivenManager(num_blocks=40, groups={0: GroupShape(16), 1: GroupShape(16)})
     first, second = keys(*range(4)), keys(*range(4), group=1)
     rig.keep_below([*first, *second])
     request = rig.begin("waits")
@@ -115,8 +115,8 @@ def test_its_promotion_is_not_lost_to_a_second_request_that_waits_too() -> None:
 
 
 def num_calls_to_ask_again(num_blocks: int) -> int:
-    """Python calls that the second question of a waiting request takes."""
-    rig = Rig(num_blocks=4 * num_blocks)
+    """The number of Python calls in the second lookup of a waiting request."""
+    rig = DrivenManager(num_blocks=4 * num_blocks)
     blocks = keys(*range(num_blocks))
     rig.keep_below(blocks)
     request = rig.begin("waits")
@@ -140,5 +140,5 @@ def num_calls_to_ask_again(num_blocks: int) -> int:
 
 
 def test_asking_again_takes_no_more_for_many_blocks_than_for_few() -> None:
-    """The threads that bring them need the interpreter meanwhile."""
+    """The threads that load the blocks need the interpreter meanwhile."""
     assert num_calls_to_ask_again(400) == num_calls_to_ask_again(20)

@@ -30,7 +30,7 @@ from kvtier.tiering.manager import (
     TieringOffloadingManager,
 )
 from tests.config.sample import make_config
-from tests.tiering.rig import Clock, PlainSpec
+from tests.tiering.driven_manager import Clock, PlainSpec
 
 __all__ = ["Answered", "PacedTier", "Prompt", "VirtualEngine", "prompts", "zipf_prompts"]
 
@@ -44,7 +44,7 @@ Prompt = list[OffloadKey]
 
 
 class _NoMemory:
-    """Slots that are never touched, and so take no memory."""
+    """Slots that are never written, and so take no memory."""
 
     def __init__(self, num_blocks: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -70,7 +70,7 @@ class PacedTier(SecondaryTierManager):
         self.kept: dict[OffloadKey, None] = {}
         self.note: bytes | None = None
         self.names_keys = True
-        """Whether it says what it has when the engine starts."""
+        """True if it names its keys when the engine starts."""
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self._loads: deque[TransferJob] = deque()
@@ -109,7 +109,7 @@ class PacedTier(SecondaryTierManager):
         return self.note
 
     def _work(self) -> None:
-        """Move the blocks that could be moved up to now."""
+        """Move the blocks that its speed allows up to now."""
         now = self._clock()
         while queue := self._loads or self._stores:
             job = queue[0]
@@ -129,7 +129,7 @@ class PacedTier(SecondaryTierManager):
 
 
 class Answered:
-    """A request, and what became of it."""
+    """A request and its outcome."""
 
     def __init__(self, req_id: str, prompt: Prompt, arrives: float, num_answered: int) -> None:
         self.prompt = prompt
@@ -151,7 +151,7 @@ class Answered:
         return len(self.prompt) * TOKENS
 
     def answers_a_token(self) -> bool:
-        """Whether it was the last one."""
+        """True if it was the last one."""
         self._num_left -= 1
         return self._num_left <= 0
 
@@ -171,8 +171,9 @@ class VirtualEngine:
         names_keys: bool = True,
         **settings: Any,
     ) -> None:
-        """`bytes_per_s`: of the tier, maybe by the time since the start; None: no tier. `kept`,
-        `note`: what an earlier engine has left in the tier; `names_keys`: which says so."""
+        """`bytes_per_s`: speed of the tier, or a function of the time since the start; None: no
+        tier. `kept`, `note`: what an earlier engine has left in the tier. `names_keys`: the tier
+        names the kept blocks at the start."""
         self.clock = Clock()
         self.start = self.clock.now
         self.primary = CPUPrimaryTierOffloadingManager(
@@ -254,7 +255,8 @@ class VirtualEngine:
     def _schedule(
         self,
     ) -> tuple[list[tuple[Answered, int]], list[tuple[Answered, list[OffloadKey]]]]:
-        """Requests and the tokens they compute in this step; and those that begin with a load."""
+        """The requests with the tokens they compute in this step, and the requests that begin with
+        a load."""
         budget = 8192
         work = []
         for request in self._running:
@@ -330,12 +332,12 @@ class VirtualEngine:
     # --- what came of it ------------------------------------------------------------------------
 
     def between(self, first: float, last: float) -> list[Answered]:
-        """The requests that came in these seconds since the start."""
+        """The requests that arrived between these times."""
         return [r for r in self.answered if first <= r.arrives - self.start < last]
 
 
 def hit_share(answered: Sequence[Answered]) -> float:
-    """The share of their prompts that was not computed."""
+    """Share of the prompt tokens that were not computed."""
     return sum(r.num_hits for r in answered) / sum(len(r.prompt) for r in answered)
 
 
@@ -344,15 +346,15 @@ def mean_ttft(answered: Sequence[Answered]) -> float:
 
 
 def prompts(count: int, num_blocks: int) -> list[Prompt]:
-    """Prompts that have nothing in common."""
+    """Prompts without common blocks."""
     return [[_key(n, block) for block in range(num_blocks)] for n in range(count)]
 
 
 def zipf_prompts(
     count: int, per_s: float, *, num_known: int = 40, num_blocks: int = 100, seed: int = 1
 ) -> list[tuple[float, Prompt]]:
-    """Questions about a few long documents, some of which are asked for more often than others:
-    when each comes, and a document with one block of its own behind it."""
+    """Questions about a few long documents, some more popular than others. Yields the arrival time
+    and the prompt: a document followed by one block of its own."""
     rng = random.Random(seed)
     known = prompts(num_known, num_blocks)
     weights = [1 / (n + 1) for n in range(num_known)]

@@ -1,4 +1,4 @@
-"""Which way blocks go between files and rows, where a test is to say so."""
+"""Lets a test choose whether blocks go through buffers or straight between files and rows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.testing import TierHarness
-from kvtier.testing.payload import payload_of
-from kvtier.tiering.io.route import Route
+from kvtier.testing.job_ledger import payload_of
+from kvtier.tiering.io.buffers import Route
 
 
 @contextmanager
 def ways(choose: Callable[[], bool]) -> Iterator[None]:
-    """Every unit goes the way that is chosen for it, whatever was measured."""
+    """Every unit goes the way that is chosen for it, not the faster one."""
     begin = Route.begin
 
     def begin_as_chosen(route: Route) -> bool:
@@ -30,7 +30,8 @@ def ways(choose: Callable[[], bool]) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _both_ways() -> Iterator[None]:
-    """Through buffers and straight, at random: little that tests move is enough to be measured."""
+    """Through buffers or straight at random: tests move too few bytes to measure which is
+    faster."""
     draw = Random(0)
     with ways(lambda: draw.random() < 0.5):
         yield
@@ -39,7 +40,7 @@ def _both_ways() -> Iterator[None]:
 def demand_rows_hold_whole_blocks_or_nothing(
     harness: TierHarness, good: OffloadKey, damaged: OffloadKey
 ) -> None:
-    """Through buffers, a damaged block does not even reach its row."""
+    """A damaged block that goes through buffers does not reach its row."""
     rows = {}
     take_back = harness.slots.take_back
 

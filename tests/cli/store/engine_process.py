@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which does as it is told on standard input.
+"""An engine in a process of its own, controlled by its standard input.
 
 store FIRST COUNT   store blocks; answers how many are there now
 hits FIRST COUNT    answers how many of these blocks are there
@@ -20,13 +20,13 @@ from kvtier.testing import TierHarness
 from kvtier.tiering.disk.layout import Geometry
 from tests.cli.store.slabs import GEOMETRY, NAMESPACE, engine_on
 from tests.test_architecture import REPO, SRC
-from tests.tiering.fs.rig import fs_harness
+from tests.tiering.fs.harness import fs_harness
 
 _AT_ONCE = 16
 
 
 class EngineProcess:
-    """The parent's side. A context manager: on leaving, the engine ends well, or is killed."""
+    """The parent's side. A context manager: at its end the engine is shut down, or killed."""
 
     def __init__(self, path: Path, geometry: Geometry = GEOMETRY) -> None:
         """With a disk tier."""
@@ -56,7 +56,7 @@ class EngineProcess:
         self.process.stdin.flush()
 
     def kill(self) -> None:
-        """As the system does it when memory runs out."""
+        """Kill it with SIGKILL, as the kernel does when memory runs out."""
         self.process.kill()
         self.process.wait()
 
@@ -74,14 +74,14 @@ class EngineProcess:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self.process.communicate(timeout=60)  # the end of its input is the end of it
+            self.process.communicate(timeout=60)  # it ends when its input does
         finally:
             self.process.kill()
             self.process.wait()
 
 
 class FsEngineProcess(EngineProcess):
-    """With an fs tier, and room for about so many blocks."""
+    """An engine with an fs tier, which has room for about `num_blocks` blocks."""
 
     def __init__(self, root: Path, namespace: str = NAMESPACE, num_blocks: int = 256) -> None:
         self._start("fs", str(root), namespace, str(num_blocks))

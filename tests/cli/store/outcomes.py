@@ -1,4 +1,4 @@
-"""What holds for every command of `kvtier store`, whatever it is given."""
+"""Assertions that hold for every command of `kvtier store`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assert_all_refuse(
     path: Path,
     remedy: str,
 ) -> None:
-    """Every command says in one line what is wrong with `path`, and nothing else."""
+    """Every command prints one line that says what is wrong with `path`, and nothing else."""
     for command, options in commands.items():
         assert main(["store", command, str(path), *options]) == 2
         printed = capsys.readouterr()
@@ -58,7 +58,7 @@ def assert_refused(
 def assert_the_page_has_all_of(
     capsys: pytest.CaptureFixture[str], command: str, path: Path, options: list[str]
 ) -> None:
-    """Every option of a command, and every key that it answers with, is explained."""
+    """docs/store.md explains every option and every JSON key of a command."""
     assert main(["store", command, "--help"]) == 0
     text = capsys.readouterr().out
     possible = {word for word in text.replace(",", " ").split() if word.startswith("--")}
@@ -83,7 +83,7 @@ def start(*arguments: str, output: int) -> subprocess.Popen[str]:
 
 
 def interrupt(process: subprocess.Popen[str], first_line: str) -> str:
-    """Press Ctrl-C when it has said this. Returns what it has printed until then."""
+    """Send SIGINT once standard error shows `first_line`. Returns the standard output."""
     with process:
         try:
             assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""Real roots of fs tiers with real blocks in them, and who has written what."""
+"""Real roots of fs tiers with real blocks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 from kvtier.base import OffloadKey
+from kvtier.tiering.fs.layout import block_path
 from kvtier.tiering.fs.ledger import Balance
-from kvtier.tiering.fs.names import block_path
-from kvtier.tiering.fs.reader import read_balance
+from kvtier.tiering.fs.survey import read_balance
 from tests.cli.store.slabs import NAMESPACE
-from tests.tiering.fs.rig import bytes_for, fs_harness
+from tests.tiering.fs.harness import bytes_for, fs_harness
 
 __all__ = ["age", "balance_of", "file_of", "fill_root"]
 
@@ -31,7 +31,7 @@ def file_of(root: Path, namespace: str, key: OffloadKey) -> Path:
 
 
 def age(root: Path, namespace: str, seconds: float) -> None:
-    """Let all blocks of a namespace be used so long ago."""
+    """Set the last use of all blocks of a namespace back by `seconds`."""
     for path in (root / "blocks" / namespace).glob("*/*"):
         used_ns = path.stat().st_mtime_ns - int(seconds * 1e9)
         os.utime(path, ns=(used_ns, used_ns))

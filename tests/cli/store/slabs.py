@@ -1,4 +1,4 @@
-"""Real slabs with real blocks in them, and how to damage them."""
+"""Real slabs with real blocks, and functions that damage them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvtier.tiering.io.page import PAGE_BYTES
 
 ROW_BYTES = 8192
 NUM_SLOTS = 100
-"""More than one page of the index has entries for."""
+"""Needs more than one page of the index."""
 GEOMETRY = Geometry(ROW_BYTES, NUM_SLOTS)
 SLOT_BYTES = GEOMETRY.slot_bytes
 NAMESPACE = "a model"
 
 
 def engine_on(path: Path, namespace: str = NAMESPACE, geometry: Geometry = GEOMETRY) -> TierHarness:
-    """The tier of an engine, at work on the slab in this process. A context manager."""
+    """A disk tier on the slab in this process. A context manager."""
 
     def make_tier(spec: OffloadingSpec, view: memoryview) -> DiskSecondaryTierManager:
         return DiskSecondaryTierManager(
@@ -48,7 +48,7 @@ def fill(
 
 
 def slot_of(path: Path, key: OffloadKey, geometry: Geometry = GEOMETRY) -> int:
-    """Where a block lies: found by its key in the headers."""
+    """The slot of a block, found by its key in the headers."""
     data = path.read_bytes()
     starts = [geometry.slot_offset(slot) for slot in range(geometry.num_slots)]
     found = [slot for slot, at in enumerate(starts) if data.find(key, at, at + PAGE_BYTES) >= 0]

@@ -14,17 +14,18 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs import clearing
-from kvtier.tiering.fs.below import Below
-from kvtier.tiering.fs.books import Books, Evicted
-from kvtier.tiering.fs.tree import count_blocks
+from kvtier.tiering.fs import eviction
+from kvtier.tiering.fs.access import NoFollowTree
+from kvtier.tiering.fs.layout import count_blocks
+from kvtier.tiering.fs.root import RootSession
+from kvtier.tiering.fs.transaction import Evicted
 from tests.cli.store.engine_process import FsEngineProcess
 from tests.cli.store.outcomes import start
 from tests.cli.store.roots import balance_of, file_of, fill_root
 from tests.cli.store.slabs import NAMESPACE, fill, run_store
 from tests.cli.store.test_refusals import Keyboard
 from tests.test_architecture import SRC
-from tests.tiering.fs.rig import block_files, du, fs_harness
+from tests.tiering.fs.harness import block_files, du, fs_harness
 from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(40)
@@ -36,10 +37,10 @@ def root(tmp_path: Path) -> Path:
 
 
 def assert_tidy(root: Path) -> None:
-    """The ledger says what is there, and nobody has a seat."""
+    """The ledger says what is there, and nobody has a presence."""
     balance = balance_of(root)
     assert balance.total == du(root)
-    assert (balance.blocks, balance.num_blocks) == count_blocks(Below(root), root / "blocks")
+    assert (balance.blocks, balance.num_blocks) == count_blocks(NoFollowTree(root), root / "blocks")
     assert balance.accounts == {}
     assert os.listdir(root / "engines") == []
 
@@ -70,6 +71,16 @@ def test_one_namespace_is_emptied(root: Path, capsys: pytest.CaptureFixture[str]
     assert two in capsys.readouterr().err
 
 
+def test_a_path_from_the_working_directory(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_root(root, KEYS)
+    monkeypatch.chdir(root.parent)
+    code, document = run_store(capsys, "clear", Path("kv"), "--yes")
+    assert (code, document["path"], document["cleared_blocks"]) == (0, "kv", len(KEYS))
+    assert_tidy(root)
+
+
 def test_engines_go_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FsEngineProcess(root) as engine:
         assert engine.ask("store 0 20") == 20
@@ -94,7 +105,7 @@ def test_clearing_while_blocks_come(root: Path, capsys: pytest.CaptureFixture[st
 def test_a_namespace_with_something_else_in_it_can_be_used_again(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It cannot be removed as a whole; engines find all the directories they need."""
+    """The namespace cannot be removed entirely; engines find the directories they need."""
     name = fill_root(root, KEYS)
     (root / "blocks" / name / "80" / "mine").mkdir()
     assert run_store(capsys, "clear", root, "--yes")[1]["cleared_blocks"] == len(KEYS)
@@ -148,13 +159,13 @@ def test_ctrl_c_ends_it_between_two_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fill_root(root, KEYS)
-    remove = clearing.remove_evicted
+    remove = eviction.remove_evicted
 
-    def remove_and_interrupt(books: Books, gone: list[Evicted]) -> None:
+    def remove_and_interrupt(session: RootSession, gone: list[Evicted]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        remove(books, gone)
+        remove(session, gone)
 
-    monkeypatch.setattr(clearing, "remove_evicted", remove_and_interrupt)
+    monkeypatch.setattr(eviction, "remove_evicted", remove_and_interrupt)
     assert main(["store", *command, str(root), "--yes", "--json"]) == 128 + signal.SIGINT
     document = json.loads(capsys.readouterr().out)
     assert not document["complete"]
@@ -176,7 +187,7 @@ def test_ctrl_c_from_outside(root: Path) -> None:
         finally:
             process.kill()
     assert err == ""
-    assert process.returncode in (0, 128 + signal.SIGINT)  # it may have been at the end
+    assert process.returncode in (0, 128 + signal.SIGINT)  # it may have finished before
     assert json.loads(out)["cleared_blocks"] == 600 - len(block_files(root))
     assert_tidy(root)
 
@@ -237,7 +248,7 @@ def test_a_ledger_that_someone_has_locked(root: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
-    assert "has had its ledger locked for long" in printed.err
+    assert "holds the lock of its ledger" in printed.err
     assert len(block_files(root)) == len(KEYS)
 
 
@@ -256,7 +267,7 @@ def test_the_user_is_asked(
     fill_root(root, KEYS[:7], "two")
     monkeypatch.setattr(sys, "stdin", Keyboard(answer))
     assert main(["store", "clear", str(root), "--namespace", one]) == code
-    question = f"{root} holds 40 blocks of namespace {one}. Forget all of them? [y/N]\n"
+    question = f"{root} holds 40 blocks of namespace {one}. Clear all of them? [y/N]\n"
     assert question in capsys.readouterr().err
     assert len(block_files(root)) == (47 if code else 7)
 
@@ -268,7 +279,7 @@ def test_the_question_says_who_is_there(
         assert engine.ask("store 0 8") == 8
         monkeypatch.setattr(sys, "stdin", Keyboard("n\n"))
         assert main(["store", "clear", str(root)]) == 1
-    assert f"{root} holds 8 blocks, and 1 engine uses it. Forget" in capsys.readouterr().err
+    assert f"{root} holds 8 blocks, and 1 engine uses it. Clear" in capsys.readouterr().err
 
 
 def test_a_slab_is_cleared_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

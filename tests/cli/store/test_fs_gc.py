@@ -1,4 +1,4 @@
-"""`kvtier store gc`: dead engines, a wrong ledger, and namespaces that nobody uses."""
+"""`kvtier store gc`: dead engines, a wrong ledger, and namespaces without a user."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.store import gc
-from kvtier.cli.store.answers import is_confirmed
-from kvtier.cli.store.durations import DurationError, parse_duration
+from kvtier.cli.store import commands
+from kvtier.cli.store.app import DurationError, parse_duration
+from kvtier.cli.store.terminal import is_confirmed
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs.books import Books
+from kvtier.tiering.fs.root import RootSession
+from kvtier.tiering.fs.transaction import Transaction
 from tests.cli.store.engine_process import FsEngineProcess
 from tests.cli.store.roots import age, balance_of, file_of, fill_root
 from tests.cli.store.slabs import fill, run_store
 from tests.cli.store.test_fs_clear import assert_tidy
 from tests.cli.store.test_refusals import Keyboard
-from tests.tiering.fs.rig import block_files, du
+from tests.tiering.fs.harness import block_files, du
 from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(40)
@@ -86,7 +87,7 @@ def test_a_wrong_ledger_is_corrected(root: Path, capsys: pytest.CaptureFixture[s
     assert main(["store", "gc", str(root), "--older-than", "1d"]) == 0
     assert f"corrected by -1 blocks and -{num_bytes} bytes" in capsys.readouterr().out
     assert main(["store", "gc", str(root), "--older-than", "1d"]) == 0
-    assert "counted again, and right" in capsys.readouterr().out
+    assert "counted again: no error found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b"junk" * 20_000])
@@ -127,6 +128,17 @@ def test_only_what_no_live_engine_uses(root: Path, capsys: pytest.CaptureFixture
     assert_tidy(root)
 
 
+def test_a_path_from_the_working_directory(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_root(root, KEYS)
+    monkeypatch.chdir(root.parent)
+    code, document = run_store(capsys, "gc", Path(root.name), "--yes", *ANY_AGE)
+    assert (code, document["path"]) == (0, root.name)
+    assert block_files(root) == []
+    assert_tidy(root)
+
+
 def test_it_says_why_a_namespace_was_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     used, new = fill_root(root, KEYS, "used"), fill_root(root, KEYS[:7], "new")
     old, other = fill_root(root, KEYS[:3], "old"), fill_root(root, KEYS[:2], "other")
@@ -157,7 +169,7 @@ def test_it_says_that_other_things_keep_a_namespace(
     assert (code, document["removed_blocks"]) == (0, len(KEYS))
     [reason] = document["kept"]
     assert reason["namespace"] == name
-    assert "other things are in it" in reason["reason"]
+    assert "it holds foreign files" in reason["reason"]
     assert document["strays"] == [f"blocks/{name}/07/thesis.tex"]
 
 
@@ -178,7 +190,7 @@ def test_only_what_was_not_used_for_so_long(root: Path, capsys: pytest.CaptureFi
     new = fill_root(root, KEYS, "new")
     age(root, old, 2 * DAY)
     age(root, older, 9 * DAY)
-    # One block that is in use keeps all of them.
+    # One block in use keeps the whole namespace.
     os.utime(file_of(root, old, KEYS[3]))
     before = du(root)
     document = run_store(capsys, "gc", root, "--older-than", "1d", "--yes")[1]
@@ -197,7 +209,7 @@ def test_only_what_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert kept(root) == {names[1]}
     assert main(["store", "gc", str(root), "--yes", "--namespace", names[0]]) == 2
     assert names[1] in capsys.readouterr().err
-    # Both have to hold.
+    # Both conditions have to hold.
     options = ("--namespace", names[1], "--older-than", "1h")
     assert run_store(capsys, "gc", root, "--yes", *options)[1]["removed_blocks"] == 0
 
@@ -205,7 +217,7 @@ def test_only_what_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_what_was_used_within_the_hour_is_kept_unless_it_is_asked_for(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An engine that is about to take a seat again is not seen as a live one."""
+    """An engine that is about to take a presence again is not seen as a live one."""
     name = fill_root(root, KEYS)
     document = run_store(capsys, "gc", root, "--yes")[1]
     assert [orphan["chosen"] for orphan in document["orphaned"]] == [False]
@@ -238,7 +250,7 @@ def test_an_engine_that_has_started_meanwhile_keeps_its_blocks(
         return is_confirmed(question)
 
     monkeypatch.setattr(sys, "stdin", Keyboard("y\n"))
-    monkeypatch.setattr(gc, "is_confirmed", start_an_engine)
+    monkeypatch.setattr(commands, "is_confirmed", start_an_engine)
     assert main(["store", "gc", str(root), *ANY_AGE]) == 0
     with engines[0] as engine:
         assert engine.ask("hits 0 40") == 40
@@ -300,7 +312,7 @@ def test_without_a_terminal_nothing_is_done(
     assert "--yes" in printed.err
     assert "--dry-run" in printed.err
     assert kept(root) == {name}
-    # Where there is nothing to ask about, nobody is needed.
+    # No terminal is needed if there is nothing to ask.
     assert main(["store", "gc", str(root), "--older-than", "1d"]) == 0
 
 
@@ -327,13 +339,13 @@ def test_ctrl_c_while_it_counts(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_root(root, KEYS)
-    count = Books.count_again
+    count = RootSession.count_again
 
-    def count_and_interrupt(books: Books) -> tuple[int, int]:
+    def count_and_interrupt(session: RootSession) -> tuple[int, int]:
         os.kill(os.getpid(), signal.SIGINT)
-        return count(books)
+        return count(session)
 
-    monkeypatch.setattr(Books, "count_again", count_and_interrupt)
+    monkeypatch.setattr(RootSession, "count_again", count_and_interrupt)
     assert main(["store", "gc", str(root), "--yes", *ANY_AGE]) == 128 + signal.SIGINT
     assert "ended by Ctrl-C" in capsys.readouterr().out
     assert len(block_files(root)) == len(KEYS)
@@ -344,15 +356,15 @@ def test_twice_ctrl_c_ends_it_at_once(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_root(root, KEYS)
-    count = Books._count_again
+    count = Transaction.count_again
 
-    def interrupt(books: Books, balance: object) -> object:
-        monkeypatch.setattr(Books, "_count_again", count)
+    def interrupt(txn: Transaction) -> object:
+        monkeypatch.setattr(Transaction, "count_again", count)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("it goes on")
 
-    monkeypatch.setattr(Books, "_count_again", interrupt)
+    monkeypatch.setattr(Transaction, "count_again", interrupt)
     assert main(["store", "gc", str(root), "--yes", *ANY_AGE]) == 128 + signal.SIGINT
     assert capsys.readouterr().out == ""
     assert run_store(capsys, "gc", root, "--older-than", "1d")[1]["dead_engines"] == 1
@@ -367,7 +379,7 @@ def test_ctrl_c_at_the_question(
 
     name = fill_root(root, KEYS)
     monkeypatch.setattr(sys, "stdin", Keyboard())
-    monkeypatch.setattr(gc, "is_confirmed", press)
+    monkeypatch.setattr(commands, "is_confirmed", press)
     assert main(["store", "gc", str(root), *ANY_AGE]) == 128 + signal.SIGINT
     text = capsys.readouterr().out
     assert "ledger      counted again" in text
@@ -379,15 +391,15 @@ def test_what_is_removed_in_part_is_not_called_removed(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_root(root, KEYS)
-    evict = Books.evict
+    evict = Transaction.evict
 
-    def evict_and_interrupt(books: Books, *args: Any, **kwargs: Any) -> Any:
-        gone = evict(books, *args, **kwargs)
+    def evict_and_interrupt(txn: Transaction, *args: Any, **kwargs: Any) -> Any:
+        gone = evict(txn, *args, **kwargs)
         os.kill(os.getpid(), signal.SIGINT)
-        monkeypatch.setattr(Books, "evict", evict)
+        monkeypatch.setattr(Transaction, "evict", evict)
         return gone
 
-    monkeypatch.setattr(Books, "evict", evict_and_interrupt)
+    monkeypatch.setattr(Transaction, "evict", evict_and_interrupt)
     code, document = run_store(capsys, "gc", root, "--yes", *ANY_AGE)
     assert code == 128 + signal.SIGINT
     assert 0 < document["removed_blocks"] < len(KEYS)
@@ -415,7 +427,7 @@ def test_a_file_that_is_no_slab_either(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "notes.txt"
     path.write_text("mine")
     assert main(["store", "gc", str(path), "--yes"]) == 2
-    assert "give the root_dir of an fs tier" in capsys.readouterr().err
+    assert "or the `root_dir` of an fs tier" in capsys.readouterr().err
     assert path.read_text() == "mine"
 
 

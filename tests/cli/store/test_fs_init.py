@@ -1,4 +1,4 @@
-"""`kvtier store init`: a root where there was none, or where someone has removed it."""
+"""`kvtier store init`: makes a root, or a removed one anew."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtier.testing import TierHarness
 from tests.cli.store.outcomes import assert_the_page_has_all_of
 from tests.cli.store.roots import balance_of, fill_root
 from tests.cli.store.slabs import fill, run_store
-from tests.tiering.fs.rig import fs_harness
+from tests.tiering.fs.harness import fs_harness
 
 KEYS = TierHarness.keys(12)
 

@@ -1,4 +1,4 @@
-"""`kvtier store ls` and `stat`: what is in the root of an fs tier."""
+"""`kvtier store ls` and `stat` on the root of an fs tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cli.store.engine_process import FsEngineProcess
 from tests.cli.store.roots import age, balance_of, file_of, fill_root
 from tests.cli.store.slabs import flip, run_store
 from tests.tiering.disk.small_disk import loop_disk
-from tests.tiering.fs.rig import ROW_BYTES, du, fs_harness
+from tests.tiering.fs.harness import ROW_BYTES, du, fs_harness
 from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(5)
@@ -41,7 +41,7 @@ def test_blocks_are_listed_by_last_use(root: Path, capsys: pytest.CaptureFixture
     code, document = run_store(capsys, "ls", root)
     assert code == 0
     assert (document["kind"], document["total"]) == ("fs", 5)
-    # Of one prompt, the head is the last to leave.
+    # The head of a prompt is evicted last.
     recent = [HASHES[n] for n in (1, 0, 2, 3, 4)]
     assert [block["block_hash"] for block in document["blocks"]] == recent
     assert [block["rank"] for block in document["blocks"]] == [1, 2, 3, 4, 5]
@@ -78,7 +78,7 @@ def test_only_one_namespace(root: Path, capsys: pytest.CaptureFixture[str]) -> N
         document = run_store(capsys, "ls", root, "--namespace", name[:8].upper())[1]
         assert {block["block_hash"] for block in document["blocks"]} == set(hashes)
         assert document["total"] == len(hashes)
-    # Ranks are those among all blocks.
+    # Ranks count all blocks.
     first = run_store(capsys, "ls", root, "--namespace", one)[1]["blocks"]
     assert [block["rank"] for block in first] == [4, 5]
     assert main(["store", "ls", str(root), "--namespace", "f" * 32]) == 2
@@ -109,7 +109,7 @@ def test_what_is_no_block_is_not_listed(root: Path, capsys: pytest.CaptureFixtur
     (file.parent / ("c" * 72)).symlink_to("/dev/zero")
     assert run_store(capsys, "ls", root)[1]["total"] == 5
     other = next(shard for shard in file.parent.parent.iterdir() if shard != file.parent)
-    file.rename(other / file.name)  # no engine looks there
+    file.rename(other / file.name)  # where no engine looks for it
     assert run_store(capsys, "ls", root)[1]["total"] == 4
 
 
@@ -219,7 +219,7 @@ def test_engines_are_named_dead_or_alive(root: Path, capsys: pytest.CaptureFixtu
         by_size = [space["namespace"] for space in figures["namespaces"]]
         assert [engines[p.process.pid]["namespace"] for p in (one, two)] == by_size
         assert [space["in_use"] for space in figures["namespaces"]] == [True, True]
-        one.process.send_signal(signal.SIGSTOP)  # else it removes what the other leaves
+        one.process.send_signal(signal.SIGSTOP)  # so that it does not remove what the other left
         two.kill()
         figures = run_store(capsys, "stat", root)[1]
         [dead] = [engine for engine in figures["engines"] if not engine["alive"]]
@@ -238,7 +238,7 @@ def test_engines_are_named_dead_or_alive(root: Path, capsys: pytest.CaptureFixtu
 def test_a_file_with_two_names_is_counted_once(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a block has that is just being published."""
+    """A block has two names while it is being published."""
     name = fill_root(root, KEYS)
     before = run_store(capsys, "stat", root)[1]["allocated_bytes"]
     seat = root / "engines" / ("a" * 32)
@@ -288,8 +288,8 @@ def test_looking_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str])
 def test_no_lock_is_waited_for(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with fs_harness(root) as harness:
         harness.wait_for(harness.store(KEYS))
-        books = harness.tier._books  # type: ignore[attr-defined]
-        with books.transaction():
+        session = harness.tier._session  # type: ignore[attr-defined]
+        with session.transaction():
             for command in (["ls"], ["stat"], ["verify"], ["gc", "--dry-run"]):
                 assert run_store(capsys, command[0], root, *command[1:])[0] == 0
 

@@ -19,7 +19,7 @@ from tests.cli.store.outcomes import (
 from tests.cli.store.roots import file_of, fill_root
 from tests.cli.store.slabs import flip, overwrite
 from tests.cli.store.test_refusals import as_nobody, let_others_in
-from tests.tiering.fs.rig import block_files
+from tests.tiering.fs.harness import block_files
 
 COMMANDS: dict[str, list[str]] = {
     "ls": [],

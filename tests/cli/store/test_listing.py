@@ -1,4 +1,4 @@
-"""`kvtier store ls` and `stat`: what is in a slab that no engine has open."""
+"""`kvtier store ls` and `stat` on a slab that no engine has open."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_blocks_are_listed_by_last_use(path: Path, capsys: pytest.CaptureFixture
     code, document = run_store(capsys, "ls", path)
     assert code == 0
     assert document["total"] == 5
-    # Of one prompt, the head is the last to leave.
+    # The head of a prompt is evicted last.
     recent = [HASHES[n] for n in (1, 0, 2, 3, 4)]
     assert [block["block_hash"] for block in document["blocks"]] == recent
     assert [block["rank"] for block in document["blocks"]] == [1, 2, 3, 4, 5]
@@ -181,9 +181,13 @@ def test_the_figures_of_a_damaged_slab(path: Path, capsys: pytest.CaptureFixture
     figures = run_store(capsys, "stat", path)[1]
     assert figures["intact_superblocks"] == 1
     assert figures["damaged_index_pages"] == 1
-    assert figures["blocks"] == 5  # they are in the other page
+    assert figures["blocks"] == 5  # those of the intact page
     assert figures["clear_pending"]
     assert main(["store", "stat", str(path)]) == 0
     text = capsys.readouterr().out
-    for line in ("superblock  one of two", "index       2 pages, 1 damaged", "clear       asked"):
+    for line in (
+        "superblock  one of two",
+        "index       2 pages, 1 damaged",
+        "clear       requested",
+    ):
         assert line in text

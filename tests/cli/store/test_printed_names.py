@@ -1,4 +1,4 @@
-"""Names that others have chosen are printed so that a terminal and a log show them as they are."""
+"""Control characters in names of engines, hosts and files are escaped."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import main
-from kvtier.config.redaction import printable
+from kvtier.config.errors import printable
 from kvtier.testing import TierHarness
 from kvtier.tiering.disk.layout import HOLDER_OFFSET, Holder
-from kvtier.tiering.disk.refusal import SlabRefused
-from kvtier.tiering.fs.refusal import RootRefused
+from kvtier.tiering.disk.ownership import SlabRefused
+from kvtier.tiering.fs.access import RootRefused
 from tests.cli.store.slabs import fill
-from tests.tiering.disk.rig import disk_harness
-from tests.tiering.fs.rig import fs_harness
+from tests.tiering.disk.harness import disk_harness
+from tests.tiering.fs.harness import fs_harness
 
 KEYS = TierHarness.keys(4)
 EVIL = "x\x1b]0;pwned\x07\n2026-01-01 ERROR forged\r\x9b2K\u202egnp"

@@ -1,4 +1,4 @@
-"""What `kvtier store` refuses, in one sentence each, and how it ends when it is cut short."""
+"""What `kvtier store` refuses, in one sentence each, and how it ends when interrupted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.store.slab_scrub import SlabScrubber
 from kvtier.testing import TierHarness
 from kvtier.tiering.disk.layout import Geometry, Superblock
 from kvtier.tiering.disk.reader import Snapshot
+from kvtier.tiering.disk.scrub import SlabScrubber
 from kvtier.tiering.io.page import PAGE_BYTES, close_page
 from tests.cli.store.outcomes import (
     assert_all_refuse,
@@ -55,14 +55,14 @@ def _newer_version(path: Path) -> None:
 
 
 def _impossible(path: Path) -> None:
-    """A superblock that is intact, and says that the file is larger than any disk."""
+    """An intact superblock that says the file is larger than any disk."""
     fill(path, [])
     page = Superblock(b"u" * 16, Geometry(PAGE_BYTES, 2**39), revision=99).encode()
     overwrite(path, 0, page)
 
 
 def _sparse(path: Path) -> None:
-    """Two pages, which claim that the file has an index of 1 GiB. The rest is a hole."""
+    """Two superblocks for an index of 1 GiB. The rest of the file is a hole."""
     geometry = Geometry(PAGE_BYTES, 2**24)
     page = Superblock(bytes(16), geometry, clock=10).encode()
     path.write_bytes(page + page)
@@ -86,14 +86,14 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pipe": (os.mkfifo, "is not a regular file: give the path"),
     "socket": (_socket, "is not a regular file: give the path"),
     "device": (lambda path: path.symlink_to("/dev/zero"), "is not a regular file: give the path"),
-    "empty": (Path.touch, "is empty, and no slab"),
+    "empty": (Path.touch, "is empty, so it is not a slab"),
     "text": (lambda path: path.write_text("hello\n" * 5000), "is not a slab: give the path"),
     "short": (lambda path: path.write_text("hello"), "is not a slab: give the path"),
     "damaged": (_damage_both_superblocks, "both copies of the superblock"),
     "newer": (_newer_version, "version 2; this kvtier reads 1. Use the kvtier that wrote it"),
     "sparse": (_sparse, "has a hole where its index should be"),
-    "sparse and cut off": (_sparse_and_cut_off, "it was cut off; remove it"),
-    "impossible": (_impossible, "it was cut off; remove it"),
+    "sparse and cut off": (_sparse_and_cut_off, "it was truncated; remove it"),
+    "impossible": (_impossible, "it was truncated; remove it"),
 }
 
 
@@ -109,7 +109,7 @@ def test_what_is_no_slab_is_refused_with_a_remedy(
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Without the rights of root, if this runs with them: neither for `open` nor for `access`."""
+    """Drop the rights of root, if the tests have them, for `open` and for `access`."""
     if os.geteuid() != 0:
         yield
         return
@@ -121,7 +121,7 @@ def as_nobody() -> Iterator[None]:
 
 
 def let_others_in(folder: Path) -> None:
-    """pytest keeps others out of all directories that it makes."""
+    """Open the directories of pytest, which are private, to other users."""
     top = Path(tempfile.gettempdir()).resolve()
     for each in (folder, *folder.parents):
         if top in each.parents:
@@ -193,7 +193,7 @@ def test_on_a_terminal_the_user_is_asked(
     monkeypatch.setattr(sys, "stdin", Keyboard(answer))
     assert main(["store", "clear", str(path)]) == code
     printed = capsys.readouterr()
-    assert f"{path} holds {len(KEYS)} blocks. Forget all of them? [y/N]\n" in printed.err
+    assert f"{path} holds {len(KEYS)} blocks. Clear all of them? [y/N]\n" in printed.err
     assert ("nothing was cleared" in printed.err) == (code == 1)
     assert run_store(capsys, "stat", path)[1]["blocks"] == (len(KEYS) if code else 0)
 
@@ -205,7 +205,7 @@ def test_ctrl_c_ends_it_with_what_was_found(tmp_path: Path) -> None:
     path = tmp_path / "kv.slab"
     fill(path, KEYS)
     process = start("verify", str(path), "--max-rate", "1", "--json", output=subprocess.PIPE)
-    document = json.loads(interrupt(process, "that takes about"))  # now it reads
+    document = json.loads(interrupt(process, "that takes about"))  # it reads now
     assert (document["ok"], document["complete"], document["damaged"]) == (False, False, 0)
 
 
@@ -224,6 +224,7 @@ def test_ctrl_c_does_not_hide_what_looks_damaged(
     assert main(["store", "verify", str(path)]) == 128 + signal.SIGINT
     text = capsys.readouterr().out
     assert "ended by Ctrl-C after 360 KiB of 360 KiB" in text
+    assert "damaged blocks were not checked a second time" in text
     assert f"damaged  {len(KEYS)}\n" in text
 
 

@@ -1,4 +1,4 @@
-"""`kvtier store verify`: every kind of damage is found, named, and nothing else is."""
+"""`kvtier store verify` on a slab finds and names every kind of damage, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvtier import seal
 from kvtier.base import OffloadKey
 from kvtier.cli import main
-from kvtier.cli.store import rate_limit
-from kvtier.cli.store.amounts import as_age
-from kvtier.cli.store.rate_limit import RateLimit
-from kvtier.seal import SealFailure
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk.index import namespace_tag
-from kvtier.tiering.disk.layout import Geometry, Superblock, encode_stamp, write_slot_header
-from kvtier.tiering.disk.reader import Entry, check_slot
+from kvtier.tiering import scrubber
+from kvtier.tiering.disk.layout import Geometry
+from kvtier.tiering.inspection import as_age
 from kvtier.tiering.io.page import PAGE_BYTES
 from tests.cli.store.slabs import (
     GEOMETRY,
@@ -35,6 +28,7 @@ from tests.cli.store.slabs import (
     run_store,
     slot_of,
 )
+from tests.tiering.test_scrubber import VirtualTime
 
 KEYS = TierHarness.keys(80)
 VICTIM = KEYS[11]
@@ -127,9 +121,9 @@ def test_a_file_that_was_cut_off(path: Path, capsys: pytest.CaptureFixture[str])
         file.truncate(GEOMETRY.slot_offset(50) + 100)
     code, document = run_store(capsys, "verify", path)
     assert code == 1
-    assert document["good"] == 50  # though nothing is left of the index
+    assert document["good"] == 50  # found in the slots: the index is lost
     assert set(document["reasons"]) == {"unreadable"}
-    assert any("cut off" in problem for problem in document["problems"])
+    assert any("truncated" in problem for problem in document["problems"])
     assert run_store(capsys, "stat", path)[1]["damaged_index_pages"] == 2
 
 
@@ -160,7 +154,7 @@ def test_only_one_namespace_is_read(path: Path, capsys: pytest.CaptureFixture[st
 def test_a_slot_that_was_written_after_the_index(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a crash: the newer block is sound, and the index is only behind."""
+    """As after a crash: the newer block is good, and the index is behind."""
     geometry = Geometry(GEOMETRY.payload_bytes, 1)
     fill(path, [KEYS[0]], geometry=geometry)
     index = read(path, geometry.index_offset, PAGE_BYTES)
@@ -210,82 +204,9 @@ def test_a_rate_that_takes_long_is_said_at_once(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(path, KEYS)
-    monkeypatch.setattr(rate_limit, "time", VirtualTime())
+    monkeypatch.setattr(scrubber, "time", VirtualTime())
     assert main(["store", "verify", str(path), "--max-rate", "200"]) == 0
     seconds = len(KEYS) * SLOT_BYTES / 200
     assert f"at most 200 B per s: that takes about {as_age(seconds)}\n" in capsys.readouterr().err
     assert main(["store", "verify", str(path), "--max-rate", "1GB"]) == 0
     assert capsys.readouterr().err == ""
-
-
-class VirtualTime:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_pauses_are_not_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = VirtualTime()
-    monkeypatch.setattr(rate_limit, "time", clock)
-    limit = RateLimit(1000)
-    for _ in range(10):
-        limit.wait_for(500)
-    assert clock.now == pytest.approx(105.0)
-    clock.now += 60
-    for _ in range(10):
-        limit.wait_for(500)
-    assert clock.now == pytest.approx(170.0)
-
-
-# --- any bit -----------------------------------------------------------------------------------
-
-SUPERBLOCK = Superblock(b"u" * 16, Geometry(PAGE_BYTES, 9), cut=5)
-FINGERPRINT = b"f" * 16
-ENTRY = Entry(seq=7, tag=namespace_tag(FINGERPRINT), key=VICTIM)
-
-
-def written(seq: int, slot: int = 3) -> bytearray:
-    payload = bytes(range(256)) * (PAGE_BYTES // 256)
-    block = bytearray(PAGE_BYTES) + payload
-    with memoryview(block) as view:
-        block_seal = seal.make(VICTIM, payload, FINGERPRINT, "engine")
-        stamp = encode_stamp(SUPERBLOCK.uuid, slot, seq)
-        write_slot_header(view[:PAGE_BYTES], block_seal, stamp)
-    return block
-
-
-@given(bit=st.integers(0, 8 * 2 * PAGE_BYTES - 1))
-def test_no_bit_can_be_flipped(bit: int) -> None:
-    block = written(seq=7)
-    assert check_slot(memoryview(block), SUPERBLOCK, 3, ENTRY).failure is None
-    block[bit // 8] ^= 1 << bit % 8
-    assert check_slot(memoryview(block), SUPERBLOCK, 3, ENTRY).failure is not None
-
-
-@given(junk=st.binary(max_size=400), at=st.integers(0, 2 * PAGE_BYTES - 1))
-def test_junk_is_refused_or_nothing(junk: bytes, at: int) -> None:
-    block = bytearray(2 * PAGE_BYTES)
-    block[at : at + len(junk)] = junk[: len(block) - at]
-    assert check_slot(memoryview(block), SUPERBLOCK, 3, ENTRY).failure is not None
-    assert check_slot(memoryview(block), SUPERBLOCK, 3, None).key is None
-
-
-def test_what_is_known_of_a_slot_decides() -> None:
-    def failure(block: bytearray, slot: int, expected: Entry | None) -> SealFailure | None:
-        return check_slot(memoryview(block), SUPERBLOCK, slot, expected).failure
-
-    assert failure(written(seq=6), 3, ENTRY) is SealFailure.STALE
-    assert failure(written(seq=8), 3, ENTRY) is None
-    assert failure(written(seq=8, slot=4), 3, ENTRY) is SealFailure.STALE
-    assert failure(written(seq=7), 3, Entry(7, ENTRY.tag, KEYS[0])) is SealFailure.KEY
-    assert failure(written(seq=7), 3, Entry(7, ENTRY.tag, None)) is None
-    assert failure(written(seq=7), 3, Entry(7, 1, VICTIM)) is SealFailure.FINGERPRINT
-    dead = check_slot(memoryview(written(seq=4)), SUPERBLOCK, 3, None)
-    assert (dead.key, dead.failure) == (None, None)
-    elsewhere = check_slot(memoryview(written(seq=7, slot=4)), SUPERBLOCK, 3, None)
-    assert (elsewhere.key, elsewhere.failure) == (None, None)

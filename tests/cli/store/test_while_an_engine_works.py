@@ -1,4 +1,4 @@
-"""`kvtier store` over a slab that an engine in another process has open."""
+"""`kvtier store` on a slab that an engine in another process has open."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.store import slab_scrub
-from kvtier.cli.store.slab_store import SlabStore
-from kvtier.cli.store.store import Scrub
 from kvtier.testing import TierHarness
+from kvtier.tiering.disk import scrub as slab_scrub
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.io.page import PAGE_BYTES
 from tests.cli.store.engine_process import EngineProcess
@@ -36,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def engine(path: Path) -> Iterator[EngineProcess]:
-    """An engine that has stored twenty blocks, and waits."""
+    """An idle engine that has stored twenty blocks."""
     with EngineProcess(path) as engine:
         assert engine.ask("store 0 20") == 20
         yield engine
@@ -83,7 +81,7 @@ def test_looking_does_not_keep_an_engine_out(
 def test_what_is_being_overwritten_is_no_damage(
     payload_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every slot is written again and again, much faster than the index gets into the file."""
+    """Every slot is overwritten many times, faster than the index is written."""
     path = tmp_path / "kv.slab"
     num_looked_at = 0
     with EngineProcess(path, Geometry(payload_bytes, 70)) as engine:
@@ -100,45 +98,6 @@ def test_what_is_being_overwritten_is_no_damage(
     assert run_store(capsys, "verify", path)[1]["good"] == 70
 
 
-def verify_while(path: Path, at_start: Callable[[], Any], at_end: Callable[[], Any]) -> Scrub:
-    """Do something before the first slot is read, and something after the last one was, once."""
-    pending = [at_start, at_end]
-
-    def on_progress(done: int, total: int) -> None:
-        if len(pending) == 2 or (pending and done == total):
-            pending.pop(0)()
-
-    with SlabStore(path) as store:
-        scrub = store.verify(None, None, on_progress)
-    assert not pending
-    return scrub
-
-
-def test_a_slot_that_was_half_written_is_looked_at_again(path: Path) -> None:
-    with engine_on(path) as harness:
-        harness.wait_for(harness.store(KEYS))
-        wait_until(lambda: _num_listed(path) == 20)
-        place = GEOMETRY.slot_offset(slot_of(path, KEYS[3])) + PAGE_BYTES
-        scrub = verify_while(path, lambda: flip(path, place), lambda: flip(path, place))
-    assert (scrub.num_good, scrub.num_gone, scrub.damaged) == (20, 0, [])
-
-
-def test_a_slot_that_the_engine_has_given_up_is_gone(path: Path) -> None:
-    with engine_on(path) as harness:
-        harness.wait_for(harness.store(KEYS))
-        wait_until(lambda: _num_listed(path) == 20)
-        place = GEOMETRY.slot_offset(slot_of(path, KEYS[3]))
-        scrub = verify_while(
-            path, lambda: flip(path, place), lambda: harness.wait_for(harness.load([KEYS[3]]))
-        )
-    assert (scrub.num_good, scrub.num_gone, scrub.damaged) == (19, 1, [])
-
-
-def _num_listed(path: Path) -> int:
-    with SlabStore(path) as store:
-        return store.figures().num_blocks
-
-
 def test_damage_under_a_running_engine_is_found(
     path: Path,
     engine: EngineProcess,
@@ -153,7 +112,7 @@ def test_damage_under_a_running_engine_is_found(
     assert code == 1
     assert [(block["slot"], block["reason"]) for block in document["blocks"]] == [(slot, "digest")]
     assert document["good"] == 19
-    assert engine.ask("hits 0 20") == 20  # nothing was mended
+    assert engine.ask("hits 0 20") == 20  # verify repairs nothing
 
 
 # --- clear -------------------------------------------------------------------------------------
@@ -189,7 +148,7 @@ def test_without_an_engine_it_is_done_here(path: Path, capsys: pytest.CaptureFix
     assert (figures["blocks"], figures["dead_blocks"], figures["held"]) == (0, 20, False)
     assert run_store(capsys, "ls", path)[1]["total"] == 0
     assert path.stat().st_blocks == allocated
-    # The slots still hold them: not even someone who asks those finds a block.
+    # The slots still hold the blocks, but a scan of the slots finds none.
     for page_no in range(GEOMETRY.num_index_pages):
         flip(path, GEOMETRY.index_offset + page_no * PAGE_BYTES + 50)
     assert run_store(capsys, "verify", path)[1]["good"] == 0
@@ -272,7 +231,7 @@ def test_two_who_clear_at_once_are_both_answered(
     first = start_clear(path)
     wait_until(lambda: bool(run_store(capsys, "stat", path)[1]["clear_pending"]))
     second = start_clear(path)
-    # Both have asked, and only the second request stands in the file.
+    # Both have written a request, and the second has replaced the first.
     wait_until(lambda: _has_written(second, path))
     engine.process.send_signal(signal.SIGCONT)
     assert result_of(first)["by_engine"]
@@ -281,7 +240,7 @@ def test_two_who_clear_at_once_are_both_answered(
 
 
 def _has_written(process: subprocess.Popen[str], path: Path) -> bool:
-    """Whether a process has the slab open, and has written something."""
+    """True once a process has the slab open and has written something."""
     try:
         written = Path(f"/proc/{process.pid}/io").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The same outcome, whatever vLLM is in PATH where the tests run."""
+"""Makes outcomes independent of the vLLM in PATH where the tests run."""
 
 from __future__ import annotations
 

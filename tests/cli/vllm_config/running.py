@@ -35,7 +35,7 @@ def finding(document: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def config_in(flag: str) -> dict[str, Any]:
-    """What vLLM is given, by a shell that has read the flag."""
+    """The arguments that vLLM gets from a shell that has read the flag."""
     *others, option, text = shlex.split(flag)
     assert others[:1] in ([], ["--shutdown-timeout"])
     assert option == "--kv-transfer-config"
@@ -46,7 +46,7 @@ def config_in(flag: str) -> dict[str, Any]:
 def run_apart(
     *arguments: str, before: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, which `before` starts."""
+    """Run the command in a process of its own, under the command line `before`."""
     return subprocess.run(
         [*before, sys.executable, "-m", "kvtier", "vllm-config", *arguments],
         env=os.environ | {"PYTHONPATH": str(SRC)} | environment,

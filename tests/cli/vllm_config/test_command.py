@@ -1,4 +1,4 @@
-"""What the command writes where, and how it ends."""
+"""Standard output, standard error and exit codes of the command."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_both_ways_to_answer_say_the_same(
     for check in document["checks"]:
         assert set(check) == {"name", "status", "found", "remedy"}
         assert check["status"] in ("ok", "warning", "problem")
-        if check["name"] != "memory":  # which changes all the time
+        if check["name"] != "memory":  # it changes all the time
             assert check["found"] in printed.err
             assert check["remedy"] in printed.err
         assert bool(check["remedy"]) == (check["status"] != "ok")
@@ -55,7 +55,7 @@ def test_what_an_engine_would_warn_of_is_found(capsys: pytest.CaptureFixture[str
 
 
 def test_neither_torch_nor_vllm_is_loaded(tmp_path: Path) -> None:
-    """They take seconds. Whoever changes that makes the command slow."""
+    """Importing them takes seconds, and would make the command slow."""
     probe = (
         "import sys; from kvtier.cli import main; main(sys.argv[1:]); "
         "print({name.partition('.')[0] for name in sys.modules} & {'torch', 'vllm'})"
@@ -127,7 +127,7 @@ def test_a_reader_that_has_gone_ends_it_quietly() -> None:
 
 
 def test_terminals_of_any_encoding() -> None:
-    """The flag is ASCII, and what is said beside it shows what it cannot write."""
+    """The flag is ASCII, and the findings escape what the locale cannot write."""
     ended = run_apart(
         "--cpu", "1MiB", "--fs", "/tmp/é:8MiB", "--json", PYTHONIOENCODING="ascii", LC_ALL="C.UTF-8"
     )
@@ -136,4 +136,4 @@ def test_terminals_of_any_encoding() -> None:
     ended = run_apart(
         "--cpu", "1MiB", "--fs", "/tmp/é:8MiB", PYTHONIOENCODING="ascii", LC_ALL="C.UTF-8"
     )
-    assert r"/tmp/\xe9 is made at the start" in ended.stderr
+    assert r"the engine makes /tmp/\xe9 when it starts" in ended.stderr

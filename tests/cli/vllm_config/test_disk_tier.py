@@ -1,4 +1,4 @@
-"""A disk tier's place, looked at without touching it."""
+"""Checks of a disk tier's path, which change nothing there."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.vllm_config import disk_tier
-from kvtier.cli.vllm_config.o_direct import allows_o_direct
+from kvtier.cli.vllm_config import tier_checks
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.io import page
+from kvtier.tiering.io.page import allows_o_direct
 from tests.cli.store.slabs import GEOMETRY, engine_on, fill, flip
 from tests.cli.vllm_config.running import answer_of, finding
 from tests.tiering.disk.small_disk import loop_disk, small_tmpfs
@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 def state_of(directory: Path) -> dict[str, tuple[int, int, int, int]]:
-    """What would show that someone was there."""
+    """The state of the directory, which any change would show in."""
     return {
         str(path): (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         for path in [directory, *directory.rglob("*")]
@@ -38,7 +38,7 @@ def test_a_new_slab_on_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         code, document = answer_of(capsys, "--disk", f"{path}:8MiB")
         assert state_of(disk.root) == before
         assert (code, document["ok"]) == (0, True)
-        assert "it is made at the start" in finding(document, f"{AT}.path")["found"]
+        assert "the engine makes it when it starts" in finding(document, f"{AT}.path")["found"]
         assert finding(document, f"{AT}.file_system") == {
             "name": f"{AT}.file_system",
             "status": "ok",
@@ -128,11 +128,11 @@ def test_a_slab_that_nobody_has_open(tmp_path: Path, capsys: pytest.CaptureFixtu
     before, content = state_of(tmp_path), path.read_bytes()
     code, document = answer_of(capsys, "--disk", str(path))
     assert code == 0
-    assert finding(document, f"{AT}.path")["found"].endswith("which nobody has open")
+    assert finding(document, f"{AT}.path")["found"].endswith("which no engine has open")
     code, document = answer_of(capsys, "--disk", f"{path}:{GEOMETRY.needed_bytes}")
     assert finding(document, f"{AT}.room")["status"] == "ok"
     code, document = answer_of(capsys, "--disk", f"{path}:100KiB")
-    assert "it is made smaller, 100 KiB" in finding(document, f"{AT}.path")["found"]
+    assert "the engine shrinks it to 100 KiB" in finding(document, f"{AT}.path")["found"]
     assert (state_of(tmp_path), path.read_bytes()) == (before, content)
 
 
@@ -158,7 +158,7 @@ def test_a_slab_that_an_engine_has_open(tmp_path: Path, capsys: pytest.CaptureFi
         assert found["status"] == "problem"
         assert f"(process {os.getpid()} on " in found["found"]
         keys = TierHarness.keys(3)
-        assert harness.wait_for(harness.store(keys))[0].result.success  # it has not noticed
+        assert harness.wait_for(harness.store(keys))[0].result.success  # undisturbed
     code, document = answer_of(capsys, "--disk", f"{path}:1MiB")
     assert (code, finding(document, f"{AT}.path")["status"]) == (0, "ok")
 
@@ -166,7 +166,9 @@ def test_a_slab_that_an_engine_has_open(tmp_path: Path, capsys: pytest.CaptureFi
 def test_no_size_and_no_slab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, document = answer_of(capsys, "--disk", f"{tmp_path}/kv.slab")
     assert code == 1
-    assert finding(document, f"{AT}.path")["remedy"] == "Give a size, and it is made"
+    assert finding(document, f"{AT}.path")["remedy"] == (
+        "Give a size: the engine makes the file when it starts"
+    )
 
 
 def _damaged(path: Path) -> None:
@@ -211,7 +213,7 @@ def test_two_tiers_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     code, document = answer_of(capsys, *tiers)
     assert code == 1
     found = finding(document, "secondary_tiers[1]")
-    assert "is where secondary_tiers[0] is" in found["found"]
+    assert "is also the path of secondary_tiers[0]" in found["found"]
 
 
 # --- O_DIRECT ----------------------------------------------------------------------------------
@@ -229,8 +231,8 @@ def test_a_file_system_without_o_direct(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Kernels of today have it everywhere where a file without a name can be made.
-    monkeypatch.setattr(SlabFile, "use_o_direct", lambda file: False)
+    # Current kernels have O_DIRECT on every file system with unnamed files.
+    monkeypatch.setattr(page, "set_o_direct", lambda fd: False)
     tier = {"type": "disk", "path": f"{tmp_path}/kv.slab", "max_bytes": "1MiB"}
     _, document = answer_of(capsys, "--tier", json.dumps(tier | {"use_o_direct": wanted}))
     found = finding(document, f"{AT}.o_direct")
@@ -240,7 +242,7 @@ def test_a_file_system_without_o_direct(
 def test_o_direct_that_is_not_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "allows_o_direct", None)  # nobody tries
+    monkeypatch.setattr(tier_checks, "allows_o_direct", None)  # must not be called
     tier = {"type": "disk", "path": f"{tmp_path}/kv.slab", "max_bytes": "1MiB"}
     code, document = answer_of(capsys, "--tier", json.dumps(tier | {"use_o_direct": False}))
     assert (code, finding(document, f"{AT}.o_direct")["status"]) == (0, "ok")

@@ -1,4 +1,4 @@
-"""What the kernel's table of mounts says about a path."""
+"""The mount of a path, from the kernel's table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.vllm_config.file_systems import Mount, mount_of
+from kvtier.cli.vllm_config.tier_checks import Mount, mount_of
 from tests.tiering.disk.small_disk import small_tmpfs
 
 TABLE = """\

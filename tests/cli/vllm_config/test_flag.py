@@ -1,4 +1,4 @@
-"""The flag: what vLLM gets is what was asked for."""
+"""The flag says to vLLM what the options ask for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cli import main
-from kvtier.cli.vllm_config.flag import flags_of, transfer_config
-from kvtier.cli.vllm_config.wishes import TierWish, Wishes
+from kvtier.cli.vllm_config.flag import RequestedConfig, TierOption, flags_of, transfer_config
 from kvtier.config import OffloadingOptions
 from tests.cli.vllm_config.running import answer_of, config_in
 
@@ -25,7 +24,7 @@ NASTY = "/tmp/a 'b' \"c\" $HOME `x` \\ ! \t\n:é\U0001f600"
 def printed_config(
     capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All of it, and the user's keys in it, which kvtier accepts."""
+    """The flag's object, and the user's keys in it, which kvtier accepts."""
     assert main(["vllm-config", "--no-check", *arguments]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -101,15 +100,15 @@ COLONS = {
 @pytest.mark.parametrize("given", COLONS)
 def test_the_last_colon_separates_the_size(given: str) -> None:
     path, size = COLONS[given]
-    entry = TierWish("--disk", given).entry()
+    entry = TierOption("--disk", given).entry()
     assert (entry["path"], entry.get("max_bytes")) == (path, size)
 
 
 @given(TEXTS, TEXTS)
 def test_any_path_and_any_name_come_through_a_shell(path: str, namespace: str) -> None:
-    wishes = Wishes(
+    wishes = RequestedConfig(
         cpu="1GiB",
-        tiers=[TierWish("--disk", f"/{path}:1GiB"), TierWish("--fs", f"/{path}:2GiB")],
+        tiers=[TierOption("--disk", f"/{path}:1GiB"), TierOption("--fs", f"/{path}:2GiB")],
         namespace=namespace,
     )
     flag = flags_of(transfer_config(wishes.extra_config(), is_plain=False), None)
@@ -149,7 +148,7 @@ def test_the_document_has_the_same_flag(capsys: pytest.CaptureFixture[str]) -> N
 def test_what_outlives_the_process_is_given_time_to_be_stored(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """vLLM's own default is none."""
+    """vLLM does not wait by default."""
     disk = ["--disk", f"{tmp_path}/kv.slab:1GiB"]
     for arguments, seconds in (
         ([], None),

@@ -1,4 +1,4 @@
-"""An fs tier's directory, looked at without touching it."""
+"""Checks of an fs tier's directory, which change nothing there."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.cli.store.slabs import overwrite
 from tests.cli.vllm_config.running import answer_of, finding
 from tests.cli.vllm_config.test_disk_tier import state_of
 from tests.tiering.disk.small_disk import loop_disk, small_tmpfs
+from tests.tiering.fs.harness import bytes_for, fs_harness
 from tests.tiering.fs.mounts import bind_mounted_by_fuse
-from tests.tiering.fs.rig import bytes_for, fs_harness
 
 AT = "secondary_tiers[0]"
 MIB = 2**20
@@ -34,7 +34,10 @@ def test_a_directory_that_is_not_there_yet(
         assert state_of(disk.root) == before
         assert code == 0
         found = finding(document, f"{AT}.root_dir")
-        assert (found["status"], found["found"]) == ("ok", f"{disk.root}/new is made at the start")
+        assert (found["status"], found["found"]) == (
+            "ok",
+            f"the engine makes {disk.root}/new when it starts",
+        )
         assert finding(document, f"{AT}.file_system")["found"] == (
             f"ext4, mounted at {disk.root}: engines on this host share it"
         )
@@ -144,7 +147,7 @@ def test_more_than_the_file_system_has(tmp_path: Path, capsys: pytest.CaptureFix
         assert code == 0
         found = finding(document, f"{AT}.room")
         assert found["status"] == "warning"
-        assert "it is full before the tier has what it may take" in found["found"]
+        assert "it fills up before the tier reaches max_bytes" in found["found"]
 
 
 def test_what_is_there_need_not_be_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Host memory: what is too little is found before an engine is started."""
+"""Host memory: too little of it is found before an engine starts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.vllm_config.findings import Finding, Status
-from kvtier.cli.vllm_config.machine import Machine
-from kvtier.cli.vllm_config.memlock import check_memlock
-from kvtier.cli.vllm_config.memory import check_memory
-from kvtier.cli.vllm_config.ranks import check_ranks
+from kvtier.cli.vllm_config.host_checks import (
+    Finding,
+    Machine,
+    Status,
+    check_memlock,
+    check_memory,
+    check_ranks,
+)
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.cli.vllm_config.running import finding, run_apart
 from tests.tiering.disk.small_disk import small_tmpfs
@@ -42,7 +45,7 @@ def test_a_container_with_dockers_default_shared_memory() -> None:
     if "mount:" in ended.stderr or "unshare" in ended.stderr:
         pytest.skip(f"no mounts here: {ended.stderr.strip()}")
     assert ended.returncode == 1
-    assert ended.stdout.startswith("--kv-transfer-config '{")  # the flag is printed even so
+    assert ended.stdout.startswith("--kv-transfer-config '{")  # the flag is printed all the same
     assert ended.stdout.count("\n") == 1
     assert "PROBLEM  shared_memory  /dev/shm (64 MiB in all) has 64 MiB free" in ended.stderr
     assert "--shm-size=1025m" in ended.stderr
@@ -72,7 +75,7 @@ def test_regions_of_engines_may_be_gone_by_then(tmp_path: Path) -> None:
         try:
             found = judged("shared_memory", 3 * MIB, Machine(shared_memory=root))
             assert found.status is Status.WARNING
-            assert "taken by regions of kvtier engines" in found.found
+            assert "Shared memory of kvtier engines takes" in found.found
             too_much = judged("shared_memory", 5 * MIB, Machine(shared_memory=root))
             assert too_much.status is Status.PROBLEM
         finally:
@@ -83,7 +86,7 @@ def test_regions_of_engines_may_be_gone_by_then(tmp_path: Path) -> None:
 def test_no_shared_memory_at_all(tmp_path: Path) -> None:
     (found,) = check_memory(MIB, Machine(shared_memory=tmp_path / "missing"))
     assert (found.name, found.status) == ("shared_memory", Status.PROBLEM)
-    assert "mount a tmpfs there" in found.remedy
+    assert "Mount a tmpfs there" in found.remedy
 
 
 # --- the memory itself -------------------------------------------------------------------------
@@ -120,7 +123,7 @@ def test_the_limit_of_a_container(files: dict[str, str], membership: str, tmp_pa
     assert judged("control_group", 7 * GIB, machine).status is Status.OK
     close = judged("control_group", 7 * GIB + GIB // 2, machine)
     assert close.status is Status.WARNING
-    assert "hardly anything for the weights" in close.found
+    assert "hardly any memory for the weights" in close.found
     found = judged("control_group", 9 * GIB, machine)
     assert found.status is Status.PROBLEM
     assert "has 8 GiB free; the tier takes 9 GiB" in found.found
@@ -153,7 +156,7 @@ def without_rights(tmp_path: Path, *devices: str) -> Machine:
 
 MEMLOCK = {
     "nothing is pinned": ((), Status.OK, "without a GPU"),
-    "nvidia": (("nvidia0", "nvidiactl"), Status.OK, "NVIDIA's driver pins"),
+    "nvidia": (("nvidia0", "nvidiactl"), Status.OK, "NVIDIA's driver ignores it"),
     "amd": (("kfd",), Status.WARNING, "for /dev/kfd"),
 }
 

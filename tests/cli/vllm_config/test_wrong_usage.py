@@ -1,4 +1,4 @@
-"""What is refused, whatever machine it is for: nothing on standard output, and the remedy."""
+"""Input that is refused on any machine: a remedy on standard error, and no output."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_all_that_is_wrong_with_the_tiers_is_said_at_once(
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:
-    """vLLM reads JSON in UTF-8, and what is none cannot be said in it."""
+    """vLLM reads JSON in UTF-8, which cannot hold other bytes."""
     ended = run_apart("--cpu", "1GiB", "--fs", os.fsdecode(b"/mnt/caf\xe9:1GiB"), "--no-check")
     assert ended.returncode == 2
     assert ended.stdout == ""
-    assert "/mnt/caf\\udce9 is no UTF-8" in ended.stderr
+    assert "/mnt/caf\\udce9 is not UTF-8" in ended.stderr
 
 
 def test_a_path_of_another_machine_is_not_wrong(capsys: pytest.CaptureFixture[str]) -> None:

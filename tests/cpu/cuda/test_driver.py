@@ -1,4 +1,4 @@
-"""Without a driver that is new enough there is none, and the reason says what to do."""
+"""Without a driver that is new enough there is an error with the remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_driver_that_is_too_old_is_refused(library: Any, monkeypatch: pytest.M
 
 
 class Library:
-    """As much of the driver as the calls below need; notes what it was given."""
+    """The part of the driver that the tests need; it notes its arguments."""
 
     def __init__(self) -> None:
         self.code = 0

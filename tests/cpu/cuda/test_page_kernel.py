@@ -1,5 +1,5 @@
-"""The kernel compiles for every device it may meet, and it is said when it cannot be. It is told
-what to do as it expects it."""
+"""The kernel compiles for every supported device, or an error says why not. Its parameters have the
+right layout."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 ORDER = struct.Struct("=3Q8I")
-"""As in page_kernel.cu, where nothing needs padding."""
+"""The struct of page_kernel.cu, which has no padding."""
 ENTRY = struct.Struct("=II")
 CAPACITIES = {"few": 64, "many": 4000}
 
 
 @dataclass
 class Launch:
-    """What the driver was given, as the device sees it."""
+    """The parameters that the driver got, as the device sees them."""
 
     function: str
     blocks: int
@@ -70,7 +70,7 @@ class Launch:
     stream: int
     order: tuple[int, ...]
     entries: list[tuple[int, int]]
-    """As many as the kernel has parameters for."""
+    """As many entries as the kernel has parameters for."""
     address: int
 
 
@@ -103,7 +103,7 @@ def packed(entries: list[tuple[int, int]]) -> memoryview:
 @pytest.mark.parametrize("is_store", [True, False])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_the_kernel_is_told_what_to_do(is_store: bool, is_packed: bool) -> None:
-    """Whatever it was told before. The smaller of two is launched where it will do."""
+    """Independent of earlier launches. The smaller kernel is launched where it suffices."""
     driver = Driver()
     launcher = new_launcher(driver)
     for turn, count in enumerate((4000, 1, 64, 65, 2, 64, 1, 4000, 65, 63)):
@@ -160,7 +160,7 @@ def test_a_launch_takes_no_more_than_its_parameters_have_room_for() -> None:
 
 
 def test_a_store_takes_few_threads_and_more_for_small_pages() -> None:
-    """Those that write are in the way of everybody else."""
+    """Kernels that write slow down the model."""
     threads = [
         direct_threads(kib << 10, is_store=is_store)
         for is_store, kib in ((False, 16), (False, 64), (True, 16), (True, 64))

@@ -1,4 +1,4 @@
-"""Pages are what a plain loop over blocks, tensors and places says."""
+"""Pages are those of a plain loop over blocks, tensors and places."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier.cpu.cuda.page_table import (
     HostCell,
     PageTable,
 )
-from kvtier.cpu.transfer_plan import Asked, GroupTransfer, plan_transfer
+from kvtier.cpu.worker import GroupTransfer, JobSpec, plan_transfer
 
 ZEROS = 1 << 50
 HOST = 1 << 46
@@ -46,14 +46,14 @@ class Case:
         return self.table().grids(self.transfers, is_store=self.is_store)
 
     def run_bytes(self) -> int:
-        """Of the only group."""
+        """Transfers of the only group."""
         return self.grids()[0].run_bytes
 
     def is_aligned(self) -> bool:
         return all(grid.columns.is_aligned for grid in self.grids())
 
     def host(self, slot: int, tensor_idx: int, place: int) -> int:
-        """Where a page is in a slot: tensors one after the other, of each the slot's places."""
+        """The address of a page in a slot: tensors in order; of each, the slot's places."""
         address = self.cell.address + slot * self.cell.row_bytes
         for tensor in self.tensors[:tensor_idx]:
             address += tensor.page_bytes * self.cell.blocks_per_chunk
@@ -76,7 +76,7 @@ class Case:
         return entries
 
     def cells(self) -> list[tuple[int, int]]:
-        """From where to where all slots of the transfers are this rank's."""
+        """The address ranges of this rank's cells in all slots of the transfers."""
         size = sum(tensor.page_bytes for tensor in self.tensors) * self.cell.blocks_per_chunk
         starts = [
             self.host(slot, 0, 0) for transfer in self.transfers for slot in transfer.slots.tolist()
@@ -129,7 +129,7 @@ def _transfers(
         blocks += draw(st.permutations(range(num_blocks)))[: sizes[-1]]
         num_slots += count
     return plan_transfer(
-        Asked.take(
+        JobSpec.take(
             GPULoadStoreSpec(blocks, sizes, first_places), CPULoadStoreSpec(slots[:num_slots])
         ),
         is_store=is_store,
@@ -173,7 +173,7 @@ def test_pages_of_some_blocks_are_some_of_the_pages(case: Case, data: st.DataObj
 
 @given(cases())
 def test_a_kernel_finds_the_same_pages(case: Case) -> None:
-    """With nothing but the numbers of blocks and slots, and the columns."""
+    """Computes addresses as the kernel does, from blocks, slots and columns."""
     for grid in case.grids():
         found = []
         chunk = grid.cell.blocks_per_chunk
@@ -260,7 +260,7 @@ def simple_case(page: int, num_tensors: int, chunk: int = 1, offset: int = 0) ->
     tensors = [DeviceTensor((i + 1) << 40, 8, page, page) for i in range(num_tensors)]
     cell_bytes = num_tensors * page * chunk
     transfers = plan_transfer(
-        Asked.take(GPULoadStoreSpec(range(4), [4], [0]), CPULoadStoreSpec(range(4 // chunk))),
+        JobSpec.take(GPULoadStoreSpec(range(4), [4], [0]), CPULoadStoreSpec(range(4 // chunk))),
         is_store=True,
         blocks_per_chunk=chunk,
         num_slots=NUM_SLOTS,
@@ -283,7 +283,7 @@ def test_pages_that_a_thread_cannot_read_at_once_are_not_aligned() -> None:
 
 
 def test_nor_are_those_that_lie_between_others_at_odd_steps() -> None:
-    """A stride, a part of a page, or a tensor that is not used at all: each shifts the rest."""
+    """A stride, a part of a page, or an unused tensor: each shifts the rest."""
     case = simple_case(page=64, num_tensors=2)
     case.tensors[1] = case.tensors[1]._replace(stride_bytes=64 + 8)
     assert not case.is_aligned()
@@ -328,7 +328,7 @@ def test_sizes_beyond_those_that_are_kept_ready(num_blocks: int) -> None:
         ZEROS,
     )
     transfers = plan_transfer(
-        Asked.take(
+        JobSpec.take(
             GPULoadStoreSpec(range(num_blocks), [num_blocks], [0]),
             CPULoadStoreSpec(range(num_blocks)),
         ),

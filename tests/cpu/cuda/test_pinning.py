@@ -1,4 +1,4 @@
-"""A region is pinned as a whole, or it is said what to do about it."""
+"""A region is pinned as a whole, or a warning has the remedy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import cast
 import pytest
 
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
-from kvtier.cpu.cuda.pinning import pin_region
+from kvtier.cpu.gpu_worker import pin_region
 from tests.cpu.region_process import RegionMaker
 
 
 class Driver:
-    """Notes what is registered, or refuses it."""
+    """Notes registered memory, or refuses it."""
 
     def __init__(self, error: CudaError | None = None) -> None:
         self.registered: list[tuple[int, int]] = []

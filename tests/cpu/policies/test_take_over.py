@@ -22,7 +22,7 @@ def keys_of(document: int, start: int, end: int) -> list[OffloadKey]:
 
 
 class Life:
-    """Requests of one document each, one after the other, of which some are never finished."""
+    """Requests of one document each, one after the other; some never finish."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy

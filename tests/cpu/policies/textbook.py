@@ -1,9 +1,9 @@
-"""LRU and ARC as a textbook has them: ordered dictionaries and one page at a time.
+"""LRU and ARC as in a textbook: ordered dictionaries, one page at a time.
 
-Independent of the package's implementations, and slow. The rules of a request are those of the
-traces: what is there is used, last block first; what is missing is stored, last block first, the
-head only if there is not room for all; and the request's own blocks are not evicted. In the end
-the request's blocks are the most recent ones, its head the most recent of all.
+Independent of the package's implementations, and slow. The rules for a request are those of the
+traces: resident blocks are used, last block first; missing blocks are stored, last block first, and
+only the head if there is no room for all; a request does not evict its own blocks. At the end the
+request's blocks are the most recent ones, the head the most recent of all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Textbook(ABC):
     """One cache."""
 
     def __init__(self, capacity: int, max_store: int) -> None:
-        """`max_store`: a request stores at most so many blocks."""
+        """`max_store`: the most blocks that a request stores."""
         self.capacity = capacity
         self.max_store = max_store
 
@@ -28,11 +28,11 @@ class Textbook(ABC):
 
     @abstractmethod
     def use(self, block: int) -> None:
-        """A resident block is used."""
+        """Use a resident block."""
 
     @abstractmethod
     def store(self, block: int, own: set[int]) -> list[int]:
-        """A missing block is stored. Returns what was evicted for it."""
+        """Store a missing block. Returns the evicted block."""
 
     def request(self, prompt: list[int]) -> tuple[int, list[int]]:
         """Serve one request: (hits, evicted blocks)."""

@@ -1,4 +1,4 @@
-"""Models for stock vLLM, written once, and what it makes of prompts without kvtier."""
+"""Models for stock vLLM, written once, and its answers without kvtier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations.vllm.tiny_model import GEMMA3_HYBRID, LLAMA
+from kvtier.testing.vllm.tiny_model import GEMMA3_HYBRID, LLAMA
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
 from tests.e2e.vllm.subject import Subject
@@ -36,14 +36,14 @@ def hybrid(models: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_alone(vllm: VLLM, llama: Path) -> Iterator[Reference]:
-    """What vLLM makes of prompts without kvtier."""
+    """The answers of vLLM without kvtier."""
     with closing(Reference(vllm, llama)) as reference:
         yield reference
 
 
 @pytest.fixture(scope="session")
 def hybrid_alone(vllm: VLLM, hybrid: Path) -> Iterator[Reference]:
-    """The same with the other model."""
+    """The answers of vLLM without kvtier, with the hybrid model."""
     with closing(Reference(vllm, hybrid)) as reference:
         yield reference
 

@@ -1,4 +1,4 @@
-"""A kvtier spec for vLLM that loads one wrong bit: what a comparison must notice."""
+"""A kvtier spec for vLLM that loads one wrong bit, which a comparison must detect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CorruptingWorker(OffloadingWorker):
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         accepted = self._worker.submit_load(job_id, src_spec, dst_spec)
         self._worker.wait({job_id})
-        # The last byte of a float32: its exponent, so that the value is twice or half what it was.
+        # The last byte of a float32, part of the exponent: the value is doubled or halved.
         self._cache[int(dst_spec.block_ids[0]), 3] ^= 1
         return accepted
 
@@ -40,7 +40,7 @@ class CorruptingWorker(OffloadingWorker):
 
 
 class CorruptingSpec(KVTierOffloadingSpec):
-    """kvtier's spec with that worker."""
+    """kvtier's spec with the corrupting worker."""
 
     def get_worker(self, kv_caches: Any) -> WorkerAdapter:
         adapter = super().get_worker(kv_caches)

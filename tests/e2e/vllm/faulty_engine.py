@@ -1,4 +1,4 @@
-"""An engine whose copies between host memory and the device go wrong, as a test sees it."""
+"""The test's side of an engine whose copies between host memory and the device fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.vllm.scenarios.faulty_transfers import WITH_FAULTS, FaultyEngine
 
 
 class FaultyRemoteEngine(RemoteEngine):
-    """Its copies can be made to fail, or to wait."""
+    """An engine whose copies can be made to fail, or to wait."""
 
     def __init__(
         self, vllm: VLLM, model: Path, kvtier: Mapping[str, Any], **engine_args: Any
@@ -27,6 +27,6 @@ class FaultyRemoteEngine(RemoteEngine):
         self.process.ask("set_faults", **faults)
 
     def under_way(self) -> list[str]:
-        """What does not begin while `are_held`: `load` or `store`, each."""
+        """The kinds of copies that wait while `are_held`: `load` or `store`."""
         held: list[str] = self.process.ask("under_way")
         return held

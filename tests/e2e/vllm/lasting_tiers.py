@@ -1,4 +1,4 @@
-"""Tiers that outlive the process, for tests of what a later one finds in them."""
+"""Tiers that outlive the process, for tests of what a later process finds in them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.subject import Subject
 
 PATIENT = {
-    # Nothing is to depend on how fast this machine is.
+    # Independent of the speed of this machine.
     "lookup_timeout_ms": 60_000,
     "load_timeout_ms": 60_000,
     "store_timeout_ms": 60_000,
     "max_pinned_share": 1,
 }
-"""Keys of a tier that is never given up."""
+"""Keys of a tier that no deadline gives up."""
 
 
 def disk_in(folder: Path) -> dict[str, Any]:
@@ -28,12 +28,12 @@ def fs_in(folder: Path) -> dict[str, Any]:
 
 
 LASTING: dict[str, Callable[[Path], dict[str, Any]]] = {"disk": disk_in, "fs": fs_in}
-"""By type, what a tier of that type in a folder is configured with."""
+"""The configuration of a tier in a folder, by type."""
 
 
 def over(tier: dict[str, Any], subject: Subject, *, slots: int = 48) -> dict[str, Any]:
-    """Host memory for so many offloaded blocks, with a tier below from which everything that is
-    there is loaded, however fast it could be computed."""
+    """Host memory for the given number of blocks, and a tier below from which all its blocks are
+    loaded, even if computing them is faster."""
     return {
         "cpu_bytes_to_use": slots * subject.slot_bytes(),
         "prefill_tokens_per_s": 0,
@@ -42,7 +42,7 @@ def over(tier: dict[str, Any], subject: Subject, *, slots: int = 48) -> dict[str
 
 
 def with_common_hashes(vllm: VLLM) -> VLLM:
-    """The same vLLM, in which every process gives a block the same hash."""
+    """The same vLLM, with the same block hashes in every process."""
     if vllm.version >= (0, 32):
         return vllm
     return vllm.but(environment={"PYTHONHASHSEED": "0"})

@@ -1,4 +1,4 @@
-"""`vllm serve` for real, on loopback, as its clients and its operator see it."""
+"""A real `vllm serve` on loopback, as its clients and its operator see it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from typing import Any, Self
 
 import pytest
 
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
-from kvtier.integrations.vllm.tiny_model import WORDS
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS
+from kvtier.testing.vllm.tiny_model import WORDS
 from tests.e2e.vllm.processes import REPO, VLLM, End
 from tests.e2e.vllm.scenarios import command
 
 DEVICE_BLOCKS = 64
-"""Of every server's device cache."""
+"""Blocks in the device cache of every server."""
 _HOST = "127.0.0.1"
 _PATIENCE_S = 300.0
-"""For a start, an answer, a figure, an end. The first takes half a minute on an idle machine."""
+"""Seconds for a start, an answer, a metric or an end. A start takes 30 s on an idle machine."""
 _HASH_SEED = "0"
-"""Some releases of vLLM would draw a random one."""
+"""Without it, some releases of vLLM draw a random root of block hashes."""
 
 
 def random_words(count: int, seed: object) -> list[str]:
@@ -39,7 +39,7 @@ def random_words(count: int, seed: object) -> list[str]:
 
 
 def kvtier_flag(options: Mapping[str, Any]) -> str:
-    """What an operator writes after `--kv-transfer-config`."""
+    """The value of `--kv-transfer-config`, as an operator writes it."""
     return json.dumps(
         {
             "kv_connector": "KVTierConnector",
@@ -52,15 +52,16 @@ def kvtier_flag(options: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a client gets."""
+    """The answer that a client gets."""
 
     text: str
     logprobs: list[float]
     cached_tokens: int
-    """Prompt tokens that were not computed, wherever they came from."""
+    """Prompt tokens that were not computed, from any cache."""
 
     def is_as(self, other: Completion) -> bool:
-        """Whether both say the same. Who else was computed at the time decides on rounding."""
+        """True if text and logprobs agree. Logprobs may differ by rounding, which depends on the
+        batch."""
         return self.text == other.text and self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
@@ -73,7 +74,7 @@ class Stop:
 
 
 class Server:
-    """A server that is starting. Use it as a context manager; leaving it kills what is left."""
+    """A server. Use it as a context manager, which kills what is left at its end."""
 
     def __init__(
         self,
@@ -83,12 +84,12 @@ class Server:
         *flags: str,
         fresh: bool = False,
     ) -> None:
-        """Start it, and do not wait. `kvtier`: its extra config; None for stock vLLM alone.
+        """Start the server without waiting. `kvtier`: its extra config; None for stock vLLM alone.
 
-        `fresh`: the command itself, with a process for every part; otherwise as few as can be, the
-        first of them forked from one that has imported vLLM.
+        `fresh`: run the command itself, with a process for every part; otherwise with as few
+        processes as possible, the first of them forked from one that has imported vLLM.
         """
-        # Bound, never listening: the server can have the port, and nobody else.
+        # Bound but not listening: reserves the port for the server.
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind((_HOST, 0))
@@ -110,7 +111,7 @@ class Server:
                 "PYTHONPATH": f"{REPO / 'src'}:{REPO}:{package}",
                 "PYTHONHASHSEED": _HASH_SEED,
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # On the CPU, this decides whether a rank has a process of its own.
+                # On the CPU, this setting gives a rank a process of its own.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if fresh else "0",
                 "VLLM_SERVER_DEV_MODE": "1",
                 "VLLM_LOGGING_LEVEL": "INFO",
@@ -140,7 +141,7 @@ class Server:
     # --- its clients ----------------------------------------------------------------------------
 
     def wait_until_up(self) -> None:
-        """Until it answers."""
+        """Wait until the server answers."""
         self.wait_until(self._is_up)
 
     def _is_up(self) -> bool:
@@ -152,7 +153,7 @@ class Server:
             return False
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
-        """Ask, again and again."""
+        """Poll until the condition holds."""
         deadline = time.monotonic() + _PATIENCE_S
         while not is_true():
             assert time.monotonic() < deadline, f"not so after {_PATIENCE_S} s"
@@ -194,12 +195,12 @@ class Server:
             return list(clients.map(lambda words: self.complete(words, max_tokens), prompts))
 
     def post(self, path: str) -> None:
-        """Have it do something that has no answer worth reading."""
+        """Send a command whose answer does not matter."""
         status, body = self._ask("POST", path)
         assert status == http.client.OK, body
 
     def metrics(self) -> dict[str, float]:
-        """What Prometheus would scrape: values by name, summed up over their labels."""
+        """The metrics: values by name, summed over their labels."""
         status, body = self._ask("GET", "/metrics")
         assert status == http.client.OK
         values: dict[str, float] = {}
@@ -211,7 +212,7 @@ class Server:
         return values
 
     def figures(self) -> dict[str, float]:
-        """Of these, kvtier's, such as `cpu_loaded_blocks`."""
+        """kvtier's metrics, such as `cpu_loaded_blocks`."""
         return {
             name.removeprefix("vllm:kvtier_").removesuffix("_total"): value
             for name, value in self.metrics().items()
@@ -219,7 +220,7 @@ class Server:
         }
 
     def figure(self, name: str) -> float:
-        """One of them; 0 for a counter that has not counted anything yet."""
+        """One metric of kvtier's; 0 for a counter that does not exist yet."""
         return self.figures().get(name, 0.0)
 
     def _ask(
@@ -252,21 +253,21 @@ class Server:
         return Stop(end, time.monotonic() - began)
 
     def hang_up(self) -> None:
-        """All clients go away, whatever they are waiting for."""
+        """Disconnect all clients."""
         for connection in list(self._connections):
             if connection.sock is not None:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def kill_all(self) -> None:
-        """SIGKILL for every process of it at once."""
+        """Send SIGKILL to all of its processes at once."""
         self.process.kill()
 
 
 def _package_metadata(vllm: VLLM) -> Path:
-    """A folder in which Python finds that vLLM is installed.
+    """A folder with metadata of a package `vllm`.
 
-    The command asks for the version of a package `vllm`, and refuses to start where vLLM came as
-    `vllm-cpu`. Its platform is told by the version.
+    The command reads the version of that package, and fails if vLLM was installed as `vllm-cpu`.
+    The version also selects the platform.
     """
     folder = vllm.zygote.folder / "package"
     metadata = folder / f"vllm-{vllm.zygote.vllm_version}+cpu.dist-info" / "METADATA"

@@ -1,4 +1,4 @@
-"""The processes of one engine, and the shared memory that they have."""
+"""The processes of one engine, and their shared memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DELETED = " (deleted)"
 
 
 def descendants(pid: int) -> list[int]:
-    """Its children, their children, and so on."""
+    """All descendants of a process."""
     children = [
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -31,7 +31,7 @@ def regions_of(pid: int) -> dict[Path, bool]:
 
 
 def regions_below(pid: int) -> dict[Path, bool]:
-    """The same of the process and all its descendants."""
+    """The regions of the process and all its descendants."""
     regions: dict[Path, bool] = {}
     for member in [pid, *descendants(pid)]:
         regions |= regions_of(member)
@@ -40,9 +40,9 @@ def regions_below(pid: int) -> dict[Path, bool]:
 
 @contextmanager
 def vllms_own_removed(*pids: int) -> Iterator[None]:
-    """Processes are killed within. What vLLM and Python have in shared memory is left behind then,
-    which is none of kvtier's business, but nor should it stay."""
-    # By number: the C library opens a semaphore under one name and gives it another.
+    """Remove the shared memory that vLLM and Python leave behind when processes are killed inside
+    this context. kvtier leaves none."""
+    # Compared by inode: the C library opens a semaphore under one name and then renames it.
     inodes = {
         int(line.split()[4])
         for pid in pids
@@ -60,7 +60,7 @@ def vllms_own_removed(*pids: int) -> Iterator[None]:
 
 
 def _maps_of(pid: int) -> list[str]:
-    """Lines about shared memory."""
+    """Mappings of shared memory, as lines."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line for line in lines if f" {SHARED_MEMORY}/" in line]
 

@@ -6,8 +6,8 @@
     report = vllm.run(scenarios.demo.as_a_user_runs_it)
 
 A scenario is a function, or a class whose methods are called one by one, in a module under
-`tests.e2e.vllm.scenarios`. The module imports vLLM inside functions only, for tests name what it
-holds. Arguments and results travel as JSON: tuples arrive as lists, data classes as dicts.
+`tests.e2e.vllm.scenarios`. Tests import that module without vLLM, so it imports vLLM only inside
+functions. Arguments and results travel as JSON: tuples arrive as lists, data classes as dicts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tests.e2e.vllm.served_calls import call_line
 
 REPO = Path(__file__).resolve().parents[3]
 PATIENCE_S = 180.0
-"""For one call. Nothing takes a tenth of it on an idle machine."""
+"""Seconds for one call. No call takes a tenth of it on an idle machine."""
 ORPHANS_PATIENCE_S = 30.0
-"""A helper of Python's `multiprocessing` ends by itself soon after the processes it helped."""
+"""Seconds for helpers of Python's `multiprocessing`, which end soon after their processes."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +52,7 @@ class End:
     exit_code: int
     """Negative: the signal that ended it."""
     orphans: list[str]
-    """Command lines of its descendants that outlived it, and were ended by force."""
+    """Command lines of descendants that outlived it and were killed."""
 
 
 class Process:
@@ -64,7 +64,7 @@ class Process:
         self.pid = pid
         self.folder = folder
         self.patience = patience
-        """Seconds for one answer, or for its end."""
+        """Seconds for one answer, or for the end of the process."""
         self._zygote = zygote
         self._channel = channel
         self._received = b""
@@ -85,7 +85,7 @@ class Process:
 
     @property
     def is_there(self) -> bool:
-        """Whether neither `end` nor `kill` was called, nor anything failed."""
+        """True until `end` or `kill` is called, or a call fails."""
         return not self._zygote.has_forgotten(self.pid)
 
     @property
@@ -99,11 +99,11 @@ class Process:
         return (self.folder / "stderr").read_text()
 
     def tell(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Have it begin a method of its object; `answer` waits for the result."""
+        """Start a method of the object in the process; `answer` waits for the result."""
         self.begin(None, name, args, kwargs)
 
     def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Have it call a method of its object, and wait for the result."""
+        """Call a method of the object in the process, and wait for the result."""
         self.tell(name, *args, **kwargs)
         return self.answer()
 
@@ -117,7 +117,7 @@ class Process:
             self._fail("ended too soon")
 
     def answer(self) -> Any:
-        """The result of the call that was sent first and not answered yet."""
+        """Wait for the result of the oldest call without an answer."""
         deadline = time.monotonic() + self.patience
         while b"\n" not in self._received:
             left = max(0.0, deadline - time.monotonic())
@@ -134,14 +134,14 @@ class Process:
         return answer["result"]
 
     def wait(self) -> End:
-        """Wait until it has ended by itself."""
+        """Wait until the process has ended by itself."""
         end = self._zygote.end_of(self.pid, self.patience)
         if end is None:
             self._fail(f"has not ended within {self.patience:.0f} s")
         return end
 
     def end(self) -> None:
-        """Let it end: no calls will follow. It must not fail, nor leave anything behind."""
+        """End the process in order. Raises if it fails or leaves anything behind."""
         if not self.is_there:
             return
         self._channel.close()
@@ -151,7 +151,7 @@ class Process:
         self._forget()
 
     def kill(self) -> None:
-        """SIGKILL, now, for it and all its group."""
+        """Kill the process and its group with SIGKILL."""
         if not self.is_there:
             return
         self._channel.close()
@@ -168,7 +168,7 @@ class Process:
         shutil.rmtree(self.folder)
 
     def _fail(self, what: str) -> NoReturn:
-        """End it, and raise with what is known of it."""
+        """Kill the process, and raise with its output."""
         if self._zygote.end_of(self.pid, 0.5) is None:
             self._have_stacks_written()
         end = self._kill()
@@ -178,7 +178,7 @@ class Process:
         raise ScenarioFailedError(f"process {self.pid} {what}: {end}\n{tail}")
 
     def _have_stacks_written(self) -> None:
-        """The stack of every thread, to its standard error, unless it cannot even do that."""
+        """Have the process write the stack of every thread to its standard error, if it can."""
         before = written = len(self.stderr)
         os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 10.0
@@ -190,14 +190,14 @@ class Process:
 
 
 class ZygoteProcess:
-    """The process that has imported vLLM, as its parent sees it."""
+    """The parent's side of the process that has imported vLLM."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.python = python
         self.folder = folder
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = os.environ | {"PYTHONPATH": f"{REPO / 'src'}:{REPO}"}
-        # A scenario that wants one asks for it.
+        # A scenario that needs a seed sets it.
         environment.pop("PYTHONHASHSEED", None)
         self._log = folder / "zygote.log"
         (folder / "contained").mkdir()
@@ -217,7 +217,7 @@ class ZygoteProcess:
         self.vllm_version = ""
 
     def wait_until_ready(self) -> None:
-        """Until everything is imported."""
+        """Wait until everything is imported."""
         self.vllm_version = str(self._hear(PATIENCE_S)["vllm"])
 
     def fork(
@@ -227,7 +227,7 @@ class ZygoteProcess:
         patience: float,
         orphans_patience: float,
     ) -> Process:
-        """A new process; without a command, one that serves calls."""
+        """Fork a new process. Without a command, it serves calls."""
         folder = self.folder / f"process-{next(self._numbers)}"
         folder.mkdir()
         ours, theirs = socket.socketpair()
@@ -246,7 +246,7 @@ class ZygoteProcess:
         return Process(self, pid, ours, folder, patience)
 
     def end_of(self, pid: int, patience: float) -> End | None:
-        """How the process ended; None: it has not, within so many seconds."""
+        """How the process ended; None if it has not ended within `timeout` seconds."""
         deadline = time.monotonic() + patience
         while self._ends[pid] is None:
             ready, _, _ = select.select(
@@ -261,11 +261,11 @@ class ZygoteProcess:
         return pid not in self._ends
 
     def forget(self, pid: int) -> None:
-        """Its end is known to all who asked for it."""
+        """Drop the record of a process whose end was read."""
         del self._ends[pid]
 
     def stop(self) -> None:
-        """End it, and whatever it has forked."""
+        """End the zygote and all its forks."""
         self._control.close()
         try:
             self._process.wait(PATIENCE_S)
@@ -314,8 +314,8 @@ class VLLM:
         orphans_patience: float | None = None,
         fresh: bool | None = None,
     ) -> VLLM:
-        """The same with further environment variables, with another patience for every call or for
-        processes left behind, or with a new interpreter for every scenario instead of a fork."""
+        """The same vLLM with further environment variables, with other timeouts for calls or for
+        processes left behind, or with a new interpreter instead of a fork for every scenario."""
         return replace(
             self,
             environment={**self.environment, **(environment or {})},
@@ -327,9 +327,9 @@ class VLLM:
         )
 
     def start(self, scenario: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Process:
-        """Call a scenario in a new process; of a class, make an object there.
+        """Call a scenario in a new process; for a class, make an object there.
 
-        Does not wait for a function: `answer` of the process does.
+        Does not wait for a function: use `answer` of the process.
         """
         command = [str(self.python), "-m", "tests.e2e.vllm.served_calls", "CHANNEL"]
         process = self._fork(command if self.fresh else [])
@@ -338,7 +338,7 @@ class VLLM:
             if isinstance(scenario, type):
                 process.answer()
         except ScenarioFailedError:
-            # It may be the test's own wish; also then, nothing may be left behind.
+            # The test may have killed it; even then, nothing may be left behind.
             process.end()
             raise
         except BaseException:
@@ -347,13 +347,13 @@ class VLLM:
         return process
 
     def run(self, scenario: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What a scenario returns, called in a process that ends before this does."""
+        """Call a scenario in a new process, and return its result when the process has ended."""
         with self.start(scenario, *args, **kwargs) as process:
             result: R = process.answer()
         return result
 
     def once(self, scenario: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The same; a scenario that has been run with these arguments is not run again."""
+        """Like `run`, but a scenario with the same arguments runs only once."""
         line = call_line(scenario.__module__, scenario.__qualname__, args, kwargs)
         key = json.dumps([line, dict(self.environment), self.fresh], sort_keys=True)
         if key not in self._known:
@@ -371,8 +371,8 @@ class VLLM:
 
 @contextmanager
 def stock_vllm(python: Path) -> Iterator[VLLM]:
-    """vLLM of that environment; at the end, all processes have ended and have left no files."""
-    # Not among pytest's directories: vLLM names sockets after it, and 107 letters are the limit.
+    """The vLLM of that environment. At the end, all processes have ended and left no files."""
+    # Not among pytest's directories: vLLM puts sockets there, whose paths may have 107 letters.
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         zygote = ZygoteProcess(python, Path(folder))
         try:

@@ -1,4 +1,4 @@
-"""Records what stock vLLM asks of a kvtier manager, scenario by scenario.
+"""Records the calls of stock vLLM to a kvtier manager, scenario by scenario.
 
     PYTHON-WITH-VLLM -m tests.e2e.vllm.record [SCENARIO ...]
 
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.in_process import (
+from kvtier.testing.vllm.in_process import (
     BLOCK_TOKENS,
     InProcessEngine,
     contained_environment,
 )
-from kvtier.integrations.vllm.tiny_model import GEMMA3_HYBRID, LLAMA, VOCABULARY, TinyModel
+from kvtier.testing.vllm.tiny_model import GEMMA3_HYBRID, LLAMA, VOCABULARY, TinyModel
 from tests import vllm_calls
 from tests.arguments import one_of
 
@@ -31,13 +31,13 @@ POLICY = "lru"
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One engine, and what is done with it."""
+    """One engine and its requests."""
 
     drive: Callable[[InProcessEngine], None]
     num_blocks: int = 256
     """Slots of the primary tier."""
     late_by: int = 1
-    """Polls until the worker admits that a transfer has ended."""
+    """Polls before the worker reports the end of a transfer."""
     blocks_per_chunk: int = 1
     model: TinyModel = LLAMA
     offload_prompt_only: bool = True
@@ -51,7 +51,7 @@ class Prompts:
         self._source = random.Random(0)
 
     def new(self, blocks: float, prefix: Sequence[int] = ()) -> list[int]:
-        """`prefix`, then so many blocks more."""
+        """`prefix`, followed by the given number of blocks."""
         length = int(blocks * BLOCK_TOKENS)
         return [*prefix, *(self._source.randrange(3, VOCABULARY) for _ in range(length))]
 
@@ -62,7 +62,7 @@ def _steps(engine: InProcessEngine, count: int) -> None:
 
 
 def plain(engine: InProcessEngine) -> None:
-    """Cold; again from the device; after a device reset from host memory, whole and in part."""
+    """Computed; from the device cache; after a device reset from host memory, whole and in part."""
     prompts = Prompts()
     texts = [prompts.new(20.3) for _ in range(3)]
     for index, text in enumerate(texts):
@@ -81,7 +81,7 @@ def plain(engine: InProcessEngine) -> None:
 
 
 def aborts(engine: InProcessEngine) -> None:
-    """Ended by the client: in the queue, while computing, while generating, while loading."""
+    """Aborted by the client: in the queue, while computing, while generating, while loading."""
     prompts = Prompts()
     texts = [prompts.new(24.5) for _ in range(4)]
     for index, text in enumerate(texts):
@@ -114,7 +114,7 @@ def aborts(engine: InProcessEngine) -> None:
 
 
 def preemption(engine: InProcessEngine) -> None:
-    """The device is too small for all that runs; what is generated is offloaded too."""
+    """The device is too small for all requests; generated tokens are offloaded too."""
     prompts = Prompts()
     texts = [prompts.new(8.5) for _ in range(5)]
     for index, text in enumerate(texts):
@@ -163,7 +163,7 @@ def resets(engine: InProcessEngine) -> None:
 
 
 def shared_prefix(engine: InProcessEngine) -> None:
-    """Requests with one beginning: computed together, stored together, loaded together."""
+    """Requests with a common prefix: computed, stored and loaded together."""
     prompts = Prompts()
     beginning = prompts.new(16)
     texts = [prompts.new(4.5, prefix=beginning) for _ in range(5)]
@@ -180,7 +180,7 @@ def shared_prefix(engine: InProcessEngine) -> None:
 
 
 def still_writing(engine: InProcessEngine) -> None:
-    """Asked for again before the store has ended, with nothing left on the device."""
+    """Repeated before the store has ended, with an empty device cache."""
     prompts = Prompts()
     texts = [prompts.new(12.5) for _ in range(3)]
     for index, text in enumerate(texts):
@@ -276,7 +276,7 @@ def record(name: str, folder: Path) -> vllm_calls.Recording:
         "engine_config": {"late_by": scenario.late_by},
     }
     engine_args: dict[str, Any] = {
-        "door": "plain",
+        "plug_in": "spec",
         "device_blocks": 512,
         "max_model_len": 64 * BLOCK_TOKENS,
         "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
@@ -289,7 +289,7 @@ def record(name: str, folder: Path) -> vllm_calls.Recording:
     return recording
 
 
-# vLLM walks through sets of keys and of request ids. Their order depends on the hash seed, which
+# vLLM iterates over sets of keys and request ids. Their order depends on the hash seed, which
 # is fixed when Python starts, and on a random part that vLLM adds to request ids.
 _REPEATABLE = {
     "PYTHONHASHSEED": "0",

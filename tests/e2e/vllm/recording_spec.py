@@ -1,8 +1,8 @@
-"""A kvtier spec for vLLM that notes every call vLLM makes to the manager.
+"""A kvtier spec for vLLM that records every call of vLLM to the manager.
 
-vLLM loads it by name. `engine_config` in the user's configuration may hold `late_by`: how many
-times the worker is polled before it admits that a transfer has ended. Copies within host memory
-end at once; on a GPU they take a few steps, and what vLLM does meanwhile is worth recording.
+vLLM loads it by name. `engine_config` in the user's configuration may hold `late_by`: the number of
+polls before the worker reports the end of a transfer. Copies within host memory end at once; on a
+GPU they take a few steps, during which vLLM makes further calls.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvtier.integrations.vllm.worker import WorkerAdapter
 from tests.vllm_calls import LETTERS, Call, Recording, format_runs
 
 last_recording: list[Recording] = []
-"""Holds the recording of the engine that was started last."""
+"""The recording of the engine that was started last."""
 
 
 class RecordingManager(OffloadingManager):
-    """Passes every call on, and notes it with its result."""
+    """Passes every call on, and records it with its result."""
 
     def __init__(self, manager: OffloadingManager, recording: Recording) -> None:
         self._manager = manager
@@ -173,7 +173,7 @@ class LateWorker(OffloadingWorker):
         return self._worker.submit_load(job_id, src_spec, dst_spec)
 
     def get_finished(self) -> list[TransferResult]:
-        # The same order of calls at every recording, however fast the machine is.
+        # The same order of calls at every recording, independent of the machine's speed.
         self._worker.wait(self._submitted)
         self._submitted.clear()
         due = self._polls + self._late_by
@@ -191,7 +191,7 @@ class LateWorker(OffloadingWorker):
 
 
 class RecordingSpec(KVTierOffloadingSpec):
-    """kvtier's spec with a manager that records and a worker that is late."""
+    """kvtier's spec with a manager that records and a worker that reports late."""
 
     def get_manager(self) -> ManagerAdapter:
         adapter = super().get_manager()

@@ -1,8 +1,8 @@
-"""What stock vLLM alone makes of a prompt: the answers that no tier may change.
+"""The answers of stock vLLM alone, which no tier may change.
 
-Tokens must be the same everywhere. Logprobs must be the same to the last bit where the same tokens
-were computed in the same way: all of the prompt, or all but what the device cache had of it. Where
-less was in a cache, sums are rounded differently, with or without kvtier.
+Tokens must be the same everywhere. Logprobs must be the same to the last bit if the same tokens
+were computed: the whole prompt, or the part that was not in the device cache. With any other part
+in a cache, sums are rounded differently, with or without kvtier.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.in_process import Answer
+from kvtier.testing.vllm.in_process import Answer
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 
 ROUNDING = 1e-3
-"""More than any order of summing makes in a logprob, and less than one wrong block does."""
+"""Tolerance of a logprob: more than rounding changes, and less than one wrong block does."""
 
 
 class Reference:
-    """One model in an engine without kvtier, which starts when it is asked first."""
+    """One model in an engine without kvtier, which starts with the first question."""
 
     def __init__(self, vllm: VLLM, model: Path, **engine_args: Any) -> None:
         self._vllm = vllm
@@ -32,7 +32,7 @@ class Reference:
         self._known: dict[tuple[tuple[int, ...], int], tuple[Answer, Answer]] = {}
 
     def answers(self, prompt: Sequence[int], max_tokens: int = 4) -> tuple[Answer, Answer]:
-        """All of the prompt computed; and the same again, from the device cache."""
+        """The answers with the whole prompt computed, and with the prompt from the device cache."""
         key = tuple(prompt), max_tokens
         if key not in self._known:
             if self._engine is None:

@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, as a test sees it."""
+"""The test's side of a vLLM engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvtier.integrations.vllm.in_process import Answer
+from kvtier.testing.vllm.in_process import Answer
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.scenarios.engine import Engine
 
@@ -23,7 +23,7 @@ class RemoteEngine:
         kvtier: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
-        """Start it. `engine_args`: `door`, `device_blocks` and whatever else vLLM takes."""
+        """Start the engine. `engine_args`: `plug_in`, `device_blocks` and arguments of vLLM."""
         options = None if kvtier is None else dict(kvtier)
         self.process = vllm.start(Engine, str(model), options, **engine_args)
         self._numbers = count()
@@ -43,9 +43,9 @@ class RemoteEngine:
             self.close()
 
     def close(self) -> None:
-        """Stop the engine as vLLM does, and let the process end; more than once does no harm.
+        """Stop the engine as vLLM does, and let the process end. May be called again.
 
-        The engine must leave nothing behind in the process, nor the process on this machine.
+        Raises if the engine leaves anything behind in the process, or the process on this machine.
         """
         if self.process.is_there:
             left = self.process.ask("close")
@@ -53,7 +53,7 @@ class RemoteEngine:
             assert not left, f"left behind in the process: {left}"
 
     def kill(self) -> None:
-        """SIGKILL, now."""
+        """Kill the process with SIGKILL."""
         self.process.kill()
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 4) -> None:
@@ -70,18 +70,18 @@ class RemoteEngine:
         self.process.ask("run")
 
     def settle(self) -> None:
-        """Step until nothing is under way any more, in particular no store."""
+        """Step until all transfers have ended, stores in particular."""
         self.process.ask("settle")
 
     def rest(self) -> None:
-        """Step for as long as vLLM says that it has work: pause, sleep and drain wait for that."""
+        """Step while vLLM reports work: pause, sleep and drain wait for that."""
         self.process.ask("rest")
 
     def answer(self, name: str) -> Answer:
         return Answer(**self.process.ask("answer", name))
 
     def generate(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[Answer]:
-        """One prompt after the other; each is answered, and stored, before the next begins."""
+        """Run prompts one by one; each is answered and stored before the next begins."""
         answers = []
         for prompt in prompts:
             name = f"request-{next(self._numbers)}"
@@ -92,7 +92,7 @@ class RemoteEngine:
         return answers
 
     def generate_together(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[Answer]:
-        """All prompts at once."""
+        """Run all prompts at once."""
         names = [f"request-{next(self._numbers)}" for _ in prompts]
         for name, prompt in zip(names, prompts, strict=True):
             self.add(name, prompt, max_tokens)
@@ -101,15 +101,15 @@ class RemoteEngine:
         return [self.answer(name) for name in names]
 
     def reset_device_cache(self) -> None:
-        """Forget what is on the device; the tiers keep theirs."""
+        """Empty the device cache; tiers keep their blocks."""
         self.process.ask("reset_device_cache")
 
     def reset_all(self, *, running: bool = False) -> bool:
-        """Forget what is on the device and in every tier; `running`: preempt what is running."""
+        """Empty the device cache and every tier. `running`: preempt running requests."""
         return bool(self.process.ask("reset_all", running=running))
 
     def figures(self) -> dict[str, float]:
-        """kvtier's figures in vLLM's metrics, such as `cpu_loaded_blocks`."""
+        """kvtier's metrics in vLLM's endpoint, such as `cpu_loaded_blocks`."""
         figures: dict[str, float] = self.process.ask("figures")
         return figures
 
@@ -119,5 +119,5 @@ class RemoteEngine:
         return metrics
 
     def told(self) -> list[tuple[str, str]]:
-        """Level and text of what kvtier has logged, from INFO up."""
+        """Level and text of kvtier's log lines, from INFO up."""
         return [(level, text) for level, text in self.process.ask("told")]

@@ -1,8 +1,8 @@
-"""The inner end of a channel: calls come as lines of JSON, and are answered by lines of JSON.
+"""The process's side of a channel: calls arrive as lines of JSON, and so do the answers.
 
     PYTHON-WITH-VLLM -m tests.e2e.vllm.served_calls CHANNEL-FD
 
-is a process that serves calls without having been forked from one that has imported vLLM.
+serves calls in a new interpreter, instead of a fork of one that has imported vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def to_json(value: object) -> str:
-    """Data classes as objects, paths as texts."""
+    """Encode data classes as objects, and paths as strings."""
 
     def plain(part: object) -> object:
         if is_dataclass(part) and not isinstance(part, type):
@@ -32,9 +32,9 @@ def to_json(value: object) -> str:
 
 
 def serve_calls(channel: socket.socket) -> None:
-    """Answer calls until there are no more.
+    """Answer calls until the channel is closed.
 
-    A call names a function of a module; or, once a class has been called, a method of the object.
+    A call names a function of a module or, once a class has been called, a method of its object.
     """
     subject: object = None
     with channel, channel.makefile("rw") as stream:
@@ -58,12 +58,12 @@ def serve_calls(channel: socket.socket) -> None:
 
 
 def call_line(module: str | None, name: str, args: Any, kwargs: Any) -> str:
-    """The other end's side of it."""
+    """Encode a call; used by the other side."""
     return to_json({"module": module, "name": name, "args": args, "kwargs": kwargs}) + "\n"
 
 
 def main() -> None:
-    """Serve the channel that was inherited."""
+    """Serve the inherited channel."""
     serve_calls(socket.socket(fileno=int(sys.argv[1])))
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
-from kvtier.integrations.vllm.tiny_model import TinyModel
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS
+from kvtier.testing.vllm.tiny_model import TinyModel
 from tests.e2e.vllm.reference import Reference
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What tests need to know of it."""
+    """A model, its reference answers and its sizes."""
 
     tiny: TinyModel
     path: Path
     alone: Reference
-    """What vLLM makes of it without kvtier."""
+    """The answers of vLLM without kvtier."""
 
     def slot_bytes(self, blocks_per_chunk: int = 1) -> int:
-        """Of host memory, for one offloaded block."""
+        """Bytes of one offloaded block in host memory."""
         return self.tiny.bytes_per_block(BLOCK_TOKENS) * blocks_per_chunk

@@ -1,4 +1,4 @@
-"""What `KVTierConnector` tells kvtier of an engine, and that it keeps nothing of what is over."""
+"""What `KVTierConnector` passes on to kvtier, and that it keeps nothing of ended requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Door
+from kvtier.testing.vllm.in_process import PlugIn
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.faulty_engine import FaultyRemoteEngine
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.scenarios.changed_objects import changed
@@ -29,7 +29,7 @@ ALL = 1_000_000
 
 
 class WatchedRemoteEngine(FaultyRemoteEngine):
-    """An engine with the connector, as a test sees it."""
+    """The test's side of an engine with the connector."""
 
     def __init__(
         self, vllm: VLLM, model: Path, kvtier: Mapping[str, Any], **engine_args: Any
@@ -41,7 +41,7 @@ class WatchedRemoteEngine(FaultyRemoteEngine):
         self._numbers = count()
 
     def step_until(self, kind: str) -> None:
-        """Until a held copy of this kind is under way."""
+        """Step until a held copy of this kind is under way."""
         for _ in range(100):
             self.step()
             if kind in self.under_way():
@@ -64,7 +64,7 @@ def test_nothing_is_kept_of_requests_that_are_over(vllm: VLLM, subject: Subject)
             engine.set_faults(failing_loads=0)
             assert engine.figures()["failed_loads"] == 1
             engine.reset_device_cache()
-        # One is given up while it is loading, one before it has begun.
+        # One is aborted while it is loading, one before it has begun.
         engine.set_faults(are_held=True)
         engine.add("loading", PROMPTS[1])
         engine.step_until("load")
@@ -116,7 +116,7 @@ def test_kvtier_hears_what_only_a_connector_knows(vllm: VLLM, subject: Subject) 
         cold = random_prompts(4, TOKENS, "to learn from")
         engine.generate(*cold)
         prefills = engine.process.ask("prefills")
-        # The attention is full: behind a miss there is nothing to look for.
+        # With full attention, no lookup follows a miss.
         assert engine.process.ask("lookups_behind_a_miss", 5) == 1
         assert engine.figures()["tiering_prefill_tokens_per_s"] > 0
     whole = [[step, step / 2, True], [step, step * 3 / 2, True]]
@@ -126,8 +126,8 @@ def test_kvtier_hears_what_only_a_connector_knows(vllm: VLLM, subject: Subject) 
     assert prefills == [*whole, [rest + second, mean, True], *(whole * len(cold))]
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
-def test_what_is_changed_in_a_running_engine(vllm: VLLM, llama: Path, door: Door) -> None:
-    """As docs/vllm.md lists it, and nothing else."""
-    replaced = ["_maximal_prefix_lookup"] if door == "connector" else []
-    assert vllm.run(changed, str(llama), door) == {"methods": replaced, "elsewhere": []}
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
+def test_what_is_changed_in_a_running_engine(vllm: VLLM, llama: Path, plug_in: PlugIn) -> None:
+    """Exactly the changes that docs/vllm.md lists."""
+    replaced = ["_maximal_prefix_lookup"] if plug_in == "connector" else []
+    assert vllm.run(changed, str(llama), plug_in) == {"methods": replaced, "elsewhere": []}

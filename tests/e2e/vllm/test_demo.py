@@ -1,4 +1,4 @@
-"""`python -m kvtier.integrations.vllm.demo` shows what it promises."""
+"""`python -m kvtier.testing.vllm.demo` runs and shows identical tokens and logprobs."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def test_the_demo(vllm: VLLM) -> None:
     assert shown["tokens_identical"]
     assert shown["logprobs_identical"]
     assert shown["host_tokens"] == 2 * 2048
-    # On any machine: computing 2,048 tokens takes ten times as long as copying their blocks.
+    # On any machine, computing 2,048 tokens takes longer than copying their blocks.
     assert shown["seconds_warm"] < shown["seconds_cold"]

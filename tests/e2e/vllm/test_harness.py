@@ -1,4 +1,4 @@
-"""The processes with vLLM do what tests rely on, and a scenario that goes wrong ends its test."""
+"""The harness for processes with vLLM works, and a scenario that fails ends its test."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Answer
+from kvtier.testing.vllm.in_process import Answer
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.processes import VLLM, ScenarioFailedError
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.scenarios import misbehaving

@@ -1,4 +1,4 @@
-"""What requests ask for with `kv_transfer_params` is done; what becomes of blocks is announced."""
+"""Hints in `kv_transfer_params` take effect, and KV events describe what happens to blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Answer
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, Answer
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.lasting_tiers import disk_in, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
@@ -43,7 +43,7 @@ class HintedRemoteEngine(RemoteEngine):
         self._hinted = count()
 
     def generate_with(self, hints: Mapping[str, Any], prompt: list[int]) -> Answer:
-        """One request, with the device cache empty."""
+        """Run one request with an empty device cache."""
         self.reset_device_cache()
         name = f"hinted-{next(self._hinted)}"
         self.process.ask("add_with_hints", name, prompt, 4, dict(hints))
@@ -81,7 +81,7 @@ def test_a_request_is_stored_as_far_as_it_says(vllm: VLLM, subject: Subject) -> 
 def test_a_request_is_loaded_from_where_it_says(
     vllm: VLLM, subject: Subject, tmp_path: Path
 ) -> None:
-    # Room for one prompt: when the last is there, the others are on disk alone.
+    # Room for one prompt: after the last one, the others are only on disk.
     options = over(disk_in(tmp_path), subject, slots=BLOCKS + 1)
     with HintedRemoteEngine(with_common_hashes(vllm), subject.path, options) as engine:
         engine.generate(*PROMPTS)
@@ -96,19 +96,19 @@ def test_a_request_is_loaded_from_where_it_says(
 
 
 class AnnouncingRemoteEngine(RemoteEngine):
-    """An engine that announces what becomes of its blocks."""
+    """An engine that publishes KV events."""
 
     def __init__(self, vllm: VLLM, model: Path, options: Mapping[str, Any]) -> None:
         self.process = vllm.start(AnnouncingEngine, str(model), dict(options), **ENGINE)
         self._numbers = count()
-        # Until it is heard, what it says is lost.
+        # Events from before the subscription are lost.
         greetings = iter(random_prompts(100, BLOCK_TOKENS, "are you there?"))
         while not self.process.ask("events"):
             self.generate(next(greetings))
         self._greeted = len(self.process.ask("events"))
 
     def announced(self, by: str = "where") -> dict[tuple[str, str | None], set[str]]:
-        """What was announced since it was first heard: the blocks, by what and where."""
+        """The blocks in events since the subscription, by kind and place."""
         blocks: dict[tuple[str, str | None], set[str]] = defaultdict(set)
         for event in self.process.ask("events")[self._greeted :]:
             blocks[event["what"], event[by]].add(event["block"])
@@ -143,7 +143,7 @@ def test_blocks_are_announced_where_they_come_and_go(
 
 def test_events_name_the_tier_where_vllm_has_a_word_for_it(vllm: VLLM, subject: Subject) -> None:
     example = {"type": "example", "enable_kv_events": True, "max_pinned_share": 1}
-    # Host memory has room for one prompt and a little more: blocks leave it, and stay below.
+    # Host memory has room for little more than one prompt: blocks leave it, and stay below.
     options = {
         "cpu_bytes_to_use": (BLOCKS + 1) * subject.slot_bytes(),
         "secondary_tiers": [example, example],

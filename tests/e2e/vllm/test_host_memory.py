@@ -1,4 +1,4 @@
-"""Stock vLLM with kvtier plugged in: what comes back from host memory changes no answer."""
+"""Stock vLLM with kvtier: blocks from host memory change no answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Answer, Door
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, Answer, PlugIn
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.subject import Subject
@@ -24,7 +24,7 @@ PROMPTS = random_prompts(4, PROMPT_TOKENS, "end to end", blocks_per_chunk=4)
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Each prompt computed, the device cache reset, and each prompt again."""
+    """The answers to each prompt, computed, and again after a reset of the device cache."""
 
     cold: list[Answer]
     warm: list[Answer]
@@ -33,7 +33,7 @@ class Life:
 
     @property
     def host_tokens(self) -> list[int]:
-        """Tokens of every prompt that came from host memory: nothing else had any."""
+        """Tokens of every prompt that came from host memory, the only cache that had any."""
         return [answer.cached_tokens for answer in self.warm]
 
 
@@ -44,16 +44,21 @@ def live(
     *,
     blocks_per_chunk: int = 1,
     slots: int = 512,
-    door: Door = "connector",
+    plug_in: PlugIn = "connector",
     **options: Any,
 ) -> Life:
-    """`slots`: how many offloaded blocks host memory has room for."""
+    """`slots`: the number of blocks that host memory has room for."""
     options |= {
         "cpu_bytes_to_use": slots * subject.slot_bytes(blocks_per_chunk),
         "blocks_per_chunk": blocks_per_chunk,
     }
     with RemoteEngine(
-        vllm, subject.path, options, door=door, device_blocks=512, max_model_len=2 * PROMPT_TOKENS
+        vllm,
+        subject.path,
+        options,
+        plug_in=plug_in,
+        device_blocks=512,
+        max_model_len=2 * PROMPT_TOKENS,
     ) as engine:
         cold = engine.generate(*prompts)
         assert not any(answer.cached_tokens for answer in cold)
@@ -62,13 +67,13 @@ def live(
         return Life(cold, warm, engine.figures(), engine.metrics())
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
 @pytest.mark.parametrize("subject", ["llama", "hybrid"], indirect=True)
 def test_everything_comes_back_and_nothing_changes(
-    vllm: VLLM, subject: Subject, blocks_per_chunk: int, door: Door
+    vllm: VLLM, subject: Subject, blocks_per_chunk: int, plug_in: PlugIn
 ) -> None:
-    life = live(vllm, subject, PROMPTS, blocks_per_chunk=blocks_per_chunk, door=door)
+    life = live(vllm, subject, PROMPTS, blocks_per_chunk=blocks_per_chunk, plug_in=plug_in)
     assert life.host_tokens == [PROMPT_TOKENS] * len(PROMPTS)
     assert life.figures["cpu_loaded_blocks"] >= len(PROMPTS) * PROMPT_BLOCKS // blocks_per_chunk
     subject.alone.check(PROMPTS, life.cold)
@@ -77,7 +82,7 @@ def test_everything_comes_back_and_nothing_changes(
 
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_host_memory_too_small_for_everything(vllm: VLLM, subject: Subject) -> None:
-    # The last two are there; the first comes again, and two of those that follow have to leave.
+    # The last two are in host memory; the first comes again and evicts two that follow.
     again = [PROMPTS[index] for index in (3, 2, 1, 0)]
     options = {"cpu_bytes_to_use": 2 * PROMPT_BLOCKS * subject.slot_bytes()}
     with RemoteEngine(
@@ -100,7 +105,7 @@ def test_one_wrong_bit_would_be_noticed(vllm: VLLM, subject: Subject) -> None:
         vllm,
         subject,
         PROMPTS[:2],
-        door="plain",
+        plug_in="spec",
         spec_name="CorruptingSpec",
         spec_module_path="tests.e2e.vllm.corrupting_spec",
     )
@@ -111,16 +116,18 @@ def test_one_wrong_bit_would_be_noticed(vllm: VLLM, subject: Subject) -> None:
             subject.alone.check([prompt], [answer])
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
-def test_counters_are_there_before_they_count(vllm: VLLM, subject: Subject, door: Door) -> None:
+def test_counters_are_there_before_they_count(
+    vllm: VLLM, subject: Subject, plug_in: PlugIn
+) -> None:
     options = {"cpu_bytes_to_use": "16MiB", "secondary_tiers": [{"type": "example"}]}
     counters = ("cpu_loaded_blocks", "tier_0_example_loaded_blocks", "tier_0_example_stored_blocks")
-    with RemoteEngine(vllm, subject.path, options, door=door, max_model_len=512) as engine:
+    with RemoteEngine(vllm, subject.path, options, plug_in=plug_in, max_model_len=512) as engine:
         at_start = engine.figures()
         engine.generate(PROMPTS[0][:BLOCK_TOKENS])
         after_one_block = engine.figures()
-    if door == "connector":  # otherwise they are there with the first step
+    if plug_in == "connector":  # otherwise they are there with the first step
         assert {name: at_start[name] for name in counters} == dict.fromkeys(counters, 0)
     assert [after_one_block[name] for name in counters] == [0, 0, 1]
 

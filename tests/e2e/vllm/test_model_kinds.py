@@ -1,5 +1,5 @@
-"""Which kinds of models are served: those of which a test here, or beside this one, has got the
-answers of vLLM alone. Others are refused when the engine starts, unless the user allows them."""
+"""Kinds of models that are served, with the answers of vLLM alone. Other kinds are refused when the
+engine starts, unless the user allows them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Door
-from kvtier.integrations.vllm.tiny_model import HIDDEN, VOCABULARY
+from kvtier.testing.vllm.in_process import PlugIn
+from kvtier.testing.vllm.tiny_model import HIDDEN, VOCABULARY, random_prompts
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
 from tests.e2e.vllm.remote_engine import RemoteEngine
@@ -24,7 +23,7 @@ TOKENS = 256
 PROMPTS = random_prompts(3, TOKENS, "kinds of models")
 HOST_MEMORY = {"cpu_bytes_to_use": "64MiB"}
 ENGINE: dict[str, Any] = {"device_blocks": 64, "max_model_len": 512}
-DOORS = pytest.mark.parametrize("door", ["connector", "plain"])
+PLUG_INS = pytest.mark.parametrize("plug_in", ["connector", "spec"])
 OF_TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -79,7 +78,7 @@ LATENT_ATTENTION = OF_TEXT | {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    # All of its layers come before the first with experts.
+    # None of its layers has experts.
     "first_k_dense_replace": 2,
     "n_routed_experts": 2,
     "moe_intermediate_size": HIDDEN,
@@ -88,21 +87,21 @@ LATENT_ATTENTION = OF_TEXT | {
 
 
 @pytest.mark.parametrize(
-    ("config", "door", "kind"),
+    ("config", "plug_in", "kind"),
     [
         pytest.param(STATES_ONLY, "connector", "state-space layers", id="states"),
-        pytest.param(STATES_ONLY, "plain", "state-space layers", id="states, plain door"),
+        pytest.param(STATES_ONLY, "spec", "state-space layers", id="states, as a spec"),
         pytest.param(STATES_AND_ATTENTION, "connector", "state-space layers", id="hybrid"),
         pytest.param(LATENT_ATTENTION, "connector", "(MLA)", id="latent attention"),
-        pytest.param(LATENT_ATTENTION, "plain", "(MLA)", id="latent attention, plain door"),
+        pytest.param(LATENT_ATTENTION, "spec", "(MLA)", id="latent attention, as a spec"),
     ],
 )
 def test_a_kind_that_no_test_has_served_is_refused(
-    vllm: VLLM, tmp_path: Path, config: dict[str, Any], door: Door, kind: str
+    vllm: VLLM, tmp_path: Path, config: dict[str, Any], plug_in: PlugIn, kind: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     outcome = vllm.run(
-        refusal, str(tmp_path), HOST_MEMORY, door=door, load_format="dummy", **ENGINE
+        refusal, str(tmp_path), HOST_MEMORY, plug_in=plug_in, load_format="dummy", **ENGINE
     )
     assert outcome["when"] == "at start"
     assert kind in outcome["why"]
@@ -110,12 +109,12 @@ def test_a_kind_that_no_test_has_served_is_refused(
     assert outcome["left"] == []
 
 
-@DOORS
+@PLUG_INS
 def test_a_draft_model_is_refused_unless_the_user_allows_it(
-    vllm: VLLM, llama: Path, door: Door
+    vllm: VLLM, llama: Path, plug_in: PlugIn
 ) -> None:
     draft = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 2}
-    engine: dict[str, Any] = {"speculative_config": draft, "door": door, **ENGINE}
+    engine: dict[str, Any] = {"speculative_config": draft, "plug_in": plug_in, **ENGINE}
     outcome = vllm.run(refusal, str(llama), HOST_MEMORY, **engine)
     assert outcome["when"] == "at start"
     assert 'speculative decoding with the method "draft_model"' in outcome["why"]
@@ -129,7 +128,7 @@ def test_a_draft_model_is_refused_unless_the_user_allows_it(
 
 def test_tokens_proposed_by_ngrams_change_no_answer(vllm: VLLM, llama: Path) -> None:
     ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-    # What repeats itself is what is proposed.
+    # ngram speculation proposes repetitions, so the prompt repeats itself.
     prompts = [prompt[: TOKENS // 2] * 2 + prompt[-8:] for prompt in PROMPTS]
     engine: dict[str, Any] = {"speculative_config": ngrams, **ENGINE}
     with closing(Reference(vllm, llama, **engine)) as alone:

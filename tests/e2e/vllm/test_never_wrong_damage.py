@@ -1,4 +1,4 @@
-"""Blocks are damaged where a tier keeps them, between two lives of an engine: none is served."""
+"""Blocks are damaged in a tier between two runs of an engine: none of them is served."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.testing.vllm.tiny_model import random_prompts
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.io.page import PAGE_BYTES
 from tests.e2e.vllm.lasting_tiers import LASTING, over, with_common_hashes
@@ -31,8 +31,8 @@ def flip_a_bit(path: Path, offset: int) -> None:
 
 
 def damage_slots(folder: Path, subject: Subject) -> int:
-    """One bit of the payload in every sixth slot of the slab; how many these are."""
-    # They are taken one after the other.
+    """Flip one bit of the payload in every sixth slot of the slab. Returns the number of slots."""
+    # Slots are filled one after the other.
     offsets = [
         Geometry(subject.slot_bytes(), BLOCKS * len(PROMPTS)).slot_offset(slot) + 3 * PAGE_BYTES
         for slot in range(3, BLOCKS * len(PROMPTS), 6)
@@ -43,7 +43,7 @@ def damage_slots(folder: Path, subject: Subject) -> int:
 
 
 def damage_files(folder: Path, subject: Subject) -> int:
-    """The same in every sixth file."""
+    """Flip one bit of the payload in every sixth file. Returns the number of files."""
     blocks = sorted(path for path in (folder / "root" / "blocks").rglob("*") if path.is_file())
     assert len(blocks) == BLOCKS * len(PROMPTS)
     for path in blocks[::6]:
@@ -73,10 +73,10 @@ def test_a_damaged_block_is_refused_and_computed(
         again = engine.generate(*PROMPTS)
     assert 0 < figures[f"tier_0_{tier}_seal_digest"] <= damaged
     assert figures[f"{tier}_forgotten_blocks"] == figures[f"tier_0_{tier}_seal_digest"]
-    # What comes before the first damaged block of a prompt is served, and nothing after it.
+    # Blocks before the first damaged one of a prompt are served, and none after it.
     assert 0 < figures[f"tier_0_{tier}_loaded_blocks"] <= BLOCKS * len(PROMPTS) - damaged
     assert sum(answer.cached_tokens for answer in answers) > 0
     subject.alone.check(PROMPTS, answers, exact=False)
-    # What was refused has been computed, and stored, again.
+    # Refused blocks were computed and stored again.
     assert [answer.cached_tokens for answer in again] == [TOKENS] * len(PROMPTS)
     subject.alone.check(PROMPTS, again)

@@ -1,11 +1,11 @@
-"""A copy between host memory and the device fails: nobody is ever given what it did not copy."""
+"""A copy between host memory and the device fails: its blocks are never used."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Door
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, PlugIn
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.faulty_engine import FaultyRemoteEngine
 from tests.e2e.vllm.processes import VLLM, ScenarioFailedError
 from tests.e2e.vllm.subject import Subject
@@ -24,11 +24,11 @@ TIER = {
 }
 ALL = 1_000_000
 TRIES = 3
-"""A load is tried so often before it has failed for good."""
+"""Attempts before a load has failed for good."""
 
 
 def can_compute_instead(vllm: VLLM, subject: Subject) -> bool:
-    """Whether vLLM can be told, for this model, of a load that has failed."""
+    """True if vLLM can compute the blocks of a failed load of this model."""
     return vllm.version >= (0, 32) or subject.path.name == "llama"
 
 
@@ -77,9 +77,11 @@ def test_several_at_once_that_cannot_be_loaded_are_computed(vllm: VLLM, subject:
 
 
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
-@pytest.mark.parametrize("door", ["plain", "connector"])
-def test_a_load_that_fails_once_is_tried_again(vllm: VLLM, subject: Subject, door: Door) -> None:
-    with FaultyRemoteEngine(vllm, subject.path, HOST, door=door) as engine:
+@pytest.mark.parametrize("plug_in", ["spec", "connector"])
+def test_a_load_that_fails_once_is_tried_again(
+    vllm: VLLM, subject: Subject, plug_in: PlugIn
+) -> None:
+    with FaultyRemoteEngine(vllm, subject.path, HOST, plug_in=plug_in) as engine:
         engine.generate(PROMPTS[0])
         engine.reset_device_cache()
         engine.set_faults(failing_loads=TRIES - 1)
@@ -92,16 +94,16 @@ def test_a_load_that_fails_once_is_tried_again(vllm: VLLM, subject: Subject, doo
 
 
 @pytest.mark.parametrize(
-    ("subject", "door"),
-    [("llama", "plain"), ("hybrid", "plain"), ("hybrid", "connector")],
+    ("subject", "plug_in"),
+    [("llama", "spec"), ("hybrid", "spec"), ("hybrid", "connector")],
     indirect=["subject"],
 )
 def test_an_engine_that_cannot_be_told_stops_with_the_reason(
-    vllm: VLLM, subject: Subject, door: Door
+    vllm: VLLM, subject: Subject, plug_in: PlugIn
 ) -> None:
-    if door == "connector" and can_compute_instead(vllm, subject):
+    if plug_in == "connector" and can_compute_instead(vllm, subject):
         pytest.skip("this vLLM can be told")
-    with FaultyRemoteEngine(vllm, subject.path, HOST, door=door) as engine:
+    with FaultyRemoteEngine(vllm, subject.path, HOST, plug_in=plug_in) as engine:
         engine.generate(PROMPTS[0])
         engine.reset_device_cache()
         engine.set_faults(failing_loads=ALL)
@@ -110,18 +112,18 @@ def test_an_engine_that_cannot_be_told_stops_with_the_reason(
         engine.kill()
     assert "failed 3 times" in str(stopped.value)
     assert "rather than use wrong bytes" in str(stopped.value)
-    remedy = "KVTierConnector" if door == "plain" else "vLLM"
+    remedy = "KVTierConnector" if plug_in == "spec" else "vLLM"
     assert remedy in str(stopped.value)
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 @pytest.mark.parametrize("subject", ["llama", "hybrid"], indirect=True)
 def test_what_was_not_stored_is_never_served_and_reaches_no_tier(
-    vllm: VLLM, subject: Subject, door: Door
+    vllm: VLLM, subject: Subject, plug_in: PlugIn
 ) -> None:
     lost, kept, _ = PROMPTS
     options = HOST | {"prefill_tokens_per_s": 0, "secondary_tiers": [TIER]}
-    with FaultyRemoteEngine(vllm, subject.path, options, door=door) as engine:
+    with FaultyRemoteEngine(vllm, subject.path, options, plug_in=plug_in) as engine:
         engine.set_faults(failing_stores=ALL)
         answers = engine.generate(lost)
         before = engine.figures()

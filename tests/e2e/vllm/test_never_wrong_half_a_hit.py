@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Answer
-from kvtier.integrations.vllm.tiny_model import GEMMA3_HYBRID
+from kvtier.testing.vllm.in_process import Answer
+from kvtier.testing.vllm.tiny_model import GEMMA3_HYBRID, random_prompts
 from tests.e2e.vllm.lasting_tiers import fs_in, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
@@ -30,15 +29,15 @@ GROUPS = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What an engine has left in a directory: a file for each block of each group."""
+    """The directory that an engine has left: a file for each block of each group."""
 
     subject: Subject
     folder: Path
     of_head: frozenset[str]
-    """Names of those that the first half of the prompt has."""
+    """Names of the files for the first half of the prompt."""
 
     def files_of(self, folder: Path, group: int) -> list[Path]:
-        """By the group's number at the end of the key, which is the name."""
+        """The group of a file: its name is the key, which ends with the group's number."""
         blocks = folder / "root" / "blocks"
         ends = f"{group:08x}"
         return [path for path in blocks.rglob("*") if path.is_file() and path.stem.endswith(ends)]
@@ -64,7 +63,7 @@ def stored(
 
 
 def served_after_loss(vllm: VLLM, stored: Stored, folder: Path, lost: list[str]) -> Answer:
-    """Of a new engine on a copy of the directory without the files of these names."""
+    """Cached tokens of a new engine on a copy of the directory without these files."""
     shutil.copytree(stored.folder / "root", folder / "root")
     for path in list((folder / "root" / "blocks").rglob("*")):
         if path.name in lost:
@@ -91,7 +90,7 @@ def test_a_group_that_is_lost_leaves_no_hit(
 def test_a_group_that_has_half_of_a_prompt_leaves_half_a_prompt(
     vllm: VLLM, stored: Stored, tmp_path: Path, group: int
 ) -> None:
-    """And not more, although the other groups have all of it."""
+    """Not more than that, although the other groups have all blocks."""
     names = [path.name for path in stored.files_of(stored.folder, group)]
     lost = [name for name in names if name not in stored.of_head]
     assert 0 < len(lost) < len(names)

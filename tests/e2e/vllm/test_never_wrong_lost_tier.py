@@ -1,4 +1,4 @@
-"""A tier stops answering in mid-run: requests go on without it, and their answers are right."""
+"""A tier stops answering while requests run: they continue without it, with right answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Answer
+from kvtier.testing.vllm.in_process import Answer
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.scenarios.failing_tier import FAILING_TIER, EngineOverFailingTier, Trouble
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 
 class EngineOverTier(RemoteEngine):
-    """An engine over a tier that can get into trouble."""
+    """An engine over a tier that can be made to fail."""
 
     def __init__(self, vllm: VLLM, model: Path, options: dict[str, Any]) -> None:
         self.process = vllm.start(
@@ -50,7 +50,7 @@ class EngineOverTier(RemoteEngine):
         return self.figures().get(f"tier_0_failingtier_{name}", 0)
 
     def generate_until(self, is_over: Callable[[], bool]) -> list[Answer]:
-        """All prompts, none of them on the device, again and again."""
+        """Run all prompts repeatedly, with an empty device cache."""
         answers: list[Answer] = []
         deadline = time.monotonic() + PATIENCE_S
         while not is_over():
@@ -63,7 +63,7 @@ class EngineOverTier(RemoteEngine):
 @pytest.mark.parametrize("trouble", ["answers nothing", "moves nothing", "blocks its callers"])
 @pytest.mark.parametrize(
     # Host memory has room for four of the six prompts. They return in the order in which they came,
-    # so that none is there still.
+    # so that each has been evicted by then.
     ("subject", "slots"),
     [("llama", 4 * 8), ("hybrid", 4 * (8 + 2 * 4))],
     indirect=["subject"],
@@ -103,7 +103,7 @@ def test_requests_go_on_without_a_tier_and_with_it_once_it_is_back(
     }[trouble]
     assert noticed[reason] > 0
     prompts = PROMPTS * (len(before + during + after) // len(PROMPTS))
-    # How much of a prompt host memory has just then is a matter of time.
+    # How much of a prompt host memory has at that moment depends on timing.
     subject.alone.check(prompts, before + during + after, exact=False)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Answer
+from kvtier.testing.vllm.in_process import Answer
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.faulty_engine import FaultyRemoteEngine
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.scenarios.faulty_transfers import WITH_FAULTS
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 TOKENS = 192
 LONG = random_prompts(5, TOKENS, "never wrong in mid-flight")
 PROMPTS = [*LONG, LONG[0][:128] + LONG[1], LONG[0][:128] + LONG[2]]
-"""Two of them begin like another one."""
+"""Two of them share a prefix with another one."""
 HOST = {"cpu_bytes_to_use": "32MiB"}
 TIER = {
     "type": "example",
@@ -44,7 +44,7 @@ def test_a_request_is_aborted_while_it_loads(vllm: VLLM, subject: Subject) -> No
         engine.step(3)
         assert engine.under_way() == ["load"]
         engine.abort("aborted")
-        # They would like to have its blocks.
+        # They share blocks with it.
         for place, other in enumerate(others):
             engine.add(f"other {place}", other)
         engine.run()

@@ -1,5 +1,5 @@
-"""A restarted vLLM has from disk and from a shared directory what the one before computed, however
-that one ended, and what it answers is right. Nobody has to say which weights these are."""
+"""A restarted vLLM loads from disk and from a shared directory what the one before computed,
+however that one ended, with right answers. The weights are identified without the user's help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.lasting_tiers import LASTING, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
@@ -68,7 +68,7 @@ def test_an_engine_that_was_killed_leaves_nothing_wrong_behind(
 def two_engines(
     vllm: VLLM, subject: Subject, tmp_path: Path
 ) -> Iterator[tuple[RemoteEngine, RemoteEngine]]:
-    """At the same time, with one directory."""
+    """Several engines at the same time, with one directory."""
     options = over(LASTING["fs"](tmp_path), subject)
     vllm = with_common_hashes(vllm)
     with (

@@ -1,12 +1,12 @@
-"""The device has room for less than is asked: blocks leave it, requests are preempted, and what
-comes back from host memory is right."""
+"""The device has too few blocks for all requests: blocks are evicted, requests are preempted, and
+blocks from host memory are right."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.subject import Subject
@@ -47,7 +47,7 @@ def test_a_preempted_request_goes_on_from_host_memory(
         figures = engine.figures()
         metrics = {metric["name"]: metric["value"] for metric in engine.metrics()}
     assert metrics["vllm:num_preemptions"] > 0
-    # What others have not taken meanwhile is still on the device.
+    # Blocks that were not reused meanwhile are still on the device.
     assert figures["cpu_loaded_blocks"] > 0
     subject.alone.check(prompts, answers, max_tokens=128, exact=False)
 

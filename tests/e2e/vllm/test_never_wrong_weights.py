@@ -1,5 +1,5 @@
-"""The weights change, between two runs and within one: nothing that was computed with others is
-served, from host memory or from a tier."""
+"""The weights change between two runs, or within one: no block that was computed with other weights
+is served, from host memory or from a tier."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Door
-from kvtier.integrations.vllm.tiny_model import LLAMA
+from kvtier.testing.vllm.in_process import PlugIn
+from kvtier.testing.vllm.tiny_model import LLAMA, random_prompts
 from tests.e2e.vllm.lasting_tiers import LASTING, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
@@ -42,7 +41,7 @@ def other(models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def other_alone(vllm: VLLM, other: Path) -> Iterator[Reference]:
-    """What vLLM makes of prompts with these weights, without kvtier."""
+    """The answers of vLLM with these weights, without kvtier."""
     with closing(Reference(vllm, other)) as reference:
         yield reference
 
@@ -56,10 +55,10 @@ class ChangingEngine(RemoteEngine):
         model: Path,
         options: dict[str, Any],
         kind: type[Engine] = EngineWithOtherWeights,
-        door: Door = "connector",
+        plug_in: PlugIn = "connector",
     ) -> None:
         self.process = with_common_hashes(vllm).start(
-            kind, str(model), options, door=door, device_blocks=64, max_model_len=512
+            kind, str(model), options, plug_in=plug_in, device_blocks=64, max_model_len=512
         )
         self._numbers = count()
 
@@ -71,14 +70,14 @@ class ChangingEngine(RemoteEngine):
 
 
 def replace_by(model: Path, weights: Path) -> Path:
-    """Put other weights where a model is."""
+    """Replace the weights in a model's folder."""
     shutil.rmtree(model, ignore_errors=True)
     shutil.copytree(weights, model)
     return model
 
 
 def cached(engine: RemoteEngine, reference: Reference) -> list[int]:
-    """Run the prompts, see that the answers are right; how much of each was in some cache."""
+    """Run the prompts and check the answers. Returns the cached tokens of each."""
     answers = engine.generate(*PROMPTS)
     reference.check(PROMPTS, answers)
     return [answer.cached_tokens for answer in answers]
@@ -87,7 +86,7 @@ def cached(engine: RemoteEngine, reference: Reference) -> list[int]:
 NOTHING, EVERYTHING = [0] * len(PROMPTS), [TOKENS] * len(PROMPTS)
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 @pytest.mark.parametrize("tier", ["disk", "fs"])
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_other_weights_in_the_same_place_find_nothing(
@@ -97,25 +96,25 @@ def test_other_weights_in_the_same_place_find_nothing(
     other_alone: Reference,
     tmp_path: Path,
     tier: str,
-    door: Door,
+    plug_in: PlugIn,
 ) -> None:
     options = over(LASTING[tier](tmp_path), subject)
-    # Through the plain door, nobody but the user can say which weights these are.
-    first = options | ({"cache_namespace": "first"} if door == "plain" else {})
-    second = options | ({"cache_namespace": "second"} if door == "plain" else {})
+    # As a spec, kvtier does not know the weights: the user has to name them.
+    first = options | ({"cache_namespace": "first"} if plug_in == "spec" else {})
+    second = options | ({"cache_namespace": "second"} if plug_in == "spec" else {})
     model = replace_by(tmp_path / "model", subject.path)
-    with ChangingEngine(vllm, model, first, door=door) as engine:
+    with ChangingEngine(vllm, model, first, plug_in=plug_in) as engine:
         assert cached(engine, subject.alone) == NOTHING
     replace_by(model, other)
-    with ChangingEngine(vllm, model, second, door=door) as engine:
+    with ChangingEngine(vllm, model, second, plug_in=plug_in) as engine:
         assert cached(engine, other_alone) == NOTHING
         assert engine.figures().get(f"tier_0_{tier}_loaded_blocks", 0) == 0
-    with ChangingEngine(vllm, model, second, door=door) as engine:
+    with ChangingEngine(vllm, model, second, plug_in=plug_in) as engine:
         assert cached(engine, other_alone) == EVERYTHING
         assert engine.figures()[f"tier_0_{tier}_loaded_blocks"] > 0
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_one_namespace_for_all_weights_would_be_noticed(
     vllm: VLLM,
@@ -123,15 +122,15 @@ def test_one_namespace_for_all_weights_would_be_noticed(
     other: Path,
     other_alone: Reference,
     tmp_path: Path,
-    door: Door,
+    plug_in: PlugIn,
 ) -> None:
     options = over(LASTING["fs"](tmp_path), subject)
-    options |= {"cache_namespace": "any"} if door == "plain" else {}
+    options |= {"cache_namespace": "any"} if plug_in == "spec" else {}
     model = replace_by(tmp_path / "model", subject.path)
-    with ChangingEngine(vllm, model, options, EngineThatIgnoresItsWeights, door) as engine:
+    with ChangingEngine(vllm, model, options, EngineThatIgnoresItsWeights, plug_in) as engine:
         engine.generate(*PROMPTS)
     replace_by(model, other)
-    with ChangingEngine(vllm, model, options, EngineThatIgnoresItsWeights, door) as engine:
+    with ChangingEngine(vllm, model, options, EngineThatIgnoresItsWeights, plug_in) as engine:
         answers = engine.generate(*PROMPTS)
     assert [answer.cached_tokens for answer in answers] == EVERYTHING
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -164,7 +163,7 @@ def test_weights_that_change_in_mid_run_find_nothing_from_before(
         engine.reset_device_cache()
         assert cached(engine, subject.alone) == EVERYTHING
         loaded = engine.figures()["cpu_loaded_blocks"]
-        # Begun with the old weights, and its blocks are on their way to host memory.
+        # It began with the old weights, and its blocks are on their way to host memory.
         begun = random_prompts(1, TOKENS, way)[0]
         engine.add("begun", begun, max_tokens=16)
         engine.step(3)
@@ -176,14 +175,14 @@ def test_weights_that_change_in_mid_run_find_nothing_from_before(
         assert engine.figures()["cpu_loaded_blocks"] == loaded
         engine.reset_device_cache()
         assert cached(engine, other_alone) == EVERYTHING
-        # Whatever is kept of it now was computed with the new weights.
+        # All of its blocks that are kept now were computed with the new weights.
         engine.reset_device_cache()
         other_alone.check([begun], engine.generate(begun), exact=False)
     with ChangingEngine(vllm, other, options) as engine:
         cached(engine, other_alone)
     with ChangingEngine(vllm, subject.path, options) as engine:
         cached(engine, subject.alone)
-        # The namespace that follows is not the one that followed the last time.
+        # This reset begins another namespace than the last one did.
         assert engine.reset_all()
         assert cached(engine, subject.alone) == NOTHING
 

@@ -1,4 +1,4 @@
-"""A model that has windows only: what is in front of one is nowhere, also when a load fails."""
+"""A model with windows only: blocks before a window are nowhere, also when a load fails."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Answer
-from kvtier.integrations.vllm.tiny_model import GEMMA3_HYBRID
+from kvtier.testing.vllm.in_process import Answer
+from kvtier.testing.vllm.tiny_model import GEMMA3_HYBRID, random_prompts
 from tests.e2e.vllm.faulty_engine import FaultyRemoteEngine
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
@@ -26,7 +25,7 @@ PROMPTS = random_prompts(3, 256, "windows only")
 
 
 def test_a_failed_load_is_computed_from_the_start(vllm: VLLM, tmp_path: Path) -> None:
-    """vLLM would compute from the first lost block on, with nothing in front of it."""
+    """vLLM would compute from the first lost block on, without the blocks before it."""
     if vllm.version < (0, 32):
         pytest.skip("before 0.32, vLLM cannot be told of it, and the engine stops with the reason")
     model = WINDOWS_ONLY.write(tmp_path / "model")

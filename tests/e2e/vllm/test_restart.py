@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Answer, Door
+from kvtier.testing.vllm.in_process import Answer, PlugIn
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.lasting_tiers import disk_in, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
@@ -23,7 +23,7 @@ BLOCKS, TOKENS = 3 * PROMPT_BLOCKS, 3 * PROMPT_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Every prompt once, in a process of its own."""
+    """Answers and metrics of a process that runs every prompt once."""
 
     answers: list[Answer]
     figures: dict[str, float]
@@ -33,28 +33,28 @@ class Life:
         return sum(answer.cached_tokens for answer in self.answers)
 
 
-def live(vllm: VLLM, subject: Subject, folder: Path, door: Door) -> Life:
-    """With host memory for a prompt and a half, and a disk tier for all of them."""
+def live(vllm: VLLM, subject: Subject, folder: Path, plug_in: PlugIn) -> Life:
+    """Run the prompts with host memory for one and a half of them, and a disk tier for all."""
     options = over(disk_in(folder), subject, slots=PROMPT_BLOCKS * 3 // 2)
     options["cache_namespace"] = "random weights, seed 0"
     with RemoteEngine(
         with_common_hashes(vllm),
         subject.path,
         options,
-        door=door,
+        plug_in=plug_in,
         device_blocks=256,
         max_model_len=1024,
     ) as engine:
         return Life(engine.generate(*PROMPTS), engine.figures())
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_a_second_process_has_all_from_the_disk_that_the_first_has_stored(
-    vllm: VLLM, subject: Subject, tmp_path: Path, door: Door
+    vllm: VLLM, subject: Subject, tmp_path: Path, plug_in: PlugIn
 ) -> None:
-    first = live(vllm, subject, tmp_path, door)
-    second = live(vllm, subject, tmp_path, door)
+    first = live(vllm, subject, tmp_path, plug_in)
+    second = live(vllm, subject, tmp_path, plug_in)
 
     assert first.cached_tokens == 0
     assert first.figures.get("tier_0_disk_loaded_blocks", 0) == 0

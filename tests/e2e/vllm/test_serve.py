@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
-from kvtier.integrations.vllm.tiny_model import LLAMA
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS
+from kvtier.testing.vllm.tiny_model import LLAMA
 from kvtier.tiering.disk.reader import SlabReader
 from tests.e2e.vllm.lasting_tiers import PATIENT
 from tests.e2e.vllm.openai_server import Completion, Server, Stop, random_words
 from tests.e2e.vllm.process_tree import regions_below, vllms_own_removed
 from tests.e2e.vllm.processes import VLLM
-from tests.tiering.fs.rig import block_files
+from tests.tiering.fs.harness import block_files
 
 pytestmark = pytest.mark.vllm
 
@@ -30,27 +30,27 @@ BLOCKS_OF_PROMPT = 16
 SHARED = random_words(BLOCKS_OF_PREFIX * BLOCK_TOKENS, "prefix")
 OWN_TOKENS = (BLOCKS_OF_PROMPT - BLOCKS_OF_PREFIX) * BLOCK_TOKENS
 PROMPTS = [SHARED + random_words(OWN_TOKENS + 8, client) for client in range(8)]
-"""Of eight clients, who have half of it in common. The device has no room for all of it."""
+"""Prompts of eight clients, with a common first half. The device has no room for all of them."""
 BLOCKS = BLOCKS_OF_PREFIX + len(PROMPTS) * (BLOCKS_OF_PROMPT - BLOCKS_OF_PREFIX)
 CACHED_TOKENS = BLOCKS_OF_PROMPT * BLOCK_TOKENS
 OTHERS = [random_words(CACHED_TOKENS + 8, f"other {number}") for number in range(6)]
-"""As many blocks as host memory has room for."""
+"""Blocks that host memory has room for."""
 FORGET = (
     ["/reset_prefix_cache?reset_external=true"],
     ["/pause", "/resume"],
     ["/sleep?level=1", "/wake_up"],
 )
-"""What an operator tells a server after which nothing from before is valid."""
+"""Commands of an operator after which no earlier block is valid."""
 
 ENDED_BY_ITSELF = {0, 1}
-"""Not by a signal. 1: vLLM's server has seen its engine end before it expected that, which stock
-vLLM on a busy machine does as well."""
+"""Exit codes of a server that was not ended by a signal. 1: the server noticed the end of its
+engine before it expected it; stock vLLM on a busy machine does that, too."""
 
 
 def options(*tiers: dict[str, Any]) -> dict[str, Any]:
     return {
         "cpu_bytes_to_use": len(OTHERS) * BLOCKS_OF_PROMPT * LLAMA.bytes_per_block(BLOCK_TOKENS),
-        # Nothing is computed for being faster than the disk of this machine.
+        # Load also if computing would be faster than the disk of this machine.
         "prefill_tokens_per_s": 0,
         "secondary_tiers": [tier | PATIENT for tier in tiers],
     }
@@ -70,9 +70,9 @@ def is_locked(path: Path) -> bool:
 
 
 def stop_under_load(server: Server) -> Stop:
-    """SIGTERM while all clients are waiting for long answers, which they do not get.
+    """Send SIGTERM while all clients wait for long answers, then disconnect them.
 
-    vLLM does not end before they have gone away, if it has not answered them by then.
+    vLLM does not end before it has answered its clients, or they have disconnected.
     """
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         answers = [clients.submit(server.complete, prompt, 480) for prompt in PROMPTS]
@@ -88,30 +88,30 @@ def assert_same(answers: Sequence[Completion], expected: Sequence[Completion]) -
 
 
 def has_stored(slab: Path, num_blocks: int) -> bool:
-    """Not by a figure: a server that has rested for a second does not see that a store has ended
-    before the next request comes."""
+    """True if the slab has this number of blocks. Not read from the metrics: an idle server does
+    not report the end of a store before the next request."""
     with SlabReader(slab) as reader:
         return len(reader.snapshot().live_slots()) == num_blocks
 
 
 @dataclass(slots=True)
 class FirstLife:
-    """Of a server with host memory and a disk below it, beside one of stock vLLM alone."""
+    """Answers of a server with host memory and a disk tier, and of stock vLLM alone."""
 
     slab: Path
     alone: list[Completion]
     cold: list[Completion]
     together: list[Completion]
-    """Asked for at once, when all of it was in host memory."""
+    """Answers to prompts sent at once, with all blocks in host memory."""
     figures_together: dict[str, float]
     from_disk: list[Completion]
-    """One after the other, when host memory was full of something else."""
+    """Answers to prompts sent one by one, with host memory full of other blocks."""
     blocks_from_disk: float
     metrics: dict[str, float]
     regions: dict[Path, bool]
     stop: Stop
     was_killed: bool
-    """Whether vLLM has lost its patience with a process of its own."""
+    """True if vLLM has killed a process of its own after a timeout."""
     figures_at_start: dict[str, float]
     log: str
 
@@ -135,7 +135,7 @@ def first_life(
         on_disk = BLOCKS
         for prompt in OTHERS:
             server.complete(prompt)
-            # A slot stays taken until the disk has what is in it, however slow that is.
+            # A slot stays occupied until its block is on disk, however slow the disk is.
             on_disk += BLOCKS_OF_PROMPT
             server.wait_until(partial(has_stored, slab, on_disk))
         before = server.figure("tier_0_disk_loaded_blocks")
@@ -290,8 +290,7 @@ def test_two_servers_share_a_directory_and_killing_them_leaves_nothing(
         assert len(regions) == 2
         with vllms_own_removed(first.process.pid, second.process.pid):
             first.kill_all()
-            # vLLM's engine does not notice that the process that takes requests is gone; kvtier
-            # does, and has it end.
+            # vLLM's engine does not notice that its server has ended; kvtier does, and ends it.
             stop = second.stop(signal.SIGKILL)
         assert [name for name in stop.end.orphans if "EngineCore" in name] == []
         assert not any(region.exists() for region in regions)

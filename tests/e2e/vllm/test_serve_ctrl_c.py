@@ -27,7 +27,7 @@ def test_the_blocks_of_the_last_answer_are_on_disk(
     with Server(vllm, llama, options(disk(slab)), *flags) as server:
         server.wait_until_up()
         server.complete(PROMPTS[0], max_tokens=8)
-        # A terminal sends it to every process that was started there.
+        # A terminal sends the signal to every process that it started.
         os.killpg(server.process.pid, signal.SIGINT)
         server.process.wait()
     assert has_stored(slab, BLOCKS_OF_PROMPT)

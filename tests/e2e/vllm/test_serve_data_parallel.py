@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
-from kvtier.integrations.vllm.tiny_model import LLAMA
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS
+from kvtier.testing.vllm.tiny_model import LLAMA
 from tests.e2e.vllm.lasting_tiers import disk_in
 from tests.e2e.vllm.openai_server import Server, random_words
 from tests.e2e.vllm.process_tree import regions_below
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 BLOCKS = 16
 TOKENS = BLOCKS * BLOCK_TOKENS
 SLOTS = 20
-"""Of each replica's host memory: a prompt, and a quarter of another."""
+"""Blocks of each replica's host memory: one and a quarter prompts."""
 PROMPT, OTHER = (random_words(TOKENS + 8, f"replicas {number}") for number in range(2))
 
 
@@ -56,7 +56,7 @@ def test_each_replica_has_a_region_and_a_slab_file_of_its_own(
             for prompt in (OTHER, PROMPT)
         ]
         assert [answer.cached_tokens for answer in again] == [TOKENS] * 4
-        # More than one replica alone could have loaded.
+        # More than a single replica could have loaded.
         assert server.figure("tier_0_disk_loaded_blocks") >= 2 * (2 * BLOCKS - SLOTS) > BLOCKS
         assert all(answer.is_as(answers[1]) for answer in (again[0], again[2], answers[3]))
         assert all(answer.is_as(answers[0]) for answer in (again[1], again[3], answers[2]))

@@ -1,4 +1,4 @@
-"""Stock vLLM with an fs tier: engines find each other's blocks, and say so where they cannot."""
+"""Stock vLLM with an fs tier: engines find each other's blocks, or log why they cannot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Answer
-from kvtier.integrations.vllm.tiny_model import LLAMA
+from kvtier.testing.vllm.in_process import Answer
+from kvtier.testing.vllm.tiny_model import LLAMA, random_prompts
 from tests.e2e.vllm.lasting_tiers import fs_in, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
@@ -25,18 +24,18 @@ PROMPTS = random_prompts(4, PROMPT_TOKENS, "shared by engines")
 
 @dataclass
 class Story:
-    """What became of all engines, by the name of each."""
+    """The results of all engines, by name."""
 
     answers: dict[str, list[Answer]] = field(default_factory=dict)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     said: dict[str, list[str]] = field(default_factory=dict)
     root_bytes: int = 0
-    """As `du` says, after all of them."""
+    """Bytes of the directory after all engines, as `du` counts them."""
     left_behind: list[str] = field(default_factory=list)
 
     def ask(self, name: str, engine: RemoteEngine, *numbers: int) -> None:
-        """Have an engine answer some of the prompts."""
+        """Run some of the prompts in an engine."""
         self.prompts[name] = list(numbers)
         self.answers[name] = engine.generate(*(PROMPTS[number] for number in numbers))
 
@@ -46,7 +45,7 @@ class Story:
         engine.close()
 
     def cached(self, name: str) -> list[int]:
-        """The tokens that were not computed, prompt by prompt."""
+        """The cached tokens of each prompt."""
         return [answer.cached_tokens for answer in self.answers[name]]
 
     def figure(self, name: str, figure: str) -> float:

@@ -1,6 +1,6 @@
-"""vLLM 0.28, whatever release the other tests run with: both doors, host memory and disk.
+"""A smoke test with vLLM 0.28: as a connector and as a spec, with host memory and disk.
 
-All of the other tests run with it by `make test-vllm VLLM=0.28.0`.
+`make test-vllm VLLM=0.28.0` runs all other tests with that release.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import Answer, Door
-from kvtier.integrations.vllm.tiny_model import LLAMA
+from kvtier.testing.vllm.in_process import Answer, PlugIn
+from kvtier.testing.vllm.tiny_model import LLAMA, random_prompts
 from tests.e2e.vllm.lasting_tiers import disk_in, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM, ScenarioFailedError
 from tests.e2e.vllm.reference import Reference
@@ -37,16 +36,16 @@ def test_it_is_that_release(vllm_0_28: VLLM) -> None:
     assert vllm_0_28.version == (0, 28)
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 def test_a_restarted_engine_has_all_from_disk(
-    vllm_0_28: VLLM, llama_in_0_28: Subject, tmp_path: Path, door: Door
+    vllm_0_28: VLLM, llama_in_0_28: Subject, tmp_path: Path, plug_in: PlugIn
 ) -> None:
-    # Of weights that the plain door knows nothing of.
+    # As a spec, kvtier does not know the weights.
     options = over(disk_in(tmp_path), llama_in_0_28) | {"cache_namespace": "smoke"}
 
     def live() -> tuple[list[Answer], dict[str, float]]:
         with RemoteEngine(
-            with_common_hashes(vllm_0_28), llama_in_0_28.path, options, door=door, **ENGINE
+            with_common_hashes(vllm_0_28), llama_in_0_28.path, options, plug_in=plug_in, **ENGINE
         ) as engine:
             return engine.generate(*PROMPTS), engine.figures()
 

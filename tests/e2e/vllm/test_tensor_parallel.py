@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.lasting_tiers import disk_in, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
@@ -33,7 +33,7 @@ TWO_RANKS: dict[str, Any] = {
 def test_both_ranks_have_their_part_from_host_memory_and_from_disk(
     vllm: VLLM, subject: Subject, tmp_path: Path
 ) -> None:
-    # Where a rank may run is not to depend on how many cores there are.
+    # Independent of the number of cores of this machine.
     vllm = with_common_hashes(vllm).but(environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     options = over(disk_in(tmp_path), subject, slots=BLOCKS * 3 // 2)
     with RemoteEngine(vllm, subject.path, options, **TWO_RANKS) as engine:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Answer
-from kvtier.integrations.vllm.tiny_model import LLAMA
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, Answer
+from kvtier.testing.vllm.tiny_model import LLAMA, random_prompts
 from tests.e2e.vllm.lasting_tiers import disk_in, with_common_hashes
 from tests.e2e.vllm.process_tree import descendants, regions_below, regions_of, vllms_own_removed
 from tests.e2e.vllm.processes import VLLM, ScenarioFailedError
@@ -36,7 +35,7 @@ class Two:
 
     @contextmanager
     def failing(self, copies: Copies) -> Iterator[None]:
-        """Copies of this kind fail on the second rank, and on it alone."""
+        """Make copies of this kind fail on the second rank only."""
         (self.folder / copies).touch()
         yield
         (self.folder / copies).unlink()
@@ -63,7 +62,7 @@ def two(vllm: VLLM, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def assert_all_computed(answers: list[Answer]) -> None:
-    """And so the same, to the last bit."""
+    """Equal to the last bit."""
     for answer in answers:
         assert answer.tokens == answers[0].tokens
         assert answer.logprobs == answers[0].logprobs

@@ -1,10 +1,10 @@
-"""Stock vLLM with a tier below host memory, which is too small for everything."""
+"""Stock vLLM with a tier below a host memory that is too small for all blocks."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.subject import Subject
@@ -16,7 +16,7 @@ TIER = {
     "type": "example",
     "simulate_async": True,
     "latency_ms": 5,
-    # Nothing is to depend on how fast this machine is.
+    # Independent of the speed of this machine.
     "load_timeout_ms": 60_000,
     "store_timeout_ms": 60_000,
     "max_pinned_share": 1,
@@ -33,7 +33,7 @@ WINDOW_BLOCKS = 4
 def test_what_host_memory_has_no_room_for_comes_back_from_a_tier(
     vllm: VLLM, subject: Subject, windowed_groups: int
 ) -> None:
-    # Of a group with a window, early releases offer every block; all load only the last few.
+    # Early releases offer every block of a group with a window; all load only the last few.
     offers_all = vllm.version < (0, 32)
     loaded = PROMPT_BLOCKS + windowed_groups * WINDOW_BLOCKS
     stored = (1 + windowed_groups) * PROMPT_BLOCKS if offers_all else loaded
@@ -50,12 +50,12 @@ def test_what_host_memory_has_no_room_for_comes_back_from_a_tier(
     subject.alone.check(PROMPTS, cold)
     subject.alone.check(PROMPTS, warm)
     assert [answer.cached_tokens for answer in warm] == [1024] * 4
-    # Room for two prompts, which return in the order in which they came: none is there still.
+    # Room for two prompts; they return in the order in which they came, so each was evicted.
     assert figures["cpu_slots"] == 2 * stored
     assert figures["tier_0_example_stored_blocks"] == 4 * stored
     if stored == loaded:
         assert figures["tier_0_example_loaded_blocks"] == 4 * loaded
-    else:  # what nobody loads again has made room in host memory for some of the rest
+    else:  # blocks that are not loaded again have made room in host memory for others
         assert 0 < figures["tier_0_example_loaded_blocks"] <= 4 * loaded
     assert figures["tier_0_example_pinned_blocks"] == 0
     assert figures["tier_0_example_breaker_state"] == 0

@@ -1,4 +1,4 @@
-"""What an operator reads when an engine starts, and when it cannot."""
+"""The log lines of an engine that starts, and of one that cannot."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import kvtier
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, Door
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, PlugIn
 from tests.e2e.vllm.lasting_tiers import disk_in, fs_in, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
-from tests.e2e.vllm.scenarios.refusals import last_words
+from tests.e2e.vllm.scenarios.refusals import last_words, lines_before_the_start
 from tests.e2e.vllm.subject import Subject
 
 pytestmark = pytest.mark.vllm
@@ -21,22 +21,22 @@ LONGEST = 512
 ENGINE: dict[str, Any] = {"device_blocks": 64, "max_model_len": LONGEST}
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 @pytest.mark.parametrize("subject", ["llama", "hybrid"], indirect=True)
 def test_host_memory_alone_says_what_it_has_room_for(
-    vllm: VLLM, subject: Subject, door: Door
+    vllm: VLLM, subject: Subject, plug_in: PlugIn
 ) -> None:
     groups = 1 if subject.path.name == "llama" else 3
     blocks = LONGEST // BLOCK_TOKENS * groups - 1  # one too few for the longest prompt
     options = {"cpu_bytes_to_use": blocks * subject.slot_bytes()}
-    with RemoteEngine(vllm, subject.path, options, door=door, **ENGINE) as engine:
+    with RemoteEngine(vllm, subject.path, options, plug_in=plug_in, **ENGINE) as engine:
         told = engine.told()
     tokens = blocks * BLOCK_TOKENS // groups
     [banner] = [text for level, text in told if level == "INFO" and text.startswith("release")]
     assert banner.startswith(f"release {kvtier.__version__} in vLLM {vllm.zygote.vllm_version}")
     assert banner.endswith(f": host memory {blocks} blocks ({tokens} tokens)")
     warnings = [text for level, text in told if level == "WARNING"]
-    if door == "connector":  # the plain door is not told how long a prompt may be
+    if plug_in == "connector":  # a spec does not know the longest prompt
         [warning] = warnings
         assert warning.startswith(f"host memory holds {tokens} tokens, and a prompt may have 512")
         assert "Give it more room, or lower --max-model-len" in warning
@@ -63,13 +63,19 @@ def test_every_tier_says_what_it_has_room_for(vllm: VLLM, subject: Subject, tmp_
     ("key", "size", "remedy"),
     [("cpu_bytes_to_use", "4KiB", "Write "), ("cpu_byte_to_use", "4GiB", "Did you mean ")],
 )
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_an_engine_that_cannot_start_says_so_in_one_line(
-    vllm: VLLM, subject: Subject, door: Door, key: str, size: str, remedy: str
+    vllm: VLLM, subject: Subject, plug_in: PlugIn, key: str, size: str, remedy: str
 ) -> None:
-    told = vllm.run(last_words, str(subject.path), {key: size}, door=door, **ENGINE)
+    told = vllm.run(last_words, str(subject.path), {key: size}, plug_in=plug_in, **ENGINE)
     [line] = told["errors"]
     assert line == f"cannot start: {' '.join(told['raised'].split())}"
     assert "\n" not in line
     assert remedy in line
+
+
+def test_a_key_that_is_refused_early_is_logged_with_the_mark_of_kvtier(vllm: VLLM) -> None:
+    [line] = vllm.run(lines_before_the_start, {"cpu_byte_to_use": "4GiB"})
+    assert line.startswith("kvtier: cannot start: ")
+    assert 'Did you mean "cpu_bytes_to_use"?' in line

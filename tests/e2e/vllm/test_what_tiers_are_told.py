@@ -1,4 +1,4 @@
-"""What a tier inside stock vLLM is told: the hints of requests, and the engine's configuration."""
+"""What a tier inside stock vLLM gets: the hints of requests, and the engine's configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.comparison import random_prompts
+from kvtier.testing.vllm.tiny_model import random_prompts
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.scenarios.hints_and_events import NotedEngine
 from tests.e2e.vllm.subject import Subject
@@ -26,7 +26,7 @@ METHODS = {"on_new_request", "lookup", "submit_store", "submit_load", "on_reques
 
 
 class NotedRemoteEngine(HintedRemoteEngine):
-    """An engine over a tier that notes what it is told."""
+    """An engine over a tier that records its calls."""
 
     scenario = NotedEngine
 
@@ -40,7 +40,7 @@ class NotedRemoteEngine(HintedRemoteEngine):
 
 
 def start(vllm: VLLM, subject: Subject, **engine_args: Any) -> NotedRemoteEngine:
-    # Host memory has room for one prompt: the other is in the tier alone.
+    # Host memory has room for one prompt: the other is only in the tier.
     options = {
         "cpu_bytes_to_use": (BLOCKS + 1) * subject.slot_bytes(),
         "prefill_tokens_per_s": 0,
@@ -60,14 +60,14 @@ def test_a_tier_is_told_the_hints_of_a_request_in_every_call(vllm: VLLM, subject
     assert len(contexts) == 3, "one for each request"
 
 
-@pytest.mark.parametrize("door", ["connector", "plain"])
+@pytest.mark.parametrize("plug_in", ["connector", "spec"])
 def test_a_tier_finds_vllms_configuration_on_the_schedulers_side_alone(
-    vllm: VLLM, subject: Subject, door: str
+    vllm: VLLM, subject: Subject, plug_in: str
 ) -> None:
-    with start(vllm, subject, door=door) as engine:
+    with start(vllm, subject, plug_in=plug_in) as engine:
         found = engine.engines()
-    # vLLM does not tell it to a spec of its own connector.
-    is_told = door == "connector"
+    # vLLM's own connector does not give it to a spec.
+    is_told = plug_in == "connector"
     assert found == {
         "is_vllms": is_told,
         "max_model_len": MAX_MODEL_LEN if is_told else None,

@@ -1,14 +1,14 @@
-"""A process that has imported vLLM and forks when told: importing takes longer than most tests.
+"""A process that has imported vLLM and forks on request: importing takes longer than most tests.
 
     PYTHON-WITH-VLLM -m tests.e2e.vllm.zygote CONTROL-FD FOLDER
 
-CONTROL-FD is one end of a socket that keeps the bounds of messages (`SOCK_SEQPACKET`). After one
-message that says what was imported, every order comes with the descriptor of one end of the new
-process's own channel, and is answered with its process id. The end of every process is reported,
-and which of its descendants outlived it; those are ended. The end of the control socket ends all.
+CONTROL-FD is one end of a `SOCK_SEQPACKET` socket. The zygote first sends one message with the
+version it has imported. Each order comes with a descriptor, the new process's end of its own
+channel, and is answered with the process id. When a process ends, the zygote reports its exit
+status, kills descendants that outlived it, and reports these as well. It ends with the socket.
 
-Nothing has been made here but imports: no engine, no thread, no random number. So what a fork
-does is what a new interpreter would do; `test_harness` compares the two.
+The zygote only imports: it makes no engine, no thread and no random number. So a fork behaves like
+a new interpreter; `test_harness` compares the two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvtier.integrations.vllm.in_process import contain
+from kvtier.testing.vllm.in_process import contain
 from tests.e2e.vllm.served_calls import serve_calls
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -52,17 +52,17 @@ _MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a new process is to be."""
+    """An order for a new process."""
 
     channel: int
-    """Its end of its own channel."""
+    """Descriptor of the process's end of its channel."""
     folder: Path
-    """For its standard output, standard error and temporary files."""
+    """Folder for standard output, standard error and temporary files."""
     environment: dict[str, str]
     command: list[str]
-    """To run instead of serving calls; its descriptor's number replaces `CHANNEL`."""
+    """Command to run instead of serving calls; the number of the descriptor replaces `CHANNEL`."""
     orphans_patience: float
-    """Seconds in which descendants that outlive it have to end by themselves."""
+    """Seconds in which descendants that outlive the process may end by themselves."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -81,17 +81,18 @@ def _command_line(pid: int) -> str:
 
 @dataclass(slots=True)
 class Zygote:
-    """Forks, waits for what it has forked, and reports."""
+    """Forks processes, waits for their end, and reports it."""
 
     control: socket.socket
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _running: dict[int, int] = field(default_factory=dict)
     """The pidfd of every process that has not ended, by process id."""
     _orphans_patience: dict[int, float] = field(default_factory=dict)
-    """What was ordered for each of them."""
+    """The order of each process, by process id."""
 
     def serve(self) -> Order | None:
-        """Return in every new process with its order; in the zygote, None when all is over."""
+        """Serve orders. Returns the order in every new process, and None in the zygote at the
+        end."""
         self._selector.register(self.control, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
@@ -146,7 +147,8 @@ class Zygote:
         )
 
     def _end_orphans(self, patience: float) -> list[str]:
-        """Descendants of a process that has ended are this one's children then."""
+        """Wait for orphaned descendants of a process that has ended: they are the zygote's
+        children."""
         deadline = time.monotonic() + patience
         ended_by_force: list[str] = []
         while orphans := _children() - set(self._running):
@@ -171,7 +173,7 @@ class Zygote:
 
 
 def settle_in(order: Order) -> None:
-    """Make this process one of its own: its group, its output, its environment."""
+    """Give this process its own group, output and environment."""
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -183,12 +185,12 @@ def settle_in(order: Order) -> None:
     os.environ["TMPDIR"] = str(order.folder / "tmp")
     Path(os.environ["TMPDIR"]).mkdir()
     tempfile.tempdir = None
-    # A test that has lost its patience asks what all threads are doing.
+    # After a timeout, the test asks for the stacks of all threads.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def become(order: Order) -> None:
-    """Do what was ordered, and return when that is done."""
+    """Carry out the order."""
     settle_in(order)
     if not order.command:
         serve_calls(socket.socket(fileno=order.channel))
@@ -199,7 +201,7 @@ def become(order: Order) -> None:
 
 
 def import_everything() -> str:
-    """What every scenario needs. Returns vLLM's version."""
+    """Import what every scenario needs. Returns vLLM's version."""
     for name in _IMPORTED:
         import_module(name)
     register_models()
@@ -208,15 +210,15 @@ def import_everything() -> str:
 
 
 def register_models() -> None:
-    """vLLM would ask another process, which takes 8 s, what it can see for itself here."""
+    """Register the models here: vLLM would inspect each in another process, which takes 8 s."""
     registry = import_module("vllm").ModelRegistry
     for name, module in _MODELS.items():
         registry.register_model(name, getattr(import_module(module), name))
 
 
 def freeze() -> None:
-    """Keep the garbage collector from walking, and so copying, all that was imported: in every
-    fork, vLLM has it collect several times."""
+    """Freeze all imported objects: the garbage collector, which vLLM runs several times in every
+    fork, would touch and so copy their memory."""
     gc.collect()
     gc.freeze()
     # vLLM calls it when an engine ends.
@@ -224,7 +226,8 @@ def freeze() -> None:
 
 
 def fork_what_vllm_spawns() -> None:
-    """Engine processes and ranks, which vLLM spawns on the CPU, and which take 7 s to import it.
+    """Fork engine processes and ranks, which vLLM on the CPU would spawn, and which import it in 7
+    s.
 
     Servers that are `fresh` (see `openai_server`) spawn theirs.
     """
@@ -233,7 +236,7 @@ def fork_what_vllm_spawns() -> None:
 
 
 def end() -> NoReturn:
-    """Do what Python does at the end of a process, but do not take every module apart."""
+    """End the process as Python does, but without tearing down every module."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -242,7 +245,7 @@ def end() -> NoReturn:
 
 
 def main() -> None:
-    """Import, then fork until told to end."""
+    """Import, then fork until the control socket is closed."""
     control = socket.socket(fileno=int(sys.argv[1]))
     contain(Path(sys.argv[2]))
     version = import_everything()

@@ -1,4 +1,4 @@
-"""What the adapters do and cost, tried with vLLM's own objects and kvtier's own tier."""
+"""Behaviour and cost of the adapters, with vLLM's own objects and kvtier's own tier."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.config import (
 
 import kvtier
 from kvtier.base import LoadStoreSpec, OffloadingWorker, TransferResult
-from kvtier.integrations.vllm import KVTierOffloadingSpec, differences, vllm_api
+from kvtier.integrations.vllm import KVTierOffloadingSpec, vllm_api
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.worker import TransferFailedError, WorkerAdapter
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -44,13 +44,13 @@ _KEYS = 512
 
 
 def known_to(cls: Any, **values: Any) -> Any:
-    """An object of one of vLLM's data classes; what this release has no field for is left out."""
+    """An object of one of vLLM's data classes; fields that this release lacks are left out."""
     names = {entry.name for entry in fields(cls)}
     return cls(**{name: value for name, value in values.items() if name in names})
 
 
 def vllm_config(**user_keys: Any) -> OffloadingConfig:
-    """What vLLM would hand to a spec for a model of one layer."""
+    """The configuration that vLLM gives a spec for a model of one layer."""
     group = known_to(OffloadingGroupConfig, tokens_per_block=32, layer_names=("layer",), group_id=0)
     parallel = known_to(
         OffloadingParallelConfig,
@@ -81,7 +81,7 @@ def vllm_config(**user_keys: Any) -> OffloadingConfig:
 
 @contextmanager
 def started(config: OffloadingConfig) -> Iterator[tuple[ManagerAdapter, WorkerAdapter]]:
-    """Both halves, in the order in which vLLM makes them."""
+    """Worker and manager, in the order in which vLLM makes them."""
     cache = torch.zeros((_DEVICE_BLOCKS, _PAGE), dtype=torch.int8)
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(cache, _PAGE)], [[CanonicalKVCacheRef(0, _PAGE)]]
@@ -95,13 +95,13 @@ def started(config: OffloadingConfig) -> Iterator[tuple[ManagerAdapter, WorkerAd
 
 
 def is_moving_blocks(adapter: ManagerAdapter) -> bool:
-    """Whether blocks are on their way between host memory and tiers."""
+    """True while blocks are on their way between host memory and tiers."""
     manager = adapter.inner
     return isinstance(manager, TieringOffloadingManager) and manager.is_moving_blocks()
 
 
 def lookup_cost() -> dict[str, float]:
-    """Nanoseconds per lookup: the whole, and what of it the adapter adds."""
+    """Nanoseconds per lookup: in total, and the part that the adapter adds."""
     with started(vllm_config()) as (adapter, _):
         context = ReqContext("request")
         adapter.on_new_request(context)
@@ -127,13 +127,13 @@ def lookup_cost() -> dict[str, float]:
 
 
 def mapped_answers() -> dict[str, Any]:
-    """One block's life through the adapter, in vLLM's terms."""
+    """The answers of the adapter over the life of two blocks, in vLLM's types."""
     with started(vllm_config()) as (adapter, _):
         context = ReqContext("request")
         policy = adapter.on_new_request(context).policy
         head, tail = (make_offload_key(name * 32, 0) for name in (b"h", b"t"))
-        if not differences.REPORTS_USE:
-            # As vLLM notes them; the order of arrival is not the order in the prompt.
+        if not vllm_api.REPORTS_USE:
+            # As vLLM records them; the order of arrival is not the order in the prompt.
             context.set_offload_key_position(tail, 64)
             context.set_offload_key_position(head, 32)
         answers = [adapter.lookup(head, context)]
@@ -147,7 +147,7 @@ def mapped_answers() -> dict[str, Any]:
         assert output is not None
         assert stats is not None
         return {
-            "policy": policy is differences.BLOCK_LEVEL_POLICY,
+            "policy": policy is vllm_api.BLOCK_LEVEL_POLICY,
             "answers_are_vllms": all(isinstance(a, vllm_api.LookupResult) for a in answers),
             "answers": [answer.name for answer in answers],
             "output_is_vllms": isinstance(output, vllm_api.PrepareStoreOutput),
@@ -157,13 +157,13 @@ def mapped_answers() -> dict[str, Any]:
                 [type(event).__module__, str(event.medium), event.removed, len(event.keys)]
                 for event in adapter.take_events()
             ],
-            "medium_of_host_memory": str(differences.MEDIA[kvtier.Medium.CPU]),
+            "medium_of_host_memory": str(vllm_api.MEDIA[kvtier.Medium.CPU]),
             "load_source": None
-            if differences.CacheHitSource is None
+            if vllm_api.CacheHitSource is None
             else adapter.get_load_source(head, context).value,
             "prompt_order": None
-            if differences.REPORTS_USE
-            else differences.keys_in_prompt_order(context) == [head, tail],
+            if vllm_api.REPORTS_USE
+            else vllm_api.keys_in_prompt_order(context) == [head, tail],
             "undeclared_figures": sorted(
                 set(stats.reduce()) - set(KVTierOffloadingSpec.build_metric_definitions({}))
             ),
@@ -171,7 +171,7 @@ def mapped_answers() -> dict[str, Any]:
 
 
 class _Clumsy(OffloadingWorker):
-    """Fails so many transfers, then none."""
+    """Fails the given number of transfers, then none."""
 
     def __init__(self, worker: OffloadingWorker, failures: int) -> None:
         self._worker = worker
@@ -232,7 +232,7 @@ def failed_store() -> dict[str, Any]:
 
 
 def failed_load(failures: int) -> dict[str, Any]:
-    """A load through the plain door that fails so many times."""
+    """A load with the plain spec that fails `failures` times."""
     with started(vllm_config()) as (manager, worker):
         context = ReqContext("request")
         manager.on_new_request(context)
@@ -259,7 +259,7 @@ def failed_load(failures: int) -> dict[str, Any]:
 
 
 def refused_configuration() -> str:
-    """What is said to a user who asks for a tier that does not exist."""
+    """The error for a tier that does not exist."""
     config = vllm_config(secondary_tiers=[{"type": "exampel"}], spec_name="KVTierOffloadingSpec")
     try:
         with started(config):
@@ -269,7 +269,7 @@ def refused_configuration() -> str:
 
 
 def disk_without_namespace() -> str:
-    """What is said to a user whose blocks would outlive the process, of weights nobody knows."""
+    """The error for a tier that outlives the process, with unknown weights."""
     with tempfile.TemporaryDirectory() as folder:
         tier = {"type": "disk", "path": f"{folder}/kv.slab", "max_bytes": "1MiB"}
         try:
@@ -281,7 +281,7 @@ def disk_without_namespace() -> str:
 
 
 def scheduler_without_ranks() -> str:
-    """What is said when no rank shares the scheduler's memory."""
+    """The error if no rank shares the scheduler's memory."""
     try:
         KVTierOffloadingSpec(vllm_config()).get_manager()
     except kvtier.ConfigError as error:
@@ -290,7 +290,7 @@ def scheduler_without_ranks() -> str:
 
 
 def replica_config(parallel: ParallelConfig, engine_id: str, **user_keys: Any) -> OffloadingConfig:
-    """What a spec is told in an engine with vLLM's own configuration of replicas."""
+    """The configuration of a spec in an engine with vLLM's own configuration of replicas."""
     config = vllm_config(**user_keys)
     told = {
         entry.name: getattr(parallel, entry.name)
@@ -301,7 +301,7 @@ def replica_config(parallel: ParallelConfig, engine_id: str, **user_keys: Any) -
 
 
 def _make_independent(parallel: ParallelConfig) -> None:
-    """Do to a replica of a dense model what vLLM does."""
+    """Change the configuration of a replica of a dense model as vLLM does."""
     if hasattr(parallel, "reconfigure_for_independent_dp_rank"):
         parallel.reconfigure_for_independent_dp_rank()
     else:  # before 0.28, in `run_engine_core` itself
@@ -331,7 +331,7 @@ def files_of_replicas() -> dict[str, list[str]]:
 
 
 def file_of_an_only_engine() -> list[str]:
-    """Without replicas, the path is the file."""
+    """The file of an engine without replicas."""
     with tempfile.TemporaryDirectory() as folder:
         tier = {"type": "disk", "path": f"{folder}/kv.slab", "max_bytes": "1MiB"}
         config = replica_config(
@@ -342,7 +342,7 @@ def file_of_an_only_engine() -> list[str]:
 
 
 def version_warnings() -> list[str]:
-    """What is said, over two engines, when vLLM is not one that kvtier knows."""
+    """The warnings of two engines with a release of vLLM that kvtier is not tested with."""
     lines: list[str] = []
 
     class Lines(logging.Handler):
@@ -351,7 +351,7 @@ def version_warnings() -> list[str]:
 
     handler = Lines()
     vllm_api.logger.addHandler(handler)
-    # Whatever vLLM's own level is in these tests.
+    # Independent of vLLM's own level in these tests.
     vllm_api.logger.setLevel(logging.WARNING)
     try:
         with patch("vllm.__version__", "0.1.2"):

@@ -1,4 +1,4 @@
-"""What the probes find out, one process for each. It can be named where there is no vLLM."""
+"""The findings of the probes, each in a process of its own. Can be imported without vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def report() -> dict[str, Any]:
-    """All that `adapter_probe` finds out, by what was tried."""
+    """The findings of `adapter_probe`, by case."""
     from tests.integrations.vllm import adapter_probe
 
     return {
@@ -25,28 +25,28 @@ def report() -> dict[str, Any]:
 
 
 def manager_report() -> dict[str, Any]:
-    """All that `manager_probe` finds out."""
+    """The findings of `manager_probe`."""
     from tests.integrations.vllm import manager_probe
 
     return manager_probe.report()
 
 
-def door_report() -> dict[str, Any]:
-    """All that `door_probe` finds out."""
-    from tests.integrations.vllm import door_probe
+def start_report() -> dict[str, Any]:
+    """The findings of `start_probe`."""
+    from tests.integrations.vllm import start_probe
 
-    return door_probe.report()
+    return start_probe.report()
 
 
 def prefix_report() -> dict[str, Any]:
-    """All that `prefix_probe` finds out."""
+    """The findings of `prefix_probe`."""
     from tests.integrations.vllm import prefix_probe
 
     return prefix_probe.report()
 
 
 def jobs_report() -> dict[str, Any]:
-    """All that `jobs_probe` finds out."""
+    """The findings of `jobs_probe`."""
     from tests.integrations.vllm import jobs_probe
 
     return {

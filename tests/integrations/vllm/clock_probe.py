@@ -1,28 +1,28 @@
-"""`PrefillClock` with a clock that goes as it is told."""
+"""`PrefillClock` with a simulated clock."""
 
 from __future__ import annotations
 
 from typing import Any
 
 Scheduled = dict[str, tuple[int, int]]
-"""Of a step, by request: the position of its first token, and how many there are."""
+"""A step: for each request, the position of its first token and the number of tokens."""
 
 
 Story = list[tuple[float, Scheduled | None]]
-"""What happens when: a step is scheduled, or (None) the output of the oldest one comes back. A
-request is new to vLLM in the first step that it is in."""
+"""Times and events: a step is scheduled, or (None) the output of the oldest step comes back. A
+request is new to vLLM in its first step."""
 
 Notes = list[tuple[int, float, float]]
 """Tokens, mean position and seconds."""
 
 
 def all_heard(stories: list[Story]) -> list[Notes]:
-    """What is noted in each of them."""
+    """The notes of each story."""
     return [_heard(story) for story in stories]
 
 
 def _heard(story: Story) -> Notes:
-    from kvtier.integrations.vllm.prefill_clock import PrefillClock
+    from kvtier.integrations.vllm.connector import PrefillClock
 
     notes: Notes = []
     now = 0.0
@@ -39,7 +39,7 @@ def _heard(story: Story) -> Notes:
 
 
 def _output(scheduled: Scheduled, known: set[str]) -> Any:
-    """The same as vLLM's scheduler says it."""
+    """The same step as an output of vLLM's scheduler."""
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
     output = SchedulerOutput.make_empty()

@@ -1,4 +1,4 @@
-"""A tier that notes what it is asked for."""
+"""A tier that records its lookups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNTING = {
     "module_path": "tests.integrations.vllm.counting_tier",
     "simulate_async": False,
     "max_pinned_share": 1,
-    # Nothing is to depend on how fast this machine is.
+    # Independent of the speed of this machine.
     "lookup_timeout_ms": 60_000,
     "load_timeout_ms": 60_000,
     "store_timeout_ms": 60_000,
@@ -20,11 +20,11 @@ COUNTING = {
 """Its entry in `secondary_tiers`."""
 
 ASKED_FOR: list[OffloadKey] = []
-"""By all requests of this process."""
+"""The keys of all lookups in this process."""
 
 
 class CountingTier(ExampleSecondaryTierManager):
-    """The example tier, with a list."""
+    """The example tier with a record of its lookups."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         ASKED_FOR.append(key)

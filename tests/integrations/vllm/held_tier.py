@@ -16,7 +16,7 @@ HELD = {
 
 
 class HeldTier(ExampleSecondaryTierManager):
-    """The example tier, with a switch for all of this process."""
+    """The example tier with a switch that holds back all results in this process."""
 
     is_held = True
 

@@ -1,9 +1,9 @@
-"""What kvtier takes models for, in a process with stock vLLM.
+"""The identities of models, in a process with stock vLLM.
 
     PYTHON-WITH-VLLM -m tests.integrations.vllm.identity_probe HUB < CASES
 
-CASES is a JSON object: a name for each case, and what is special in it (see `Case`). Prints one
-JSON document, with the identity for each name. HUB is a hub cache.
+CASES is a JSON object with the fields of a `Case` for each name. Prints one JSON document with the
+identity for each name. HUB is a hub cache.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kvtier.integrations.vllm.demo import stdout_for_the_result_alone
-from kvtier.integrations.vllm.in_process import BLOCK_TOKENS, contained_environment
+from kvtier.testing.vllm.demo import stdout_for_the_result_alone
+from kvtier.testing.vllm.in_process import BLOCK_TOKENS, contained_environment
 from tests.e2e.vllm.zygote import register_models
 
 
@@ -28,21 +28,21 @@ class Case:
     """How one engine is configured."""
 
     args: Mapping[str, Any]
-    """For `vllm.EngineArgs`."""
+    """Arguments of `vllm.EngineArgs`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     model_config: Mapping[str, Any] = field(default_factory=dict)
-    """What is set afterwards: offline, vLLM replaces the name of a model by its folder."""
+    """Attributes to set afterwards: offline, vLLM replaces the name of a model by its folder."""
     hf_config: Mapping[str, Any] = field(default_factory=dict)
-    """Likewise, what the model's own configuration would have said."""
+    """Attributes of the model's own configuration to set afterwards."""
     digest_files: bool = True
     odd_values: bool = False
-    """Whether the configuration holds what cannot be written down."""
+    """True: the configuration holds values that JSON cannot represent."""
     changed_after_start: str | None = None
-    """A file that is written to when the engine's process has started."""
+    """A file that is written to after the engine's process has started."""
 
 
 class _Odd:
-    """Has an address, a set, and itself in it."""
+    """An object with an address, a set and a reference to itself."""
 
     def __init__(self) -> None:
         self.words = {"alpha", "beta", "gamma", "delta"}

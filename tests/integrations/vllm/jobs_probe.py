@@ -1,4 +1,4 @@
-"""What vLLM is told while tiers are at work, and when."""
+"""Which metrics vLLM gets while tiers are busy, and when."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
 
-from kvtier.integrations.vllm.in_process import InProcessEngine
 from kvtier.integrations.vllm.manager import ManagerAdapter
+from kvtier.testing.vllm.in_process import InProcessEngine
 from tests.integrations.vllm.adapter_probe import started, vllm_config
 from tests.integrations.vllm.held_tier import HELD, HeldTier
 
@@ -20,16 +20,16 @@ _PATIENCE_S = 60.0
 
 
 class _Engine:
-    """As much of vLLM as asks for figures. Time, for these, passes when it is told to."""
+    """The part of vLLM that asks for metrics, with a simulated clock."""
 
     def __init__(self, adapter: ManagerAdapter) -> None:
         self.adapter = adapter
         self.now = 10.0
-        adapter._figures._now = lambda: self.now
+        adapter._metrics._now = lambda: self.now
         self._told: Counter[str] = Counter()
 
     def store(self, name: str) -> None:
-        """One block, which is left to the tier."""
+        """Store one block in host memory and in the tier."""
         context = ReqContext(name)
         key = make_offload_key(name.encode().ljust(32), 0)
         self.adapter.on_new_request(context)
@@ -38,7 +38,7 @@ class _Engine:
         self.adapter.on_request_finished(context)
 
     def step(self, after_s: float = 0.0) -> bool:
-        """Whether vLLM was told anything at its end."""
+        """Take a step. Returns whether vLLM got a report at its end."""
         self.now += after_s
         self.adapter.on_schedule_end(ScheduleEndContext((), ()))
         stats = self.adapter.get_stats()
@@ -48,7 +48,7 @@ class _Engine:
         return True
 
     def counted(self, name: str) -> float:
-        """What vLLM knows of one of the tier's counters."""
+        """The value of a counter of the tier, as reported to vLLM."""
         return self._told[f"vllm:kvtier_tier_0_heldtier_{name}"]
 
 
@@ -64,7 +64,7 @@ def _engine(**tier_keys: Any) -> Iterator[_Engine]:
 
 
 def stores() -> dict[str, Any]:
-    """A store that is held for a while: whether vLLM is told anything at the end of each step."""
+    """A store that is held for a while: whether vLLM gets a report at the end of each step."""
     with _engine() as engine:
         engine.store("first")
         begun = engine.step()
@@ -85,8 +85,8 @@ def stores() -> dict[str, Any]:
 
 
 def late_store() -> dict[str, float]:
-    """A store that is never reported, of an engine that has nothing else to do: what vLLM knows of
-    it when the engine takes no more steps."""
+    """A store that a tier never reports, in an otherwise idle engine: the metrics when the engine
+    takes no more steps."""
     with _engine(store_timeout_ms=150) as engine:
         engine.store("lost")
         deadline = time.monotonic() + _PATIENCE_S
@@ -98,7 +98,7 @@ def late_store() -> dict[str, float]:
 
 
 def unsettled() -> str:
-    """What is said when a tier does not end what it was given."""
+    """The error if a tier does not end its jobs."""
     with _engine() as engine:
         engine.store("held")
         engine.step()

@@ -1,4 +1,4 @@
-"""What vLLM learns of blocks from the manager, and the manager of what requests have used."""
+"""The sources of blocks that vLLM gets from the manager, and which blocks count as used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _end_step(adapter: ManagerAdapter) -> None:
 
 
 def _store(adapter: ManagerAdapter, name: str, prompt: Sequence[OffloadKey]) -> list[str]:
-    """A request computes its prompt, which is stored, also in tiers. Returns what had to leave."""
+    """Store the prompt of a request, also in tiers. Returns the evicted blocks."""
     context = _new_request(adapter, name, prompt)
     output = adapter.prepare_store(prompt, context)
     assert output is not None
@@ -55,8 +55,8 @@ def _store(adapter: ManagerAdapter, name: str, prompt: Sequence[OffloadKey]) -> 
 
 
 def sources(tier_type: str, locality: str | None = None) -> list[str]:
-    """Where vLLM is told that blocks come from: two that were brought up from a tier, and one that
-    was in host memory. Only where vLLM asks."""
+    """The sources of two blocks that were promoted from a tier, and of one that was in host memory.
+    Only for releases that ask."""
     with tempfile.TemporaryDirectory() as folder:
         tier: dict[str, Any] = {
             "type": tier_type,
@@ -95,9 +95,9 @@ def sources(tier_type: str, locality: str | None = None) -> list[str]:
 
 
 def left_first(num_on_device: int, *, is_over: bool = True) -> list[str]:
-    """A prompt of four blocks is used again, of which so many are on the device still. What leaves
-    host memory, and in which order, when others come after the request, or during it. Only where
-    vLLM itself does not report what is used."""
+    """A prompt of four blocks is used again, of which `on_device` are still on the device: the
+    order in which blocks are evicted from host memory after the request, or during it. Only for
+    releases that do not report use themselves."""
     with started(vllm_config(cpu_bytes_to_use=6 * _SLOT)) as (adapter, _):
         prompt = _prompt("used", 4)
         _store(adapter, "1", prompt)
@@ -118,7 +118,7 @@ def left_first(num_on_device: int, *, is_over: bool = True) -> list[str]:
 
 
 def report() -> dict[str, Any]:
-    """By what was tried."""
+    """All findings, by case."""
     return {
         "local_disk": sources("disk", "LOCAL"),
         "remote_disk": sources("disk", "REMOTE"),

@@ -1,4 +1,4 @@
-"""vLLM's own loop over the keys of a prompt, with a manager that was told of them, and without."""
+"""vLLM's own loop over the keys of a prompt, with and without an announcement of the keys."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload
 
 from kvtier.base import OffloadKey
 from kvtier.integrations.vllm.manager import ManagerAdapter
-from kvtier.integrations.vllm.prefix_lookups import announce_prefix_lookups
+from kvtier.integrations.vllm.manager_state import announce_prefix_lookups
 from tests.integrations.vllm.adapter_probe import is_moving_blocks, started, vllm_config
 
 _PATIENCE_S = 60.0
 _SLOT = 4096
 _LOOP = OffloadingConnectorScheduler._maximal_prefix_lookup
 _OTHERS = (None, None, 0)[: len(signature(_LOOP).parameters) - 3]
-"""What later releases pass besides, for events."""
+"""Additional arguments of later releases, for events."""
 
 
 def _prompt(name: str, num_blocks: int) -> list[OffloadKey]:
@@ -32,7 +32,7 @@ def _prompt(name: str, num_blocks: int) -> list[OffloadKey]:
 
 
 def _scheduler(adapter: ManagerAdapter) -> Any:
-    """As much of vLLM's as the loop needs."""
+    """The part of vLLM's scheduler that the loop needs."""
     tracker = SimpleNamespace(record_lookup=lambda *_: None)
     scheduler = SimpleNamespace(manager=adapter, _events_tracker=tracker)
     scheduler._maximal_prefix_lookup = partial(_LOOP, scheduler)
@@ -57,7 +57,7 @@ class _Engine:
         self.adapter.on_schedule_end(ScheduleEndContext((), ()))
 
     def store(self, prompt: Sequence[OffloadKey]) -> None:
-        """Also in tiers."""
+        """Store a prompt in host memory and in tiers."""
         context = self.begin()
         assert self.adapter.prepare_store(prompt, context) is not None
         self.adapter.complete_store(set(prompt), context)
@@ -71,8 +71,8 @@ class _Engine:
     def asked(
         self, scheduler: Any, prompt: list[OffloadKey], *, may_load: bool = True
     ) -> list[int | None]:
-        """What a new request is told, step by step, until it need not wait. Of steps in which it is
-        told to wait there is one."""
+        """The answers to a new request, step by step, until it need not wait. Repeated answers to
+        wait are given once."""
         context = self.begin()
         if not may_load:
             self.adapter.give_up_loading(context.req_id)
@@ -90,14 +90,14 @@ class _Engine:
 
 
 def without_the_loop() -> dict[str, Any]:
-    """What is done to the scheduler of a release that has another loop, and what is said."""
+    """What is changed in the scheduler of a release without the loop, and what is logged."""
     said: list[str] = []
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    logger, lines = logging.getLogger("kvtier.integrations.vllm.prefix_lookups"), Lines()
+    logger, lines = logging.getLogger("kvtier.integrations.vllm.manager_state"), Lines()
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     scheduler = SimpleNamespace()
@@ -107,7 +107,7 @@ def without_the_loop() -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    """By what was tried: what is told with an announcement, and without."""
+    """The answers with an announcement and without, by case."""
     found: dict[str, Any] = {"without_the_loop": without_the_loop()}
     tier = {
         "type": "example",

@@ -1,10 +1,10 @@
-"""A server and the engine it starts, as far as `ServerWatch` is concerned. Needs no vLLM.
+"""A stand-in for a server and the engine it starts, to test `ServerWatch`. Needs no vLLM.
 
     python -m tests.integrations.vllm.server_and_engine METHOD NAME NUM_SERVERS NUM_FILES GATE
 
 The engine, started with METHOD of `multiprocessing`, opens NUM_FILES files, prints its pid, and
-reads the FIFO at GATE to its end. Then it watches its server if it should, and prints whether it
-does. It prints SIGTERM, and ends, when it gets that. Neither process lives longer than a minute.
+reads the FIFO at GATE to its end. Then it calls `ServerWatch.of_this_engine`, and prints whether it
+watches its server. On SIGTERM it prints SIGTERM and ends. Both processes end after a minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The adapters between vLLM and kvtier, without an engine: what they map, refuse, and cost."""
+"""The adapters between vLLM and kvtier, without an engine: mapping, refusals, and cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 def report(vllm: VLLM) -> dict[str, Any]:
-    # Some releases have random block hashes otherwise, which a disk tier refuses.
+    # Without it, some releases have random block hashes, which a disk tier refuses.
     return vllm.but(environment={"PYTHONHASHSEED": "0"}).once(adapter_report.report)
 
 
@@ -69,7 +69,7 @@ def test_a_tier_that_does_not_exist_is_refused(report: dict[str, Any]) -> None:
 def test_a_disk_tier_wants_to_know_the_weights(report: dict[str, Any]) -> None:
     message = report["disk_without_namespace"]
     assert message.startswith("cache_namespace: got nothing")
-    assert "Set cache_namespace to your own word for these weights" in message
+    assert "Set cache_namespace to your own name for these weights" in message
 
 
 def test_ranks_that_do_not_share_the_schedulers_memory_are_refused(
@@ -81,7 +81,7 @@ def test_ranks_that_do_not_share_the_schedulers_memory_are_refused(
 
 
 def test_replicas_given_one_path_have_a_file_each(report: dict[str, Any]) -> None:
-    # vLLM tells replicas of a dense model that they are the only one.
+    # vLLM configures each replica of a dense model as the only one.
     for files in report["files_of_replicas"].values():
         assert files == ["kv-dp0.slab", "kv-dp1.slab"]
     assert report["file_of_an_only_engine"] == ["kv.slab"]

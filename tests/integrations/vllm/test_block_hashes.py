@@ -1,4 +1,4 @@
-"""Roots of block hashes as several releases of vLLM make them; without vLLM itself."""
+"""Roots of block hashes as several releases of vLLM compute them; runs without vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from kvtier.base import Locality, Medium
 from kvtier.config import ConfigError
 from kvtier.config.options import TierConfig
-from kvtier.integrations.vllm.block_hashes import HashRoot, HashSeed, lasting_tiers, tell_about
+from kvtier.integrations.vllm.identity import HashRoot, HashSeed, lasting_tiers, log_hash_root
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
 
 DEFAULT = "a fixed seed"
@@ -45,7 +45,7 @@ def root(value: bytes, given: str | None = None, default: str | None = DEFAULT) 
 def said(about: HashRoot, caplog: pytest.LogCaptureFixture) -> str:
     caplog.set_level(logging.INFO, "kvtier")
     caplog.clear()
-    tell_about(about, ["fs", "disk"])
+    log_hash_root(about, ["fs", "disk"])
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     return record.getMessage()
@@ -55,10 +55,10 @@ def said(about: HashRoot, caplog: pytest.LogCaptureFixture) -> str:
     ("about", "algorithm"),
     [
         (root(strong(DEFAULT)), "strong"),
-        (root(os.urandom(16)), None),  # what a weak algorithm gets
+        (root(os.urandom(16)), None),  # the root with a weak algorithm
         (root(weak("7"), given="7"), "weak"),
         (root(strong("7"), given="7"), "strong"),
-        (root(strong(""), given=""), "strong"),  # to vLLM, empty is a seed like any other
+        (root(strong(""), given=""), "strong"),  # vLLM accepts an empty seed
         (root(os.urandom(32), default=None), None),
         (root(strong("7"), given="7", default=None), "strong"),
     ],
@@ -71,7 +71,7 @@ def test_a_root_is_common_if_the_seed_that_all_have_leads_to_it(
 
 def test_a_random_root_is_refused_with_the_remedies() -> None:
     with pytest.raises(ConfigError) as refused:
-        tell_about(root(os.urandom(16)), ["fs", "disk"])
+        log_hash_root(root(os.urandom(16)), ["fs", "disk"])
     text = str(refused.value)
     assert "stores in fs, disk, nor would this engine after a restart" in text
     assert "--prefix-caching-hash-algo sha256_cbor; or set PYTHONHASHSEED" in text
@@ -79,7 +79,7 @@ def test_a_random_root_is_refused_with_the_remedies() -> None:
 
 def test_where_no_algorithm_helps_none_is_named() -> None:
     with pytest.raises(ConfigError) as refused:
-        tell_about(root(os.urandom(32), default=None), ["fs"])
+        log_hash_root(root(os.urandom(32), default=None), ["fs"])
     text = str(refused.value)
     assert "--prefix-caching-hash-algo" not in text
     assert "Set PYTHONHASHSEED to the same number for every engine" in text
@@ -89,10 +89,10 @@ def test_a_common_root_is_noted_so_that_engines_can_be_compared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     own = said(root(strong(DEFAULT)), caplog)
-    assert f"begin with {strong(DEFAULT)[:4].hex()} (strong, vLLM's own seed)" in own
+    assert f"begins with {strong(DEFAULT)[:4].hex()} (strong, vLLM's own seed)" in own
     given = said(root(strong("1234567"), given="1234567"), caplog)
     assert "(strong, the seed in PYTHONHASHSEED)" in given
-    # Where hashes are weak, a seed that is known helps to forge them.
+    # With weak hashes, a known seed helps to forge them.
     assert "1234567" not in given
 
 

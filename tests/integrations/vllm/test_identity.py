@@ -1,4 +1,4 @@
-"""Which engines take themselves for the same: with real configurations of stock vLLM."""
+"""Which engines have the same identity, with real configurations of stock vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.integrations.vllm.tiny_model import LLAMA
+from kvtier.testing.vllm.tiny_model import LLAMA
 
 pytestmark = pytest.mark.vllm
 
@@ -26,8 +26,8 @@ Identities = Mapping[str, Mapping[str, Any]]
 
 
 def write_hub(hub: Path, model: Path, name: str, *, edited: bool = False) -> dict[str, Path]:
-    """A hub cache as the hub client leaves it: two commits with the same files; main is the new
-    one. `edited`: somebody has written to the weights since."""
+    """A hub cache as the hub client leaves it: two commits with the same files; main is the newer
+    one. `edited`: the weights were changed after the download."""
     repository = hub / f"models--{name.replace('/', '--')}"
     blobs = repository / "blobs"
     blobs.mkdir(parents=True)
@@ -175,7 +175,7 @@ UNKNOWN = {
     "npcache": "keeps its own copy",
     "unknown loader": "load_format mine, which kvtier does not know",
     "lora": "LoRA is enabled",
-    "not read": "as cache_namespace is given",
+    "not read": "no tier needs that, or cache_namespace is given",
     "tensorizer elsewhere": "elsewhere than local files",
     "late": "changed after this engine had started",
     "object store": "come from an object store",
@@ -213,7 +213,7 @@ def identities(python: Path, folder: Path, cases: object, hash_seed: int) -> Ide
 def twice(
     vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Identities, Identities]:
-    """What two processes take the same engines for."""
+    """The identities of the same engines in two processes."""
     folder = tmp_path_factory.mktemp("vllm-identity")
     cases = cases_in(folder)
     return (

@@ -1,4 +1,4 @@
-"""What the manager tells vLLM of where blocks come from, and learns of what requests use."""
+"""The sources of blocks that vLLM gets from the manager, and which blocks count as used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def report(vllm: VLLM) -> dict[str, Any]:
 def test_vllm_is_told_where_blocks_come_from(report: dict[str, Any]) -> None:
     assert report["local_disk"] == ["DISK", "DISK", "HOST"]
     assert report["remote_disk"] == ["EXTERNAL_UNSPECIFIED", "EXTERNAL_UNSPECIFIED", "HOST"]
-    # vLLM takes no names but its own, and has none for a directory that engines share.
+    # vLLM accepts only its own names, and has none for a directory that engines share.
     assert report["fs"] == ["EXTERNAL_UNSPECIFIED", "EXTERNAL_UNSPECIFIED", "HOST"]
     assert report["local_fs"] == ["DISK", "DISK", "HOST"]
     assert report["memory"] == ["HOST", "HOST", "HOST"]
@@ -30,5 +30,5 @@ def test_vllm_is_told_where_blocks_come_from(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("on_device", ["none", "half", "half, of one that is decoding", "all"])
 def test_the_head_of_a_prompt_outlives_its_tail(report: dict[str, Any], on_device: str) -> None:
-    """However much of it vLLM has found on the device, and not asked for."""
+    """Independent of how much of the prompt vLLM has found on the device."""
     assert report["left_first"][on_device] == ["unused1", "unused0", "used3", "used2", "used1"]

@@ -1,4 +1,4 @@
-"""How long an engine takes for prompts, read off its steps."""
+"""The time that an engine takes for prompts, measured by its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.integrations.vllm import clock_probe
 pytestmark = pytest.mark.vllm
 
 BACK = None
-"""The output of a step comes back."""
+"""Event: the output of a step comes back."""
 
 DECODES = {f"decoding {number}": (500, 1) for number in range(100)}
 
@@ -40,7 +40,7 @@ STORIES: dict[str, tuple[clock_probe.Story, list[list[float]]]] = {
         [],
     ),
     "drafts of a few tokens each": (
-        # Too few to tell prompts from them, though all of them together are not few.
+        # Too few tokens per request to count as prefill.
         [(1.0, {"a": (500, 5), "b": (600, 4)} | DECODES), (2.0, BACK)],
         [],
     ),
@@ -54,7 +54,7 @@ STORIES: dict[str, tuple[clock_probe.Story, list[list[float]]]] = {
         [[128, 64.0, 0.5]],
     ),
     "prompts among decodes": (
-        # One is new, one goes on behind what was found in a cache: decodes are not counted.
+        # One is new, one continues after a cached prefix; decodes are not counted.
         [(1.0, {"a": (64, 64), "b": (1000, 192)} | DECODES), (1.5, BACK)],
         [[256, (64 * 96 + 192 * 1096) / 256, 0.5]],
     ),
@@ -68,7 +68,7 @@ STORIES: dict[str, tuple[clock_probe.Story, list[list[float]]]] = {
         [[128, 64.0, 0.5], [128, 64.0, 0.5]],
     ),
     "steps that compute nothing": (
-        # In them vLLM only asks for what was copied.
+        # vLLM takes them only to collect finished copies.
         [
             (1.0, {}),
             (1.5, BACK),

@@ -1,4 +1,4 @@
-"""A manager that is told of all keys of a prompt says the same as one that is asked one by one."""
+"""Answers prepared for all keys of a prompt equal the answers to single lookups."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ def serving(
 
 def assert_engine_ends(server: Server) -> None:
     assert server.line().startswith(
-        f"the server that started this engine, process {server.pid}, has ended without ending it"
+        f"the server that started this engine, process {server.pid}, has ended without ending the "
+        "engine"
     )
     assert server.line() == "SIGTERM"
 

@@ -253,7 +253,7 @@ def test_a_place_that_cannot_be_written_to_only_costs_time(
     (tmp_path / "file").write_text("not a folder")
     memory = DigestMemory(tmp_path / "file" / "weights.json")
     assert digest(model, memory) == digest(model)
-    assert "could not be remembered" in caplog.text
+    assert "could not be saved" in caplog.text
 
 
 @pytest.mark.usefixtures("old_enough")
@@ -365,7 +365,7 @@ def test_the_operator_is_told_once_what_takes_so_long(
         digest(model, DigestMemory(notes))
     before, after = (record.getMessage() for record in caplog.records)
     assert before == (
-        "reading 6.8 KiB of weights once, to tell them from others; remembered in "
-        f"{notes}. Give cache_namespace to skip it"
+        "reading 6.83 KiB of weights once, to identify them; the digest is saved in "
+        f"{notes}. Set cache_namespace to skip this"
     )
-    assert re.fullmatch(r"read 6\.8 KiB of weights in \d+\.\d s", after)
+    assert re.fullmatch(r"read 6\.83 KiB of weights in \d+\.\d s", after)

@@ -36,7 +36,7 @@ class WatchedEngine(FaultyEngine):
         sizes = {
             "connector: loads": len(connector._loading),
             "connector: steps": len(connector._clock._under_way),
-            "manager: requests": len(adapter._adopted),
+            "manager: requests": len(adapter._requests),
             "kvtier's manager: requests": len(getattr(adapter.inner, "_requests", ())),
             "rank: failed blocks": len(rank._failed_blocks),
             "rank: failed requests": len(rank._failed_requests),
@@ -53,8 +53,8 @@ class WatchedEngine(FaultyEngine):
 
     def expected_prompts(self) -> list[int | None]:
         """What kvtier knows of the length of the prompts that are not answered yet."""
-        adopted = self._connector._manager._adopted.values()
-        return [request.context.num_prompt_tokens for request in adopted]
+        requests = self._connector._manager._requests.values()
+        return [request.context.num_prompt_tokens for request in requests]
 
     def lookups_behind_a_miss(self, num_keys: int) -> int:
         """How many of these blocks, which are nowhere, the tier is asked for in one step."""

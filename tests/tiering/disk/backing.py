@@ -1,4 +1,4 @@
-"""The bytes that the disk tier keeps, for tests to damage."""
+"""The bytes of the disk tier's blocks, for tests to damage."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["DiskBacking"]
 
 
 class DiskBacking:
-    """`BackingBytes` of a `DiskSecondaryTierManager`. What is written gets a stamp that fits, so
-    that the seal has to find the damage."""
+    """`BackingBytes` of a `DiskSecondaryTierManager`. A written block gets a valid stamp, so that
+    only its seal shows the damage."""
 
     def __init__(self, tier: DiskSecondaryTierManager) -> None:
         self._tier = tier
         self._slab = tier._slab
 
     def offset_of(self, key: OffloadKey) -> int:
-        """Where the block's slot begins."""
-        return self._slab.geometry.slot_offset(self._tier._residents.readable[key].block_id)
+        """Offset of the block's slot."""
+        return self._slab.geometry.slot_offset(self._tier._table.readable[key].block_id)
 
     def read(self, fingerprint: bytes, key: OffloadKey) -> bytes:
         if fingerprint != self._tier.fingerprint:

@@ -1,4 +1,4 @@
-"""All tests here go both ways."""
+"""All tests here run with bounce buffers and zero-copy."""
 
 from tests.tiering.ways import _both_ways
 

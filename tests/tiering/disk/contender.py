@@ -1,9 +1,10 @@
-"""An engine in a process of its own that wants a slab whenever it is told to.
+"""An engine in a process of its own that opens a slab at a given time.
 
     python -m tests.tiering.disk.contender ENGINE_ID NUM_BLOCKS
 
-Reads `PATH TIME` lines: at that time (as `time.time` has it) it opens the slab. Writes one line:
-`has it`, or why not. Lets go of the slab when the next line comes, or at the end of its input.
+Reads lines `PATH TIME`: opens the slab at that time (seconds, as of `time.time`), and writes one
+line: `has it`, or the refusal. Closes the slab when the next line comes, or at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-from kvtier.tiering.disk import slab
-from kvtier.tiering.disk.refusal import SlabRefused
-from tests.tiering.disk.rig import ROW_BYTES, bytes_for
+from kvtier.tiering.disk import ownership, slab
+from kvtier.tiering.disk.ownership import SlabRefused
+from tests.tiering.disk.harness import ROW_BYTES, bytes_for
 
 
 def main() -> None:
     engine_id, num_blocks = sys.argv[1], int(sys.argv[2])
-    slab._LOCK_PATIENCE_S = 0.05
+    ownership._LOCK_PATIENCE_S = 0.05
     held: slab.Slab | None = None
     print("ready", flush=True)
     for line in sys.stdin:

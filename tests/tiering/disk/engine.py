@@ -1,4 +1,4 @@
-"""An engine over a disk tier, as a user configures it, or with faults between."""
+"""An engine with a disk tier, made from a user's configuration or with faults between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtier.base import OffloadingSpec
 from kvtier.testing import FaultSchedule, FaultyTier
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from tests.tiering.disk.backing import DiskBacking
-from tests.tiering.disk.rig import bytes_for
+from tests.tiering.disk.harness import bytes_for
 from tests.tiering.engine import Engine, engine_over, engine_with
 
 __all__ = ["configured_engine", "engine_with_faults"]
@@ -24,7 +24,7 @@ def configured_engine(
     prefill_tokens_per_s: float | None = 0,
     **keys: Any,
 ) -> Engine:
-    """As a user's configuration makes it."""
+    """An engine made from a user's configuration."""
     entry = {"type": "disk", "path": str(path), "max_bytes": bytes_for(num_blocks), **keys}
     return engine_with(
         entry, num_rows=num_rows, namespace=namespace, prefill_tokens_per_s=prefill_tokens_per_s
@@ -34,7 +34,7 @@ def configured_engine(
 def engine_with_faults(
     path: Path, schedule: FaultSchedule, *, num_rows: int = 64, shutdown_timeout_s: float = 10.0
 ) -> tuple[Engine, FaultyTier]:
-    """The same with faults between the orchestrator and the tier, and short pauses."""
+    """The same, with faults between the orchestrator and the tier, and short pauses."""
 
     def make_tier(spec: OffloadingSpec, view: memoryview) -> FaultyTier:
         tier = DiskSecondaryTierManager(

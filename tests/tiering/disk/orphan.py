@@ -2,8 +2,8 @@
 
     python -m tests.tiering.disk.orphan PATH
 
-The process that is started ends once its child has the slab; the child says its own number and its
-parent's, and lives until its standard input ends.
+The started process ends once its child has the slab. The child prints its own pid and its parent's,
+and ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parents[3]
 
 @contextmanager
 def orphaned(path: Path) -> Iterator[tuple[int, int]]:
-    """The engine's process and that of its server, which is gone."""
+    """Pids of the engine and of its server, which has ended."""
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.tiering.disk.orphan", str(path)],
         stdin=subprocess.PIPE,
@@ -32,7 +32,7 @@ def orphaned(path: Path) -> Iterator[tuple[int, int]]:
         cwd=_ROOT,
         env=os.environ | {"PYTHONPATH": f"{_ROOT / 'src'}{os.pathsep}{_ROOT}"},
     )
-    with server:  # which closes its input, and waits for its output to end
+    with server:  # closes its input, and waits for its output to end
         assert server.stdout is not None
         engine_pid, server_pid = map(int, server.stdout.readline().split())
         assert server.wait(60) == 0

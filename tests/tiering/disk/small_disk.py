@@ -1,4 +1,4 @@
-"""Small file systems of their own, for tests that fill them, freeze them and break them."""
+"""Small file systems, for tests that fill, freeze and break them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _BLOCK_BYTES = 4096
 _libc = ctypes.CDLL(None, use_errno=True)
 _KEPT_BYTES = 4 << 20
-"""The start of the device, where ext4 keeps its tables."""
+"""Start of the device, where ext4 keeps its tables."""
 
 
 def _run(*command: str) -> None:
@@ -41,7 +41,7 @@ def _skip_without(*tools: str) -> None:
 
 
 class LoopDisk:
-    """An ext4 of its own, on a loop device over an ordinary file."""
+    """An ext4 file system on a loop device over an ordinary file."""
 
     def __init__(self, image: Path, root: Path) -> None:
         self.image = image
@@ -54,7 +54,7 @@ class LoopDisk:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Whoever writes waits. Reads are answered."""
+        """Block writes inside the context. Reads still work."""
         fd = os.open(self.root, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, _FREEZE, 0)
@@ -67,8 +67,8 @@ class LoopDisk:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """Reads and writes fail with EIO: the device ends after its first few MiB. Afterwards
-        everything is as it was."""
+        """Fail reads and writes with EIO inside the context, by making the device end after its
+        first few MiB."""
         self._let_device_end_at(_KEPT_BYTES)
         try:
             yield
@@ -76,7 +76,7 @@ class LoopDisk:
             self._let_device_end_at(0)
 
     def _let_device_end_at(self, num_bytes: int) -> None:
-        """0: where its file does."""
+        """0: where its file ends."""
         mounts = map(str.split, Path("/proc/mounts").read_text().splitlines())
         (device,) = [source for source, target, *_ in mounts if target == str(self.root)]
         fd = os.open(device, os.O_RDONLY)
@@ -89,22 +89,22 @@ class LoopDisk:
             os.close(fd)
 
     def become_read_only(self) -> None:
-        """What ext4 does by itself when it finds its journal damaged. There is no way back."""
+        """Make the file system read-only, as ext4 does when its journal is damaged. It stays so."""
         _run("mount", "-o", "remount,abort", str(self.root))
 
     def fill(self) -> None:
-        """Let others take all room that is left, down to the last block."""
+        """Fill the file system to the last block."""
         _take_all_room(self.root / "of-others")
 
     def fragment(self) -> None:
-        """Let others take all room and give every other block of it back, so that no two free
-        blocks are neighbours."""
+        """Fill the file system, then free every other block, so that no two free blocks are
+        adjacent."""
         self.fill()
         with (self.root / "of-others").open("r+b") as file:
             os.fsync(file.fileno())
             for offset in range(0, file.seek(0, os.SEEK_END), 2 * _BLOCK_BYTES):
                 _punch_hole(file.fileno(), offset, _BLOCK_BYTES)
-            os.fsync(file.fileno())  # then what was freed can be had
+            os.fsync(file.fileno())  # makes the freed blocks available
 
 
 def _punch_hole(fd: int, offset: int, length: int) -> None:
@@ -125,7 +125,7 @@ def _take_all_room(path: Path) -> None:
 def _unmount(root: Path) -> None:
     try:
         _run("umount", str(root))
-    except OSError:  # a test that fails may leave a file open; it goes when that is closed
+    except OSError:  # a failed test may leave a file open; the device goes when it is closed
         _run("umount", "--lazy", str(root))
         raise
 
@@ -134,8 +134,8 @@ def _unmount(root: Path) -> None:
 def loop_disk(
     directory: Path, num_bytes: int, *, read_only: bool = False, content: bytes | None = None
 ) -> Iterator[LoopDisk]:
-    """`content`: that of an earlier one. Unmounted and detached in all cases. Skips where it
-    cannot be had."""
+    """`content`: of an earlier disk. Always unmounted and detached. Skips the test if loop devices
+    are not available."""
     _skip_without("mkfs.ext4", "mount", "umount", "losetup")
     image, root = directory / "image", directory / "mounted"
     root.mkdir()
@@ -158,7 +158,7 @@ def loop_disk(
 
 @contextmanager
 def small_tmpfs(directory: Path, num_bytes: int) -> Iterator[Path]:
-    """A file system in memory. Unmounted in all cases. Skips where it cannot be had."""
+    """A file system in memory, always unmounted. Skips the test if it cannot be mounted."""
     _skip_without("mount", "umount")
     root = directory / "tmpfs"
     root.mkdir()

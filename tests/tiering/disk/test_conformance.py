@@ -1,5 +1,5 @@
-"""The disk tier passes the conformance kit: roomy and full, silent and frozen, with and without
-O_DIRECT."""
+"""The disk tier passes the conformance kit: with much and little space, with a disk that is silent
+or frozen, with and without O_DIRECT."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from tests.tiering.disk.backing import DiskBacking
-from tests.tiering.disk.rig import silent_disk
+from tests.tiering.disk.harness import silent_disk
 from tests.tiering.disk.small_disk import LoopDisk, loop_disk
 
 
@@ -71,7 +71,7 @@ def freezing_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopDisk
 
 
 class TestDiskThatFreezes(_DiskTier):
-    """A file system that really does not take writes for a while."""
+    """A file system that blocks writes for a while."""
 
     capacity_blocks = 40
     num_slots = 40

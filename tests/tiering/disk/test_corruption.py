@@ -1,8 +1,6 @@
-"""Whatever is done to the bytes of a slab: a damaged block is noticed, counted and forgotten, every
-other one is served, and no wrong byte ever is.
-
-Every load is compared with the block's payload by the harness.
-"""
+"""Whatever happens to the bytes of a slab, a damaged block is noticed, counted and forgotten, every
+other block is served, and no wrong byte is. The harness compares every load with the block's
+payload."""
 
 from __future__ import annotations
 
@@ -25,21 +23,21 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import Engine, EngineConfig, RequestResult, make_connector, offloading_config
 from kvtier.seal import SealFailure
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.disk.ownership import SlabRefused
 from kvtier.tiering.io.page import PAGE_BYTES
 from kvtier.tiering.manager import TieringOffloadingManager
 from tests.engine.models import FULL, random_tokens
 from tests.engine.oracle import assert_same
 from tests.tiering.disk.crash.image import Image, write
-from tests.tiering.disk.rig import bytes_for, disk_harness, du
+from tests.tiering.disk.harness import bytes_for, disk_harness, du
 from tests.tiering.ways import demand_rows_hold_whole_blocks_or_nothing
 
 NUM_BLOCKS = 70
-"""More than one page of the index."""
+"""More than fit on one page of the index."""
 AT_ONCE = 35
 ROW_BYTES = 4096
 KEYS = [
-    # Every seventh is too long for an entry of the index.
+    # Every seventh key is too long for the index.
     make_offload_key(b"block-%026d" % n * (2 if n % 7 == 0 else 1), 0)
     for n in range(NUM_BLOCKS)
 ]
@@ -59,7 +57,7 @@ def store_all(harness: TierHarness, keys: Sequence[OffloadKey] = KEYS) -> None:
 def load_all(
     harness: TierHarness, keys: Sequence[OffloadKey] = KEYS
 ) -> tuple[set[OffloadKey], Counter[SealFailure]]:
-    """The blocks that were served, and how many were refused for what."""
+    """The blocks that were served, and the number refused, by reason."""
     served: set[OffloadKey] = set()
     for start in range(0, len(keys), AT_ONCE):
         [report] = harness.wait_for(harness.load(keys[start : start + AT_ONCE]))
@@ -69,7 +67,7 @@ def load_all(
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A full slab that nobody has open."""
+    """A full slab that no engine has open."""
     path = tmp_path_factory.mktemp("pristine") / "kv.slab"
     with harness_of(path) as harness:
         store_all(harness)
@@ -78,13 +76,13 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where copies of it are spoilt."""
+    """The path for a damaged copy."""
     return tmp_path_factory.mktemp("spoilt") / "kv.slab"
 
 
 @contextmanager
 def opened_copy(pristine: Path, spoilt: Path, spoil: Callable[[Image], None]) -> Iterator[Any]:
-    """An engine that finds the slab after something was done to it."""
+    """An engine that opens the damaged slab."""
     shutil.copy(pristine, spoilt)
     spoil(Image(spoilt))
     with harness_of(spoilt) as harness:
@@ -96,7 +94,7 @@ def key_in(image: Image, slot: int) -> OffloadKey:
 
 
 def demand_exactly_lost(harness: TierHarness, lost: set[OffloadKey]) -> None:
-    """These blocks are refused, counted and forgotten, the others are served."""
+    """Check that exactly these blocks are refused, counted and forgotten."""
     hits = harness.hits(KEYS)
     served, refused = load_all(harness)
     assert served == set(KEYS) - lost
@@ -113,7 +111,7 @@ def flip(image: Image, offset: int, bit: int) -> None:
 
 
 PLACES = st.tuples(st.integers(0, 2**20), st.integers(0, 7))
-"""Somewhere in a part of the file, and a bit."""
+"""An offset in a part of the file, and a bit."""
 
 
 @SOME
@@ -144,7 +142,7 @@ def test_a_damaged_block_does_not_reach_its_row(pristine: Path, spoilt: Path) ->
 def test_any_bit_of_anything_else(
     pristine: Path, spoilt: Path, superblock: str, flips: list[tuple[int, int]]
 ) -> None:
-    """But not of both superblocks: two copies are for one failure."""
+    """All regions but both superblocks: two copies survive one failure, not two."""
 
     def spoil(copy: Image) -> None:
         for region in (superblock, "holder", "control", "index"):
@@ -203,7 +201,7 @@ def test_zeroes_anywhere(pristine: Path, spoilt: Path, place: int, length: int) 
             return
     with opened_copy(pristine, spoilt, spoil) as harness:
         served, refused = load_all(harness)
-        # Where the end of a page was zero anyway, nothing has changed.
+        # If the end of the page was zero before, nothing has changed.
         assert served >= set(KEYS) - lost
         assert refused.total() <= len(lost)
         assert harness.hits(KEYS) == served
@@ -288,7 +286,7 @@ def test_slots_swapped_while_the_engine_runs(tmp_path: Path) -> None:
 def test_slots_of_another_slab(
     pristine: Path, tmp_path: Path, namespace: str, failure: SealFailure, is_running: bool
 ) -> None:
-    """The same geometry, the same keys, and the same slots."""
+    """Two slabs with the same geometry, keys and slots."""
     theirs = tmp_path / "theirs.slab"
     with harness_of(theirs, namespace=namespace) as harness:
         store_all(harness)
@@ -371,10 +369,11 @@ ENGINE = EngineConfig(block_tokens=(8,), num_blocks=(64,), token_budget=80)
 
 
 def serve(path: Path, spoil: Callable[[], None]) -> tuple[list[RequestResult], Counter[str]]:
-    """What a new engine on this slab answers, and what it has counted. `spoil`: in mid-run."""
+    """The answers and counters of a new engine on this slab. `spoil`: damages the slab during the
+    run."""
     options = {
         "cpu_bytes_to_use": "2MiB",
-        "prefill_tokens_per_s": 0,  # a busy moment must not make loading look slow
+        "prefill_tokens_per_s": 0,  # or a busy machine makes loading look slow
         "secondary_tiers": [
             {"type": "disk", "path": str(path), "max_bytes": "8MiB", "load_timeout_ms": 60_000}
         ],

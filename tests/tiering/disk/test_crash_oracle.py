@@ -1,18 +1,12 @@
-"""What the oracle of the crash sagas must not blame the tier for, and what it must."""
+"""What the oracle of the crash runs must accept, and what it must refuse."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.tiering import sagas
-from tests.tiering.disk.crash.nursery import Report
+from tests.tiering.crash.oracle import Violation
+from tests.tiering.crash.processes import Report
 from tests.tiering.disk.crash.oracle import Oracle
-from tests.tiering.sagas import Violation
 
 OURS = "00" * 16
 FIRST, SECOND = 1 << 20, 2 << 20
@@ -20,7 +14,7 @@ FIRST, SECOND = 1 << 20, 2 << 20
 
 
 def opened(generations: list[int]) -> list[Report]:
-    """A life opens the slab and finds these."""
+    """Reports of a life that opens the slab and finds these generations."""
     return [
         ["opened", OURS, 0.1, 0, 0],
         ["clock", "slab", 100],
@@ -30,7 +24,7 @@ def opened(generations: list[int]) -> list[Report]:
 
 
 def stored(generation: int) -> list[Report]:
-    """A life stores the block, and its index is in the file."""
+    """Reports of a life that stores the block and writes its index."""
     return [
         ["put", [[1, generation]]],
         ["placed", [], 2],
@@ -47,7 +41,7 @@ CLEAN_END: list[Report] = [["shut down"], ["ended", 0]]
 
 def follow(oracle: Oracle, *reports: Report) -> None:
     for report in reports:
-        oracle.follow(report)
+        oracle.follow([1, *report])
 
 
 def test_a_cut_that_a_killed_life_never_wrote_is_not_made_by_the_clean_end_of_another() -> None:
@@ -77,36 +71,3 @@ def test_an_older_copy_may_be_back_after_writes_were_lost_and_only_then() -> Non
     follow(oracle, *stored(SECOND), KILLED)
     with pytest.raises(Violation, match="was there once"):
         follow(oracle, *opened([FIRST]))
-
-
-class _Failing:
-    """A saga of one life that goes wrong."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.num_lives = 1
-        self.trace = ["what it was told"]
-        self.reports: list[list[Any]] = [[1, "wrong"]]
-        self.tally: Counter[str] = Counter()
-
-    def run(self) -> None:
-        (self._directory / "kv.slab").write_bytes(b"as it was left")
-        raise Violation("it went wrong")
-
-    def keep(self) -> None:
-        (self._directory / "before.slab").write_bytes(b"as it was found")
-
-
-def test_a_saga_that_goes_wrong_keeps_its_files_and_reports(tmp_path: Path) -> None:
-    outcome = sagas.live(1, _Failing, tmp_path, is_kept=True)
-    [kept] = tmp_path.iterdir()
-    assert str(outcome.violation) == f"it went wrong (files and reports: {kept})"
-    assert (kept / "kv.slab").read_bytes() == b"as it was left"
-    assert (kept / "before.slab").read_bytes() == b"as it was found"
-    assert (kept / "trace.txt").read_text() == "what it was told"
-    assert json.loads((kept / "reports.jsonl").read_text()) == [1, "wrong"]
-
-
-def test_the_files_of_a_planted_bug_are_not_kept(tmp_path: Path) -> None:
-    assert sagas.live(1, _Failing, tmp_path, is_kept=False).violation is not None
-    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Single pages that the disk cannot read or write any more: the rest is kept, and kept in order."""
+"""Single pages that the disk cannot read or write any more: the rest is kept, in its order."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk import keeper, metrics
+from kvtier.tiering.disk import flusher
 from kvtier.tiering.disk.layout import CONTROL_OFFSET, HOLDER_OFFSET, Geometry
-from kvtier.tiering.io.errors import error_counter
+from kvtier.tiering.io.metrics import error_counter
 from kvtier.tiering.io.page import PAGE_BYTES
-from tests.tiering.disk.rig import ROW_BYTES, bad_sectors, disk_harness, disk_of
+from tests.tiering.disk.harness import ROW_BYTES, bad_sectors, disk_harness, disk_of
 from tests.tiering.patience import wait_until
 
 NUM_BLOCKS = 130  # three pages of the index
@@ -73,7 +73,9 @@ def test_index_pages_that_could_not_be_written_for_a_while_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "kv.slab"
-    monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 0.05)  # or it rests too long for us
+    monkeypatch.setattr(
+        flusher, "_LOOK_EVERY_S", 0.05
+    )  # or the flusher pauses longer than the test waits
     with disk_harness(path, NUM_BLOCKS) as harness:
         pages = range(GEOMETRY.index_offset, GEOMETRY.file_bytes, PAGE_BYTES)
         with bad_sectors(*pages, writing_mends=False):
@@ -84,16 +86,16 @@ def test_index_pages_that_could_not_be_written_for_a_while_are_written_later(
         assert harness.hits(KEYS) == set(KEYS)
 
 
-def test_the_keeper_does_not_try_again_and_again(
+def test_the_flusher_does_not_try_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a disk that fails for good, it counts an error in each of its longer periods."""
-    monkeypatch.setattr(keeper, "_WRITE_EVERY_S", 0.001)
-    monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 3600.0)  # and so long it rests
+    """On a disk that keeps failing, the flusher counts one error in each of its longer periods."""
+    monkeypatch.setattr(flusher, "_WRITE_EVERY_S", 0.001)
+    monkeypatch.setattr(flusher, "_LOOK_EVERY_S", 3600.0)  # the length of its pause, too
     with disk_harness(tmp_path / "kv.slab", NUM_BLOCKS) as harness:
         eio = Errors(harness)
         with bad_sectors(GEOMETRY.index_offset, writing_mends=False):
-            rounds = Rounds(disk_of(harness)._keeper)
+            rounds = Rounds(disk_of(harness)._flusher)
             harness.wait_for(harness.store(KEYS[:8]))
             wait_until(lambda: eio.count() > 0, "the index cannot be written")
             rounds.wait_for(50)
@@ -101,25 +103,23 @@ def test_the_keeper_does_not_try_again_and_again(
 
 
 class Errors:
-    """How often the disk has said EIO."""
+    """Number of EIO errors so far."""
 
     def __init__(self, harness: TierHarness) -> None:
         self._harness = harness
         self._count = 0.0
 
     def count(self) -> float:
-        self._count += self._harness.call("get_stats").counters[
-            error_counter(metrics.PREFIX, "EIO")
-        ]
+        self._count += self._harness.call("get_stats").counters[error_counter("kvtier_disk", "EIO")]
         return self._count
 
 
 class Rounds:
-    """Counts the rounds of the keeper's thread."""
+    """Counts the rounds of the flusher's thread."""
 
-    def __init__(self, index_keeper: keeper.IndexKeeper) -> None:
+    def __init__(self, index_flusher: flusher.IndexFlusher) -> None:
         self._count = 0
-        self._wake = index_keeper._wake
+        self._wake = index_flusher._wake
         self._wait = self._wake.wait
         self._wake.wait = self._counted  # type: ignore[method-assign]
 
@@ -128,6 +128,6 @@ class Rounds:
         return self._wait(timeout)
 
     def wait_for(self, count: int) -> None:
-        """Wait until there have been so many more."""
+        """Wait for `count` more rounds."""
         wanted = self._count + count
-        wait_until(lambda: self._count >= wanted, f"{count} rounds of the keeper")
+        wait_until(lambda: self._count >= wanted, f"{count} rounds of the flusher")

@@ -1,4 +1,4 @@
-"""What the disk tier tells: events that agree with what is there, and figures that add up."""
+"""Events agree with the blocks in the tier, and metrics add up."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ import pytest
 from kvtier.base import Locality, Medium, OffloadingEvent, OffloadKey
 from kvtier.seal import SealFailure
 from kvtier.testing import Damage, TierHarness, inflict
-from kvtier.tiering.disk import metrics
 from kvtier.tiering.disk.layout import CONTROL_OFFSET, encode_clear_request
-from kvtier.tiering.io.errors import error_counter
+from kvtier.tiering.disk.manager import (
+    CAPACITY,
+    EVICTED,
+    FILE_BYTES,
+    FORGOTTEN,
+    QUEUED,
+    REFUSED,
+    RESIDENT,
+    DiskSecondaryTierManager,
+)
+from kvtier.tiering.io.metrics import error_counter
 from tests.tiering.disk.backing import DiskBacking
-from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness, disk_of, silent_disk
+from tests.tiering.disk.harness import ROW_BYTES, bytes_for, disk_harness, disk_of, silent_disk
 from tests.tiering.patience import wait_until
 
 
@@ -26,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def told(events: Iterable[OffloadingEvent]) -> set[OffloadKey]:
-    """What whoever has read all events takes to be there. No event may contradict another."""
+    """The blocks in the tier according to its events. No event may contradict an earlier one."""
     there: set[OffloadKey] = set()
     for event in events:
         assert event.medium is Medium.STORAGE
@@ -48,7 +57,7 @@ def store(harness: TierHarness, count: int, start: int = 0) -> None:
 
 
 def counters(harness: TierHarness) -> dict[str, float]:
-    """What has happened since the last call."""
+    """Events since the last call."""
     return {name: n for name, n in harness.call("get_stats").counters.items() if n}
 
 
@@ -90,7 +99,7 @@ def test_who_leaves_is_told_before_who_comes(path: Path) -> None:
 
 
 def test_a_block_that_was_never_there_is_not_removed(path: Path) -> None:
-    """The tier starts over while blocks are being written."""
+    """The tier is reset while blocks are being written."""
     with disk_harness(path) as harness:
         with silent_disk(harness.tier):
             harness.store(harness.keys(8))
@@ -102,7 +111,7 @@ def test_a_block_that_was_never_there_is_not_removed(path: Path) -> None:
 
 
 def test_blocks_of_an_earlier_engine_are_announced(path: Path) -> None:
-    """A few at a time, so that no step takes long; each once."""
+    """A few in each step, so that no step takes long, and each once."""
     with disk_harness(path, 3000, num_rows=256) as harness:
         for start in range(0, 2560, 256):
             store(harness, 256, start)
@@ -114,7 +123,7 @@ def test_blocks_of_an_earlier_engine_are_announced(path: Path) -> None:
 
 
 def test_keys_too_long_for_the_index_are_announced_too(path: Path) -> None:
-    """They stand in the slots' headers alone. One whose header is damaged is not there."""
+    """Long keys are only in the slot headers. A block with a damaged header is not found."""
     keys = [OffloadKey(bytes([number]) * 100) for number in range(1, 5)]
     with disk_harness(path) as harness:
         harness.wait_for(harness.store(keys))
@@ -191,30 +200,30 @@ def test_counters_say_what_has_happened(path: Path) -> None:
         store(harness, 4)
         assert counters(harness) == {}
         store(harness, 3, start=10)
-        assert counters(harness) == {metrics.EVICTED: 3}
+        assert counters(harness) == {EVICTED: 3}
         store(harness, 9, start=20)
-        assert counters(harness) == {metrics.EVICTED: 4, metrics.REFUSED: 5}
+        assert counters(harness) == {EVICTED: 4, REFUSED: 5}
         assert counters(harness) == {}
 
 
 def test_gauges_say_what_is_there(path: Path) -> None:
     with disk_harness(path, 10) as harness:
         assert gauges(harness) == {
-            metrics.RESIDENT: 0,
-            metrics.CAPACITY: 10,
-            metrics.FILE_BYTES: os.stat(path).st_blocks * 512,
-            metrics.QUEUED: 0,
+            RESIDENT: 0,
+            CAPACITY: 10,
+            FILE_BYTES: os.stat(path).st_blocks * 512,
+            QUEUED: 0,
         }
         with silent_disk(harness.tier):
             job = harness.store(harness.keys(6))
-            assert gauges(harness)[metrics.QUEUED] == 6
-            assert gauges(harness)[metrics.RESIDENT] == 6
+            assert gauges(harness)[QUEUED] == 6
+            assert gauges(harness)[RESIDENT] == 6
         harness.wait_for(job)
-        assert gauges(harness)[metrics.QUEUED] == 0
-        assert gauges(harness)[metrics.RESIDENT] == 6
-        assert gauges(harness)[metrics.FILE_BYTES] <= bytes_for(10)
+        assert gauges(harness)[QUEUED] == 0
+        assert gauges(harness)[RESIDENT] == 6
+        assert gauges(harness)[FILE_BYTES] <= bytes_for(10)
         harness.begin_epoch(bytes(16))
-        assert gauges(harness)[metrics.RESIDENT] == 0
+        assert gauges(harness)[RESIDENT] == 0
 
 
 def test_damaged_blocks_are_counted_by_reason(path: Path) -> None:
@@ -231,11 +240,11 @@ def test_damaged_blocks_are_counted_by_reason(path: Path) -> None:
             SealFailure.DIGEST: 1,
             SealFailure.FINGERPRINT: 1,
         }
-        assert counters(harness) == {metrics.FORGOTTEN: 2}
+        assert counters(harness) == {FORGOTTEN: 2}
 
 
 def test_an_older_block_in_the_same_slot_is_stale(path: Path) -> None:
-    """The right key, the right payload, the right slot, but from an earlier time."""
+    """Key, payload and slot match, but the block is an older copy."""
     with disk_harness(path, 1) as harness:
         (key,) = harness.keys(1)
         store(harness, 1)
@@ -251,16 +260,17 @@ def test_an_older_block_in_the_same_slot_is_stale(path: Path) -> None:
         assert harness.call("take_seal_failures") == {SealFailure.STALE: 1}
 
 
-def test_every_error_has_a_counter() -> None:
+def test_every_error_has_a_counter(path: Path) -> None:
     kinds = ("EIO", "ENOSPC", "EROFS", "EMFILE", "EACCES", "EDOM")
-    named = {error_counter(metrics.PREFIX, kind) for kind in kinds}
+    named = {error_counter("kvtier_disk", kind) for kind in kinds}
     assert len(named) == len(kinds)
-    assert named <= metrics.DEFINITIONS.keys()
-    assert named <= set(metrics.COUNTERS)
+    assert named <= DiskSecondaryTierManager.build_metric_definitions({}).keys()
+    with disk_harness(path, 1) as harness:
+        assert named <= harness.call("get_stats").counters.keys()
 
 
 def test_a_load_that_names_a_block_twice_takes_nothing_away(path: Path) -> None:
-    """Nobody should; but a slot must not be lost over it."""
+    """Callers should not do that, but no slot may be lost by it."""
     with disk_harness(path, 4) as harness:
         store(harness, 2)
         first, second = harness.keys(2)
@@ -269,4 +279,4 @@ def test_a_load_that_names_a_block_twice_takes_nothing_away(path: Path) -> None:
         assert harness.hits([first, second]) == {first, second}
         store(harness, 4, start=10)
         assert harness.hits(harness.keys(4, start=10)) == set(harness.keys(4, start=10))
-        assert gauges(harness)[metrics.RESIDENT] == 4
+        assert gauges(harness)[RESIDENT] == 4

@@ -1,7 +1,5 @@
-"""No room, no descriptors, no permission, a disk that fails: the engine goes on, and says why.
-
-The file systems are real ones. Where a fault can go away, the tier recovers by itself.
-"""
+"""No space, no descriptors, no permission, a failing disk: the engine goes on, and the log names
+the cause. The file systems are real. When a fault ends, the tier recovers by itself."""
 
 from __future__ import annotations
 
@@ -23,14 +21,15 @@ import pytest
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import TransferJob
-from kvtier.tiering.disk import keeper, metrics
+from kvtier.tiering.disk import flusher
 from kvtier.tiering.disk.layout import Geometry
-from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.disk.manager import FAILED, FILE_BYTES, QUEUED, REFUSED
+from kvtier.tiering.disk.ownership import SlabRefused
 from kvtier.tiering.io import lane
 from kvtier.tiering.io.aio import AioUnavailable
-from kvtier.tiering.io.errors import error_counter
+from kvtier.tiering.io.metrics import error_counter
 from tests.tiering.descriptors import no_more_descriptors
-from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness, disk_of, du, silent_disk
+from tests.tiering.disk.harness import ROW_BYTES, bytes_for, disk_harness, disk_of, du, silent_disk
 from tests.tiering.disk.small_disk import LoopDisk, loop_disk, small_tmpfs
 from tests.tiering.patience import wait_until
 
@@ -44,7 +43,7 @@ def disk(tmp_path: Path) -> Iterator[LoopDisk]:
 
 
 class Figures:
-    """The counters of a tier, added up over calls."""
+    """The counters of a tier, summed over calls."""
 
     def __init__(self, harness: TierHarness) -> None:
         self._harness = harness
@@ -55,7 +54,7 @@ class Figures:
         return self._counters[name]
 
     def errors(self, kind: str) -> float:
-        return self[error_counter(metrics.PREFIX, kind)]
+        return self[error_counter("kvtier_disk", kind)]
 
 
 def store_all(harness: TierHarness, count: int, start: int = 0) -> None:
@@ -69,7 +68,7 @@ def load_all(harness: TierHarness, count: int, start: int = 0) -> None:
 
 
 def refusal_of(path: Path, num_blocks: int = 8, **options: Any) -> str:
-    """What is said against a tier that cannot start. It leaves no thread behind."""
+    """The refusal of a tier that cannot start. It must leave no thread behind."""
     threads = set(threading.enumerate())
     with pytest.raises(SlabRefused) as refused:
         disk_harness(path, num_blocks, **options)
@@ -110,7 +109,7 @@ def test_a_slab_that_cannot_grow_is_refused_and_stays_as_it_was(disk: LoopDisk) 
 
 
 def test_others_who_fill_the_file_system_change_nothing(disk: LoopDisk) -> None:
-    """Every byte was allocated before: also where nothing had been written yet."""
+    """Every byte was allocated before, even where nothing had been written."""
     path = disk.root / "kv.slab"
     with disk_harness(path, 512, num_rows=96) as harness:
         disk.fill()
@@ -119,7 +118,7 @@ def test_others_who_fill_the_file_system_change_nothing(disk: LoopDisk) -> None:
             store_all(harness, 64, start)
             load_all(harness, 64, start)
         figures = Figures(harness)
-        assert figures[metrics.FAILED] == 0
+        assert figures[FAILED] == 0
         assert figures.errors("ENOSPC") == 0
     with disk_harness(path, 512) as harness:
         load_all(harness, 64, start=2048 - 64)
@@ -140,7 +139,7 @@ def test_a_disk_that_fails_for_a_while(disk: LoopDisk, caplog: pytest.LogCapture
             assert not load.moved
             assert not store.moved
             assert figures.errors("EIO") >= 2
-            assert figures[metrics.FAILED] == 8
+            assert figures[FAILED] == 8
             assert not harness.hits(harness.keys(8))
             assert not harness.hits(harness.keys(8, start=100))
         load_all(harness, 24, start=8)
@@ -156,14 +155,14 @@ def test_a_disk_that_fails_for_a_while(disk: LoopDisk, caplog: pytest.LogCapture
 def test_a_file_system_that_becomes_read_only(
     disk: LoopDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stores fail by name, nothing raises, and what is there may still be loaded."""
+    """Stores fail and are counted by error, nothing raises, and blocks can still be loaded."""
     with disk_harness(disk.root / "kv.slab", 64) as harness:
         figures = Figures(harness)
         store_all(harness, 8)
         disk.become_read_only()
         (report,) = harness.wait_for(harness.store(harness.keys(4, start=100)))
         assert not report.moved
-        assert figures[metrics.FAILED] == 4
+        assert figures[FAILED] == 4
         assert figures.errors("EROFS") >= 1
         assert sum("EROFS" in message for message in caplog.messages) == 1
         harness.wait_for(harness.load(harness.keys(8)))  # and what it brings was checked
@@ -207,7 +206,7 @@ def test_a_start_without_a_descriptor_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def public_directory() -> Iterator[Path]:
-    """A directory that everybody may look into, and only its owner may change."""
+    """A directory that all users can read, and only its owner can change."""
     if os.geteuid() != 0:
         pytest.skip("becoming someone else needs root")
     with tempfile.TemporaryDirectory() as name:
@@ -255,7 +254,7 @@ def test_a_slab_of_someone_else_is_refused(public_directory: Path) -> None:
 def test_a_slab_that_belongs_to_another_user_is_refused_and_left_alone(
     public_directory: Path,
 ) -> None:
-    """Also by root, who may open it: whoever owns it can put blocks into it."""
+    """Even by root, who can open it: its owner could write blocks into it."""
     path = public_directory / "kv.slab"
     with disk_harness(path) as harness:
         store_all(harness, 4)
@@ -297,7 +296,7 @@ def test_a_directory_of_someone_else_is_refused(public_directory: Path) -> None:
 
 
 def file_bytes(harness: TierHarness) -> float:
-    gauge: float = harness.call("get_stats").gauges[metrics.FILE_BYTES]
+    gauge: float = harness.call("get_stats").gauges[FILE_BYTES]
     return gauge
 
 
@@ -329,8 +328,8 @@ def test_a_slab_that_is_gone_is_noticed(
     lose: Callable[[Path], None],
     what: str,
 ) -> None:
-    """With its path, what it means and what to do; and no figure says that it is there."""
-    monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 0.02)
+    """The warning has path, meaning and remedy, and the gauge is 0."""
+    monkeypatch.setattr(flusher, "_LOOK_EVERY_S", 0.02)
     path = tmp_path / "disk" / "kv.slab"
     path.parent.mkdir()
     with disk_harness(path) as harness:
@@ -343,14 +342,14 @@ def test_a_slab_that_is_gone_is_noticed(
         wait_until(lambda: bool(caplog.messages), "it is said")
     [message] = caplog.messages
     assert message.startswith(f"{path} {what}")
-    assert "lost when it ends" in message
+    assert "lost when the engine ends" in message
     assert "Restart the engine" in message
 
 
 def test_a_slab_that_is_put_back_is_counted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(flusher, "_LOOK_EVERY_S", 0.02)
     path, aside = tmp_path / "kv.slab", tmp_path / "aside"
     with disk_harness(path) as harness:
         path.rename(aside)
@@ -390,7 +389,8 @@ def test_a_slab_that_is_replaced_is_left_alone(tmp_path: Path) -> None:
 def test_a_slab_that_is_cut_off_while_it_runs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is missing is a miss, by name; room for what is stored later is there again."""
+    """Blocks behind the end are misses, counted by error, and new blocks can be stored there
+    again."""
     path = tmp_path / "kv.slab"
     with disk_harness(path, 64) as harness:
         figures = Figures(harness)
@@ -416,7 +416,9 @@ def test_no_room_in_the_kernel_is_refused_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "kv.slab"
-    too_many = 2 * int(Path("/proc/sys/fs/aio-max-nr").read_text())  # or others would have none
+    too_many = 2 * int(
+        Path("/proc/sys/fs/aio-max-nr").read_text()
+    )  # or other processes would have none
     threads = set(threading.enumerate())
     with monkeypatch.context() as patch:
         patch.setattr(lane, "_LEAST_DEPTH", too_many)
@@ -431,10 +433,10 @@ def test_no_room_in_the_kernel_is_refused_at_start(
 def test_a_kernel_queue_that_fails_fails_everything_and_hangs_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There is no known way to it. But a thread that has ended must not be waited for."""
+    """No known fault causes this. But no caller may wait for a thread that has ended."""
     with disk_harness(tmp_path / "kv.slab", io_threads=1) as harness:
         store_all(harness, 8)
-        (lane,) = disk_of(harness)._io.lanes
+        (lane,) = disk_of(harness)._mover.lanes
 
         def fail(at_least: int = 1) -> list[tuple[int, int]]:
             raise OSError(errno.EINVAL, "the queue is gone")
@@ -447,25 +449,26 @@ def test_a_kernel_queue_that_fails_fails_everything_and_hangs_nobody(
         assert not store.moved
         (report,) = harness.wait_for(harness.store(harness.keys(4, start=30)))
         assert not report.moved
-        assert any("the tier stops" in message for message in caplog.messages)
+        assert any("an I/O thread failed" in message for message in caplog.messages)
 
 
 # --- more than the disk takes ------------------------------------------------------------------
 
 
 def test_a_burst_reaches_a_disk_that_was_silent_meanwhile(tmp_path: Path) -> None:
-    """However much it is: what waits holds slots of the primary tier, and is bounded by them."""
+    """The tier itself has no limit: waiting blocks hold slots of the primary tier, which bounds
+    them."""
     with disk_harness(tmp_path / "kv.slab", 512, num_rows=300) as harness:
         figures = Figures(harness)
         with silent_disk(harness.tier):
             jobs = [harness.store(harness.keys(6, start=6 * n)) for n in range(40)]
             harness.step()
-            assert harness.call("get_stats").gauges[metrics.QUEUED] == 240
+            assert harness.call("get_stats").gauges[QUEUED] == 240
         harness.wait_for(*jobs)
         load_all(harness, 240)
-        assert harness.call("get_stats").gauges[metrics.QUEUED] == 0
-        assert figures[metrics.REFUSED] == 0
-        assert figures[metrics.FAILED] == 0
+        assert harness.call("get_stats").gauges[QUEUED] == 0
+        assert figures[REFUSED] == 0
+        assert figures[FAILED] == 0
 
 
 def test_stores_are_refused_and_counted_where_every_slot_is_being_written(tmp_path: Path) -> None:
@@ -477,7 +480,7 @@ def test_stores_are_refused_and_counted_where_every_slot_is_being_written(tmp_pa
             harness.step()
         harness.wait_for(first, second)
         assert harness.ledger.reports[second.job_id].moved == set(harness.keys(1, start=10))
-        assert figures[metrics.REFUSED] == 4
+        assert figures[REFUSED] == 4
 
 
 # --- every byte accounted for ------------------------------------------------------------------
@@ -496,8 +499,8 @@ def _tmpfs(directory: Path) -> Iterator[Path]:
 
 
 def keep_busy(harness: TierHarness, num_blocks: int) -> None:
-    """So many blocks stored in slots here and there, some loaded, and the tier started over twice.
-    What the rows hold does not matter, and so they are not filled each time."""
+    """Store `num_blocks` blocks in scattered slots, load some, and reset the tier twice. The rows'
+    content does not matter, so they are not filled each time."""
     tier = harness.tier
     chance = Random(7)
     rows = np.array(harness.slots.lend(64), dtype=np.int64)
@@ -534,12 +537,12 @@ def test_the_gauge_is_what_du_says(
 ) -> None:
     with file_system(tmp_path) as root:
         path = root / "kv.slab"
-        # Blocks of one page: the most slots, and so the most extents, in a file of a given size.
+        # Blocks of one page give the most slots, and the most extents, for a file size.
         with disk_harness(path, 2000, row_bytes=4096, num_rows=256) as harness:
             keep_busy(harness, num_blocks)
             tier = disk_of(harness)
-            wait_until(lambda: tier.get_stats().gauges[metrics.FILE_BYTES] == du(path), "gauge")
+            wait_until(lambda: tier.get_stats().gauges[FILE_BYTES] == du(path), "gauge")
             assert du(path) <= bytes_for(2000, 4096)
         with disk_harness(path, 2000, row_bytes=4096) as harness:
-            gauge = harness.call("get_stats").gauges[metrics.FILE_BYTES]
+            gauge = harness.call("get_stats").gauges[FILE_BYTES]
             assert gauge == du(path) <= bytes_for(2000, 4096)

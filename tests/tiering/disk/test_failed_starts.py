@@ -1,4 +1,4 @@
-"""Engines that do not come to be, or leave a child behind: nothing of them stays."""
+"""Engines that fail to start, or leave a child behind: nothing of them stays."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.sample_spec import sample_spec
-from kvtier.tiering.disk import slab
+from kvtier.testing.harness import sample_spec
+from kvtier.tiering.disk import ownership
 from kvtier.tiering.disk.layout import SUPERBLOCK_OFFSETS
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
-from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.disk.ownership import SlabRefused
 from kvtier.tiering.io.page import PAGE_BYTES, close_page
-from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness
+from tests.tiering.disk.harness import ROW_BYTES, bytes_for, disk_harness
 
 _VERSION_AT = 8
 
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def num_queues() -> int:
-    """Asynchronous I/O queues that this process has at the kernel."""
+    """Number of asynchronous I/O queues of this process."""
     return Path("/proc/self/maps").read_text().count("[aio]")
 
 
@@ -70,7 +70,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_behind(
 
 
 def start_on(memory: mmap.mmap, row_bytes: int, path: Path) -> Exception:
-    """Why a tier cannot be made there."""
+    """The refusal of a tier at this path."""
     num_rows = len(memory) // row_bytes
     with memoryview(memory) as whole, whole[: num_rows * row_bytes] as used:
         view = used.cast("B", (num_rows, row_bytes))
@@ -87,7 +87,7 @@ def start_on(memory: mmap.mmap, row_bytes: int, path: Path) -> Exception:
 
 
 def test_a_refused_start_lets_go_of_the_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slab, "_LOCK_PATIENCE_S", 0.02)
+    monkeypatch.setattr(ownership, "_LOCK_PATIENCE_S", 0.02)
     memory = mmap.mmap(-1, 16 * ROW_BYTES)
     with disk_harness(path):
         error = start_on(memory, ROW_BYTES, path)
@@ -128,7 +128,7 @@ def test_a_slab_of_another_version_is_left_alone_though_it_is_damaged(
 _ENGINE_THAT_FORKS = """
 import os, signal, sys, time
 from pathlib import Path
-from tests.tiering.disk.rig import disk_harness
+from tests.tiering.disk.harness import disk_harness
 harness = disk_harness(Path(sys.argv[1]))
 child = os.fork()
 if not child:

@@ -26,7 +26,7 @@ def test_pages_come_back(path: Path, is_direct: bool) -> None:
     if is_direct and not file.use_o_direct():
         pytest.skip("no O_DIRECT on this file system")
     assert file.is_direct == is_direct
-    data = os.urandom(5 << 20)  # more than is moved at once
+    data = os.urandom(5 << 20)  # more than one read moves
     file.write(PAGE_BYTES, data)
     assert file.read(PAGE_BYTES, len(data)) == data
     assert file.read(0, PAGE_BYTES) == bytes(PAGE_BYTES)
@@ -48,7 +48,7 @@ def test_what_is_allocated_is_there(path: Path) -> None:
     file.allocate(1 << 20)
     assert file.size == 1 << 20
     assert file.allocated_bytes >= 1 << 20
-    file.allocate(1 << 19)  # less than it has
+    file.allocate(1 << 19)  # less than the file has
     assert file.size == 1 << 20
     file.truncate(1 << 19)
     assert file.size == 1 << 19
@@ -86,7 +86,7 @@ def test_one_at_a_time_has_the_lock(path: Path) -> None:
     first.close()
     assert lock_within(second.fd, 0)
     second.close()
-    second.close()  # once more changes nothing
+    second.close()  # a second call does nothing
 
 
 def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is used stays on disk, also where it is served from host memory, and after a restart."""
+"""Used blocks stay on disk, even if host memory served them, and after a restart."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NUM_BLOCKS = 64
 
 
 def cold(count: int, number: int = 0) -> list[OffloadKey]:
-    """A prompt that nobody has seen before."""
+    """A new prompt."""
     return TierHarness.keys(count, start=100_000 + 1000 * number)
 
 
 def num_hits_after_pressure(path: Path, num_blocks: int, num_left: int) -> int:
-    """How many of the first hot blocks a new engine still has on disk, when a cold prompt has left
-    room for `num_left` older blocks."""
+    """Number of hot blocks that a new engine still has on disk, after a cold prompt has left slots
+    for `num_left` older blocks."""
     with configured_engine(path, num_rows=128, num_blocks=num_blocks) as engine:
         engine.serve(cold(num_blocks - num_left, number=9))
         engine.settle()
@@ -45,7 +45,7 @@ def test_the_hottest_prompt_is_the_youngest_on_disk_after_a_restart(tmp_path: Pa
 
 
 def test_the_hottest_prompt_is_the_youngest_on_disk_after_a_kill(tmp_path: Path) -> None:
-    """Once its uses have been written down, which takes some seconds."""
+    """Kill the engine after its uses have been written, which takes some seconds."""
     path, copy = tmp_path / "kv.slab", tmp_path / "copy.slab"
     command = [sys.executable, "-m", "tests.tiering.disk.hot_engine", str(path), str(NUM_BLOCKS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -83,7 +83,7 @@ def test_a_hot_prompt_that_has_left_the_disk_is_stored_again(tmp_path: Path) -> 
 
 
 def test_the_head_of_a_prompt_outlives_the_tail_that_was_stored_again(tmp_path: Path) -> None:
-    """The tail is of no use without the head."""
+    """The tail of a prompt is useless without its head."""
     path = tmp_path / "kv.slab"
     with configured_engine(path, num_rows=128, num_blocks=32) as engine:
         engine.serve(HOT)
@@ -125,22 +125,22 @@ ROOM_FOR_LONG = 1040
 
 
 def serve_long(path: Path) -> int:
-    """A prompt that is stored in many parts, most of them after its request has ended. Returns how
-    many blocks were touched, counted as often as they were."""
+    """Store a prompt in many parts, most of them after its request has ended. Returns the number of
+    touches of single blocks."""
     num_touched = 0
     with configured_engine(
         path, num_rows=ROOM_FOR_LONG, num_blocks=ROOM_FOR_LONG, max_pinned_share=1 / 16
     ) as engine:
         tier = engine.tier
         assert isinstance(tier, DiskSecondaryTierManager)
-        touch = tier._residents.touch
+        touch = tier._table.touch
 
         def counted(keys: Collection[OffloadKey], req_context: ReqContext) -> int:
             nonlocal num_touched
             num_touched += len(keys)
             return touch(keys, req_context)
 
-        tier._residents.touch = counted  # type: ignore[method-assign]
+        tier._table.touch = counted  # type: ignore[method-assign]
         engine.serve(LONG, then_step=False)
         assert engine.figures()["kvtier_tier_0_disk_waiting_blocks"] >= len(LONG) * 7 / 8
         engine.settle()
@@ -149,7 +149,7 @@ def serve_long(path: Path) -> int:
 
 
 def test_a_long_prompt_that_is_stored_in_parts_is_not_touched_with_each(tmp_path: Path) -> None:
-    """That would be quadratic in its length, on the scheduler's thread."""
+    """Otherwise the cost would be quadratic in its length, on the scheduler thread."""
     assert serve_long(tmp_path / "kv.slab") <= 2 * len(LONG)
 
 

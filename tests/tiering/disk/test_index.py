@@ -1,4 +1,4 @@
-"""The index: what is put in is found again from its pages, and a damaged page is only empty."""
+"""Entries of the index are read back from its pages, and a damaged page is empty."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table(num_slots: int, raw: bytes | None = None, uuid: bytes = UUID) -> Index
 
 
 def pages_of(index: IndexTable) -> bytes:
-    """All pages as they are to stand in the file."""
+    """All pages as they are written to the file."""
     pages = bytearray(index.geometry.num_index_pages * PAGE_BYTES)
     view = memoryview(pages)
     for page_no in range(index.geometry.num_index_pages):
@@ -54,7 +54,7 @@ puts = st.dictionaries(
 def test_entries_come_back_from_the_pages(
     puts: dict[int, tuple[int, int, bytes]], cleared: set[int]
 ) -> None:
-    """Over several pages, keys that end with zeros included."""
+    """Entries on several pages, including keys that end with zeros."""
     index = table(200)
     for slot, (seq, tag, key) in puts.items():
         index.put(slot, seq, tag, key)
@@ -143,7 +143,7 @@ def test_a_flipped_bit_empties_one_page(at: int) -> None:
     page_no = at // 8 // PAGE_BYTES
     assert index.damaged_pages == [page_no]
     assert set(listed(index)) == set(range(150)) - set(index.slots_of_page(page_no))
-    assert index.take_changed() == [page_no]  # to be written anew
+    assert index.take_changed() == [page_no]  # to be written again
 
 
 @given(length=st.integers(0, 3 * PAGE_BYTES - 1))
@@ -161,7 +161,7 @@ def test_pages_in_the_wrong_place_or_of_another_slab_are_damaged() -> None:
 
 @given(data=st.data())
 def test_entries_of_any_content_are_read(data: st.DataObject) -> None:
-    """A page whose checksum fits may say anything: unknown states, lengths beyond the key."""
+    """A page with a valid checksum may contain anything: unknown states, lengths beyond the key."""
     raw = bytearray(pages_of(filled()))
     for _ in range(data.draw(st.integers(1, 4), label="changes")):
         at = data.draw(st.integers(24, 4087), label="at")

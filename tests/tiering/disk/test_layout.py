@@ -1,7 +1,7 @@
-"""The pages that describe a slab: what is written is read, and whatever else is read is refused.
+"""The pages that describe a slab: valid pages are decoded, and everything else is refused.
 
-Whoever can write to the file can also compute a checksum. So pages are damaged in both ways: with
-the checksum as it was, and with one that fits.
+Anyone who can write to the file can also compute a checksum. So pages are damaged in both ways:
+with the former checksum, and with a valid one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvtier import seal
 from kvtier.base import OffloadKey
-from kvtier.tiering.disk import slab
+from kvtier.tiering.disk import ownership
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
     HOLDER_OFFSET,
@@ -39,10 +39,10 @@ from kvtier.tiering.disk.layout import (
     read_stamp,
     write_slot_header,
 )
-from kvtier.tiering.disk.refusal import SlabRefused
-from kvtier.tiering.disk.scan import found_in
+from kvtier.tiering.disk.ownership import SlabRefused
+from kvtier.tiering.disk.recovery import found_in
 from kvtier.tiering.io.page import PAGE_BYTES, close_page, is_intact
-from tests.tiering.disk.rig import disk_harness
+from tests.tiering.disk.harness import disk_harness
 
 UUID = bytes(range(16))
 numbers = st.integers(0, 2**64 - 1)
@@ -84,7 +84,7 @@ def slot_header(key: bytes = b"key", slot: int = 3, seq: int = 7) -> bytes:
 
 
 def closed(page: bytes) -> bytes:
-    """The page with a checksum that fits."""
+    """The page with a valid checksum."""
     copy = bytearray(page)
     close_page(copy)
     return bytes(copy)
@@ -105,7 +105,7 @@ def test_a_superblock_comes_back(superblock: Superblock) -> None:
 @example(holder=Holder("\N{GRINNING FACE}" * 300, 1, "\N{GRINNING FACE}" * 300, 1))
 @example(holder=Holder("\x00" * 300, 1, "\ud800" * 300, 1))
 def test_a_holder_comes_back(holder: Holder) -> None:
-    """Names may be cut, and the record is one page whatever they are."""
+    """Long names are shortened, so that the record always fits on one page."""
     page = holder.encode()
     assert len(page) == PAGE_BYTES
     found = Holder.decode(page)
@@ -223,7 +223,7 @@ def test_a_page_of_another_length_is_refused(what: str, length: int, surplus: in
 def test_a_page_with_a_checksum_that_fits_is_read_or_refused(
     what: str, data: st.DataObject
 ) -> None:
-    """Behind the magic number anything may stand: no exception but the declared one."""
+    """With any content behind the magic number, only the declared exception is raised."""
     decode, page = DECODERS[what]
     start = data.draw(st.integers(0, 360), label="start")
     content = data.draw(st.binary(min_size=1, max_size=64), label="content")
@@ -296,8 +296,8 @@ ABSURD = [
 def test_an_absurd_superblock_is_refused_or_replaced(
     tmp_path: Path, superblock: Superblock, max_bytes: str | None
 ) -> None:
-    """Its checksum fits, and what it says would take terabytes of memory, or numbers that do not
-    exist. Nothing is allocated on its word: the tier is refused, or starts empty, and works."""
+    """The checksum is valid, but the content would take terabytes of memory, or impossible numbers.
+    Nothing is allocated for it: the tier is refused, or starts empty and works."""
     path = tmp_path / "kv.slab"
     with disk_harness(path, max_bytes="1MiB") as harness:
         harness.wait_for(harness.store(harness.keys(4)))
@@ -321,7 +321,7 @@ def test_an_absurd_superblock_is_refused_or_replaced(
 def test_a_holder_of_an_absurd_time_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits: int
 ) -> None:
-    monkeypatch.setattr(slab, "_LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(ownership, "_LOCK_PATIENCE_S", 0.0)
     path = tmp_path / "kv.slab"
     page = Holder('an "engine"\n', 4711, "host", 10**digits).encode()
     with disk_harness(path), path.open("r+b") as file:

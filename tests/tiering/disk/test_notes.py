@@ -1,4 +1,4 @@
-"""What an engine has learnt of its disk is in the slab when the next one starts."""
+"""The next engine finds the note that an engine has left in the slab."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier.testing import TierHarness
 from kvtier.tiering.disk.layout import HOLDER_OFFSET
 from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.engine import configured_engine
-from tests.tiering.disk.rig import bytes_for, disk_harness, disk_of, du
+from tests.tiering.disk.harness import bytes_for, disk_harness, disk_of, du
 from tests.tiering.engine import Engine
 from tests.tiering.patience import wait_until
 
@@ -34,7 +34,7 @@ def test_a_note_is_kept(path: Path) -> None:
     with disk_harness(path) as harness:
         assert disk_of(harness).kept_note() is None
     with_note(path)
-    for _ in range(2):  # whoever opens the slab leaves it there
+    for _ in range(2):  # an engine that opens the slab keeps the note
         with disk_harness(path) as harness:
             assert disk_of(harness).kept_note() == NOTE
     assert du(path) <= bytes_for(32)
@@ -57,7 +57,7 @@ def test_a_damaged_note_is_none_and_takes_no_block_with_it(path: Path) -> None:
 
 
 def test_a_slab_without_a_note_is_as_warm_as_any(path: Path) -> None:
-    """As earlier releases have left it."""
+    """A slab of an earlier release."""
     with_note(path)
     with path.open("r+b") as file:
         file.seek(HOLDER_OFFSET)

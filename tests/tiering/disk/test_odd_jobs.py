@@ -1,4 +1,4 @@
-"""Jobs that name a block twice, and policies of the user's own that raise: no slot is lost."""
+"""Jobs that name a block twice, and third parties' policies that raise: no slot is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk import metrics
-from tests.tiering.disk.rig import disk_harness, disk_of
+from kvtier.tiering.disk.manager import QUEUED, RESIDENT
+from tests.tiering.disk.harness import disk_harness, disk_of
 
 NUM_BLOCKS = 4
 
@@ -27,15 +27,15 @@ def store(harness: TierHarness, keys: list[OffloadKey]) -> set[OffloadKey]:
 
 
 def demand_all_slots(harness: TierHarness) -> None:
-    """Every slot can still be written and read."""
+    """Check that every slot can still be written and read."""
     for start in (1000, 2000):
         keys = harness.keys(NUM_BLOCKS, start)
         assert store(harness, keys) == set(keys)
         (report,) = harness.wait_for(harness.load(keys))
         assert report.moved == set(keys)
     gauges = harness.call("get_stats").gauges
-    assert gauges[metrics.RESIDENT] == NUM_BLOCKS
-    assert gauges[metrics.QUEUED] == 0
+    assert gauges[RESIDENT] == NUM_BLOCKS
+    assert gauges[QUEUED] == 0
 
 
 # --- twice in one job --------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_a_store_that_names_a_block_twice_stores_it_once(path: Path) -> None:
         first, second = harness.keys(2)
         (report,) = harness.wait_for(harness.store([first, first, second]))
         assert report.moved == {first, second}
-        assert harness.call("get_stats").gauges[metrics.RESIDENT] == 2
+        assert harness.call("get_stats").gauges[RESIDENT] == 2
         demand_all_slots(harness)
 
 
@@ -57,7 +57,7 @@ def test_a_load_that_names_a_block_twice_does_not_let_it_go_early(path: Path) ->
         for _ in range(3):
             (report,) = harness.wait_for(harness.load([keys[0], keys[0]]))
             assert report.moved == {keys[0]}
-        block = disk_of(harness)._residents.readable[keys[0]]
+        block = disk_of(harness)._table.readable[keys[0]]
         assert block.ref_cnt == 0
         demand_all_slots(harness)
 
@@ -66,8 +66,8 @@ def test_a_load_that_names_a_block_twice_does_not_let_it_go_early(path: Path) ->
 
 
 def raising_once(harness: TierHarness, method: str) -> None:
-    """Let the policy raise when this is next called."""
-    policy = disk_of(harness)._residents._policy
+    """Make the policy raise at the next call of this method."""
+    policy = disk_of(harness)._table._policy
 
     def fail(*args: Any) -> NoReturn:
         delattr(policy, method)
@@ -107,7 +107,7 @@ def test_a_load_at_which_the_policy_raises(path: Path, method: str) -> None:
         store(harness, keys)
         raising_once(harness, method)
         demand_reported_as_failed(harness, harness.load, keys)
-        readable = disk_of(harness)._residents.readable
+        readable = disk_of(harness)._table.readable
         assert {block.ref_cnt for block in readable.values()} == {0}, "someone still reads them"
         demand_all_slots(harness)
 

@@ -1,4 +1,4 @@
-"""What the user may set, and what is said against the rest."""
+"""The keys of the disk tier: accepted values and refusals."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import pytest
 from kvtier.base import Locality, Medium
 from kvtier.config import ConfigError, OffloadingParallelConfig
 from kvtier.testing import TierHarness
-from kvtier.testing.sample_spec import sample_spec
+from kvtier.testing.harness import sample_spec
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.disk.options import DiskOptions
-from kvtier.tiering.disk.refusal import SlabRefused
+from kvtier.tiering.disk.ownership import SlabRefused
 from kvtier.tiering.factory import SecondaryTierFactory
 from tests.config.sample import make_config
-from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness
-from tests.tiering.rig import PlainSpec
+from tests.tiering.disk.harness import ROW_BYTES, bytes_for, disk_harness
+from tests.tiering.driven_manager import PlainSpec
 
 ONE = OffloadingParallelConfig()
 
 
 def parsed(tmp_path: Path, parallel: OffloadingParallelConfig = ONE, **given: Any) -> DiskOptions:
-    return DiskOptions.parse({"path": str(tmp_path / "kv.slab")} | given, parallel)
+    options = DiskOptions.parse({"path": str(tmp_path / "kv.slab")} | given).for_replica(parallel)
+    options.require_place()
+    return options
 
 
 def test_a_path_is_enough(tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_link_to_nowhere_is_followed_or_refused(tmp_path: Path) -> None:
-    """The slab must not end up where the link is: that may be another disk."""
+    """The slab must not be made beside the link, which may be on another disk."""
     link, target = tmp_path / "kv.slab", tmp_path / "elsewhere.slab"
     link.symlink_to(target)
     with suppress(SlabRefused), disk_harness(link):
@@ -155,7 +157,8 @@ def test_a_link_to_nowhere_is_followed_or_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_nobody_names_are_refused(tmp_path: Path) -> None:
-    """Blocks of other weights under the same name would be taken for ours after a restart."""
+    """After a restart, blocks of other weights with the same name would be taken for this
+    model's."""
 
     def make_tier(_: object, view: memoryview) -> DiskSecondaryTierManager:
         return DiskSecondaryTierManager(

@@ -1,4 +1,4 @@
-"""The disk tier below host memory, as a user's configuration puts it there."""
+"""The disk tier below host memory, made from a user's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.factory import TierStartError
 from tests.tiering.disk.engine import configured_engine, engine_with_faults
-from tests.tiering.disk.rig import bytes_for, disk_harness, du, is_mapped, silent_disk
+from tests.tiering.disk.harness import bytes_for, disk_harness, du, is_mapped, silent_disk
 from tests.tiering.engine import Engine
 from tests.tiering.patience import wait_until
 
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_host_memory_has_given_up_comes_back(path: Path) -> None:
-    """16 rows for 72 blocks: nearly all of them are promoted from the disk."""
+    """16 rows for 72 blocks, so that nearly all of them are promoted from the disk."""
     with configured_engine(path) as engine:
         assert serve_all(engine) == [0] * 12
         assert serve_all(engine) == [6] * 12
@@ -108,7 +108,8 @@ def test_events_tell_what_is_where(path: Path) -> None:
 
 
 def test_an_engine_ends_though_its_disk_does_not_answer(path: Path) -> None:
-    """It leaves the tier behind. What the disk may still write into stays mapped until it has."""
+    """The engine abandons the tier. Memory that the disk may still write into stays mapped until
+    then."""
     threads = set(threading.enumerate())
     engine, faulty = engine_with_faults(path, FaultSchedule(), num_rows=8, shutdown_timeout_s=0.2)
     disk = faulty.tier
@@ -122,9 +123,9 @@ def test_an_engine_ends_though_its_disk_does_not_answer(path: Path) -> None:
         engine.manager.lookup_prefix(PROMPTS[0], request)
         engine.step()
         wait_until(
-            lambda: any(lane._num_under_way for lane in disk._io.lanes), "a load is under way"
+            lambda: any(lane._num_in_flight for lane in disk._mover.lanes), "a load is under way"
         )
-        address = disk._io.rows_address
+        address = disk._mover.rows_address
         engine.manager.shutdown()
         assert is_mapped(address), "the disk writes into memory that may be someone else's"
     wait_until(lambda: set(threading.enumerate()) <= threads, "the tier has ended")

@@ -1,4 +1,5 @@
-"""What the next engine finds in a slab: which blocks, in which order, and what it says of them."""
+"""What the next engine finds in a slab: which blocks, in which order of eviction, and which events
+it emits."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from typing import Any
 
 import pytest
 
-import kvtier.tiering.disk.keeper
+import kvtier.tiering.disk.flusher
 from kvtier import seal
 from kvtier.base import OffloadKey, make_offload_key
 from kvtier.seal import SealFailure
 from kvtier.testing import TierHarness, payload_of
 from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.disk.index import write_index
 from kvtier.tiering.disk.layout import SUPERBLOCK_OFFSETS, encode_stamp, write_slot_header
 from kvtier.tiering.disk.reader import SlabReader
-from kvtier.tiering.disk.recovery import write_index
 from kvtier.tiering.disk.slab import Slab
 from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.crash.image import Image, write
-from tests.tiering.disk.rig import bytes_for, disk_harness, disk_of, du
+from tests.tiering.disk.harness import bytes_for, disk_harness, disk_of, du
 from tests.tiering.patience import PATIENCE_S, wait_until
 
 ROW_BYTES = 4096
@@ -40,7 +41,7 @@ def store(harness: TierHarness, keys: Sequence[OffloadKey]) -> None:
 
 
 def loaded(harness: TierHarness, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-    """Those that can really be loaded."""
+    """The keys that can be loaded."""
     [report] = harness.wait_for(harness.load(keys))
     return report.moved
 
@@ -56,8 +57,8 @@ def long_key(number: int) -> OffloadKey:
 
 
 def evicted_in_turn(harness: TierHarness, count: int) -> list[OffloadKey]:
-    """Which blocks leave, one after the other, for blocks that nobody has seen before."""
-    harness.step()  # what leaves before it was announced is not mentioned at all
+    """The order in which blocks are evicted for new ones."""
+    harness.step()  # blocks evicted before they were announced have no event
     del harness.events[:]
     for key in harness.keys(count, start=1_000_000):
         store(harness, [key])
@@ -66,13 +67,13 @@ def evicted_in_turn(harness: TierHarness, count: int) -> list[OffloadKey]:
 
 
 def killed(harness: TierHarness, path: Path) -> Path:
-    """A slab as it would be if the engine were killed now that its index has been written."""
+    """A copy of the slab, as if the engine were killed right after it wrote its index."""
     tier = disk_of(harness)
     copy = path.with_suffix(".killed")
-    index, keeper = tier._slab.index, tier._keeper
+    index, flusher = tier._slab.index, tier._flusher
 
     def is_written() -> bool:
-        if keeper._uses:
+        if flusher._uses:
             return False
         shutil.copy(path, copy)
         page = memoryview(bytearray(PAGE_BYTES))
@@ -127,7 +128,7 @@ def _continued_prompts(harness: TierHarness, keys: list[OffloadKey]) -> None:
 
 
 def _uses_before_stores(harness: TierHarness, keys: list[OffloadKey]) -> None:
-    """A block is asked for, found missing, computed, and stored later than others."""
+    """A block is looked up, missed, computed, and stored later than others."""
     use(harness, keys)
     _stores(harness, keys)
 
@@ -148,7 +149,7 @@ def _uses_before_stores(harness: TierHarness, keys: list[OffloadKey]) -> None:
 def test_blocks_leave_in_the_same_order_after_a_restart(
     tmp_path: Path, history: Any, is_killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvtier.tiering.disk.keeper, "_NOTE_USES_EVERY_S", 0.0)
+    monkeypatch.setattr(kvtier.tiering.disk.flusher, "_NOTE_USES_EVERY_S", 0.0)
     path = tmp_path / "kv.slab"
     keys = TierHarness.keys(12)
     left = path
@@ -271,7 +272,7 @@ def test_what_a_reset_has_cut_off_stays_away(tmp_path: Path, is_damaged: bool) -
 def test_blocks_stored_right_after_a_reset_survive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it takes the index keeper a while to write down that there was one."""
+    """Even if the flusher takes a while to write the cut."""
     path = tmp_path / "kv.slab"
     has_stored = threading.Event()
     real = Slab.save_superblock
@@ -292,14 +293,14 @@ def test_blocks_stored_right_after_a_reset_survive(
 
 
 class _Died(Exception):
-    """In the middle of a write."""
+    """A crash in the middle of a write."""
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_damaged_superblock_is_mended_first(
     tmp_path: Path, damaged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one copy is damaged, a write of the other that is cut short would cost everything."""
+    """While one copy is damaged, an interrupted write of the other would lose everything."""
     path = tmp_path / "kv.slab"
     with harness_of(path, 20) as harness:
         store(harness, harness.keys(10))
@@ -331,8 +332,9 @@ def _is_past(slab: Slab, revision: int) -> bool:
 def test_a_lost_copy_of_the_superblock_does_not_bring_a_former_slab_back(
     tmp_path: Path, lost: int
 ) -> None:
-    """A slab that was emptied for blocks of another size and then reset. One copy of its superblock
-    is as before that: neither may the former blocks be found, nor the new ones be lost."""
+    """A slab that was emptied for blocks of another size and then reset, with one copy of its
+    superblock from before: the former blocks must not be found, and the new ones must not be
+    lost."""
     path = tmp_path / "kv.slab"
     with harness_of(path, 20) as harness:
         old = harness.keys(10)
@@ -361,8 +363,8 @@ def test_a_lost_copy_of_the_superblock_does_not_bring_a_former_slab_back(
 def test_an_older_copy_of_a_block_counts_where_the_newer_one_and_its_entry_are_lost(
     tmp_path: Path, number: int
 ) -> None:
-    """A block left, and was stored again in the same slot; that write is lost, and the page of the
-    index is torn. The copy from before is of the same block, so its bytes are right."""
+    """A block was evicted and stored again in the same slot; that write is lost, and the index page
+    is torn. The older copy is of the same block, so its bytes are right."""
     path = tmp_path / "kv.slab"
     key = long_key(number) if number == 7 else TierHarness.keys(1)[0]
     with harness_of(path, 1) as harness:
@@ -512,7 +514,7 @@ def test_a_damaged_block_is_announced_and_taken_back(tmp_path: Path) -> None:
 def test_an_engine_has_work_until_the_index_names_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is told to end may be killed as soon as it says that it has none."""
+    """An engine may be killed as soon as it reports no pending work."""
     may_write = threading.Event()
 
     def write_later(*args: Any) -> None:
@@ -522,7 +524,7 @@ def test_an_engine_has_work_until_the_index_names_its_blocks(
     path = tmp_path / "kv.slab"
     with disk_harness(path) as harness:
         wait_until(lambda: not harness.tier.has_pending_work(), "the index is in the file")
-        monkeypatch.setattr(kvtier.tiering.disk.keeper, "write_index", write_later)
+        monkeypatch.setattr(kvtier.tiering.disk.flusher, "write_index", write_later)
         harness.wait_for(harness.store(harness.keys(4)))
         assert harness.tier.has_pending_work()
         may_write.set()

@@ -1,4 +1,4 @@
-"""What a slab takes of the disk, and which blocks it keeps when it has to take less."""
+"""Disk usage of a slab, and the blocks that stay when it shrinks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.testing import TierHarness
 from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.layout import Geometry, Superblock
 from kvtier.tiering.io.page import PAGE_BYTES
-from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness, disk_of, du
+from tests.tiering.disk.harness import ROW_BYTES, bytes_for, disk_harness, disk_of, du
 from tests.tiering.disk.small_disk import loop_disk
 
 _AT_ONCE = 25
@@ -38,7 +38,7 @@ def loaded(harness: TierHarness, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
 
 
 def test_free_space_in_small_parts_does_not_make_it_larger(tmp_path: Path) -> None:
-    """A file system has to remember thousands of places then, and du counts that."""
+    """The file system then keeps thousands of extents, which `du` counts."""
     row_bytes = 64 << 10
     max_bytes = bytes_for(150, row_bytes)
     with loop_disk(tmp_path, 32 << 20) as disk:
@@ -46,7 +46,7 @@ def test_free_space_in_small_parts_does_not_make_it_larger(tmp_path: Path) -> No
         path = disk.root / "kv.slab"
         with disk_harness(path, row_bytes=row_bytes, max_bytes=max_bytes, num_rows=25) as harness:
             assert du(path) <= max_bytes
-            num_slots = disk_of(harness)._residents.num_slots
+            num_slots = disk_of(harness)._table.num_slots
             assert 140 < num_slots < 150
             keys = harness.keys(num_slots)
             store(harness, keys)
@@ -57,7 +57,7 @@ def test_free_space_in_small_parts_does_not_make_it_larger(tmp_path: Path) -> No
 
 
 def test_slots_written_here_and_there_do_not_make_it_larger(tmp_path: Path) -> None:
-    """What is written and what is not are different parts to a file system."""
+    """Written and unwritten parts are separate extents."""
     num_blocks = 3000
     with (
         loop_disk(tmp_path, 64 << 20) as disk,
@@ -66,7 +66,7 @@ def test_slots_written_here_and_there_do_not_make_it_larger(tmp_path: Path) -> N
         path = disk.root / "kv.slab"
         before = du(path)
         slots = list(range(num_blocks))
-        disk_of(harness)._residents.set_free(slots[::2], slots[1::2])
+        disk_of(harness)._table.set_free(slots[::2], slots[1::2])
         store(harness, harness.keys(num_blocks // 2))
         assert before < du(path) <= bytes_for(num_blocks, 4096)
 
@@ -85,7 +85,7 @@ def test_a_copy_without_its_zeroes_is_allocated_again(tmp_path: Path, num_blocks
 
 
 def copy_sparsely(source: Path, target: Path) -> None:
-    """As backups are made and restored: where there are zeroes, nothing is written."""
+    """As backups restore it: pages of zeros are holes."""
     content = source.read_bytes()
     with target.open("wb") as file:
         for offset in range(0, len(content), PAGE_BYTES):
@@ -100,7 +100,7 @@ MANY_SLOTS = 4_000_000
 
 
 def sparse_slab(path: Path) -> None:
-    """A few pages, which claim that the file has an index of 256 MiB."""
+    """A few pages that claim an index of 256 MiB."""
     geometry = Geometry(ROW_BYTES, MANY_SLOTS)
     page = Superblock(bytes(range(16)), geometry, clock=10).encode()
     with path.open("wb") as file:
@@ -145,7 +145,7 @@ def test_shrinking_keeps_our_own_blocks_first(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The engine is no more."""
+    """The simulated end of the engine."""
 
 
 @pytest.mark.parametrize("is_torn", [False, True])
@@ -153,8 +153,8 @@ class Killed(BaseException):
 def test_an_engine_killed_while_it_shrinks_loses_nothing_that_was_to_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int, is_torn: bool
 ) -> None:
-    """The blocks that stay lie behind the new end: all of them have to be moved. `is_torn`: a page
-    of the last write still reaches the disk."""
+    """The blocks that stay are behind the new end, so all of them are moved. `is_torn`: one page of
+    the last write still reaches the disk."""
     path = tmp_path / "kv.slab"
     with disk_harness(path, 200, row_bytes=4096) as harness:
         keys = harness.keys(200)

@@ -1,4 +1,5 @@
-"""One slab has one engine; who comes second is told who was first, and leaves nothing behind."""
+"""A slab has one engine at a time; a second one is refused with the name of the first, and leaves
+nothing behind."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ import pytest
 from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingParallelConfig
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk import recovery, slab
+from kvtier.tiering.disk import ownership, recovery, slab
 from kvtier.tiering.disk.file import SlabFile
 from kvtier.tiering.disk.layout import HOLDER_OFFSET, Holder
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
-from kvtier.tiering.disk.refusal import SlabRefused
-from kvtier.tiering.disk.slab import Slab, open_slab, refuse_orphans
+from kvtier.tiering.disk.ownership import SlabRefused, refuse_orphans
+from kvtier.tiering.disk.slab import Slab, open_slab
 from kvtier.tiering.io.page import PAGE_BYTES
+from tests.tiering.disk.harness import ROW_BYTES, bytes_for, disk_harness
 from tests.tiering.disk.orphan import MAX_BYTES, PAYLOAD_BYTES, orphaned
-from tests.tiering.disk.rig import ROW_BYTES, bytes_for, disk_harness
 from tests.tiering.disk.small_disk import loop_disk
 from tests.tiering.patience import PATIENCE_S
 
@@ -39,8 +40,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine waits a second for a slab that may soon be free. Here it never is."""
-    monkeypatch.setattr(slab, "_LOCK_PATIENCE_S", 0.05)
+    """An engine waits a second for a locked slab. Here the lock is never released."""
+    monkeypatch.setattr(ownership, "_LOCK_PATIENCE_S", 0.05)
 
 
 class Contender:
@@ -121,12 +122,12 @@ def test_a_second_engine_of_the_same_process_is_refused(tmp_path: Path) -> None:
         harness.wait_for(harness.store(harness.keys(8)))
         with pytest.raises(SlabRefused, match=harness.spec.config.engine_id):
             disk_harness(path)
-        # By another name, too: what is locked is the file.
+        # By another name, too: the lock is on the file.
         (tmp_path / "link.slab").symlink_to(path)
         with pytest.raises(SlabRefused, match=harness.spec.config.engine_id):
             disk_harness(tmp_path / "link.slab")
         (report,) = harness.wait_for(harness.load(harness.keys(8)))
-        assert report.result.success  # the first one has noticed nothing
+        assert report.result.success  # the first one is not affected
 
 
 def test_an_engine_that_was_killed_does_not_hold_the_slab(tmp_path: Path) -> None:
@@ -141,8 +142,8 @@ def test_an_engine_that_was_killed_does_not_hold_the_slab(tmp_path: Path) -> Non
 def test_an_engine_that_is_just_opening_the_slab_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opening takes seconds when headers have to be read. Who comes then must not be told the name
-    of the engine before."""
+    """Opening takes seconds when headers are read. A second engine that comes then must not be
+    given the name of the former holder."""
     path = tmp_path / "kv.slab"
     open_here(path, "the-former").close()
     refusals: list[str] = []
@@ -150,7 +151,7 @@ def test_an_engine_that_is_just_opening_the_slab_is_named(
 
     def read_index_while_another_comes(*args: object) -> object:
         with pytest.raises(SlabRefused) as refused:
-            slab._lock(SlabFile(path, os.O_RDWR))
+            ownership.lock_slab(SlabFile(path, os.O_RDWR))
         refusals.append(str(refused.value))
         return read_index(*args)  # type: ignore[arg-type]
 
@@ -162,7 +163,7 @@ def test_an_engine_that_is_just_opening_the_slab_is_named(
 def test_an_engine_that_is_just_leaving_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slab, "_LOCK_PATIENCE_S", 60.0)
+    monkeypatch.setattr(ownership, "_LOCK_PATIENCE_S", 60.0)
     path = tmp_path / "kv.slab"
     former = open_here(path)
     with ThreadPoolExecutor(1) as pool:
@@ -181,7 +182,8 @@ ROUNDS = pytest.mark.parametrize(
 
 
 def judge(answers: list[str], names: list[str], path: Path) -> None:
-    """Exactly one has it, and the others were told whose it is, or that it is being made."""
+    """Exactly one engine has the slab; the others are refused with its name, or because it is being
+    made."""
     winners = [i for i, answer in enumerate(answers) if answer == "has it"]
     assert len(winners) == 1, answers
     for number, answer in enumerate(answers):
@@ -226,7 +228,7 @@ def test_of_threads_that_make_a_slab_at_once_one_wins(tmp_path: Path, rounds: in
 
 
 def test_of_engines_for_one_of_which_there_is_room_one_wins(tmp_path: Path) -> None:
-    """Who is late must not take, for a moment, the room that the first one needs."""
+    """A late engine must not take, even for a moment, space that the first one needs."""
     names = ["engine-a", "engine-b"]
     with loop_disk(tmp_path, 48 << 20) as disk, contenders(*names, num_blocks=2500) as both:
         for number in range(5):
@@ -263,7 +265,8 @@ def test_what_a_killed_maker_left_is_removed_whatever_the_name(tmp_path: Path) -
 
 
 def test_what_a_living_maker_is_at_is_left_alone(tmp_path: Path) -> None:
-    """Who makes a slab has its directory locked; others wait, and do not tidy up meanwhile."""
+    """An engine that makes a slab locks its directory; others wait, and remove nothing
+    meanwhile."""
     path, temporary = tmp_path / "kv.slab", tmp_path / ".kv.slab.4711.new"
     temporary.touch()
     with locked(tmp_path) as let_go, ThreadPoolExecutor(1) as pool:
@@ -279,7 +282,8 @@ def test_what_a_living_maker_is_at_is_left_alone(tmp_path: Path) -> None:
 def test_a_directory_that_someone_locks_does_not_hang_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lock of a directory may be anyone's. Who needs to make nothing does not need it."""
+    """Any process may have locked the directory. An engine that makes no file does not need that
+    lock."""
     path = tmp_path / "kv.slab"
     open_here(path).close()
     with locked(tmp_path) as let_go, ThreadPoolExecutor(1) as pool:
@@ -305,7 +309,7 @@ def locked(directory: Path) -> Iterator[Callable[[], None]]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_replicas_have_a_file_each(tmp_path: Path, size: int) -> None:
-    """Also where an engine tells them that they are one of one."""
+    """Even if the engine tells each replica that it is one of one."""
     with ExitStack() as stack:
         for index in (0, 1):
             parallel = OffloadingParallelConfig(data_parallel_index=index, data_parallel_size=size)
@@ -383,7 +387,7 @@ def test_an_engine_whose_server_is_gone_is_named_with_the_way_to_end_it(tmp_path
 
 
 def test_only_orphans_are_refused_early(tmp_path: Path) -> None:
-    """An engine may be asked again when it has its slab."""
+    """The check also works in an engine that has its slab."""
     path = tmp_path / "kv.slab"
     refuse_orphans(path, 0.0)
     with orphaned(path):
@@ -409,7 +413,7 @@ def test_only_orphans_are_refused_early(tmp_path: Path) -> None:
 def test_no_advice_to_kill_a_process_that_may_not_be_the_holder(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """Containers may share a host name, and number their processes apart."""
+    """Containers may share a host name, and each numbers its processes."""
     path = tmp_path / "kv.slab"
     with orphaned(path) as (engine_pid, _):
         with path.open("r+b") as file:
@@ -438,7 +442,7 @@ def test_a_holder_with_our_number_in_another_container_is_not_taken_for_us(tmp_p
 
 @pytest.fixture
 def _nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS locks a regular file exclusively only for a descriptor that is open for writing."""
+    """NFS gives an exclusive lock only on a descriptor that is open for writing."""
     flock = fcntl.flock
 
     def flock_on_nfs(fd: int, operation: int) -> None:
@@ -463,7 +467,7 @@ def test_orphans_are_refused_early_on_nfs_too(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_locked_or_read_does_not_keep_an_engine_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check before the start only looks: opening the slab reports the failure."""
+    """The check changes nothing, and leaves failures for opening the slab to report."""
     path = tmp_path / "kv.slab"
 
     def fail(*_: object) -> bytes:

@@ -1,4 +1,5 @@
-"""Everything is forgotten at once, by reset or by request: for good, once, and without a pause."""
+"""A reset or a clear request makes the tier forget everything: at once, once, for good, and without
+a pause."""
 
 from __future__ import annotations
 
@@ -13,15 +14,14 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.testing import TierHarness
-from kvtier.tiering.disk import keeper, making
-from kvtier.tiering.disk.file import SlabFile
+from kvtier.tiering.disk import flusher, slab
+from kvtier.tiering.disk.file import SlabFile, read_clear_request
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
     SUPERBLOCK_OFFSETS,
     encode_clear_request,
 )
-from kvtier.tiering.disk.superblocks import read_clear_request
-from tests.tiering.disk.rig import bad_sectors, disk_harness, disk_of
+from tests.tiering.disk.harness import bad_sectors, disk_harness, disk_of
 from tests.tiering.patience import wait_until
 
 MANY = 200_000
@@ -39,13 +39,13 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
 
 
 class Looks:
-    """How often keepers have looked for a request to clear. They do it often."""
+    """Counts how often flushers look for a clear request, which they do often here."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        monkeypatch.setattr(keeper, "read_clear_request", self._counted)
-        monkeypatch.setattr(keeper, "_LOOK_EVERY_S", 0.02)
-        monkeypatch.setattr(keeper, "_WRITE_EVERY_S", 0.01)
+        monkeypatch.setattr(flusher, "read_clear_request", self._counted)
+        monkeypatch.setattr(flusher, "_LOOK_EVERY_S", 0.02)
+        monkeypatch.setattr(flusher, "_WRITE_EVERY_S", 0.01)
 
     def _counted(self, file: SlabFile) -> bytes | None:
         self.count += 1
@@ -53,11 +53,11 @@ class Looks:
 
     def wait_for_some(self) -> None:
         wanted = self.count + 4
-        wait_until(lambda: self.count >= wanted, "the keeper has looked a few times")
+        wait_until(lambda: self.count >= wanted, "the flusher has looked a few times")
 
 
 class Unlisted(dict[OffloadKey, Any]):
-    """Nobody may go through all of it; who takes single ones out is taken down."""
+    """A dict that must not be iterated, and that records the keys removed one by one."""
 
     def __init__(self, content: dict[OffloadKey, Any]) -> None:
         super().__init__(content)
@@ -104,19 +104,19 @@ def ask_to_clear(path: Path, request_id: bytes = REQUEST) -> None:
 # --- without a pause ---------------------------------------------------------------------------
 
 
-def test_many_blocks_are_destroyed_little_by_little_by_the_keeper(path: Path) -> None:
+def test_many_blocks_are_destroyed_little_by_little_by_the_flusher(path: Path) -> None:
     with disk_harness(path) as harness:
         tier = disk_of(harness)
         tier.enable_kv_events = False
         keys = harness.keys(MANY)
-        tier._residents.adopt(keys, range(MANY), range(MANY))
-        blocks = tier._residents.readable = Unlisted(tier._residents.readable)
-        policy = tier._residents._policy
+        tier._table.adopt(keys, range(MANY), range(MANY))
+        blocks = tier._table.readable = Unlisted(tier._table.readable)
+        policy = tier._table._policy
         harness.begin_epoch(b"another".ljust(16))
         assert not harness.hits(keys[:8])
-        wait_until(lambda: not tier._keeper._former, "the keeper has destroyed them")
+        wait_until(lambda: not tier._flusher._to_destroy, "the flusher has destroyed them")
         assert len(blocks) == 0
-        assert blocks.taken_by == {tier._keeper._thread: MANY}
+        assert blocks.taken_by == {tier._flusher._thread: MANY}
         assert policy.get(keys[0]) is policy.get(keys[-1]) is None
         new = store(harness, 8)
         assert harness.hits(new) == set(new)
@@ -126,9 +126,9 @@ def test_blocks_of_an_earlier_engine_are_announced_once_and_in_small_steps(path:
     with disk_harness(path) as harness:
         tier = disk_of(harness)
         keys = harness.keys(20_000)
-        tier._unannounced = Unlisted(dict.fromkeys(keys))
+        tier._events._unannounced = Unlisted(dict.fromkeys(keys))
         num_steps = 0
-        while tier._unannounced:
+        while tier._events._unannounced:
             harness.step()
             num_steps += 1
         told = [key for event in harness.events for key in event.keys]
@@ -143,9 +143,9 @@ def test_what_nobody_is_told_is_not_kept_for_it(path: Path) -> None:
         store(harness, 8)
     with disk_harness(path) as harness:
         harness.tier.enable_kv_events = False
-        assert disk_of(harness)._unannounced
+        assert disk_of(harness)._events._unannounced
         harness.step()
-        assert not disk_of(harness)._unannounced
+        assert not disk_of(harness)._events._unannounced
 
 
 # --- by request --------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_an_old_request_means_nothing_to_a_slab_made_anew(
 
 
 class _Died(Exception):
-    """Where an engine was killed."""
+    """Raised where the engine would be killed."""
 
 
 def test_a_request_outlives_an_engine_that_died_while_it_made_the_slab_anew(
@@ -198,7 +198,7 @@ def test_a_request_outlives_an_engine_that_died_while_it_made_the_slab_anew(
         raise _Died
 
     with monkeypatch.context() as dying:
-        dying.setattr(making, "write_superblock", die)
+        dying.setattr(slab, "write_superblock", die)
         with pytest.raises(_Died):
             disk_harness(path, 8, row_bytes=16384)
     with disk_harness(path) as harness:

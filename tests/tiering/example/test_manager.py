@@ -1,4 +1,4 @@
-"""The example tier's promises, one by one, and in any order."""
+"""The example tier's guarantees, one by one, and in random order."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.seal import SealFailure
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.example.io_thread import SealedBlock
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
-from kvtier.tiering.example.transfer import SealedBlock
 from tests.config.sample import make_config
 
 ROW_BYTES = 512
@@ -69,7 +69,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Bench:
-    """A tier under slots of plain memory, and the engine's side of its jobs."""
+    """A tier with slots of plain memory, and the engine's side of its jobs."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Bench:
         return job.job_id
 
     def result_of(self, job_id: int) -> JobResult:
-        """Wait for a job, which must be the only one to be reported."""
+        """Wait for a job, which must be the only one that is reported."""
         results: list[JobResult] = []
 
         def is_reported() -> bool:
@@ -133,7 +133,7 @@ class Bench:
         return bytes(self.slots[slot].data)
 
     def kept(self) -> list[str]:
-        """What is kept, the next to leave first."""
+        """Keys in the tier, in the order of eviction."""
         return names(self.tier.blocks)
 
     def damage(self, block: OffloadKey) -> None:
@@ -145,7 +145,7 @@ MakeBench = Callable[..., Bench]
 
 @pytest.fixture
 def make_bench() -> Iterator[MakeBench]:
-    """Makes benches whose tiers are shut down after the test."""
+    """Makes benches, and shuts their tiers down after the test."""
     made: list[Bench] = []
 
     def make(num_slots: int = 16, **options: Any) -> Bench:
@@ -158,12 +158,12 @@ def make_bench() -> Iterator[MakeBench]:
 
 
 class GatedTier(ExampleSecondaryTierManager):
-    """Seals a block only when the test lets it: a store can be stopped at any block."""
+    """Seals a block only when the test allows it, so that a store can be stopped at any block."""
 
     def __init__(self, **arguments: Any) -> None:
         self.permits = threading.Semaphore(0)
         self.num_waiting = 0
-        """Seals begun."""
+        """Number of seals begun."""
         self.was_impatient = False
         super().__init__(**arguments)
 
@@ -612,7 +612,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], complaint: str)
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(TypeError, match="max_block"):
+    with pytest.raises(ConfigError, match=r'^max_block: .*Did you mean "max_blocks"'):
         Bench(max_block=5)
 
 
@@ -626,7 +626,7 @@ def test_the_scheduler_never_waits_for_the_io_thread(make_bench: MakeBench) -> N
     bench.store(prompt("a", 2))
     stuck = bench.submit_store(prompt("b", 2))
     wait_until(lambda: tier.num_waiting == 3, "the store to be stuck")
-    # With a copy under way that does not end, every call returns.
+    # While a copy does not end, every call returns.
     bench.submit_store(prompt("c", 4))
     bench.submit_load(prompt("a", 2))
     tier.lookup(key("a0"), CONTEXT)
@@ -654,7 +654,7 @@ def test_a_load_waits_for_one_block_of_a_store_at_most(make_bench: MakeBench) ->
     load = bench.submit_load(prompt("a", 2))
     tier.permits.release()
     assert bench.result_of(load).success
-    assert tier.lookup(key("b0"), CONTEXT) is MISS  # the store it has overtaken is not done
+    assert tier.lookup(key("b0"), CONTEXT) is MISS  # the store that it overtook has not ended
     tier.permits.release(100)
     tier.drain_jobs()
     stores = [(result.job_id, result.success) for result in tier.get_finished_jobs()]
@@ -686,7 +686,7 @@ def test_shutdown_gives_up_what_has_not_begun(make_bench: MakeBench) -> None:
     assert sorted(result.job_id for result in results) == ids
     assert not any(result.success or result.successful_keys for result in results)
     assert list(bench.tier.get_finished_jobs()) == []
-    bench.tier.shutdown()  # once more changes nothing
+    bench.tier.shutdown()  # a second call does nothing
     assert list(bench.tier.get_finished_jobs()) == []
 
 
@@ -697,7 +697,7 @@ def test_shutdown_stops_a_job_between_two_blocks(make_bench: MakeBench) -> None:
     wait_until(lambda: tier.num_waiting == 1, "the store")
     stopper = threading.Thread(target=ExampleSecondaryTierManager.shutdown, args=(tier,))
     stopper.start()
-    tier.drain_jobs()  # returns as soon as the stop is asked for
+    tier.drain_jobs()  # returns as soon as `stop` is called
     tier.permits.release(100)
     stopper.join(PATIENCE_S)
     assert not stopper.is_alive()
@@ -748,7 +748,7 @@ def test_shutdown_lets_go_of_the_primary_tiers_memory(
     finally:
         with caplog.at_level(logging.WARNING):
             region.cleanup()
-    assert caplog.text == ""  # nobody holds a slice of it
+    assert caplog.text == ""  # no slice of it is left
 
 
 # --- what is told -------------------------------------------------------------------------------
@@ -807,8 +807,8 @@ some_blocks = st.lists(st.sampled_from(UNIVERSE), unique=True, max_size=6)
 
 
 class ExampleTierMachine(RuleBasedStateMachine):
-    """Any calls in any order: no job is lost, no wrong byte arrives, nothing grows, and whoever
-    follows the events knows what is kept."""
+    """Random calls in random order: no job is lost, no wrong byte is loaded, nothing grows, and the
+    events match the blocks in the tier."""
 
     @initialize(max_blocks=st.integers(1, 8), simulate_async=st.booleans())
     def start(self, max_blocks: int, simulate_async: bool) -> None:
@@ -820,7 +820,7 @@ class ExampleTierMachine(RuleBasedStateMachine):
         self.next_slot = 0
 
     def make_job(self, keys: list[OffloadKey], is_promotion: bool) -> TransferJob | None:
-        """A job with slots that no other open job has, as an engine gives them."""
+        """A job with slots that no other open job uses."""
         if not self.open:
             self.next_slot = 0
         slots = np.arange(self.next_slot, self.next_slot + len(keys))
@@ -876,7 +876,7 @@ class ExampleTierMachine(RuleBasedStateMachine):
     @rule()
     def poll(self) -> None:
         for result in self.bench.tier.get_finished_jobs():
-            job = self.open.pop(result.job_id)  # a second report, or a stranger's, fails here
+            job = self.open.pop(result.job_id)  # an unknown job, or one reported twice, fails here
             done = set(job.keys if result.success else result.successful_keys or ())
             assert done <= set(job.keys)
             if job.is_promotion:

@@ -1,4 +1,4 @@
-"""What tests ask of an fs tier: to keep blocks, to have counted, and to agree with `du`."""
+"""Helpers that store and load blocks, and compare the tier's metrics with `du`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvtier.base import OffloadKey
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs import metrics
-from kvtier.tiering.io.errors import error_counter
-from tests.tiering.fs.rig import du, fs_of
+from kvtier.tiering.fs import manager
+from kvtier.tiering.io.metrics import error_counter
+from tests.tiering.fs.harness import du, fs_of
 from tests.tiering.patience import wait_until
 
 __all__ = [
@@ -36,17 +36,17 @@ class Figures:
         return self._counters[name]
 
     def errors(self, kind: str) -> float:
-        return self[error_counter(metrics.PREFIX, kind)]
+        return self[error_counter(manager.PREFIX, kind)]
 
 
 def store_some(harness: TierHarness, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-    """Those that the tier says it has stored."""
+    """The blocks that the tier reports as stored."""
     (report,) = harness.wait_for(harness.store(keys))
     return report.moved
 
 
 def load_some(harness: TierHarness, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-    """Those that came back; the harness has compared their bytes."""
+    """The blocks that were loaded; the harness has compared their bytes."""
     (report,) = harness.wait_for(harness.load(keys))
     return report.moved
 
@@ -60,18 +60,17 @@ def load_all(harness: TierHarness, keys: Sequence[OffloadKey]) -> None:
 
 
 def wait_until_stored(harness: TierHarness, keys: Sequence[OffloadKey]) -> None:
-    """Offer blocks again and again, as an engine does, until the tier takes them all; they are
-    read back."""
+    """Store blocks again and again until the tier takes them all, and load them."""
     wait_until(lambda: store_some(harness, keys) == set(keys), "the tier stores again")
     load_all(harness, keys)
 
 
 def wait_until_the_gauge_is_right(harness: TierHarness, root: Path) -> None:
-    """When all is quiet, what the tier says is in the root is what `du` says, and within bounds."""
+    """Wait until the gauge equals the output of `du`, which must stay below the limit."""
 
     def is_right() -> bool:
         gauges = fs_of(harness).get_stats().gauges
-        assert du(root) <= gauges[metrics.LIMIT_BYTES]
-        return gauges[metrics.USED_BYTES] == du(root)
+        assert du(root) <= gauges[manager.LIMIT_BYTES]
+        return gauges[manager.USED_BYTES] == du(root)
 
     wait_until(is_right, f"the gauge says {du(root)}, as du does")

@@ -6,17 +6,16 @@ from pathlib import Path
 
 from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES
-from kvtier.tiering.fs.block_file import write_header
+from kvtier.tiering.fs.layout import block_path, write_header
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
-from kvtier.tiering.fs.names import block_path
 from kvtier.tiering.io.page import PAGE_BYTES
 
 __all__ = ["FsBacking"]
 
 
 class FsBacking:
-    """`BackingBytes` of a `FsSecondaryTierManager`. What is written gets a page checksum that fits,
-    so that the seal has to find the damage."""
+    """`BackingBytes` of a `FsSecondaryTierManager`. Writes get a matching page checksum, so that
+    only the seal can detect the damage."""
 
     def __init__(self, tier: FsSecondaryTierManager) -> None:
         self._tier = tier

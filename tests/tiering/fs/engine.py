@@ -1,4 +1,4 @@
-"""An engine over an fs tier, as a user configures it, or with faults between."""
+"""An engine with an fs tier, as a user configures it, or with injected faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtier.testing import FaultSchedule, FaultyTier
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from tests.tiering.engine import Engine, engine_over, engine_with
 from tests.tiering.fs.backing import FsBacking
-from tests.tiering.fs.rig import bytes_for
+from tests.tiering.fs.harness import bytes_for
 
 __all__ = ["configured_engine", "engine_with_faults"]
 
@@ -23,7 +23,7 @@ def configured_engine(
     namespace: str = "weights",
     **keys: Any,
 ) -> Engine:
-    """As a user's configuration makes it."""
+    """An engine made from a user's configuration."""
     entry = {"type": "fs", "root_dir": str(root), "max_bytes": bytes_for(num_blocks), **keys}
     return engine_with(entry, num_rows=num_rows, namespace=namespace)
 
@@ -31,7 +31,7 @@ def configured_engine(
 def engine_with_faults(
     root: Path, schedule: FaultSchedule, *, num_rows: int = 64, shutdown_timeout_s: float = 10.0
 ) -> tuple[Engine, FaultyTier]:
-    """The same with faults between the orchestrator and the tier, and short pauses."""
+    """The same with faults injected between the orchestrator and the tier, and short timeouts."""
 
     def make_tier(spec: OffloadingSpec, view: memoryview) -> FaultyTier:
         tier = FsSecondaryTierManager(

@@ -1,4 +1,4 @@
-"""Hardships that a process can put on itself, and take away again."""
+"""Faults that a test can inject into its own process, and remove again."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NOBODY = 65534
 
 @contextmanager
 def directory_for_everybody() -> Iterator[Path]:
-    """Everybody may look into it, and only its owner may change it. Skips where nobody can become
-    someone else."""
+    """A directory that everybody may read and only its owner may write. Skips the test unless run
+    as root, which can become another user."""
     if os.geteuid() != 0:
         pytest.skip("becoming someone else needs root")
     with tempfile.TemporaryDirectory() as name:
@@ -41,7 +41,7 @@ def directory_for_everybody() -> Iterator[Path]:
 
 @contextmanager
 def somebody_else() -> Iterator[None]:
-    """All threads of this process are those of a user whom file modes concern."""
+    """All threads of this process act as an ordinary user, to whom file modes apply."""
     os.seteuid(_NOBODY)
     try:
         yield
@@ -51,8 +51,9 @@ def somebody_else() -> Iterator[None]:
 
 @contextmanager
 def failing_calls(error: int, concerns: Callable[[object], bool], *names: str) -> Iterator[None]:
-    """These functions of `os` fail for paths and descriptors that are concerned. For errors that
-    no file system here gives. A name below a directory's descriptor is made a whole path."""
+    """These functions of `os` fail for paths and descriptors for which `concerns` is true. For
+    errors that no file system here can produce. A name relative to a directory's descriptor is
+    passed to `concerns` as a whole path."""
 
     def failing(call: Callable[..., Any]) -> Callable[..., Any]:
         def fail_or_call(target: object, *args: Any, **options: Any) -> Any:
@@ -74,7 +75,7 @@ def failing_calls(error: int, concerns: Callable[[object], bool], *names: str) -
 
 
 def path_in(name: object, dir_fd: int | None) -> str:
-    """The path of a name, which may be below an open directory."""
+    """The whole path of a name that may be relative to an open directory."""
     return str(name) if dir_fd is None else f"{os.readlink(f'/proc/self/fd/{dir_fd}')}/{name}"
 
 
@@ -90,8 +91,8 @@ with Ledger(Path(sys.argv[1])).lock(lambda: 30.0):
 
 @contextmanager
 def stopped_holder(root: Path) -> Iterator[None]:
-    """Another process has the ledger's lock and has been stopped, as by SIGSTOP or a debugger. It
-    goes on when the context is left."""
+    """Another process holds the ledger's lock and is stopped by SIGSTOP. It continues at the end of
+    the context."""
     command = [sys.executable, "-c", _HOLDER, str(root / "ledger")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as holder:

@@ -17,7 +17,7 @@ from tests.tiering.disk.small_disk import LoopDisk, loop_disk
 __all__ = ["DISKS", "bind_mounted_by_fuse", "mounted_by_nfs", "small_disk"]
 
 _MAKERS = {
-    # The least that each of them takes, with figures of its own on the disk.
+    # The smallest disk that each of them accepts, including its own metadata.
     "xfs": ("mkfs.xfs", "-q", "--unsupported", "-d", "agcount=1"),
     "btrfs": ("mkfs.btrfs", "-q", "--mixed"),
 }
@@ -44,7 +44,7 @@ def _run(*command: str) -> None:
 
 @contextmanager
 def small_disk(directory: Path, kind: str, num_bytes: int) -> Iterator[LoopDisk]:
-    """Unmounted and detached in all cases. Skips where it cannot be had."""
+    """Always unmounted and detached. Skips the test if the file system is not available."""
     if kind == "ext4":
         with loop_disk(directory, num_bytes) as disk:
             yield disk
@@ -68,7 +68,7 @@ def small_disk(directory: Path, kind: str, num_bytes: int) -> Iterator[LoopDisk]
 
 @contextmanager
 def bind_mounted_by_fuse(directory: Path) -> Iterator[Path]:
-    """A directory that is reached through a process: FUSE, by bindfs."""
+    """A directory mounted through FUSE by bindfs."""
     _skip_without(["fuse"], "bindfs", "umount")
     behind, root = directory / "behind", directory / "fuse"
     behind.mkdir()

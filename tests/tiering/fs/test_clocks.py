@@ -1,4 +1,4 @@
-"""Which blocks leave first is in their time stamps, whichever host has put them there."""
+"""The order of eviction follows the files' time stamps, whichever host wrote them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs import sweeper as module
-from kvtier.tiering.fs.books import Books
-from kvtier.tiering.fs.names import SHARDS, block_path, namespace_path
-from kvtier.tiering.fs.seat import Occupant
-from kvtier.tiering.fs.sweeper import Sweeper
-from tests.tiering.fs.rig import block_files, fs_harness
+from kvtier.tiering.fs import eviction as module
+from kvtier.tiering.fs.eviction import Sweeper
+from kvtier.tiering.fs.layout import SHARDS, block_path, namespace_path
+from kvtier.tiering.fs.presence import EngineInfo
+from kvtier.tiering.fs.root import RootSession
+from tests.tiering.fs.harness import block_files, fs_harness
 from tests.tiering.patience import PATIENCE_S
 
 MINUTE_NS = 60 * 10**9
 
 
 class ShiftedClock:
-    """That of a host whose time is wrong."""
+    """The clock of a host whose time is wrong."""
 
     def __init__(self, shift_ns: int) -> None:
         self._shift_ns = shift_ns
@@ -41,16 +41,16 @@ class ShiftedClock:
 
 
 @pytest.fixture
-def books(tmp_path: Path) -> Iterator[Books]:
-    made = Books(tmp_path / "root", Occupant.here("sweeper", ""), PATIENCE_S)
+def session(tmp_path: Path) -> Iterator[RootSession]:
+    made = RootSession(tmp_path / "root", EngineInfo.here("sweeper", ""), PATIENCE_S)
     yield made
     made.close()
 
 
-def first_to_leave(books: Books, namespace: Path, count: int) -> list[str]:
+def first_to_leave(session: RootSession, namespace: Path, count: int) -> list[str]:
     found = threading.Event()
     errors: list[OSError] = []
-    sweeper = Sweeper(books, found.set, errors.append)
+    sweeper = Sweeper(session, found.set, errors.append)
     sweeper.use((namespace,), None)
     sweeper.take(count)
     sweeper.start()
@@ -64,9 +64,9 @@ def first_to_leave(books: Books, namespace: Path, count: int) -> list[str]:
 
 @pytest.mark.parametrize("shift_min", [-120, -2, 0, 2])
 def test_what_others_have_just_used_does_not_leave_where_a_clock_is_wrong(
-    books: Books, monkeypatch: pytest.MonkeyPatch, shift_min: int
+    session: RootSession, monkeypatch: pytest.MonkeyPatch, shift_min: int
 ) -> None:
-    namespace = namespace_path(books.blocks, bytes(16))
+    namespace = namespace_path(session.blocks, bytes(16))
     for shard in SHARDS:
         (namespace / shard).mkdir(parents=True)
     now = time.time_ns()
@@ -80,11 +80,11 @@ def test_what_others_have_just_used_does_not_leave_where_a_clock_is_wrong(
             old.append(path)
         os.utime(path, ns=(used_ns, used_ns))
     monkeypatch.setattr(module, "time", ShiftedClock(shift_min * MINUTE_NS))
-    assert first_to_leave(books, namespace, 20) == old[:20]
+    assert first_to_leave(session, namespace, 20) == old[:20]
 
 
 def test_of_what_is_stored_the_head_of_the_prompt_is_the_last_to_leave(tmp_path: Path) -> None:
-    """In whichever order the disk writes them."""
+    """In any order in which the disk completes the writes."""
     prompts = [TierHarness.keys(64, start) for start in range(0, 640, 64)]
     with fs_harness(tmp_path / "root", 1024, num_rows=640) as harness:
         jobs = [harness.store(prompt) for prompt in prompts]

@@ -14,7 +14,7 @@ from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.fs import manager
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from tests.tiering.fs.backing import FsBacking
-from tests.tiering.fs.rig import bytes_for, silent_files
+from tests.tiering.fs.harness import bytes_for, silent_files
 
 
 class _FsTier(TierConformance):
@@ -54,4 +54,4 @@ class TestFullFs(_FsTier):
 class TestFsThroughThePageCache(_FsTier):
     @pytest.fixture(autouse=True)
     def _no_o_direct(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(manager, "allows_o_direct", lambda _books: False)
+        monkeypatch.setattr(manager, "allows_o_direct", lambda _session: False)

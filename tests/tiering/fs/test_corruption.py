@@ -1,8 +1,6 @@
-"""Whatever is done to the file of a block: it is refused, counted, a miss from then on and removed,
-and a new store puts the block back. Every other block is served, and no wrong byte ever is.
-
-Every load is compared with the block's payload by the harness.
-"""
+"""A damaged block file is refused, counted, removed and a miss from then on, and a new store
+restores the block. Every other block is served, and never a wrong byte. The harness compares every
+load with the block's payload."""
 
 from __future__ import annotations
 
@@ -21,12 +19,11 @@ from hypothesis import strategies as st
 from kvtier.base import LookupResult, OffloadKey
 from kvtier.seal import SEAL_BYTES, SealFailure
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs.block_file import write_header
-from kvtier.tiering.fs.names import block_path
+from kvtier.tiering.fs.layout import block_path, write_header
 from kvtier.tiering.io.page import BODY_BYTES, PAGE_BYTES
 from tests.tiering.fs.accounts import load_some, store_all, wait_until_the_gauge_is_right
+from tests.tiering.fs.harness import ROW_BYTES, block_files, fs_harness, fs_of
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import ROW_BYTES, block_files, fs_harness, fs_of
 from tests.tiering.patience import wait_until
 from tests.tiering.ways import demand_rows_hold_whole_blocks_or_nothing
 
@@ -42,7 +39,7 @@ def path_of(harness: TierHarness, key: OffloadKey) -> Path:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierHarness]:
-    """An engine for many examples: after each of them all blocks are there again."""
+    """One engine for many examples: each example restores all blocks at its end."""
     with fs_harness(tmp_path_factory.mktemp("corrupt") / "root") as harness:
         store_all(harness, KEYS)
         yield harness
@@ -66,8 +63,8 @@ def harness(root: Path) -> Iterator[TierHarness]:
 
 
 def demand_refused(harness: TierHarness, *keys: OffloadKey) -> Counter[SealFailure]:
-    """These blocks are damaged: they are refused and gone, the others are served, and a new store
-    puts them back. Returns the reasons."""
+    """Check that these damaged blocks are refused and removed, that the others are served, and that
+    a new store restores them. Returns the reasons."""
     harness.tier.take_seal_failures()
     lost = set(keys)
     assert load_some(harness, KEYS) == set(KEYS) - lost
@@ -148,13 +145,13 @@ def test_cut_off_at_an_edge(harness: TierHarness, length: int) -> None:
 def test_a_file_that_is_too_long(harness: TierHarness, excess: int) -> None:
     with path_of(harness, VICTIM).open("ab") as file:
         file.write(b"x" * excess)
-    assert load_some(harness, KEYS) == set(KEYS)  # all of the block is there, and proven
+    assert load_some(harness, KEYS) == set(KEYS)  # the block is complete, and its seal proves it
 
 
 @SOME
 @given(st.integers(0, FILE_BYTES // 512 - 1), st.integers(1, FILE_BYTES // 512))
 def test_zeroes_anywhere(running: TierHarness, first: int, count: int) -> None:
-    """As after a crash of the server: sectors that were never written."""
+    """Sectors that were never written, as after a crash of the server."""
     path = path_of(running, VICTIM)
     before = path.read_bytes()
     change(path, bytes(512 * min(count, FILE_BYTES // 512 - first)), 512 * first)
@@ -190,7 +187,7 @@ def test_a_copy_of_another_block(harness: TierHarness) -> None:
 
 
 def test_another_block_under_a_second_name_keeps_its_bytes(harness: TierHarness) -> None:
-    """The file must not be overwritten by the next block, as others that have left are."""
+    """Other evicted files are overwritten by the next block; this one must not be."""
     one, other = path_of(harness, VICTIM), path_of(harness, OTHER)
     one.unlink()
     os.link(other, one)
@@ -260,7 +257,7 @@ def _symlink_to_the_other_block(path: Path) -> None:
 
 @contextmanager
 def somebody_opens_what_waits(path: Path) -> Iterator[None]:
-    """A thread that waits in `open` for the other end of a FIFO would wait for ever."""
+    """A thread that opens a FIFO without O_NONBLOCK would wait for ever."""
     try:
         yield
     finally:
@@ -285,8 +282,8 @@ def somebody_opens_what_waits(path: Path) -> Iterator[None]:
 def test_something_else_in_the_place_of_a_block(
     tmp_path: Path, put: Callable[[Path], None]
 ) -> None:
-    """It is a miss soon, and does no harm; what it points to is not touched, and a store either
-    puts the block back or is reported as failed."""
+    """It is soon a miss; the target of a link is not touched, and a store either restores the block
+    or fails."""
     root = tmp_path / "root"
     with fs_harness(root) as harness:
         store_all(harness, KEYS)

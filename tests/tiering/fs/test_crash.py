@@ -1,89 +1,35 @@
 """Engines that share a root are killed again and again, at every point and at any moment: the quota
 holds, no wrong byte is loaded, and when all have left, the ledger says what is there.
 
-A saga that goes wrong is named by its seed: `python -m tests.tiering.fs.crash --seed N`.
+To repeat a run with a violation: `python -m tests.tiering.fs.crash --seed N`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from random import SystemRandom
+from typing import ClassVar
 
-import pytest
-
-from tests.tiering.fs.crash.mutants import MUTANTS
-from tests.tiering.fs.crash.nursery import Nursery
+from tests.tiering.crash.checks import CrashChecks
 from tests.tiering.fs.crash.points import POINTS
-from tests.tiering.fs.crash.saga import tell
-from tests.tiering.sagas import Outcome, say, sum_up
-
-NUM_SAGAS = 8
-NUM_SAGAS_IN_SOAK = 100
-MOST_SAGAS_FOR_A_MUTANT = 12
-
-AT_LEAST = {
-    "kills": 40,
-    "clean ends": 8,
-    "blocks stored": 300,
-    "blocks found": 150,
-    "evictions": 50,
-    "epochs": 2,
-    "looks": 50,
-    "restarts of the machine": 1,
-}
-"""What has to happen in `NUM_SAGAS` sagas, or they prove nothing."""
-LEAST_POINTS = len(POINTS) // 3
-"""At so many different ones, lives have really ended. How far one gets depends on its threads, and
-on what the others do."""
+from tests.tiering.fs.crash.run import SUITE
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as running:
-        yield running
+class TestFs(CrashChecks):
+    suite = SUITE
+    num_runs = 8
+    most_runs_for_a_mutant = 12
+    at_least: ClassVar[dict[str, int]] = {
+        "kills": 40,
+        "clean ends": 8,
+        "blocks stored": 300,
+        "blocks found": 150,
+        "evictions": 50,
+        "epochs": 2,
+        "looks": 50,
+        "restarts of the machine": 1,
+    }
+    least_points = len(POINTS) // 3
 
-
-@pytest.fixture(scope="module")
-def outcomes(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    directory = tmp_path_factory.mktemp("crash")
-    return [tell(seed, nursery, directory) for seed in range(NUM_SAGAS)]
-
-
-def test_nothing_goes_wrong(outcomes: list[Outcome]) -> None:
-    assert not say(outcomes)
-
-
-def test_everything_happens(outcomes: list[Outcome]) -> None:
-    tally = sum_up(outcomes)
-    too_rare = {what: tally[what] for what, least in AT_LEAST.items() if tally[what] < least}
-    assert not too_rare
-    points = [what for what in tally if what.startswith("killed: ")]
-    assert len(points) >= LEAST_POINTS, points
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_bug_is_noticed(name: str, nursery: Nursery, tmp_path: Path) -> None:
-    first = MUTANTS[name].first_seed
-    for seed in range(first, first + MOST_SAGAS_FOR_A_MUTANT):
-        outcome = tell(seed, nursery, tmp_path, mutant=name)
-        if outcome.violation is not None:
-            print(f"seed {seed}: {outcome.violation}")
-            # It has to be the bug that is noticed, and not that it no longer fits the code.
-            assert "Traceback" not in str(outcome.violation)
-            assert "unexpected error" not in str(outcome.violation)
-            return
-    pytest.fail(
-        f"nobody noticed that {name.replace('_', ' ')} in {MOST_SAGAS_FOR_A_MUTANT} sagas; "
-        f"look for others by: python -m tests.tiering.fs.crash --mutant {name} --minutes 2"
-    )
-
-
-@pytest.mark.soak
-def test_nothing_goes_wrong_in_new_sagas(nursery: Nursery, tmp_path: Path) -> None:
-    first = SystemRandom().randrange(10**9)
-    told = [tell(seed, nursery, tmp_path) for seed in range(first, first + NUM_SAGAS_IN_SOAK)]
-    tally = sum_up(told)
-    print({what: tally[what] for what in AT_LEAST})
-    assert not say(told)
-    assert tally["kills"] >= 500
+    def check_violation(self, text: str) -> None:
+        """The bug itself must be noticed, and not that it no longer fits the code."""
+        assert "Traceback" not in text
+        assert "unexpected error" not in text

@@ -1,4 +1,4 @@
-"""After a reset an engine has a namespace of its own, and leaves everyone else's blocks alone."""
+"""After a reset an engine uses a private namespace, and leaves the blocks of others alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.base import OffloadingEvent, OffloadKey
 from kvtier.testing import TierHarness
-from tests.tiering.fs.rig import block_files, du, fs_harness, fs_of, silent_files
+from tests.tiering.fs.harness import block_files, du, fs_harness, fs_of, silent_files
 from tests.tiering.patience import wait_until
 
 EPOCHS = [bytes([number]) * 16 for number in range(1, 6)]
@@ -31,7 +31,7 @@ def store(harness: TierHarness, count: int, start: int = 0) -> None:
 
 
 def private_files(root: Path) -> list[Path]:
-    """Can be asked while some are being removed."""
+    """Works while blocks are being removed."""
     return sorted(
         Path(directory, name)
         for blocks in (root / "engines").glob("*/blocks")
@@ -45,7 +45,7 @@ def changes(events: Iterable[OffloadingEvent]) -> list[tuple[bool, set[OffloadKe
 
 
 def total_of(harness: TierHarness) -> int:
-    return fs_of(harness)._books.ledger.read().total
+    return fs_of(harness)._session.ledger.read().total
 
 
 def test_earlier_blocks_cannot_be_found_any_more_but_by_others(root: Path) -> None:
@@ -74,7 +74,7 @@ def test_later_blocks_are_its_own(root: Path) -> None:
 
 
 def test_a_reset_of_two_engines_does_not_make_them_meet(root: Path) -> None:
-    """The same fingerprint says nothing of whether they have the same weights by now."""
+    """Two engines with the same fingerprint after a reset may have different weights."""
     with fs_harness(root) as one, fs_harness(root) as other:
         for harness in (one, other):
             harness.begin_epoch(EPOCHS[0])
@@ -124,7 +124,7 @@ def test_private_blocks_of_an_earlier_epoch_are_removed(root: Path) -> None:
 
 
 def test_what_comes_late_for_a_namespace_that_is_gone_is_not_kept(root: Path) -> None:
-    """Nobody would look there, nor remove it."""
+    """No engine would read it or remove it."""
     with fs_harness(root) as one:
         one.begin_epoch(EPOCHS[0])
         store(one, 1)
@@ -147,14 +147,14 @@ def test_private_blocks_end_with_their_engine(root: Path) -> None:
             store(one, 4, start=10)
         assert private_files(root) == []
         assert len(block_files(root)) == 2
-        assert fs_of(other)._books.ledger.read().num_blocks == 2
+        assert fs_of(other)._session.ledger.read().num_blocks == 2
         wait_until(lambda: total_of(other) == du(root), "all is as du says")
 
 
 ENGINE = """
 import sys
 from pathlib import Path
-from tests.tiering.fs.rig import fs_harness
+from tests.tiering.fs.harness import fs_harness
 harness = fs_harness(Path(sys.argv[1]))
 harness.wait_for(harness.store(harness.keys(2)))
 harness.begin_epoch(b"e" * 16)
@@ -174,7 +174,7 @@ def test_private_blocks_of_a_killed_engine_are_removed_by_another(root: Path) ->
     with fs_harness(root) as other:
         wait_until(lambda: not private_files(root), "they are removed")
         wait_until(lambda: total_of(other) == du(root), "all is as du says")
-        assert fs_of(other)._books.ledger.read().num_blocks == 2
+        assert fs_of(other)._session.ledger.read().num_blocks == 2
         assert other.hits(other.keys(20)) == set(other.keys(2))
 
 
@@ -183,19 +183,19 @@ def test_who_loses_its_seat_has_lost_its_private_blocks_and_says_so(root: Path) 
         store(one, 2)
         one.begin_epoch(EPOCHS[0])
         store(one, 3)
-        books = fs_of(one)._books
-        lost = books.seat.engine
-        with books.ledger.lock(lambda: 5.0):  # someone takes it for dead
-            balance = books.ledger.read()
+        session = fs_of(one)._session
+        lost = session.presence.engine
+        with session.ledger.lock(lambda: 5.0):  # another engine takes it for dead
+            balance = session.ledger.read()
             del balance.accounts[lost]
-            books.ledger.save(balance)
+            session.ledger.save(balance)
 
         def is_noticed() -> bool:
             one.step()
-            return books.has_seat and books.seat.engine != lost
+            return session.has_presence and session.presence.engine != lost
 
         one.store(one.keys(1, start=30))
-        wait_until(is_noticed, "another seat is taken")
+        wait_until(is_noticed, "another presence is taken")
         wait_until(lambda: not one.hits(one.keys(3)), "they are gone")
         one.step()
         assert changes(one.events)[-1] == (True, set(one.keys(3)))

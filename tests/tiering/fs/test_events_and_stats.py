@@ -1,4 +1,4 @@
-"""What the fs tier tells: events that agree with what is there, and figures that add up."""
+"""Events agree with the blocks in the root, and metrics add up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from kvtier.base import Locality, Medium, OffloadingEvent, OffloadKey
+from kvtier.base import Locality, Medium, MetricKind, OffloadingEvent, OffloadKey
 from kvtier.testing import Damage, TierHarness, inflict
-from kvtier.tiering.fs import metrics
-from kvtier.tiering.fs.names import LONGEST_KEY
-from kvtier.tiering.io.errors import error_counter
+from kvtier.tiering.fs import manager
+from kvtier.tiering.fs.layout import LONGEST_KEY
+from kvtier.tiering.io.metrics import error_counter
 from tests.tiering.fs.backing import FsBacking
-from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, fs_of, silent_files
+from tests.tiering.fs.harness import block_files, bytes_for, du, fs_harness, fs_of, silent_files
 from tests.tiering.patience import wait_until
 
 
@@ -24,7 +24,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def told(events: Iterable[OffloadingEvent]) -> set[OffloadKey]:
-    """What whoever has read all events takes to be there. No event may contradict another."""
+    """The blocks that are present according to all events. No event may contradict another."""
     there: set[OffloadKey] = set()
     for event in events:
         assert event.medium is Medium.STORAGE
@@ -46,7 +46,7 @@ def store(harness: TierHarness, count: int, start: int = 0) -> None:
 
 
 def counters(harness: TierHarness) -> dict[str, float]:
-    """What has happened since the last call."""
+    """The counters since the last call."""
     return {name: n for name, n in harness.call("get_stats").counters.items() if n}
 
 
@@ -59,7 +59,7 @@ def gauges(harness: TierHarness) -> dict[str, float]:
 
 
 def test_events_agree_with_what_is_there_whatever_happens(root: Path) -> None:
-    """The root is full, so blocks leave."""
+    """The root is full, so blocks are evicted."""
     chance = Random(3)
     universe = TierHarness.keys(300)
     with fs_harness(root, 20, row_bytes=65_536) as harness:
@@ -73,9 +73,9 @@ def test_events_agree_with_what_is_there_whatever_happens(root: Path) -> None:
         harness.wait_for(*harness.ledger.unreported.values())
         harness.step()
         private = root.glob("engines/*/blocks/*/*/*")
-        # Those of the first epoch that have not left are there, and no longer told of.
+        # Remaining blocks of the first epoch are still there, and were reported as removed.
         assert {key.hex() for key in told(harness.events)} == {path.name for path in private}
-        assert counters(harness)[metrics.EVICTED] > 0
+        assert counters(harness)[manager.EVICTED] > 0
 
 
 def test_blocks_that_others_have_stored_are_theirs_to_tell_of(root: Path) -> None:
@@ -130,8 +130,8 @@ def test_blocks_that_left_are_counted_once(root: Path) -> None:
         removed = sum(len(event.keys) for event in harness.events if event.removed)
         stored = sum(len(event.keys) for event in harness.events if not event.removed)
         found = counters(harness)
-        assert found[metrics.EVICTED] == removed > 0
-        assert stored + found.get(metrics.REFUSED, 0) == 240
+        assert found[manager.EVICTED] == removed > 0
+        assert stored + found.get(manager.REFUSED, 0) == 240
         assert len(block_files(root)) == stored - removed
         assert counters(harness) == {}
 
@@ -141,7 +141,7 @@ def test_keys_that_cannot_be_stored_are_refused(root: Path) -> None:
     with fs_harness(root) as harness:
         (report,) = harness.wait_for(harness.store([*harness.keys(1), *long]))
         assert report.moved == set(harness.keys(1))
-        assert counters(harness) == {metrics.REFUSED: 2}
+        assert counters(harness) == {manager.REFUSED: 2}
         (report,) = harness.wait_for(harness.load(long))
         assert not report.moved
 
@@ -154,7 +154,7 @@ def test_blocks_that_could_not_be_loaded_are_counted(root: Path) -> None:
         backing.path_of(harness.fingerprint, gone).unlink()
         inflict(backing, harness.fingerprint, bad, Damage.FLIP, seed=1)
         harness.wait_for(harness.load(harness.keys(3)))
-        assert counters(harness) == {metrics.FORGOTTEN: 2}
+        assert counters(harness) == {manager.FORGOTTEN: 2}
         assert harness.hits(harness.keys(3)) == set(harness.keys(3)[2:])
 
 
@@ -165,14 +165,14 @@ def test_gauges_say_what_is_there(root: Path) -> None:
 
         def is_quiet() -> bool:
             return all(
-                gauges(each)[metrics.USED_BYTES] == du(root)
-                and gauges(each)[metrics.BLOCKS] == len(block_files(root)) == 12
+                gauges(each)[manager.USED_BYTES] == du(root)
+                and gauges(each)[manager.BLOCKS] == len(block_files(root)) == 12
                 for each in (harness, other)
             )
 
         wait_until(is_quiet, "the gauges say what du says")
-        assert gauges(harness)[metrics.LIMIT_BYTES] == bytes_for(256)
-        assert gauges(harness)[metrics.QUEUED] == 0
+        assert gauges(harness)[manager.LIMIT_BYTES] == bytes_for(256)
+        assert gauges(harness)[manager.QUEUED] == 0
 
 
 def test_files_that_were_written_in_vain_are_counted_as_what_they_are(root: Path) -> None:
@@ -187,7 +187,7 @@ def test_files_that_were_written_in_vain_are_counted_as_what_they_are(root: Path
 
         def is_quiet() -> bool:
             found = gauges(other)
-            return found[metrics.USED_BYTES] == du(root) and found[metrics.BLOCKS] == 16
+            return found[manager.USED_BYTES] == du(root) and found[manager.BLOCKS] == 16
 
         wait_until(is_quiet, "the gauge says what du says", patience_s=10.0)
 
@@ -196,9 +196,9 @@ def test_what_waits_to_be_written_is_shown(root: Path) -> None:
     with fs_harness(root) as harness:
         with silent_files(harness.tier):
             job = harness.store(harness.keys(9))
-            assert gauges(harness)[metrics.QUEUED] == 9
+            assert gauges(harness)[manager.QUEUED] == 9
         harness.wait_for(job)
-        assert gauges(harness)[metrics.QUEUED] == 0
+        assert gauges(harness)[manager.QUEUED] == 0
 
 
 def test_every_figure_is_described(root: Path) -> None:
@@ -206,8 +206,9 @@ def test_every_figure_is_described(root: Path) -> None:
         stats = harness.call("get_stats")
         described = harness.tier.build_metric_definitions({})
         assert stats.counters.keys() | stats.gauges.keys() <= described.keys()
-        assert set(metrics.COUNTERS) == stats.counters.keys()
+        counters = {name for name, each in described.items() if each.kind is MetricKind.COUNTER}
+        assert counters == stats.counters.keys()
     kinds = ("EIO", "ENOSPC", "EROFS", "EMFILE", "EACCES", "ESTALE", "ETIMEDOUT", "EDOM")
-    named = {error_counter(metrics.PREFIX, kind) for kind in kinds}
+    named = {error_counter(manager.PREFIX, kind) for kind in kinds}
     assert len(named) == len(kinds)
-    assert named <= metrics.DEFINITIONS.keys()
+    assert named <= counters

@@ -1,5 +1,6 @@
-"""No room: a quota, a file system that others fill, and too much at once. No wrong byte, nothing
-left over, counted by name, and the tier works again when there is room."""
+"""No space: a quota, a file system that others fill, and too many stores at once. No wrong byte is
+served, no file is left over, errors are counted by name, and the tier works again when there is
+space."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs import metrics
+from kvtier.tiering.fs import manager
 from tests.tiering.disk.small_disk import LoopDisk
 from tests.tiering.fs.accounts import (
     Figures,
@@ -24,9 +25,9 @@ from tests.tiering.fs.accounts import (
     wait_until_stored,
     wait_until_the_gauge_is_right,
 )
+from tests.tiering.fs.harness import block_files, bytes_for, du, fs_harness, silent_files
 from tests.tiering.fs.mounts import DISKS, bind_mounted_by_fuse, mounted_by_nfs, small_disk
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, silent_files
 from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(8)
@@ -41,13 +42,13 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LoopDisk]:
-    """An ext4, unless the test gives another kind."""
+    """An ext4, unless the test asks for another kind."""
     with small_disk(tmp_path, getattr(request, "param", "ext4"), DISK_BYTES) as disk:
         yield disk
 
 
 def demand_no_leftovers(root: Path) -> None:
-    """In a quiet root there are blocks, and seats with nothing in them."""
+    """An idle root holds blocks, and empty staging directories."""
     wait_until(
         lambda: not [path for path in (root / "engines").glob("*/*") if path.is_file()],
         "no unfinished file is left",
@@ -82,8 +83,7 @@ def test_a_file_system_that_others_fill_and_empty(disk: LoopDisk) -> None:
 
 
 def test_a_file_system_that_the_tier_itself_fills(disk: LoopDisk) -> None:
-    """A quota that is larger than the disk, and nobody to blame: blocks are lost, and none is
-    wrong."""
+    """With a quota larger than the disk, blocks are lost, and none is wrong."""
     root = disk.root / "root"
     with fs_harness(root, max_bytes="1GiB", num_rows=128) as harness:
         figures = Figures(harness)
@@ -109,7 +109,7 @@ def test_a_file_system_that_the_tier_itself_fills(disk: LoopDisk) -> None:
 
 
 def test_enough_stays_free_for_others(disk: LoopDisk) -> None:
-    """What is there leaves as others need the room, and comes back when they do not."""
+    """Blocks are evicted when others need the space, and stored again afterwards."""
     root = disk.root / "root"
     reserve = 8 << 20
     with fs_harness(root, max_bytes="1GiB", min_free_bytes=reserve, num_rows=128) as harness:
@@ -119,7 +119,7 @@ def test_enough_stays_free_for_others(disk: LoopDisk) -> None:
             assert disk.free_bytes >= reserve
         count = len(block_files(root))
         assert count > 500
-        assert figures[metrics.EVICTED] > 0
+        assert figures[manager.EVICTED] > 0
         with (disk.root / "of-others").open("wb", buffering=0) as others:
 
             def are_fewer() -> bool:
@@ -141,7 +141,7 @@ def test_nothing_is_stored_where_less_than_enough_is_free(disk: LoopDisk) -> Non
     with fs_harness(root, max_bytes="1GiB", min_free_bytes="1GiB") as harness:
         figures = Figures(harness)
         assert not store_some(harness, KEYS)
-        assert figures[metrics.REFUSED] == 8
+        assert figures[manager.REFUSED] == 8
         assert not block_files(root)
 
 
@@ -149,7 +149,7 @@ def test_nothing_is_stored_where_less_than_enough_is_free(disk: LoopDisk) -> Non
 
 
 def test_the_least_quota_is_enough_to_go_on(tmp_path: Path) -> None:
-    """As little as is not refused: what is stored last is there."""
+    """The smallest accepted quota: the blocks stored last are there."""
     root = tmp_path / "root"
     charge = 3 * 4096 + 8192
     with fs_harness(root, max_bytes=(2 << 20) + 8 * charge) as harness:
@@ -160,7 +160,7 @@ def test_the_least_quota_is_enough_to_go_on(tmp_path: Path) -> None:
 
 
 def test_the_first_burst_is_larger_than_the_quota(tmp_path: Path) -> None:
-    """Before there is a directory for the first of them."""
+    """Before the namespace has a directory."""
     root = tmp_path / "root"
     with fs_harness(root, 20, row_bytes=65_536, num_rows=200) as harness:
         jobs = [harness.store(harness.keys(50, start)) for start in range(0, 200, 50)]
@@ -175,7 +175,7 @@ def test_the_first_burst_is_larger_than_the_quota(tmp_path: Path) -> None:
 def test_who_is_alone_is_not_told_that_others_take_the_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stores wait before the first block is published, and go on when blocks leave."""
+    """Stores wait before the first block is published, and go on when blocks are evicted."""
     with fs_harness(tmp_path / "root", 12, row_bytes=1 << 19) as harness:
         for start in range(0, 256, 64):
             with silent_files(harness.tier):
@@ -186,7 +186,7 @@ def test_who_is_alone_is_not_told_that_others_take_the_room(
 
 
 def test_a_quota_that_has_been_made_smaller(tmp_path: Path) -> None:
-    """Blocks leave until the new one is kept."""
+    """Blocks are evicted until the smaller quota holds."""
     root = tmp_path / "root"
     with fs_harness(root, 400) as harness:
         for start in range(0, 400, 20):
@@ -199,7 +199,7 @@ def test_a_quota_that_has_been_made_smaller(tmp_path: Path) -> None:
 
 
 def test_the_smallest_quota_of_all_engines_is_kept(tmp_path: Path) -> None:
-    """Also if it is that of one who stores nothing."""
+    """Even if the engine with the smaller quota stores nothing."""
     root = tmp_path / "root"
     with fs_harness(root, 400) as large:
         for start in range(0, 400, 20):
@@ -215,7 +215,7 @@ def test_the_smallest_quota_of_all_engines_is_kept(tmp_path: Path) -> None:
 def test_the_quota_is_kept_where_files_say_late_what_they_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZFS says so after seconds, and NFS after writing back."""
+    """ZFS reports the size after seconds, NFS after writing back."""
     root = tmp_path / "root"
     real = os.fstat
 
@@ -241,17 +241,17 @@ def _fields(status: os.stat_result) -> dict[str, float]:
 
 
 def test_a_burst_reaches_files_that_were_silent_meanwhile(tmp_path: Path) -> None:
-    """However much it is: what waits holds slots of the primary tier, and is bounded by them."""
+    """Waiting stores hold slots of the primary tier, which bounds them."""
     with fs_harness(tmp_path / "root", 512, num_rows=300) as harness:
         figures = Figures(harness)
         with silent_files(harness.tier):
             jobs = [harness.store(harness.keys(6, start=6 * n)) for n in range(40)]
             harness.step()
-            assert harness.call("get_stats").gauges[metrics.QUEUED] == 240
+            assert harness.call("get_stats").gauges[manager.QUEUED] == 240
         harness.wait_for(*jobs)
         load_all(harness, harness.keys(240))
-        assert harness.call("get_stats").gauges[metrics.QUEUED] == 0
-        assert figures[metrics.REFUSED] == 0
+        assert harness.call("get_stats").gauges[manager.QUEUED] == 0
+        assert figures[manager.REFUSED] == 0
 
 
 # --- other file systems ------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _btrfs(directory: Path) -> Iterator[Path]:
 def test_two_engines_on_another_file_system(
     tmp_path: Path, file_system: Callable[[Path], AbstractContextManager[Path]]
 ) -> None:
-    """Blocks come back and are found by the other, damage is refused, and the quota is kept."""
+    """Each engine finds the blocks of the other, damage is refused, and the quota holds."""
     with file_system(tmp_path) as mounted:
         root = mounted / "root"
         with fs_harness(root, 100) as one, fs_harness(root, 100) as two:
@@ -289,8 +289,8 @@ def test_two_engines_on_another_file_system(
             assert len(load_some(two, KEYS + LATER)) == 15
             assert two.tier.take_seal_failures().total() == 1
             for start in range(0, 400, 20):
-                # Some may be refused where link counts are remembered by the client for a while:
-                # young blocks do not leave then.
+                # Some may be refused if the client caches link counts: blocks that were just
+                # published then still seem to have two names, and are not evicted.
                 store_some(one, one.keys(20, start=1000 + start))
                 store_some(two, two.keys(20, start=5000 + start))
             assert du(root) <= bytes_for(100)
@@ -300,7 +300,7 @@ def test_two_engines_on_another_file_system(
             wait_until_the_gauge_is_right(two, root)
         with fs_harness(root, 100) as three:
             assert three.hits(three.keys(20, start=30_000))
-            wait_until(lambda: len(os.listdir(root / "engines")) == 2, "nobody else has a seat")
+            wait_until(lambda: len(os.listdir(root / "engines")) == 2, "nobody else has a presence")
 
 
 def test_the_bytes_for_so_many_blocks_are_enough(tmp_path: Path) -> None:

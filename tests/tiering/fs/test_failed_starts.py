@@ -1,4 +1,4 @@
-"""Engines that do not come to be, or leave a child behind: nothing of them stays."""
+"""Engines that fail to start, or leave a child process, leave nothing else behind."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvtier.config import ConfigError
-from kvtier.testing.sample_spec import sample_spec
+from kvtier.testing.harness import sample_spec
+from kvtier.tiering.fs.access import RootRefused
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
-from kvtier.tiering.fs.refusal import RootRefused
 from kvtier.tiering.io import lane
 from kvtier.tiering.io.aio import AioUnavailable
 from kvtier.tiering.io.page import PAGE_BYTES
@@ -26,7 +26,7 @@ from tests.tiering.descriptors import no_more_descriptors
 from tests.tiering.disk.small_disk import loop_disk
 from tests.tiering.fs.accounts import load_all, store_all
 from tests.tiering.fs.hardship import directory_for_everybody, somebody_else
-from tests.tiering.fs.rig import ROW_BYTES, bytes_for, fs_harness
+from tests.tiering.fs.harness import ROW_BYTES, bytes_for, fs_harness
 from tests.tiering.patience import wait_until
 
 
@@ -42,7 +42,7 @@ def public_directory() -> Iterator[Path]:
 
 
 def refusal_of(root: Path) -> str:
-    """What is said against a tier that cannot start. It leaves no thread and no descriptor."""
+    """The error of a tier that cannot start. It leaves no thread and no descriptor."""
     threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     with pytest.raises(RootRefused) as refused:
         fs_harness(root)
@@ -51,7 +51,7 @@ def refusal_of(root: Path) -> str:
     return str(refused.value)
 
 
-def seats_in(root: Path) -> list[str]:
+def engines_in(root: Path) -> list[str]:
     return os.listdir(root / "engines")
 
 
@@ -59,7 +59,7 @@ def seats_in(root: Path) -> list[str]:
 
 
 def num_queues() -> int:
-    """Asynchronous I/O queues that this process has at the kernel."""
+    """Number of this process's asynchronous I/O queues."""
     return Path("/proc/self/maps").read_text().count("[aio]")
 
 
@@ -71,7 +71,7 @@ def num_queues() -> int:
         "kvtier-fs-uses",
         "kvtier-fs-read-0",
         "kvtier-fs-write-1",
-        "kvtier-fs-clerk",
+        "kvtier-fs-publisher",
         "kvtier-fs-sweeper",
     ],
 )
@@ -96,11 +96,11 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_behind(
         with pytest.raises(RuntimeError, match="can't start") as refused:
             fs_harness(root)
         assert name in tried
-        assert refused.value.__traceback__ is not None  # it is held, and holds nothing
+        assert refused.value.__traceback__ is not None  # the error keeps nothing open
         assert set(threading.enumerate()) <= threads
         assert num_queues() == queues
         assert set(os.listdir("/proc/self/fd")) <= descriptors
-    assert seats_in(root) == []
+    assert engines_in(root) == []
     with fs_harness(root) as harness:
         store_all(harness, harness.keys(4))
 
@@ -116,7 +116,7 @@ def test_no_room_in_the_kernel_is_refused_at_start(
         with pytest.raises(AioUnavailable, match=r"fs\.aio-max-nr"):
             fs_harness(root, row_bytes=1 << 20, num_rows=4)
     assert set(threading.enumerate()) <= threads
-    assert seats_in(root) == []
+    assert engines_in(root) == []
     with fs_harness(root) as harness:
         store_all(harness, harness.keys(2))
 
@@ -125,7 +125,7 @@ def test_no_room_in_the_kernel_is_refused_at_start(
 
 
 def start_on(memory: mmap.mmap, row_bytes: int, root: Path) -> Exception:
-    """Why a tier cannot be made there."""
+    """The error of a tier that cannot be made there."""
     num_rows = len(memory) // row_bytes
     with memoryview(memory) as whole, whole[: num_rows * row_bytes] as used:
         view = used.cast("B", (num_rows, row_bytes))
@@ -178,8 +178,8 @@ def test_a_directory_of_other_things_is_left_alone(root: Path) -> None:
 def test_something_else_in_the_place_of_a_part_of_the_root(
     tmp_path: Path, root: Path, name: str, put: str
 ) -> None:
-    """Refused, with the path; or used, if it is what it should be. Never followed to the outside
-    and never waited for."""
+    """Refused with the path, or used if it is what it should be. A link is never followed to the
+    outside, and a pipe never waited for."""
     outside = tmp_path / "outside"
     outside.mkdir()
     root.mkdir(mode=0o700)
@@ -248,7 +248,7 @@ def test_a_start_without_a_descriptor_is_refused(root: Path) -> None:
         fs_harness(root)
     with fs_harness(root) as harness:
         store_all(harness, harness.keys(4))
-        wait_until(lambda: len(seats_in(root)) == 2, "no other seat than ours")
+        wait_until(lambda: len(engines_in(root)) == 2, "no other presence than ours")
 
 
 def test_a_ledger_of_another_version_is_left_alone(root: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_ledger_of_another_version_is_left_alone(root: Path) -> None:
 _ENGINE_THAT_FORKS = """
 import os, signal, sys, time
 from pathlib import Path
-from tests.tiering.fs.rig import fs_harness
+from tests.tiering.fs.harness import fs_harness
 harness = fs_harness(Path(sys.argv[1]))
 harness.wait_for(harness.store(harness.keys(4)))
 child = os.fork()
@@ -293,6 +293,6 @@ def test_a_forked_child_does_not_keep_the_seat_of_a_killed_engine(root: Path) ->
             os.kill(child, 0)  # it lives
             with fs_harness(root) as harness:
                 load_all(harness, harness.keys(4))
-                wait_until(lambda: len(seats_in(root)) == 2, "no other seat than ours")
+                wait_until(lambda: len(engines_in(root)) == 2, "no other presence than ours")
         finally:
             os.kill(child, signal.SIGKILL)

@@ -1,8 +1,6 @@
-"""Four engines on one root under a tight quota, with kill -9 among them: the quota holds, no wrong
-byte is loaded, whoever survives keeps working, and nothing is left but blocks.
-
-Nothing of the tier is replaced here, and it does everything as often as it does in earnest.
-"""
+"""Four engines on one root under a tight quota, some of them killed by SIGKILL: the quota holds, no
+wrong byte is loaded, survivors keep working, and only blocks are left in the end. The tier runs
+unmodified, with its real pauses."""
 
 from __future__ import annotations
 
@@ -14,14 +12,15 @@ from random import Random, SystemRandom
 
 import pytest
 
-from tests.tiering.fs.crash.nursery import Nursery
+from tests.tiering.crash.processes import EngineProcesses
 from tests.tiering.fs.crash.oracle import Oracle
 from tests.tiering.fs.crash.orders import Orders
+from tests.tiering.fs.crash.run import SUITE
 
 NUM_ENGINES = 4
 NUM_KEYS = 300
 MAX_BYTES = 5 << 20
-"""For about 250 of the blocks, and the directories."""
+"""Space for about 250 blocks and the directories."""
 LOOK_EVERY_S = 0.05
 PATIENCE_S = 60.0
 
@@ -29,34 +28,34 @@ PATIENCE_S = 60.0
 class FourEngines:
     """Engines that work until a given time, or are killed before and replaced."""
 
-    def __init__(self, nursery: Nursery, root: Path, seed: int, seconds: float) -> None:
+    def __init__(self, processes: EngineProcesses, root: Path, seed: int, seconds: float) -> None:
         self.oracle = Oracle(root, MAX_BYTES)
         self.num_kills = 0
-        self._nursery = nursery
+        self._processes = processes
         self._root = root
         self._seed = seed
         self._random = Random(seed)
         self._end = time.monotonic() + seconds
         self._numbers = count()
         self._progress: dict[int, tuple[int, int]] = {}
-        """By number of a life: blocks that it has stored, and loaded."""
+        """By number of a life: the blocks that it stored and loaded."""
         self._look_at = 0.0
 
     def run(self) -> None:
-        """Raises `Violation`, or `AssertionError` if someone does not go on working."""
+        """Raises `Violation`, or `AssertionError` if an engine stops working."""
         for _ in range(NUM_ENGINES):
             self._start()
         self._await_progress()
         while time.monotonic() < self._end:
-            self._nursery.kill(self._random.choice(sorted(self._nursery.running)))
+            self._processes.kill(self._random.choice(sorted(self._processes.running)))
             self.num_kills += 1
             self._listen_for(self._random.uniform(0.0, 0.3))
             self._start()
             self._await_progress()
             self._listen_for(self._random.uniform(0.0, 0.5))
-        self._await(lambda: not self._nursery.running, "engines do not end")
+        self._await(lambda: not self._processes.running, "engines do not end")
         self._start(inspects=True, num_operations=0)
-        self._await(lambda: not self._nursery.running, "the last engine does not end")
+        self._await(lambda: not self._processes.running, "the last engine does not end")
         self.oracle.look_at_the_end()
 
     def _start(self, inspects: bool = False, num_operations: int = 10**9) -> None:
@@ -75,10 +74,10 @@ class FourEngines:
             ends_cleanly=True,
             inspects=inspects,
         )
-        self._nursery.start(orders)
+        self._processes.start(orders)
 
     def _await_progress(self) -> None:
-        """Everyone that lives stores and loads more, or has ended because its time was over."""
+        """Every live engine stores and loads more blocks, or has ended at its given time."""
         before = dict(self._progress)
 
         def has_gone_on(number: int) -> bool:
@@ -87,7 +86,7 @@ class FourEngines:
             return stored > former_stored and loaded > former_loaded
 
         self._await(
-            lambda: time.monotonic() > self._end or all(map(has_gone_on, self._nursery.running)),
+            lambda: time.monotonic() > self._end or all(map(has_gone_on, self._processes.running)),
             "a survivor does not go on working",
         )
 
@@ -102,7 +101,7 @@ class FourEngines:
         while True:
             self._follow(0.01)
             if time.monotonic() >= self._look_at:
-                with self._nursery.standstill():
+                with self._processes.standstill():
                     self._follow(0)
                     self.oracle.look()
                 self._look_at = time.monotonic() + LOOK_EVERY_S
@@ -110,7 +109,7 @@ class FourEngines:
                 return
 
     def _follow(self, wait_s: float) -> None:
-        for report in self._nursery.reports(wait_s):
+        for report in self._processes.reports(wait_s):
             self.oracle.follow(report)
             match report:
                 case [number, "progress", stored, loaded]:
@@ -118,8 +117,8 @@ class FourEngines:
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as running:
+def processes() -> Iterator[EngineProcesses]:
+    with SUITE.processes() as running:
         yield running
 
 
@@ -131,10 +130,10 @@ def nursery() -> Iterator[Nursery]:
     ],
 )
 def test_survivors_keep_working_within_the_quota(
-    nursery: Nursery, tmp_path: Path, seconds: int, least_kills: int
+    processes: EngineProcesses, tmp_path: Path, seconds: int, least_kills: int
 ) -> None:
     seed = SystemRandom().randrange(10**9) if least_kills > 10 else 0
-    engines = FourEngines(nursery, tmp_path / "root", seed, seconds)
+    engines = FourEngines(processes, tmp_path / "root", seed, seconds)
     engines.run()
     tally = engines.oracle.tally
     print(f"seed {seed}: {engines.num_kills} kills", dict(tally))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiering.fs.reader import survey
-from kvtier.tiering.fs.refusal import RootRefused
-from tests.tiering.fs.rig import du, fs_harness
+from kvtier.tiering.fs.access import RootRefused
+from kvtier.tiering.fs.survey import survey
+from tests.tiering.fs.harness import du, fs_harness
 
 
 def hide(place: Path) -> None:

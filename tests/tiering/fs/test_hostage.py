@@ -1,4 +1,4 @@
-"""One thing that is broken does not take everything else hostage."""
+"""One broken file or directory does not affect anything else."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs.books import Books
-from kvtier.tiering.fs.seat import Occupant
+from kvtier.tiering.fs.presence import EngineInfo
+from kvtier.tiering.fs.root import RootSession
 from tests.tiering.fs.accounts import store_some, wait_until_stored, wait_until_the_gauge_is_right
 from tests.tiering.fs.hardship import failing_calls
+from tests.tiering.fs.harness import block_files, fs_harness, fs_of
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import block_files, fs_harness, fs_of
 from tests.tiering.patience import PATIENCE_S
 
 EPOCHS = [bytes([number]) * 16 for number in (1, 2)]
@@ -32,21 +32,21 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(harness: TierHarness) -> None:
-    """Store until blocks leave."""
+    """Store until blocks are evicted."""
     start = 0
-    while not fs_of(harness)._clerk.num_evicted:
+    while not fs_of(harness)._publisher.num_evicted:
         store_some(harness, harness.keys(8, start))
         start += 8
 
 
 def turn_over(harness: TierHarness, start: int) -> int:
-    """Store as much as there is room for twice over; so many of it were taken."""
+    """Store twice as many blocks as there is space for. Returns how many were stored."""
     starts = range(start, start + 256, 32)
     return sum(len(store_some(harness, harness.keys(32, each))) for each in starts)
 
 
 def put_a_file_in_place_of_a_shard(namespace: Path) -> None:
-    """It stands for a directory that answers with an error."""
+    """Stands for a directory that fails with an error."""
     bad = next(shard for shard in sorted(namespace.iterdir()) if not any(shard.iterdir()))
     bad.rmdir()
     bad.touch()
@@ -60,16 +60,16 @@ def test_who_was_taken_for_dead_goes_on_while_stores_keep_coming(
         if is_reset:
             harness.begin_epoch(EPOCHS[0])
         wait_until_stored(harness, harness.keys(4))
-        lost = fs_of(harness)._books.seat
+        lost = fs_of(harness)._session.presence
         (root / "engines" / f"{lost.engine.hex()}.alive").unlink()
-        other = Books(root, Occupant.here("other", ""), PATIENCE_S)
+        other = RootSession(root, EngineInfo.here("other", ""), PATIENCE_S)
         other.reclaim()
         wait_until_stored(harness, harness.keys(4, start=100))
-        seat = fs_of(harness)._books.seat
-        assert seat is not lost
+        presence = fs_of(harness)._session.presence
+        assert presence is not lost
         for start in range(1000, 1100, 4):
             store_some(harness, harness.keys(4, start))
-        assert fs_of(harness)._books.seat is seat, "one was enough"
+        assert fs_of(harness)._session.presence is presence, "one was enough"
         other.reclaim()
         other.close()
         wait_until_the_gauge_is_right(harness, root)
@@ -79,17 +79,17 @@ def test_who_was_taken_for_dead_goes_on_while_stores_keep_coming(
 def test_who_is_alone_and_has_its_seat_removed_by_hand_takes_another(
     root: Path, is_reset: bool
 ) -> None:
-    """Nobody else is there to say that it is lost; the ledger knows nothing of it."""
+    """No other engine is there to reclaim it, and the ledger does not mention it."""
     with fs_harness(root) as harness:
         if is_reset:
             harness.begin_epoch(EPOCHS[0])
         wait_until_stored(harness, harness.keys(4))
-        # In one step: the engine, which goes on, would put things into a directory that is being
+        # In one step, since the engine goes on and would write into a directory that is being
         # removed.
         (root / "engines").rename(root.parent / "aside")
         (root / "engines").mkdir(mode=0o700)
         wait_until_stored(harness, harness.keys(4, start=100))
-        if not is_reset:  # blocks that went with the seat are counted until all are counted again
+        if not is_reset:  # private blocks stay counted until all are counted again
             wait_until_the_gauge_is_right(harness, root)
 
 
@@ -114,10 +114,10 @@ def test_blocks_leave_though_the_oldest_one_cannot(root: Path) -> None:
     with fs_harness(root, 20) as harness:
         fill(harness)
         oldest = min(block_files(root), key=lambda path: path.stat().st_mtime_ns)
-        seat = fs_of(harness)._books.seat
+        presence = fs_of(harness)._session.presence
         with failing_calls(errno.EPERM, lambda path: str(path) == str(oldest), "rename"):
             assert turn_over(harness, 5000) > 192
-        assert fs_of(harness)._books.seat is seat
+        assert fs_of(harness)._session.presence is presence
         assert oldest.exists()
         wait_until_the_gauge_is_right(harness, root)
 

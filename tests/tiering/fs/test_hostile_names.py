@@ -1,5 +1,5 @@
-"""Whatever keys, models and engines are called: nothing is made outside the root, and nothing in it
-can be read by others."""
+"""Whatever the names of keys, models and engines: no file is made outside the root, and other users
+cannot read any file in it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvtier.config import (
     OffloadingParallelConfig,
 )
 from kvtier.testing import TierHarness
-from kvtier.testing.sample_spec import SampleSpec
+from kvtier.testing.harness import SampleSpec
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.fs.below import Below
+from kvtier.tiering.fs.access import NoFollowTree
+from kvtier.tiering.fs.layout import LONGEST_KEY
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
-from kvtier.tiering.fs.names import LONGEST_KEY
-from kvtier.tiering.fs.seat import other_seats
+from kvtier.tiering.fs.presence import peers_in
 from tests.tiering.fs.accounts import load_all, load_some, store_all, store_some
-from tests.tiering.fs.rig import ROW_BYTES, block_files, bytes_for, fs_harness
+from tests.tiering.fs.harness import ROW_BYTES, block_files, bytes_for, fs_harness
 from tests.tiering.patience import wait_until
 
 HOSTILE = [
@@ -69,7 +69,7 @@ def _nothing_is_made_outside(root: Path) -> Iterator[None]:
 
 
 def demand_private(root: Path) -> None:
-    """Only our user can read what is in the root: files and directories, and nothing else."""
+    """Check that the root holds only files and directories that only our user can read."""
     for directory, directories, files in os.walk(root):
         for name in (*directories, *files):
             mode = os.lstat(f"{directory}/{name}").st_mode
@@ -95,7 +95,7 @@ def test_hostile_keys_are_keys_like_others(root: Path) -> None:
 
 
 def test_keys_of_every_length(root: Path) -> None:
-    """Also those whose names would be too long for a file system."""
+    """Including keys whose hex digits are too long for a file name."""
     keys = [OffloadKey(bytes(range(length))) for length in range(1, LONGEST_KEY + 1)]
     with fs_harness(root, 512, num_rows=128) as harness:
         store_all(harness, keys)
@@ -158,7 +158,7 @@ NAMES = [
 
 
 def named_harness(root: Path, model: str, engine_id: str, namespace: str) -> TierHarness:
-    """An engine that is called so. Raises what the configuration or the tier does."""
+    """An engine with these names. Raises the errors of the configuration or the tier."""
 
     def make_tier(spec: OffloadingSpec, view: memoryview) -> SecondaryTierManager:
         config = OffloadingConfig(
@@ -186,15 +186,15 @@ def test_hostile_names_of_models_and_engines(root: Path, what: str, name: str) -
     try:
         harness = named_harness(root, **names)
     except ValueError:
-        return  # the configuration does not take it
+        return  # the configuration refuses it
     with harness:
         keys = harness.keys(4)
         store_all(harness, keys)
         load_all(harness, keys)
         demand_private(root)
-        (occupant,) = [seat.occupant for seat in other_seats(Below(root), root / "engines", None)]
-        assert occupant is not None
-        assert occupant.engine_id == names["engine_id"][:128]
+        (info,) = [peer.info for peer in peers_in(NoFollowTree(root), root / "engines", None)]
+        assert info is not None
+        assert info.engine_id == names["engine_id"][:128]
     with named_harness(root, **names) as harness:
         load_all(harness, keys)
 
@@ -214,7 +214,7 @@ def umask(mask: int) -> Iterator[None]:
 @pytest.mark.parametrize("mask", [0, 0o022, 0o077, 0o027])
 def test_modes_do_not_depend_on_the_umask(root: Path, mask: int) -> None:
     with umask(mask), fs_harness(root, 40) as harness:
-        for start in range(0, 200, 20):  # some leave
+        for start in range(0, 200, 20):  # some are evicted
             store_all(harness, harness.keys(20, start))
         harness.begin_epoch(b"\1" * 16)
         store_all(harness, harness.keys(8))

@@ -1,4 +1,4 @@
-"""The ledger: always one whole copy, one writer at a time, and no nonsense is believed."""
+"""The ledger: one copy is always whole, there is one writer at a time, and damage is detected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ balances = st.builds(
     st.integers(0, 2**63 - 2),
 )
 NEVER = 0.02
-"""Patience that is soon at an end."""
+"""A short patience."""
 VERSION_AT = 8
 
 
@@ -144,7 +144,7 @@ def test_a_new_one_is_empty_and_private(ledger: Ledger) -> None:
 
 
 def test_copies_are_written_in_turn(ledger: Ledger) -> None:
-    """So one of them is whole, whenever a writer is killed; but nobody knows if it is the newer."""
+    """One copy is whole whenever a writer is killed, but not always the newer one."""
     balance = Balance(b"r" * 16)
     for blocks in range(1, 8):
         balance.blocks = blocks
@@ -198,7 +198,7 @@ def test_another_version_is_not_taken_for_a_lost_ledger(ledger: Ledger) -> None:
 
 
 def test_a_later_version_may_be_laid_out_otherwise(ledger: Ledger) -> None:
-    """Where our second copy would be, there is something else of its."""
+    """Another version keeps other data in the place of our second copy."""
     head = Balance(bytes(16)).encode()[:VERSION_AT] + b"\x02\x00"
     content = head.ljust(4 * _COPY_BYTES, b"\xaa")
     ledger.path.write_bytes(content)
@@ -236,7 +236,7 @@ def test_closing_twice_changes_nothing(ledger: Ledger) -> None:
 
 
 def test_threads_take_turns(ledger: Ledger) -> None:
-    """Those who share the file too: to the kernel they are one."""
+    """Even threads that share the file: to the kernel they are one process."""
     other = Ledger(ledger.path)
     ledger.save(Balance(b"r" * 16))
 
@@ -336,7 +336,7 @@ def test_the_lock_is_free_after_an_error(ledger: Ledger) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock(ledger: Ledger, tmp_path: Path) -> None:
-    """Many things fork; the lock must end with the engine, not with its last child."""
+    """The lock must end with the engine, not with its last forked child."""
     ready, end = os.pipe(), os.pipe()
     with ledger.lock(at_once):
         pid = os.fork()
@@ -346,7 +346,7 @@ def test_a_forked_child_does_not_keep_the_lock(ledger: Ledger, tmp_path: Path) -
             os.read(end[0], 1)
             os._exit(0)
         os.read(ready[0], 1)
-        ledger.close()  # as if we had been killed
+        ledger.close()  # as if this process had been killed
         other = Ledger(ledger.path)
         try:
             with other.lock(at_once):

@@ -1,4 +1,4 @@
-"""Links in a root lead nowhere, and what no engine has put there stays."""
+"""Links in a root are not followed, and files that no engine made stay."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import main
-from kvtier.tiering.fs.below import Below
+from kvtier.tiering.fs.access import NoFollowTree
 from tests.tiering.fs.accounts import load_some, store_all, store_some
+from tests.tiering.fs.harness import block_files, fs_harness, fs_of
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import block_files, fs_harness, fs_of
 from tests.tiering.patience import wait_until
 
 SHARDS = [f"{number:02x}" for number in range(256)]
@@ -37,7 +37,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """Somebody's directory that looks like a namespace, with old files and with a block."""
+    """A foreign directory that looks like a namespace, with old files and a block."""
     directory = tmp_path / "outside"
     for shard in SHARDS:
         (directory / shard).mkdir(parents=True)
@@ -52,7 +52,7 @@ def files_in(directory: Path) -> set[str]:
 
 
 def put_links(namespace: Path, outside: Path, what: str) -> None:
-    """In the place of a namespace, or of all its directories, whose blocks are now outside."""
+    """In place of a namespace, or of all its directories, whose blocks are now outside."""
     for shard in SHARDS:
         for block in (namespace / shard).iterdir():
             os.utime(block, (1, 1))
@@ -108,7 +108,7 @@ def test_a_command_follows_no_link(
 
 
 def test_what_has_no_name_of_a_block_neither_leaves_nor_counts(root: Path) -> None:
-    """Nor what has the name of a block that belongs elsewhere."""
+    """Nor a file whose name is that of a block of another directory."""
     with fs_harness(root, 60) as harness:
         store_all(harness, harness.keys(40))
         namespace = fs_of(harness)._namespace
@@ -120,7 +120,7 @@ def test_what_has_no_name_of_a_block_neither_leaves_nor_counts(root: Path) -> No
             os.utime(stranger, (1, 1))
         for start in range(1000, 1400, 40):
             store_some(harness, harness.keys(40, start))
-        assert fs_of(harness)._clerk.num_evicted > 40
+        assert fs_of(harness)._publisher.num_evicted > 40
     assert all(stranger.exists() for stranger in strangers)
     assert main(["store", "gc", str(root), "--yes", "--older-than", "0s"]) == 0
     assert all(stranger.exists() for stranger in strangers)
@@ -146,7 +146,7 @@ def test_what_is_in_the_place_of_a_block_stays_and_is_named(
 def test_a_part_of_the_root_that_becomes_a_link_is_not_followed(
     root: Path, tmp_path: Path, name: str
 ) -> None:
-    """While an engine works: it loses its seat, or finds nothing, and writes nothing there."""
+    """While an engine runs: it loses its presence or finds nothing, and writes nothing there."""
     aside, outside = tmp_path / "aside", tmp_path / "elsewhere"
     outside.mkdir()
     with fs_harness(root) as harness:
@@ -171,7 +171,7 @@ def test_no_level_below_a_root_may_be_a_link(tmp_path: Path) -> None:
     (outside / "c" / "file").touch()
     (root / "a").mkdir(parents=True)
     (root / "a" / "b").symlink_to(outside)
-    below = Below(root)
+    below = NoFollowTree(root)
     path = root / "a" / "b" / "c" / "file"
     assert path.exists()
     for attempt in (
@@ -208,7 +208,7 @@ def test_paths_from_the_working_directory(
     directory = tmp_path / name
     (directory / "blocks").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    below = Below(Path(name))
+    below = NoFollowTree(Path(name))
     assert below.is_directory(Path(name) / "blocks")
     assert below.listdir(Path(name) / "blocks") == []
     assert below.listdir(Path(name)) == ["blocks"]
@@ -217,7 +217,7 @@ def test_paths_from_the_working_directory(
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     (tmp_path / "a" / "00").mkdir(parents=True)
     before = set(os.listdir("/proc/self/fd"))
-    below = Below(tmp_path)
+    below = NoFollowTree(tmp_path)
     for name in ("00", "01"):
         with pytest.raises(FileNotFoundError) as missing:
             below.lstat(tmp_path / "a" / name / "file")
@@ -227,7 +227,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 def test_a_directory_that_was_replaced_is_noticed_after_forget(tmp_path: Path) -> None:
     (tmp_path / "a" / "old").mkdir(parents=True)
-    below = Below(tmp_path)
+    below = NoFollowTree(tmp_path)
     assert below.is_directory(tmp_path / "a" / "old")
     (tmp_path / "a").rename(tmp_path / "aside")
     (tmp_path / "a" / "new").mkdir(parents=True)

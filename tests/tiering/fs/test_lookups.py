@@ -1,4 +1,4 @@
-"""Lookups: the scheduler never waits, and what it is told was true not long ago."""
+"""Lookups: the scheduler never waits, and answers were true a short while ago."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 
 from kvtier.base import LookupResult, OffloadKey
 from kvtier.tiering.fs import lookups as module
-from kvtier.tiering.fs.below import Below
-from kvtier.tiering.fs.lookups import Lookups
-from kvtier.tiering.fs.names import LONGEST_KEY, SHARDS, block_path
+from kvtier.tiering.fs.access import NoFollowTree
+from kvtier.tiering.fs.layout import LONGEST_KEY, SHARDS, block_path
+from kvtier.tiering.fs.lookups import LookupCache
 from tests.tiering.patience import wait_until
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -31,14 +31,14 @@ class Clock:
 
 
 class Space:
-    """A namespace with blocks, and lookups in it."""
+    """A namespace with blocks, and a lookup cache."""
 
     def __init__(self, directory: Path) -> None:
         self.path = str(directory)
         for shard in SHARDS:
             (directory / shard).mkdir(parents=True)
         self.errors: list[OSError] = []
-        self.lookups = Lookups(Below(directory.parent), self.path, self.errors.append)
+        self.lookups = LookupCache(NoFollowTree(directory.parent), self.path, self.errors.append)
         self.lookups.start()
 
     def add(self, *keys: OffloadKey) -> None:
@@ -50,13 +50,13 @@ class Space:
             os.unlink(block_path(self.path, each))
 
     def answer(self, keys: list[OffloadKey]) -> list[LookupResult]:
-        """As a step of the scheduler does: what was not known is looked for at its end."""
+        """Ask as the scheduler does: unknown blocks are looked up at the end of the step."""
         answers = self.lookups.answer(keys)
         self.lookups.ask()
         return answers
 
     def known(self, keys: list[OffloadKey]) -> list[LookupResult]:
-        """Asks until there is no RETRY."""
+        """Ask until there is no RETRY."""
         answers: list[LookupResult] = []
 
         def is_known() -> bool:
@@ -90,7 +90,7 @@ Look = Callable[..., os.stat_result]
 
 
 def spy_on(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
-    """Have this called whenever a thread looks for a file."""
+    """Call a function whenever a thread looks up a file."""
 
     def spied(real: Look) -> Look:
         def look(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
@@ -106,7 +106,7 @@ def spy_on(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> No
 
 @pytest.fixture
 def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of all files that were looked for."""
+    """The names of all files that were looked up."""
     names: list[str] = []
     spy_on(monkeypatch, names.append)
     return names
@@ -114,7 +114,7 @@ def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Files are looked for, but nothing is found out before this is called."""
+    """Hold all lookups of files until the returned function is called."""
     opened = threading.Event()
 
     def wait(_: str) -> None:
@@ -136,7 +136,7 @@ def test_nothing_is_known_before_it_was_looked_for(space: Space, gate: Callable[
 def test_nothing_is_looked_for_before_the_end_of_a_step(
     space: Space, looked_for: list[str]
 ) -> None:
-    """Unless there is much: threads are not woken for each block."""
+    """Unless there are many: threads are not woken for each block."""
     space.lookups.answer(keys(3))
     space.lookups.answer(keys(3, start=3))
     assert not space.lookups._questions
@@ -159,7 +159,7 @@ def test_what_follows_an_absent_block_is_not_looked_for(
     space.add(*many[:5])
     assert space.known(many) == [HIT] * 5 + [MISS]
     wait_until(lambda: not space.lookups._questions, "all is answered")
-    # Threads that were at it already may each look for a few.
+    # Threads that had begun already may each look up a few.
     assert len(looked_for) < 4 * module._AT_ONCE
 
 
@@ -168,7 +168,7 @@ def is_missed(space: Space, prompt: list[OffloadKey]) -> bool:
 
 
 def test_a_miss_of_one_prompt_says_nothing_of_another(space: Space) -> None:
-    """All are asked in one step, and none is asked again."""
+    """All are asked for in one step, and none is asked for again."""
     space.add(*keys(4, start=1000))
     prompts = [keys(4, start=10 * number) for number in range(30)] + [keys(4, start=1000)]
     for prompt in prompts:
@@ -180,7 +180,7 @@ def test_a_miss_of_one_prompt_says_nothing_of_another(space: Space) -> None:
 
 
 def test_a_miss_of_one_block_says_nothing_of_others(space: Space) -> None:
-    """Blocks that are asked for one by one are prompts of their own."""
+    """Blocks that are asked for one by one count as separate prompts."""
     asked = keys(20)
     space.add(asked[-1])
     for each in asked:
@@ -219,7 +219,7 @@ def test_what_is_absent_is_so_for_a_while_only(space: Space, clock: Clock) -> No
 
 
 def test_what_is_present_is_so_for_a_while_only(space: Space, clock: Clock) -> None:
-    """Another engine may remove it."""
+    """Another engine may evict it."""
     (key,) = keys(1)
     space.add(key)
     assert space.known([key]) == [HIT]
@@ -231,7 +231,7 @@ def test_what_is_present_is_so_for_a_while_only(space: Space, clock: Clock) -> N
 
 
 def test_what_was_there_lately_need_not_be_stored_again(space: Space, clock: Clock) -> None:
-    """For a shorter time than it is a hit: a store that is left out in vain is not made up for."""
+    """For a shorter time than it is a hit: a store that is skipped by mistake is not repeated."""
     (key,) = keys(1)
     space.lookups.note_present([key])
     clock.now += module._SURELY_FOR_S - 0.1
@@ -268,7 +268,7 @@ def test_what_is_remembered_is_bounded(space: Space, monkeypatch: pytest.MonkeyP
     space.lookups.note_absent(keys(1000, start=2000))
     assert len(space.lookups._present) == 100
     assert len(space.lookups._absent) == 50
-    # The newest knowledge is kept.
+    # The newest answers are kept.
     assert space.answer(keys(100, start=900)) == [HIT] * 100
     assert space.answer(keys(1, start=2999)) == [MISS]
 
@@ -321,7 +321,7 @@ def test_another_namespace_is_not_known(space: Space, tmp_path: Path) -> None:
 
 
 def test_an_error_is_a_miss_and_is_told(space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine computes the block then; it must not wait for a file system that is gone."""
+    """The engine then computes the block; it must not wait for a missing file system."""
     (key,) = keys(1)
     space.add(key)
 

@@ -1,4 +1,4 @@
-"""Jobs that name a block twice, name none, or come from another namespace; two engines at once."""
+"""Jobs with a block twice, without blocks, or from another namespace; two engines at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.base import LookupResult
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs import metrics
+from kvtier.tiering.fs import manager
 from tests.tiering.fs.accounts import (
     Figures,
     load_all,
@@ -19,8 +19,8 @@ from tests.tiering.fs.accounts import (
     wait_until_stored,
     wait_until_the_gauge_is_right,
 )
+from tests.tiering.fs.harness import block_files, bytes_for, du, fs_harness, silent_files
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, silent_files
 from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(8)
@@ -109,7 +109,7 @@ def test_the_second_engine_finds_what_the_first_stored(root: Path) -> None:
     with fs_harness(root) as one, fs_harness(root) as two:
         assert not two.hits(KEYS)
         store_all(one, KEYS)
-        # It was told otherwise a moment ago, and believes that for a while.
+        # Its last lookup found it absent, and that answer is kept for a while.
         wait_until(lambda: two.look_up_batch(KEYS) == [LookupResult.HIT] * 8, "found", 10.0)
         load_all(two, KEYS)
         store_all(two, LATER)
@@ -150,7 +150,7 @@ def test_two_engines_share_a_quota_that_is_too_small_for_both(root: Path) -> Non
 
 
 def test_foreign_blocks_are_never_evicted(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A new model finds the root full of another's: it stores nothing, and says so once."""
+    """A new model finds the root full of another's blocks: it stores nothing, and logs it once."""
     limit = bytes_for(100)
     with fs_harness(root, max_bytes=limit, namespace="other weights") as theirs:
         for start in range(0, 400, 20):
@@ -161,8 +161,8 @@ def test_foreign_blocks_are_never_evicted(root: Path, caplog: pytest.LogCaptureF
         figures = Figures(harness)
         for start in range(0, 200, 20):
             store_some(harness, harness.keys(20, start))
-        assert figures[metrics.REFUSED] > 100
-        assert figures[metrics.EVICTED] >= 0
+        assert figures[manager.REFUSED] > 100
+        assert figures[manager.EVICTED] >= 0
         left = {path: path.stat().st_ino for path in block_files(root)}
         assert there.items() <= left.items()
         assert du(root) <= limit
@@ -184,7 +184,7 @@ def test_an_engine_evicts_its_own_blocks_beside_foreign_ones(root: Path) -> None
 
 
 def test_loads_and_stores_of_two_engines_from_two_threads(root: Path) -> None:
-    """The engines share a process here, and no lock of it may be forgotten."""
+    """The engines share a process here, so every lock must also exclude threads."""
     problems: list[BaseException] = []
 
     def live(harness: TierHarness) -> None:

@@ -1,4 +1,4 @@
-"""What the user may set, and what is said against the rest."""
+"""Accepted keys of the fs tier, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import pytest
 from kvtier.base import Locality, Medium
 from kvtier.config import ConfigError
 from kvtier.testing import TierHarness
-from kvtier.testing.sample_spec import sample_spec
+from kvtier.testing.harness import sample_spec
 from kvtier.tiering.factory import SecondaryTierFactory
+from kvtier.tiering.fs.access import RootRefused
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from kvtier.tiering.fs.options import FsOptions
-from kvtier.tiering.fs.refusal import RootRefused
 from tests.config.sample import make_config
-from tests.tiering.fs.rig import ROW_BYTES, bytes_for, fs_harness
-from tests.tiering.rig import PlainSpec
+from tests.tiering.driven_manager import PlainSpec
+from tests.tiering.fs.harness import ROW_BYTES, bytes_for, fs_harness
 
 
 def parsed(tmp_path: Path, **given: Any) -> FsOptions:
-    return FsOptions.parse({"root_dir": str(tmp_path / "kv"), "max_bytes": "1GiB"} | given)
+    options = FsOptions.parse({"root_dir": str(tmp_path / "kv"), "max_bytes": "1GiB"} | given)
+    options.require_place()
+    return options
 
 
 def test_a_root_and_a_size_are_enough(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
 
 
 def test_weights_that_nobody_names_are_refused(tmp_path: Path) -> None:
-    """Blocks of other weights under the same name would be taken for ours."""
+    """Or blocks of other weights with the same name would be taken for ours."""
 
     def make_tier(_: object, view: memoryview) -> FsSecondaryTierManager:
         return FsSecondaryTierManager(
@@ -197,5 +199,5 @@ def test_too_little_is_shown_as_it_was_given(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_parent_is_called_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="file is no directory"):
+    with pytest.raises(ConfigError, match="file is not a directory"):
         parsed(tmp_path, root_dir=str(tmp_path / "file" / "kv"))

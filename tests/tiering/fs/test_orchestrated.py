@@ -1,4 +1,4 @@
-"""The fs tier below host memory, as a user's configuration puts it there."""
+"""The fs tier below host memory, made from a user's configuration."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from kvtier.base import Locality, LookupResult, Medium, ReqContext
 from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.factory import TierStartError
-from kvtier.tiering.fs import lookups, metrics
-from kvtier.tiering.fs.below import Below
+from kvtier.tiering.fs import lookups, manager
+from kvtier.tiering.fs.access import NoFollowTree
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
-from tests.tiering.disk.rig import bytes_for as slab_bytes_for
-from tests.tiering.disk.rig import is_mapped
+from tests.tiering.disk.harness import bytes_for as slab_bytes_for
+from tests.tiering.disk.harness import is_mapped
 from tests.tiering.engine import Engine, engine_with
 from tests.tiering.fs.engine import configured_engine, engine_with_faults
-from tests.tiering.fs.rig import block_files, bytes_for, du, fs_harness, fs_of, silent_files
+from tests.tiering.fs.harness import block_files, bytes_for, du, fs_harness, fs_of, silent_files
 from tests.tiering.patience import wait_until
 
 PROMPTS = [TierHarness.keys(6, start=10 * number) for number in range(12)]
@@ -51,7 +51,7 @@ def test_a_restarted_engine_is_warm(root: Path) -> None:
         serve_all(engine)
     with configured_engine(root) as engine:
         assert serve_all(engine) == [6] * 12
-        wait_until(lambda: engine.figures()[metrics.BLOCKS] == 72, "the gauge")
+        wait_until(lambda: engine.figures()[manager.BLOCKS] == 72, "the gauge")
 
 
 def test_a_second_engine_is_warm_from_the_start(root: Path) -> None:
@@ -115,7 +115,7 @@ def test_events_tell_what_is_where(root: Path) -> None:
 
 
 def test_an_engine_ends_though_its_files_do_not_answer(root: Path) -> None:
-    """It leaves the tier behind. What may still be written into stays mapped until it has been."""
+    """It abandons the tier. Memory that the kernel may still write to stays mapped."""
     threads = set(threading.enumerate())
     engine, faulty = engine_with_faults(root, FaultSchedule(), num_rows=8, shutdown_timeout_s=0.2)
     fs = faulty.tier
@@ -130,7 +130,7 @@ def test_an_engine_ends_though_its_files_do_not_answer(root: Path) -> None:
         def is_loading() -> bool:
             engine.manager.lookup_prefix(PROMPTS[0], request)
             engine.step()
-            return any(lane._num_under_way for lane in fs._lanes)
+            return any(lane._num_in_flight for lane in fs._lanes)
 
         wait_until(is_loading, "a load is under way")
         address = fs._rows_address
@@ -144,15 +144,15 @@ def test_an_engine_ends_though_its_files_do_not_answer(root: Path) -> None:
 def test_an_engine_leaves_its_seat_though_the_file_server_is_slow(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses of many blocks wait to be noted: that may be given up, the rest of the end may not."""
-    real = Below.lstat
+    """Uses of many blocks wait to be written: these may be dropped at shutdown."""
+    real = NoFollowTree.lstat
 
-    def lstat(self: Below, path: str | Path) -> os.stat_result:
+    def lstat(self: NoFollowTree, path: str | Path) -> os.stat_result:
         if threading.current_thread().name == "kvtier-fs-uses":
             time.sleep(0.005)
         return real(self, path)
 
-    monkeypatch.setattr(Below, "lstat", lstat)
+    monkeypatch.setattr(NoFollowTree, "lstat", lstat)
     with configured_engine(root) as engine:
         engine.serve(PROMPTS[0])
         engine.settle()
@@ -163,7 +163,7 @@ def test_an_engine_leaves_its_seat_though_the_file_server_is_slow(
 def test_what_was_stored_after_it_was_missed_is_not_offered_again(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its use is to be noted before its file is there."""
+    """Its use is to be written before its file exists."""
     monkeypatch.setattr(lookups, "_SURELY_FOR_S", 0.0)
     request = ReqContext("late")
     with fs_harness(root) as harness:
@@ -209,7 +209,7 @@ def test_a_start_that_fails_says_which_tier(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_was_removed_while_it_was_hot_is_stored_again(root: Path) -> None:
-    """At its second use from host memory: the first one finds that the files are gone."""
+    """At its second use from host memory: at the first, the files are found missing."""
     prompt = PROMPTS[0]
     with configured_engine(root) as engine:
         engine.serve(prompt)
@@ -231,7 +231,7 @@ def test_a_prompt_that_was_removed_while_it_was_hot_is_stored_again(root: Path) 
 
 
 def test_a_prompt_of_a_peer_fills_the_disk_in_front(root: Path, tmp_path: Path) -> None:
-    """It crosses the network once: the next engine on this disk needs no shared directory."""
+    """It crosses the network once: the next engine with this disk does not need the root."""
     disk = {"type": "disk", "path": str(tmp_path / "kv.slab"), "max_bytes": slab_bytes_for(256)}
     fs = {"type": "fs", "root_dir": str(root), "max_bytes": bytes_for(256)}
     with configured_engine(root) as peer:

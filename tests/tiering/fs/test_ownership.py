@@ -1,4 +1,4 @@
-"""A root of another user, or one that others may write to, is refused; root acts for its owner."""
+"""A root of another user, or one that others may write to, is refused; root acts as its owner."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.store.fs_removal import seat_at
-from kvtier.cli.store.refusal import NotDone, StoreRefused
-from kvtier.tiering.fs.below import Below
-from kvtier.tiering.fs.refusal import RootRefused
-from kvtier.tiering.fs.seat import Occupant, Seat
+from kvtier.tiering.fs.access import NoFollowTree, RootRefused
+from kvtier.tiering.fs.maintenance import opened_root
+from kvtier.tiering.fs.presence import EngineInfo, Presence
+from kvtier.tiering.inspection import InspectionRefused, InspectionTimedOut
 from tests.test_architecture import SRC
 from tests.tiering.fs.accounts import load_all, store_all, wait_until_stored
 from tests.tiering.fs.hardship import directory_for_everybody, somebody_else
+from tests.tiering.fs.harness import fs_harness
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import fs_harness
 from tests.tiering.patience import wait_until
 
 NOBODY = 65534
@@ -72,7 +71,7 @@ def test_what_others_may_write_to_is_refused(tmp_path: Path, part: str, mode: in
 
 
 def test_an_engine_of_another_user_is_refused(theirs: Path) -> None:
-    """Also root: what it stored there, the others could not read."""
+    """Even if it is run by root: other engines could not read what it stores."""
     before = sorted(theirs.rglob("*"))
     refusal = refusal_of(theirs)
     assert f"{theirs} belongs to uid {NOBODY}, and this process runs as uid 0" in refusal
@@ -94,8 +93,8 @@ def test_a_part_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_a_server_that_maps_users_is_no_reason_to_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with root_squash or all_squash: nothing there belongs to our uid, and neither do new
-    files. No such server can be had here, so our own uid is another one."""
+    """As with root_squash or all_squash: neither existing nor new files belong to our uid. No such
+    server is available here, so the test changes our own uid."""
     root = tmp_path / "root"
     with fs_harness(root) as harness:
         store_all(harness, harness.keys(4))
@@ -107,13 +106,14 @@ def test_a_server_that_maps_users_is_no_reason_to_refuse(
 
 def test_a_root_of_someone_else_in_the_place_of_ours_is_left_alone() -> None:
     with directory_for_everybody() as directory:
-        root, aside = directory / "root", directory / "aside"
+        root, aside, theirs = directory / "root", directory / "aside", directory / "theirs"
         with fs_harness(root) as harness:
             store_all(harness, harness.keys(4))
             root.rename(aside)
-            shutil.copytree(aside, root)
-            for path in (root, *root.rglob("*")):
+            shutil.copytree(aside, theirs)
+            for path in (theirs, *theirs.rglob("*")):
                 os.chown(path, NOBODY, NOBODY)
+            theirs.rename(root)  # at once: the engine must not find it while it still is ours
             before = sorted(root.rglob("*"))
             starts = iter(range(100, 100_000, 4))
             wait_until(
@@ -141,7 +141,7 @@ def test_what_root_makes_in_a_root_belongs_to_its_owner(theirs: Path, command: l
     os.chown(theirs / "engines", NOBODY, NOBODY)
     (theirs / "ledger").unlink()
     name, *options = command
-    # A process of its own: whatever it still has to import, that user may not be able to read.
+    # In another process: that user may not be able to read modules that are not imported yet.
     ran = subprocess.run(
         [sys.executable, "-m", "kvtier", "store", name, str(theirs), *options],
         env=os.environ | {"PYTHONPATH": str(SRC)},
@@ -157,7 +157,7 @@ def test_what_root_makes_in_a_root_belongs_to_its_owner(theirs: Path, command: l
 
 @contextmanager
 def swapped_for_a_link(blocks: Path, victim: Path) -> Iterator[None]:
-    """A process of the owner swaps a directory for a link to another, as fast as can be."""
+    """A process of the owner swaps a directory for a link to another, as fast as it can."""
     child = os.fork()
     if not child:
         try:
@@ -186,8 +186,8 @@ def test_a_race_for_what_root_makes_is_not_won(theirs: Path) -> None:
     shutil.rmtree(theirs / "blocks")
     with swapped_for_a_link(theirs / "blocks", victim):
         for _ in range(150):
-            with suppress(StoreRefused, NotDone), seat_at(theirs, 0.2):
-                pass  # it was quicker this time
+            with suppress(InspectionRefused, InspectionTimedOut), opened_root(theirs, 0.2):
+                pass  # the swap won the race this time
             status = victim.stat()
             assert (status.st_uid, status.st_gid) == (0, 0)
             with suppress(OSError):
@@ -200,7 +200,7 @@ def test_a_dead_engine_behind_a_foreign_name_is_reclaimed(tmp_path: Path) -> Non
     with fs_harness(root):
         pass
     engines = root / "engines"
-    dead = Seat(Below(root), engines, Occupant.here("dead", ""))
+    dead = Presence(NoFollowTree(root), engines, EngineInfo.here("dead", ""))
     Path(dead.incoming()).write_bytes(b"half a block")
     dead.abandon()
     os.mkfifo(engines / ("00" * 16 + ".alive"))

@@ -1,5 +1,5 @@
-"""A directory that others empty, damage, forbid, unmount or lock: health events, never a hang or a
-wrong byte, and the tier is used again by itself where that is possible."""
+"""A directory that others empty, damage, forbid, unmount or lock: errors are counted, nothing
+hangs, no wrong byte is served, and the tier resumes by itself where that is possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from kvtier.base import LookupResult
 from kvtier.cli import main
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs import metrics
+from kvtier.tiering.fs import lookups, manager
 from kvtier.tiering.fs.ledger import Ledger
 from tests.tiering.descriptors import no_more_descriptors
 from tests.tiering.disk.small_disk import loop_disk, small_tmpfs
@@ -35,8 +35,8 @@ from tests.tiering.fs.hardship import (
     somebody_else,
     stopped_holder,
 )
+from tests.tiering.fs.harness import fs_harness, fs_of, silent_files
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import fs_harness, fs_of, silent_files
 from tests.tiering.patience import wait_until
 
 KEYS = TierHarness.keys(8)
@@ -63,7 +63,7 @@ def new_keys() -> Iterator[int]:
 
 
 def store_new_until(harness: TierHarness, is_so: Callable[[set[bytes]], bool], what: str) -> None:
-    """Store ever new blocks until it turns out as it should."""
+    """Store new blocks until the result is as expected."""
     starts = new_keys()
     wait_until(lambda: is_so(set(store_some(harness, harness.keys(4, next(starts))))), what)
 
@@ -103,7 +103,7 @@ def test_an_engine_whose_permission_is_lost_can_be_shut_down() -> None:
         root.chmod(0o700)
         with fs_harness(root) as harness:
             load_all(harness, KEYS)
-            wait_until(lambda: len(os.listdir(root / "engines")) == 2, "its seat is reclaimed")
+            wait_until(lambda: len(os.listdir(root / "engines")) == 2, "its presence is reclaimed")
             wait_until_the_gauge_is_right(harness, root)
 
 
@@ -132,20 +132,21 @@ def test_a_disk_that_fails_for_a_while(tmp_path: Path) -> None:
         store_all(harness, KEYS)
         with disk.broken():
             for _ in range(3):
-                load_some(harness, KEYS)  # what it brings was checked
+                load_some(harness, KEYS)  # the harness has compared its bytes
                 store_some(harness, LATER)
             wait_until(lambda: figures.errors("EIO") > 0, "it is counted")
 
 
 def test_a_file_system_that_becomes_read_only(tmp_path: Path) -> None:
-    """Stores fail by name, nothing raises, and what is there may still be loaded."""
+    """Stores fail and are counted by error, nothing raises, and stored blocks may still be
+    loaded."""
     with loop_disk(tmp_path, 64 << 20) as disk, fs_harness(disk.root / "root") as harness:
         figures = Figures(harness)
         store_all(harness, KEYS)
         disk.become_read_only()
         store_new_until(harness, lambda stored: not stored, "stores fail")
         wait_until(lambda: figures.errors("EROFS") > 0, "it is counted")
-        load_some(harness, KEYS)  # and what it brings was checked
+        load_some(harness, KEYS)  # the harness has compared its bytes
         assert not store_some(harness, LATER)
         harness.drain()
         harness.shut_down()
@@ -176,7 +177,9 @@ def test_a_mount_that_vanishes_and_comes_back(tmp_path: Path, is_mount_point: bo
             wait_until_stored(harness, LATER)
             wait_until(lambda: harness.hits(KEYS) == set(KEYS), "what was there is found again")
             load_all(harness, KEYS)
-            wait_until(lambda: len(os.listdir(root / "engines")) == 2, "our old seat is reclaimed")
+            wait_until(
+                lambda: len(os.listdir(root / "engines")) == 2, "our old presence is reclaimed"
+            )
             wait_until_the_gauge_is_right(harness, root)
 
 
@@ -187,7 +190,7 @@ def mounted_device(mount_point: Path) -> str:
 
 
 def test_what_is_written_when_the_mount_vanishes_is_not_published_below(tmp_path: Path) -> None:
-    """The first blocks of a namespace, whose directories are still to be made."""
+    """The first blocks of a namespace, before its directories exist."""
     with loop_disk(tmp_path, 64 << 20) as disk, fs_harness(disk.root) as harness:
         device = mounted_device(disk.root)
         with silent_files(harness.tier):
@@ -221,7 +224,7 @@ def test_an_engine_whose_mount_is_gone_can_be_shut_down(tmp_path: Path) -> None:
 
 
 def test_another_root_in_the_place_of_ours(tmp_path: Path) -> None:
-    """The tier goes on in the new one; the old one is cleaned up by whoever opens it."""
+    """The tier goes on in the new one; the next engine that opens the old one cleans it up."""
     root, other = tmp_path / "root", tmp_path / "other"
     with fs_harness(other) as harness:
         store_all(harness, LATER)
@@ -261,12 +264,12 @@ def test_stale_handles_for_a_while(root: Path) -> None:
 
 
 def test_a_ledger_whose_handle_stays_stale_is_opened_again(root: Path) -> None:
-    """As on NFS after the server has lost the file and got it back: the old handle is of no use
-    any more, a new one is."""
+    """As on NFS after the server has lost the file and restored it: old handles fail, new ones
+    work."""
     with fs_harness(root) as harness:
         figures = Figures(harness)
         store_all(harness, KEYS)
-        old = fs_of(harness)._books.ledger._fd
+        old = fs_of(harness)._session.ledger._fd
         spare = os.dup(old)  # so that its number is not given to another file
         concerned = {old}
         try:
@@ -278,7 +281,7 @@ def test_a_ledger_whose_handle_stays_stale_is_opened_again(root: Path) -> None:
                 load_all(harness, KEYS)
 
                 def is_opened_again() -> bool:
-                    if fs_of(harness)._books.ledger._fd != old:
+                    if fs_of(harness)._session.ledger._fd != old:
                         return True
                     store_some(harness, LATER)
                     return False
@@ -294,7 +297,7 @@ def test_a_ledger_whose_handle_stays_stale_is_opened_again(root: Path) -> None:
 
 
 def empty(root: Path) -> None:
-    """rm -rf ROOT/*, while engines may put things there."""
+    """rm -rf ROOT/*, while engines may write there."""
     while names := os.listdir(root):
         for name in names:
             path = root / name
@@ -305,7 +308,7 @@ def empty(root: Path) -> None:
 
 
 def test_a_root_that_is_emptied(root: Path) -> None:
-    """Nothing is found and nothing stored until someone makes it a root again."""
+    """No block is found or stored until the root is made again."""
     with fs_harness(root) as harness:
         figures = Figures(harness)
         store_all(harness, KEYS)
@@ -325,10 +328,13 @@ def test_a_root_that_is_emptied(root: Path) -> None:
 
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_a_root_that_is_gone_is_made_again_by_a_command(
-    root: Path, is_removed: bool, caplog: pytest.LogCaptureFixture
+    root: Path,
+    is_removed: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The log says so, the gauge does not keep what it said, and nobody speaks of a lack of
-    room."""
+    """The log says so, the gauge goes to 0, and no store is refused for lack of space."""
+    monkeypatch.setattr(lookups, "_PRESENT_FOR_S", 0.5)  # a block that was found is a hit for 30 s
     with fs_harness(root) as harness, caplog.at_level(logging.WARNING):
         figures = Figures(harness)
         store_all(harness, KEYS)
@@ -341,12 +347,12 @@ def test_a_root_that_is_gone_is_made_again_by_a_command(
 
         def gauges() -> tuple[float, float]:
             told = fs_of(harness).get_stats().gauges
-            return told[metrics.USED_BYTES], told[metrics.BLOCKS]
+            return told[manager.USED_BYTES], told[manager.BLOCKS]
 
         wait_until(lambda: gauges() == (0, 0), "there is nothing")
         assert not store_some(harness, LATER)
-        assert figures[metrics.REFUSED] == 0
-        assert figures[metrics.FAILED] > 0
+        assert figures[manager.REFUSED] == 0
+        assert figures[manager.FAILED] > 0
         [told] = [message for message in caplog.messages if "ENOENT" in message]
         assert str(root) in told
         assert f"`kvtier store init {root}`" in told
@@ -402,7 +408,7 @@ def test_a_ledger_that_is_lost_is_made_anew_while_engines_run(
         wait_until_stored(two, two.keys(4, start=600))
         load_all(one, LATER)
         load_all(two, KEYS)
-        wait_until(lambda: len(os.listdir(root / "engines")) == 4, "old seats are reclaimed")
+        wait_until(lambda: len(os.listdir(root / "engines")) == 4, "old presences are reclaimed")
         wait_until_the_gauge_is_right(one, root)
         wait_until_the_gauge_is_right(two, root)
     assert not [record for record in caplog.records if record.exc_info], "a bug, by its log"
@@ -419,11 +425,11 @@ def test_a_ledger_that_is_lost_while_nobody_runs_is_made_anew(
         load_all(harness, KEYS)
         store_all(harness, LATER)
         wait_until_the_gauge_is_right(harness, root)
-        assert harness.call("get_stats").gauges[metrics.BLOCKS] == 16
+        assert harness.call("get_stats").gauges[manager.BLOCKS] == 16
 
 
 def test_a_ledger_that_is_deleted_while_engines_run(root: Path) -> None:
-    """Nobody stores until an engine starts and makes it anew; loads go on."""
+    """No engine stores until another one starts and creates it; loads go on."""
     with fs_harness(root) as harness:
         figures = Figures(harness)
         store_all(harness, KEYS)
@@ -440,7 +446,7 @@ def test_a_ledger_that_is_deleted_while_engines_run(root: Path) -> None:
 @pytest.mark.parametrize("is_newer", [False, True])
 @pytest.mark.parametrize("is_running", [False, True])
 def test_one_damaged_copy_of_the_ledger(root: Path, is_newer: bool, is_running: bool) -> None:
-    """The other says what is there, or it is counted again."""
+    """The other copy is used, or the blocks are counted again."""
 
     def flip_copy() -> None:
         ledger = Ledger(root / "ledger")
@@ -463,7 +469,7 @@ def test_one_damaged_copy_of_the_ledger(root: Path, is_newer: bool, is_running: 
 
 
 def test_the_sign_of_life_of_a_running_engine_is_deleted(root: Path) -> None:
-    """Others take it for dead. It takes another seat, and no block is lost or counted twice."""
+    """Others take it for dead. It joins again, and no block is lost or counted twice."""
     with fs_harness(root) as one:
         store_all(one, KEYS)
         (alive,) = (root / "engines").glob("*.alive")
@@ -481,8 +487,8 @@ def test_the_sign_of_life_of_a_running_engine_is_deleted(root: Path) -> None:
 
 
 def be_impatient(harness: TierHarness) -> None:
-    """Tests do not wait as long for the ledger as engines do."""
-    fs_of(harness)._books._patience_s = 0.2
+    """A shorter patience for the ledger than engines have."""
+    fs_of(harness)._session._patience_s = 0.2
 
 
 def test_a_stopped_process_that_has_the_ledger_locked(root: Path) -> None:
@@ -510,7 +516,7 @@ def test_an_engine_ends_though_the_ledger_stays_locked(root: Path) -> None:
             assert not harness.ledger.unreported
     with fs_harness(root) as harness:
         load_all(harness, KEYS)
-        wait_until(lambda: len(os.listdir(root / "engines")) == 2, "its seat is reclaimed")
+        wait_until(lambda: len(os.listdir(root / "engines")) == 2, "its presence is reclaimed")
         wait_until_the_gauge_is_right(harness, root)
 
 

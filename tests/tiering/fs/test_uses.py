@@ -1,4 +1,4 @@
-"""When blocks were used stands in their files, for every engine to see."""
+"""The times of uses are written into the files' mtimes, where every engine sees them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.fs import uses as module
-from kvtier.tiering.fs.below import Below
-from kvtier.tiering.fs.names import LONGEST_KEY, SHARDS, block_path
-from kvtier.tiering.fs.uses import Uses
+from kvtier.tiering.fs import lookups as module
+from kvtier.tiering.fs.access import NoFollowTree
+from kvtier.tiering.fs.layout import LONGEST_KEY, SHARDS, block_path
+from kvtier.tiering.fs.lookups import UseStamps
 from tests.tiering.patience import PATIENCE_S, wait_until
 
 LONG_AGO_NS = 10**18
@@ -22,7 +22,7 @@ SAME_USE_S = module._SAME_USE_NS / 1e9
 
 
 class Clock:
-    """Two clocks that only tests move."""
+    """Two clocks that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Noted:
-    """A namespace with blocks, and a thread that notes their uses."""
+    """A namespace with blocks, and a thread that writes their uses."""
 
     def __init__(self, directory: Path) -> None:
         self.path = str(directory)
@@ -49,8 +49,8 @@ class Noted:
         self.num_marks = 0
         self.errors: list[OSError] = []
         self.coming: set[OffloadKey] = set()
-        self.below = Below(directory.parent)
-        self.uses = Uses(self.below, self.errors.append, self.coming.__contains__)
+        self.below = NoFollowTree(directory.parent)
+        self.uses = UseStamps(self.below, self.errors.append, self.coming.__contains__)
         self.uses.start()
 
     def add(self, *keys: OffloadKey) -> None:
@@ -65,7 +65,7 @@ class Noted:
         self.uses.note(self.path, keys)
 
     def wait(self) -> None:
-        """Until all that was noted is written."""
+        """Wait until all uses are written."""
         self.num_marks += 1
         mark = OffloadKey(b"mark %d" % self.num_marks)
         wait_until(lambda: not self.uses._waiting, "nothing waits")
@@ -154,7 +154,7 @@ def test_what_has_left_is_passed_over(noted: Noted, clock: Clock) -> None:
 
 
 def test_a_block_that_comes_back_is_noted(noted: Noted, clock: Clock) -> None:
-    """That it was not there is not remembered as a use."""
+    """A missing file is not remembered as a use."""
     (key,) = keys(1)
     noted.note(key)
     noted.wait()
@@ -294,7 +294,7 @@ def test_of_a_prompt_that_is_too_long_the_head_is_noted(
 def test_the_end_does_not_wait_for_a_slow_file_server(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What could not be written in a moment is forgotten."""
+    """Uses that cannot be written within the time limit are dropped."""
     monkeypatch.setattr(module, "_WRITE_EVERY_S", 3600.0)
     noted = Noted(tmp_path / "namespace")
     noted.add(*keys(100))

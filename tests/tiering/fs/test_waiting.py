@@ -1,4 +1,4 @@
-"""Nobody waits for ever: not for a ledger that another has, nor for blocks that do not leave."""
+"""No thread waits for ever: not for a locked ledger, nor for blocks that cannot be evicted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.tiering.fs import clerk as clerk_module
-from kvtier.tiering.fs.books import Books
-from kvtier.tiering.fs.lease import Lease, Shut
-from kvtier.tiering.fs.seat import Occupant
+from kvtier.tiering.fs import publisher as publisher_module
+from kvtier.tiering.fs.presence import EngineInfo
+from kvtier.tiering.fs.quota import ReservationPool, StoresSuspended
+from kvtier.tiering.fs.root import RootSession
 from tests.tiering.fs.accounts import store_some, wait_until_stored
+from tests.tiering.fs.harness import block_files, fs_harness, fs_of
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.fs.rig import block_files, fs_harness, fs_of
 from tests.tiering.patience import PATIENCE_S, wait_until
 
 FOR_EVER_S = 3600.0
@@ -33,22 +33,22 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def other(root: Path) -> Iterator[Books]:
-    books = Books(root, Occupant.here("other", ""), PATIENCE_S)
-    yield books
-    books.close()
+def other(root: Path) -> Iterator[RootSession]:
+    session = RootSession(root, EngineInfo.here("other", ""), PATIENCE_S)
+    yield session
+    session.close()
 
 
-def is_refused(lease: Lease, times: int) -> Callable[[], bool]:
-    """Whether so many who came one after the other were all refused by now. They have a thread,
-    which ends with the lease."""
-    refused: list[Shut] = []
+def is_refused(pool: ReservationPool, times: int) -> Callable[[], bool]:
+    """True once `times` calls of `take`, one after the other, were all refused. They run on a
+    thread that ends with the pool."""
+    refused: list[StoresSuspended] = []
 
     def take() -> None:
         for _ in range(times):
             try:
-                lease.take()
-            except Shut as refusal:
+                pool.take()
+            except StoresSuspended as refusal:
                 refused.append(refusal)
 
     threading.Thread(target=take, daemon=True).start()
@@ -56,33 +56,35 @@ def is_refused(lease: Lease, times: int) -> Callable[[], bool]:
 
 
 def fill(root: Path, harness: Any) -> None:
-    """Store until blocks leave."""
+    """Store until blocks are evicted."""
     start = 0
-    while not fs_of(harness)._clerk.num_evicted:
+    while not fs_of(harness)._publisher.num_evicted:
         store_some(harness, harness.keys(8, start))
         start += 8
     assert block_files(root)
 
 
 def test_who_comes_while_another_has_the_ledger_does_not_wait_as_well(
-    root: Path, other: Books
+    root: Path, other: RootSession
 ) -> None:
-    """One has waited in vain. As many as there are blocks would wait for hours, one by one."""
+    """One store has waited in vain. If each block waited as long in turn, it would take hours."""
     with fs_harness(root) as harness:
         tier = fs_of(harness)
-        lease = tier._clerk.lease
-        patience_s, tier._books._patience_s = tier._books._patience_s, 0.05
+        pool = tier._publisher.pool
+        patience_s, tier._session._patience_s = tier._session._patience_s, 0.05
         with other.transaction():
-            wait_until(is_refused(lease, 1), "the first is refused")
-            tier._books._patience_s = FOR_EVER_S
-            wait_until(is_refused(lease, 200), "nobody else waits")
-            tier._books._patience_s = patience_s
+            wait_until(is_refused(pool, 1), "the first is refused")
+            tier._session._patience_s = FOR_EVER_S
+            wait_until(is_refused(pool, 200), "nobody else waits")
+            tier._session._patience_s = patience_s
         wait_until_stored(harness, harness.keys(4))
 
 
-def test_all_that_is_queued_ends_while_another_has_the_ledger(root: Path, other: Books) -> None:
+def test_all_that_is_queued_ends_while_another_has_the_ledger(
+    root: Path, other: RootSession
+) -> None:
     with fs_harness(root, num_rows=200) as harness:
-        fs_of(harness)._books._patience_s = 0.5
+        fs_of(harness)._session._patience_s = 0.5
         with other.transaction():
             job = harness.store(harness.keys(200))
             harness.drain()
@@ -92,9 +94,8 @@ def test_all_that_is_queued_ends_while_another_has_the_ledger(root: Path, other:
 def test_blocks_that_all_refuse_to_leave_are_not_waited_for(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Someone has made a backup by hard links. Nobody can tell it from blocks that are being
-    published, for a minute."""
-    monkeypatch.setattr(clerk_module, "_PATIENCE_S", 0.3)
+    """A backup by hard links looks for a minute like blocks that are being published."""
+    monkeypatch.setattr(publisher_module, "_PATIENCE_S", 0.3)
     with fs_harness(root, 20) as harness:
         fill(root, harness)
         for number, path in enumerate(block_files(root)):
@@ -109,8 +110,8 @@ def test_blocks_that_all_refuse_to_leave_are_not_waited_for(
 def test_a_directory_that_does_not_answer_is_not_waited_for(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sweeper hangs in it, and says nothing at all."""
-    monkeypatch.setattr(clerk_module, "_PATIENCE_S", 0.3)
+    """The sweeper hangs in it, and reports nothing."""
+    monkeypatch.setattr(publisher_module, "_PATIENCE_S", 0.3)
     answers = threading.Event()
     real = os.scandir
 

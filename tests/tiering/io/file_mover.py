@@ -1,4 +1,4 @@
-"""A small tier around lanes: numbered blocks in one plain file, and all that can go wrong."""
+"""A small tier around lanes: numbered blocks in one plain file, with injectable faults."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ import numpy as np
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.tiering.base import PrimaryRows, TransferJob
 from kvtier.tiering.io.aio import address_of
+from kvtier.tiering.io.buffers import Payload, Routes
 from kvtier.tiering.io.lane import Ended, Lane
 from kvtier.tiering.io.page import PAGE_BYTES, close_page, is_intact
-from kvtier.tiering.io.payload import Payload
-from kvtier.tiering.io.route import Routes
-from kvtier.tiering.io.transfer import Transfer, Unit
-from kvtier.tiering.io.work import WorkQueue
+from kvtier.tiering.io.queue import Transfer, Unit, WorkQueue
 
 ROW_BYTES = 4096
 PIECE_BYTES = PAGE_BYTES + ROW_BYTES
@@ -28,7 +26,7 @@ _NUMBER_BYTES = 8
 
 
 class FileMover:
-    """Block `n` is kept at `n * PIECE_BYTES`. Notes what lanes ask, and answers as it is told."""
+    """Block `n` is at `n * PIECE_BYTES`. Records the lanes' calls and injects faults."""
 
     def __init__(self, path: Path, max_pieces: int = 1) -> None:
         self.where = path
@@ -46,7 +44,7 @@ class FileMover:
         self.begun: list[Unit[int]] = []
         self.ended: list[tuple[Unit[int], int]] = []
         self.noted: Counter[tuple[int, bool]] = Counter()
-        # What goes wrong, by the number of the first block.
+        # Faults, by the number of the first block.
         self.cannot_begin: dict[int, Callable[[], Exception]] = {}
         self.places: dict[int, tuple[int, int]] = {}
         self.cannot_end: set[int] = set()
@@ -74,7 +72,7 @@ class FileMover:
             lane.join()
 
     def close(self) -> None:
-        """Once more changes nothing."""
+        """Further calls do nothing."""
         self.stop()
         if self.fd >= 0:
             os.close(self.fd)
@@ -82,8 +80,8 @@ class FileMover:
         self.rows.release()
 
     def check_rows_are_free(self) -> None:
-        """Nobody holds a row any more. Not for tests in which exceptions are logged: pytest keeps
-        them, and they keep what was on the stack."""
+        """Check that no reference to a row is left. Not for tests that log exceptions: pytest keeps
+        those, with the objects on their stack."""
         self.memory.close()
 
     # --- jobs ----------------------------------------------------------------------------------
@@ -96,11 +94,11 @@ class FileMover:
         return transfer
 
     def store(self, *numbers: int) -> Transfer[int]:
-        """Out of the rows of the same numbers."""
+        """Store blocks from the rows with the same numbers."""
         return self.submit(numbers, numbers, is_load=False)
 
     def load(self, *numbers: int) -> Transfer[int]:
-        """Into the rows of the same numbers."""
+        """Load blocks into the rows with the same numbers."""
         return self.submit(numbers, numbers, is_load=True)
 
     # --- what lanes ask ------------------------------------------------------------------------
@@ -149,12 +147,12 @@ class FileMover:
     # --- what was seen -------------------------------------------------------------------------
 
     def errors_of(self, transfer: Transfer[int]) -> list[int]:
-        """With which the units of a transfer were ended, in the order of their pieces."""
+        """Error numbers with which the units of a transfer ended, in the order of their pieces."""
         ended = [(u.pieces[0][1], error) for u, error in self.ended if u.transfer is transfer]
         return [error for _, error in sorted(ended)]
 
     def check_ends(self) -> None:
-        """Every unit that was begun has been ended, once."""
+        """Check that every unit that was begun has ended once."""
         assert Counter(map(id, self.begun)) == Counter(id(unit) for unit, _ in self.ended)
         assert [route._num_open for route in self.routes] == [0, 0]
         assert all(count == 1 for count in Counter(map(id, self.begun)).values())

@@ -23,7 +23,7 @@ def queue() -> Iterator[AioQueue]:
     queue = AioQueue(DEPTH, 4)
     yield queue
     queue.close()
-    queue.close()  # once more changes nothing
+    queue.close()  # a second call does nothing
 
 
 @pytest.fixture(params=["page cache", "O_DIRECT"])
@@ -102,7 +102,7 @@ def test_it_waits_for_as_many_as_are_wanted(queue: AioQueue, fd: int) -> None:
         queue.prepare(tag, fd, False, tag * PAGE, (address_of(memory) + tag * PAGE, PAGE))
     submit_all(queue, list(range(8)))
     assert len(queue.reap(5)) >= 5
-    assert len(queue.reap(100)) <= 3  # more than are left
+    assert len(queue.reap(100)) <= 3  # more than are in flight
     assert queue.reap() == []
 
 
@@ -115,7 +115,7 @@ def test_the_end_of_the_file_gives_fewer_bytes(queue: AioQueue, fd: int) -> None
 
 
 def test_a_bad_descriptor_is_refused_by_number(queue: AioQueue, fd: int) -> None:
-    """What stands before it is started, and what stands behind it can be."""
+    """The ones before it are started, and the ones behind it can be."""
     memory = mmap.mmap(-1, 3 * PAGE)
     base = address_of(memory)
     for tag, where in enumerate((fd, 10**6, fd)):
@@ -140,12 +140,12 @@ def test_closing_waits_for_what_is_under_way(fd: int) -> None:
         queue.prepare(tag, fd, True, tag * PAGE, (address_of(memory) + tag * PAGE, PAGE))
     submit_all(queue, list(range(DEPTH)))
     queue.close()
-    memory.close()  # nobody uses it any more
+    memory.close()  # not used any more
 
 
 def test_more_than_the_kernel_allows_is_refused_with_the_remedy() -> None:
     most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
-    with pytest.raises(AioUnavailable, match=r"fs\.aio-max-nr.*fewer threads"):
+    with pytest.raises(AioUnavailable, match=r"fs\.aio-max-nr.*fewer I/O threads"):
         AioQueue(2 * most, 1)
 
 

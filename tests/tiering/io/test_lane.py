@@ -1,4 +1,4 @@
-"""A lane moves what it is given, and loses no unit, whatever the mover or the kernel do."""
+"""A lane moves its units and loses none, whatever the mover or the kernel does."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from kvtier.tiering.io import lane as lane_module
 from kvtier.tiering.io.aio import AioQueue
+from kvtier.tiering.io.buffers import Route
 from kvtier.tiering.io.lane import CannotBegin, may_have_buffers
-from kvtier.tiering.io.route import Route
-from kvtier.tiering.io.transfer import Transfer
+from kvtier.tiering.io.queue import Transfer
 from tests.tiering.io.file_mover import NUM_ROWS, PIECE_BYTES, ROW_BYTES, FileMover
 from tests.tiering.ways import ways
 
@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture(params=["through buffers", "straight"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """How blocks go between file and row."""
+    """Zero-copy or through buffers."""
     with ways(lambda: request.param == "through buffers"):
         yield str(request.param)
 
@@ -92,7 +92,7 @@ def test_what_is_stored_can_be_loaded(tmp_path: Path, max_pieces: int, way: str)
 
 @pytest.mark.parametrize("max_pieces", [1, 3])
 def test_both_ways_in_turns(tmp_path: Path, max_pieces: int) -> None:
-    """A unit keeps the way that it was begun with."""
+    """A unit keeps the route with which it began."""
     with ways(cycle([True, True, False]).__next__):
         mover = FileMover(tmp_path / "file", max_pieces)
         mover.start()
@@ -173,7 +173,7 @@ def test_lanes_for_loads_alone_and_for_stores_alone(mover: FileMover) -> None:
     fill(mover, 1)
     load = mover.load(1)
     store = mover.store(1)
-    wait_until(lambda: store.has_ended)  # it passes the load, which nobody takes
+    wait_until(lambda: store.has_ended)  # it overtakes the load, which no lane takes
     assert load.num_taken == 0
     mover.start(max_stores=0)
     mover.work.wait_until_idle()
@@ -233,7 +233,7 @@ def test_any_other_exception_is_logged(
     assert [message.partition(": ")[2] for message in caplog.messages] == [
         "a block could not be moved"
     ]
-    assert mover.noted == {}  # what is noted of it is up to the mover
+    assert mover.noted == {}  # the mover counts it, or does not
 
 
 def test_a_lane_goes_on_after_many_that_could_not_be_begun(mover: FileMover) -> None:
@@ -304,7 +304,7 @@ def test_fewer_bytes_than_asked_for_are_an_error(mover: FileMover, left: int) ->
 def test_a_mover_that_fails_at_the_end_fails_the_units(
     mover: FileMover, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mover.start(depth=1)  # one at a time: then they end one by one
+    mover.start(depth=1)  # one at a time, so that they end one by one
     mover.cannot_end = {2}
     store = mover.store(1, 2, 3)
     mover.work.wait_until_idle()
@@ -358,8 +358,8 @@ def test_a_broken_kernel_queue_ends_what_was_begun_and_fails_everything(
     monkeypatch: pytest.MonkeyPatch,
     broken: str,
 ) -> None:
-    """There is no known way to it. But nobody may wait for a thread that has ended."""
-    monkeypatch.setattr(lane_module, "_SUBMIT_BYTES", 1)  # others are not begun yet by then
+    """No known fault causes this. But no caller may wait for a thread that has ended."""
+    monkeypatch.setattr(lane_module, "_SUBMIT_BYTES", 1)  # by then, others have not begun
 
     def fail(*_: object) -> None:
         raise OSError(errno.EINVAL, "the queue is gone")
@@ -374,7 +374,7 @@ def test_a_broken_kernel_queue_ends_what_was_begun_and_fails_everything(
     assert mover.begun
     assert {error for _, error in mover.ended} == {errno.ECANCELED}
     assert mover.noted == {}
-    assert any("the tier stops" in message for message in caplog.messages)
+    assert any("an I/O thread failed" in message for message in caplog.messages)
     late = mover.store(1)
     assert late.has_ended
 
@@ -390,7 +390,7 @@ def test_a_mover_that_cannot_even_note_an_error_hangs_nobody(
     load = mover.load(*range(10))  # the file is empty
     mover.work.wait_until_idle()
     assert numbers_of(load.failed) == list(range(10))
-    assert any("the tier stops" in message for message in caplog.messages)
+    assert any("an I/O thread failed" in message for message in caplog.messages)
 
 
 # --- everything at once ------------------------------------------------------------------------
@@ -429,16 +429,8 @@ def test_no_unit_is_lost(
         mover = FileMover(Path(folder) / "file", max_pieces)
         os.truncate(mover.where, NUM_ROWS * PIECE_BYTES // 2)
         contents = [fill(mover, number) for number in range(NUM_ROWS)]
-        for number, fault in faults.items():
-            if fault == "silent":
-                mover.cannot_begin[number] = CannotBegin
-            elif fault == "raises":
-                mover.cannot_begin[number] = RuntimeError
-            elif fault == "closed":
-                mover.places[number] = 1 << 20, 0
-            else:
-                mover.cannot_end.add(number)
-        # One that takes everything, so that all is done if nobody says stop.
+        inject(mover, faults)
+        # The last lane takes everything, so that all transfers end unless they are stopped.
         for depth, max_loads, max_stores in [*lanes, (2, 2, 2)]:
             mover.start(depth=depth, max_loads=max_loads, max_stores=max_stores)
         transfers: list[Transfer[int]] = []
@@ -461,6 +453,18 @@ def test_no_unit_is_lost(
         assert numbers_of(transfer.done + transfer.failed) == numbers_of(transfer.pieces)
     for number, found in stored.items():
         assert found == contents[number]
+
+
+def inject(mover: FileMover, faults: dict[int, str]) -> None:
+    for number, fault in faults.items():
+        if fault == "silent":
+            mover.cannot_begin[number] = CannotBegin
+        elif fault == "raises":
+            mover.cannot_begin[number] = RuntimeError
+        elif fault == "closed":
+            mover.places[number] = 1 << 20, 0
+        else:
+            mover.cannot_end.add(number)
 
 
 def stored_in(mover: FileMover, transfers: list[Transfer[int]]) -> Iterator[tuple[int, bytes]]:

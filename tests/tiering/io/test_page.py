@@ -1,4 +1,4 @@
-"""Pages that say of themselves whether they are whole."""
+"""The checksum of a page shows any damage."""
 
 from __future__ import annotations
 

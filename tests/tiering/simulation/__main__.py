@@ -1,4 +1,4 @@
-"""Runs lives: one seed, a range of them, or as many as there is time for."""
+"""Runs lives: one seed, a range of seeds, or as many as fit into a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ COMMAND = LivesCommand(again="python -m tests.tiering.simulation --seed {seed} -
 
 def main() -> None:
     parser = COMMAND.parser("python -m tests.tiering.simulation", __doc__)
-    parser.add_argument("--trace", action="store_true", help="print all that happens (--seed)")
+    parser.add_argument(
+        "--trace", action="store_true", help="print every event of one life (needs --seed)"
+    )
     arguments = parser.parse_args()
     if arguments.trace and arguments.seed is None:
         parser.error("--trace shows one life: give its --seed")

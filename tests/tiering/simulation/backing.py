@@ -1,4 +1,4 @@
-"""What a simulated tier keeps, and what becomes of it."""
+"""The storage of a simulated tier."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Backing:
         return len(self._kept)
 
     def has(self, fingerprint: bytes, key: OffloadKey) -> bool:
-        """Whether a block is kept, right or wrong."""
+        """True if a block is kept, intact or not."""
         return self._place(fingerprint, key) in self._kept
 
     def fetch(self, fingerprint: bytes, key: OffloadKey) -> Kept | None:
@@ -38,7 +38,7 @@ class Backing:
         return self._kept.get(place)
 
     def keep(self, fingerprint: bytes, key: OffloadKey, kept: Kept) -> None:
-        """Take in a block; whatever can go wrong with it does so at once."""
+        """Store a block, perhaps corrupted."""
         if not self._capacity:
             return
         place = self._place(fingerprint, key)
@@ -60,7 +60,7 @@ class Backing:
         self.keep(fingerprint, key, Kept(header, payload))
 
     def take_events(self) -> list[OffloadingEvent]:
-        """What has come and gone since the last time."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 

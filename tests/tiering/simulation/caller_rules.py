@@ -1,4 +1,4 @@
-"""What the manager may and may not do to a tier."""
+"""The rules for calls of the manager to a tier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.tiering.simulation.world import Promotion, World, name
 
 
 class CallerRules:
-    """Watches the calls to one tier."""
+    """Checks the calls to one tier."""
 
     def __init__(
         self, world: World, who: str, medium: Medium | None, locality: Locality | None
@@ -25,12 +25,12 @@ class CallerRules:
         self._was_polled = False
         self._last_job_id = 0
         self.breaker: CircuitBreaker | None = None
-        """The manager's judgement of this tier. Set by whoever knows the manager."""
+        """The manager's breaker for this tier. Set by `Life`."""
         self.max_pinned = 0
-        """Slots that cascades to this tier may pin. Set by whoever knows the primary tier."""
+        """Slots that cascades to this tier may pin. Set by `Life`."""
 
     def begin_step(self) -> None:
-        """A step has ended for the manager: what may come once in a step may come again."""
+        """A step of the manager has ended: calls that may come once in a step may come again."""
         self._was_polled = False
         self._loaded_in_step.clear()
 
@@ -53,8 +53,8 @@ class CallerRules:
         return len(self._announced) - len(self._ended)
 
     def asked_for(self, context: ReqContext, for_loading: bool = True) -> None:
-        """Calls for a request come between its announcement and its end, while the tier is not
-        cut off, and if it may load from here."""
+        """Calls for a request come between its announcement and its end, while the tier is not cut
+        off. Lookups and loads come only if its filter allows this tier."""
         if context not in self._announced:
             self._broken(f"asked for {context.req_id}, which was not announced")
         if context in self._ended:
@@ -70,13 +70,13 @@ class CallerRules:
             self._broken(f"{context.req_id} may not load from it")
 
     def touched(self, context: ReqContext) -> None:
-        """What a request has used is said once."""
+        """`touch` is called once for a request."""
         if context in self._touched:
-            self._broken(f"heard twice what {context.req_id} has used")
+            self._broken(f"touch was called twice for {context.req_id}")
         self._touched.add(context)
 
     def polled(self) -> None:
-        """At most once in a step, and again where a store finds no room, and at the end."""
+        """Polls come once in a step, once more if a store finds no room, and at the end."""
         if self._world.is_offering_store or self._world.is_ending:
             return
         if self._was_polled:
@@ -84,7 +84,7 @@ class CallerRules:
         self._was_polled = True
 
     def submitted(self, job: TransferJob) -> None:
-        """A job makes sense in itself, and is the only one while the tier is being tried."""
+        """A job is well-formed, and is the only one while the breaker is half-open."""
         slots = job.block_ids
         if not len(job.keys) == len(set(job.keys)) == len(set(slots.tolist())) == len(slots) > 0:
             self._broken(f"job {job.job_id} is for {list(map(name, job.keys))} in {slots}")
@@ -110,7 +110,7 @@ class CallerRules:
             self._broken(f"job {job.job_id} loads blocks of an earlier epoch")
 
     def promoting(self, job: TransferJob, overdue_at: float) -> None:
-        """No block is brought up twice at the same time, by whatever tier."""
+        """No block is loaded twice at the same time, by any tier."""
         world = self._world
         num_resets = world.num_resets
         for key in job.keys:

@@ -1,4 +1,4 @@
-"""The manager as the engine calls it: every call is noted, and nothing may come out of it."""
+"""The calls of the engine to the manager: each is recorded, and must not raise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class WatchedCalls:
-    """One method for each of the contract's; time may pass between any two of them."""
+    """One method for each method of the manager. Time may pass between any two calls."""
 
     def __init__(
         self,
@@ -56,7 +56,9 @@ class WatchedCalls:
         self._world.note(f"lookup {context.req_id} {name(key)}: {answer.name}")
         until = self._world.leases.get((context, key))
         if until is not None and self._world.time.now < until and answer is not LookupResult.HIT:
-            raise self._world.witness.saw(f"{name(key)} was brought for {context.req_id}, and left")
+            raise self._world.witness.saw(
+                f"{name(key)} was evicted during its lease for {context.req_id}"
+            )
         is_pending = answer in (LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._check_wait([key], context, is_pending)
         return answer
@@ -75,15 +77,15 @@ class WatchedCalls:
     def _check_wait(
         self, keys: Sequence[OffloadKey], context: ReqContext, is_pending: bool
     ) -> None:
-        """A request that has waited in vain is not told to wait again."""
+        """A request that has waited in vain must not have to wait again."""
         world = self._world
         must_not_wait = world.must_not_wait(keys, context)
         if is_pending:
             if must_not_wait:
                 names = " ".join(map(name, keys))
-                raise world.witness.saw(f"{context.req_id} is to wait again for {names}")
+                raise world.witness.saw(f"{context.req_id} has to wait again for {names}")
             for key in keys:
-                world.told_to_wait[context, key] = world.step
+                world.last_waits[context, key] = world.step
 
     def prepare_load(self, keys: list[OffloadKey], context: ReqContext) -> list[int]:
         self._world.end_wait(context)

@@ -1,4 +1,4 @@
-"""What can become of a block that lies somewhere for a long time."""
+"""Ways in which a stored block is corrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FOREIGN = bytes(range(16))
 
 @dataclass(slots=True)
 class Kept:
-    """A block below: the seal and the bytes."""
+    """A stored block: its seal and its bytes."""
 
     header: bytes
     payload: bytes
@@ -74,5 +74,5 @@ _WAYS: list[Callable[[Kept, random.Random, OffloadKey, Kept | None], Kept]] = [
 
 
 def corrupted(kept: Kept, key: OffloadKey, another: Kept | None, rng: random.Random) -> Kept:
-    """The block after an accident; `another` is one that lies beside it."""
+    """The block after a corruption. `another`: a block that is stored beside it."""
     return rng.choice(_WAYS)(kept, rng, key, another)

@@ -1,4 +1,4 @@
-"""Copies between the device and the slots, which take their time and end in any order."""
+"""Copies between the device and the slots, which take time and end in any order."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.tiering.simulation.world import World, name
 
 @dataclass(slots=True, eq=False)
 class DeviceTransfer:
-    """Blocks that the manager has handed out places for."""
+    """One transfer of blocks to or from slots that the manager has handed out."""
 
     request: Request
     keys: list[OffloadKey]
     slots: list[int]
     is_store: bool
     version: int
-    """The weights of the blocks: what is written, or what must be found."""
+    """The version of the weights that is written, or that must be found."""
     use: Use
     succeeds: bool = True
     delay: int = 0
-    """Polls until its end is admitted."""
+    """Polls until its end is reported."""
     work: Piecework | None = None
 
 
@@ -36,12 +36,12 @@ class Device:
         self._world = world
         self.under_way: list[DeviceTransfer] = []
         self.bygone: list[DeviceTransfer] = []
-        """From before a reset: they go on, but nobody is told of their end."""
+        """From before a reset: they go on, but their end is not reported."""
 
     def accept(
         self, request: Request, keys: list[OffloadKey], slots: list[int], is_store: bool
     ) -> None:
-        """Slots were handed out for a transfer; it starts with `start_all`."""
+        """Accept a transfer; `start_all` starts it."""
         what = "store" if is_store else "load"
         use = Use(f"device {what} of {request.context.req_id}", slots, is_store)
         self._world.uses.begin(use)
@@ -54,7 +54,7 @@ class Device:
             self._world.being_stored.update(keys)
 
     def start_all(self, longest: float) -> None:
-        """Flush what is from before a reset, then start what was accepted."""
+        """End the transfers from before a reset, then start the accepted ones."""
         for transfer in self.bygone:
             if transfer.work is not None:
                 transfer.work.finish_now()
@@ -65,19 +65,19 @@ class Device:
                 transfer.work = self._start(transfer, longest * self._world.rng.random())
 
     def flush(self, request: Request) -> None:
-        """End what a request has under way: its blocks are needed."""
+        """End the transfers of a request: its device blocks are needed."""
         for transfer in self.under_way:
             if transfer.request is request and transfer.work is not None:
                 transfer.work.finish_now()
 
     def stop(self) -> None:
-        """End everything: the engine is being shut down."""
+        """End all transfers: the engine shuts down."""
         for transfer in [*self.under_way, *self.bygone]:
             if transfer.work is not None:
                 transfer.work.finish_now()
 
     def take_ended(self) -> list[DeviceTransfer]:
-        """Transfers whose end is admitted now, in any order."""
+        """Transfers whose end is reported now, in any order."""
         ended = []
         for transfer in self.under_way:
             if transfer.work is not None and transfer.work.is_done:
@@ -94,7 +94,7 @@ class Device:
         return ended
 
     def reset(self) -> None:
-        """What is under way becomes bygone."""
+        """The cache was reset: transfers under way are from before."""
         for transfer in self.under_way:
             transfer.request.num_transfers -= 1
         self.bygone += self.under_way

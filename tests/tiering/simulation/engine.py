@@ -1,7 +1,7 @@
 """A model of an engine: requests that share prompts, looked up, loaded, computed and stored.
 
 It calls the manager in the order in which vLLM does (see tests/data/vllm_calls), and does at random
-what a real engine does for its own reasons: preempt, abort, reset, run out of room, take its time.
+what a real engine does too: preempt, abort, reset, run out of room, take long steps.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _FILTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What an engine is like. Rates are per step or per request."""
+    """The habits of an engine. Rates are per step or per request."""
 
     groups: Sequence[Group]
     max_requests: int
     arrivals: float
-    """Of a new request, while there is room."""
+    """Rate of new requests while there is room."""
     num_own_chunks: int
-    """How long the part of a prompt may be that nobody else has."""
+    """The longest part of a prompt that no other prompt shares."""
     chunks_per_step: int
     step_scale: float
-    """Seconds that most steps take, about."""
+    """Typical seconds of a step."""
     asks_by_prefix: bool
     offers_again_after_preemption: bool
     preemptions: float
@@ -68,7 +68,7 @@ class Engine:
         prompts: PromptTree,
         on_wait: Callable[[Request], None],
     ) -> None:
-        """`on_wait` is called whenever a request is told to wait."""
+        """`on_wait` is called whenever a request has to wait."""
         self._world = world
         self._on_wait = on_wait
         self._calls = calls
@@ -78,25 +78,25 @@ class Engine:
         self.requests: list[Request] = []
         self.shortest_step = 0.0
         self.is_at_peace = False
-        """Whether nothing is preempted, aborted or reset any more."""
+        """True once nothing is preempted, aborted or reset any more."""
         self._used_ids: list[str] = []
         self._num_requests = 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is a request, or a transfer whose end is awaited."""
+        """True if there is a request, or a transfer that has not ended."""
         return bool(self.requests or self.device.under_way)
 
     # --- between steps -------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """New requests come."""
+        """New requests arrive."""
         habits, rng = self._habits, self._world.rng
         while len(self.requests) < habits.max_requests and rng.random() < habits.arrivals:
             self._arrive(self._prompts.prompt(rng, rng.randint(0, habits.num_own_chunks)))
 
     def arrive_twice(self, num_own_chunks: int) -> None:
-        """A prompt comes that is sure to be stored, if anything is."""
+        """Two requests with the same prompt arrive."""
         chunks = self._prompts.prompt(self._world.rng, num_own_chunks)
         self._arrive(chunks)
         self._arrive(chunks)
@@ -150,7 +150,7 @@ class Engine:
     # --- one step ------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One scheduling step, and the time that the model takes after it."""
+        """One scheduling step, followed by the time of the model run."""
         world, calls = self._world, self._calls
         world.step += 1
         world.step_began = world.time.now
@@ -172,7 +172,7 @@ class Engine:
                 self.reset()
 
     def idle(self, seconds: float) -> None:
-        """Time passes without a step: there is nothing to do."""
+        """Time passes without a step, because there is no work."""
         self._world.time.advance(seconds)
 
     def _duration(self) -> float:
@@ -199,7 +199,8 @@ class Engine:
         return preempted
 
     def _schedule(self, preempted: list[Request]) -> list[str]:
-        """Look up what waits; begin what can begin. Returns the ids of those that begin."""
+        """Look up the prompts of waiting requests, and begin those that can begin. Returns their
+        ids."""
         new = []
         for request in self.requests:
             if request.is_ending or request in preempted:
@@ -243,7 +244,7 @@ class Engine:
         world.tally["loaded blocks"] += len(keys)
 
     def _offer(self) -> None:
-        """Compute, and offer what was computed."""
+        """Compute, and store what was computed."""
         for request in self.requests:
             if request.phase is Phase.RUNNING:
                 if not request.is_ending:
@@ -306,10 +307,10 @@ class Engine:
     # --- lookups -------------------------------------------------------------------------------
 
     def _look_up(self, request: Request) -> int | None:
-        """How many leading chunks can be loaded; None: ask again.
+        """How many leading chunks can be loaded; None: ask again in the next step.
 
-        Groups of full attention first. Each group may shorten what the others have found: then all
-        are asked again.
+        Groups of full attention come first. If a group shortens what the others have found, all are
+        looked up again.
         """
         limit = len(request.chunks) - (len(request.groups) > 1)
         groups = sorted(request.groups, key=lambda group: group.window_blocks is not None)
@@ -347,7 +348,7 @@ class Engine:
         return None if must_wait else num_hits
 
     def _scan_window(self, keys: list[OffloadKey], group: Group, context: ReqContext) -> int | None:
-        """From the end: the last place behind which a whole window can be had."""
+        """Look up from the end: the last position with a whole window before it."""
         assert group.window_blocks is not None
         is_unknown = is_pending = False
         run = 0

@@ -7,26 +7,26 @@ from enum import Enum, auto
 
 
 class Weather(Enum):
-    """What a tier's surroundings are like. Changes from step to step."""
+    """The condition of a tier's storage. It changes from step to step."""
 
     FAIR = auto()
     BLACK_HOLE = auto()
-    """Nothing is answered and nothing moves, until it is over."""
+    """Nothing is answered and nothing moves until it is over."""
     STORM = auto()
     """Everything raises or fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """One kind of tier. Rates are per call, per job or per block; 0 throughout: a tier as it
-    should be."""
+    """The faults of one kind of tier, as rates per call, per job or per block. All 0: a sound
+    tier."""
 
     raises: float = 0.0
     """Per call, from any method."""
     refuses: float = 0.0
-    """Per job: says that it has not begun it, and has not."""
+    """Per job: refuses it."""
     slow: float = 0.0
-    """Per job and per question: takes many times as long as the deadline allows."""
+    """Per job and per lookup: takes many times as long as the deadline allows."""
     hangs: float = 0.0
     """Per job: does not move until the tier recovers."""
     drops: float = 0.0
@@ -34,17 +34,17 @@ class Faults:
     duplicates: float = 0.0
     """Per job: reported again later."""
     invents: float = 0.0
-    """Per poll: reports jobs of nobody, of another tier, or of the future."""
+    """Per poll: reports unknown jobs, jobs of another tier, or jobs of the future."""
     fails: float = 0.0
-    """Per job: nothing is moved, or something else is."""
+    """Per job: nothing is moved, or the wrong bytes are."""
     fails_partly: float = 0.0
     """Per block."""
     garbage: float = 0.0
-    """Per answer: not what the contract says."""
+    """Per answer: breaks the contract."""
     corrupts: float = 0.0
-    """Per block kept: its bytes, or whose they are, do not stay what they were."""
+    """Per stored block: its bytes or its identity are corrupted."""
     vanishes: float = 0.0
-    """Per block to be loaded: is no longer there."""
+    """Per block to be loaded: it is gone."""
     forgets_epochs: bool = False
     """Keeps all epochs in one namespace."""
     weather: float = 0.0

@@ -1,4 +1,4 @@
-"""What must hold after every call, after every step, and when all is over."""
+"""Invariants after every call, after every step, and at the end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.tiering.simulation.world import World, name
 
 _CALLS_THAT_EVICT_NOTHING = {"lookup", "lookup_prefix", "complete_load", "complete_store"}
 _BLAMELESS = ("late_loads", "late_stores", "late_lookups", "errors", "violations")
-"""What is never counted for a tier that does nothing wrong."""
+"""Counters that stay 0 for a tier that does nothing wrong."""
 
 
 class Inspector:
-    """Looks into the manager and compares it with what the rest of the world knows."""
+    """Compares the state of the manager with that of the engine, the device and the tiers."""
 
     def __init__(
         self,
@@ -40,19 +40,21 @@ class Inspector:
 
     def slots(self) -> list[BlockStatus]:
         """Every slot that was ever in use."""
-        return self._primary._slots
+        return self._primary.slots.used
 
     # --- after a call --------------------------------------------------------------------------
 
     def after_call(self, what: str) -> None:
-        """What a tier has just brought is there, however late it came."""
+        """Blocks that a tier has just loaded are readable, however late they are."""
         for tier in self._tiers:
             if tier.just_brought:
                 brought, tier.just_brought = tier.just_brought, []
                 if what in _CALLS_THAT_EVICT_NOTHING:
                     for key in brought:
-                        if self._primary._get(key) is None:
-                            raise self.broken(f"{tier.tier_type} brought {name(key)} in vain")
+                        if self._primary.slots.get(key) is None:
+                            raise self.broken(
+                                f"{tier.tier_type} loaded {name(key)}, but it is gone"
+                            )
             if what == "on_schedule_end":
                 tier.rules.begin_step()
 
@@ -72,7 +74,7 @@ class Inspector:
             world.tally["steps with quarantined slots"] += 1
 
     def on_wait(self, request: Request) -> None:
-        """A request was told to wait. Not for longer than tiers may take."""
+        """A request has to wait. It must not wait for longer than tiers may take."""
         self._world.tally["waits"] += 1
         if any(self._world.being_stored[key] for key in request.all_keys()):
             request.waits_since = None  # it may be for the device
@@ -81,7 +83,7 @@ class Inspector:
         if request.waits_since is None:
             request.waits_since, request.waited = self._world.time.now, 0.0
         elif now > request.waits_since:
-            # Of a step that is longer than a tier may take, that much counts.
+            # A step counts for at most the longest timeout.
             request.waited += min(now - request.waits_since, self.longest_timeout())
             request.waits_since = now
         if request.waited > self.longest_wait():
@@ -91,19 +93,19 @@ class Inspector:
             )
 
     def longest_wait(self) -> float:
-        """How long tiers may keep a request waiting, in seconds."""
+        """The longest time that a request may wait for tiers, in seconds."""
         settings = [tier.traits.settings for tier in self._tiers]
         return max((one.lookup_timeout_s for one in settings), default=0.0) + max(
             (one.load_timeout_s for one in settings), default=0.0
         )
 
     def longest_timeout(self) -> float:
-        """How long a tier may take for one thing, in seconds."""
+        """The longest timeout of a tier, in seconds."""
         settings = [tier.traits.settings for tier in self._tiers]
         return max((max(one.lookup_timeout_s, one.load_timeout_s) for one in settings), default=0.0)
 
     def note_events(self, events: list[OffloadingEvent]) -> None:
-        """Events of the primary tier lead to exactly what can be read."""
+        """The events of the primary tier match the readable blocks."""
         for event in events:
             if event.medium is not Medium.CPU:
                 self._world.tally["events of tiers"] += len(event.keys)
@@ -167,39 +169,39 @@ class Inspector:
                 raise self.broken(f"{gauges[f'kvtier_cpu_{what}']} {what} after the end")
         if +self._primary.tier_pins():
             raise self.broken(f"pins after the end: {+self._primary.tier_pins()}")
-        for tier, link in zip(self._tiers, self._manager._links, strict=True):
-            if tier.rules.num_open_requests() and not link.is_broken:
-                raise self.broken(f"{tier.tier_type} was not told that requests have finished")
+        for tier, guarded in zip(self._tiers, self._manager._tiers, strict=True):
+            if tier.rules.num_open_requests() and not guarded.is_broken:
+                raise self.broken(f"{tier.tier_type} was not notified that requests have finished")
         if left := self.leftovers():
             raise self.broken(f"remembered after the end: {left}")
 
     def check_only_the_dead_hold(self) -> None:
-        """All requests have ended, and some tiers never will: only their slots are held."""
+        """All requests have ended, and some tiers are dead: only slots of their jobs are held."""
         held: Counter[int] = Counter()
         for tier in self._tiers:
             for job in tier.unreported.values():
                 held.update(job.use.slots)
         for block in self.slots():
             if block.state is SlotState.WRITING or block.ref_cnt > held[block.block_id]:
-                raise self.broken(f"{block} is {block.state}, but nobody dead holds it")
+                raise self.broken(f"{block} is {block.state}, but no dead tier holds it")
             if block.state is SlotState.QUARANTINED and not held[block.block_id]:
-                raise self.broken(f"{block} is quarantined, but nobody dead holds it")
+                raise self.broken(f"{block} is quarantined, but no dead tier holds it")
 
     def leftovers(self) -> dict[str, int]:
-        """Everything inside the manager that should be empty when nothing goes on."""
+        """The sizes of all tables of the manager that must be empty at the end."""
         manager, primary = self._manager, self._primary
         found = {
             **manager.open_work(),
-            "unannounced requests": len(manager._unannounced),
-            "transfers": len(primary._transfers),
-            "held slots": len(primary._held),
-            "promoting slots": primary._num_promoting,
-            "requests in the primary": len(primary._uses),
+            "unannounced requests": manager._requests.num_unannounced,
+            "transfers": len(primary.transfers),
+            "held slots": len(primary.slots.held),
+            "promoting slots": primary.num_promoting,
+            "requests in the primary": len(primary.uses),
         }
-        for link in manager._links:
-            found[f"{link.name}: jobs"] = len(link._jobs)
-            found[f"{link.name}: queued loads"] = len(link._loads)
-            found[f"{link.name}: queued stores"] = len(link._stores)
-            found[f"{link.name}: pinned"] = link.num_pinned
-            found[f"{link.name}: loading"] = link.num_loading
+        for tier in manager._tiers:
+            found[f"{tier.name}: jobs"] = len(tier.jobs)
+            found[f"{tier.name}: queued loads"] = len(tier.jobs._loads)
+            found[f"{tier.name}: queued stores"] = len(tier.jobs._stores)
+            found[f"{tier.name}: pinned"] = tier.stores.num_pinned
+            found[f"{tier.name}: loading"] = tier.jobs.num_loading
         return {what: n for what, n in found.items() if n}

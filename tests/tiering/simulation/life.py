@@ -1,4 +1,4 @@
-"""One life: an engine, its tiers and its faults, all of it out of one seed."""
+"""One life: an engine, its tiers and their faults, all decided by one seed."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.tiering.simulation.watched_manager import WatchedManager
 from tests.tiering.simulation.world import World
 
 _PATIENCE = 400
-"""Steps in which all must be over that was going to be over."""
+"""Steps within which everything that ends at all must have ended."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a life went."""
+    """The result of a life."""
 
     seed: int
     num_steps: int
     seconds: float
-    """Of virtual time."""
+    """Seconds of virtual time."""
     digest: int
     tally: Counter[str]
     violation: Violation | None
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def live(seed: int, keeps_trace: bool = False) -> Outcome:
-    """Live one life. The same seed is the same life."""
+    """Run one life. The same seed gives the same life."""
     life = Life(seed, keeps_trace)
     violation = None
     try:
@@ -58,7 +58,7 @@ def live(seed: int, keeps_trace: bool = False) -> Outcome:
 
 
 class Life:
-    """Everything that takes part in one life."""
+    """All parts of one life."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Life:
         keeps_trace: bool = False,
         make_memory: Callable[[int], Memory] = plain_memory,
     ) -> None:
-        """`make_memory` makes so many slots."""
+        """`make_memory` makes the given number of slots."""
         rng = random.Random(seed)
         num_blocks = rng.choice((rng.randint(1, 4), 6, 8, 12, 16, 20, 24, 32))
         witness = Witness()
@@ -96,8 +96,8 @@ class Life:
             shutdown_timeout_s=5.0,
             clock=world.time,
         )
-        for tier, link in zip(self.tiers, self.manager._links, strict=True):
-            tier.rules.breaker = link.breaker
+        for tier, guarded in zip(self.tiers, self.manager._tiers, strict=True):
+            tier.rules.breaker = guarded.breaker
             share = int(tier.traits.settings.max_pinned_share * num_blocks)
             least = max(1, min(32, num_blocks - self.primary.reserve))
             tier.rules.max_pinned = max(share, least)
@@ -153,7 +153,7 @@ class Life:
     # --- from the beginning to the end ---------------------------------------------------------
 
     def run(self) -> None:
-        """Live."""
+        """Run the life."""
         rng = self.world.rng
         self.share(12)
         num_resets = 0
@@ -172,7 +172,7 @@ class Life:
         self.shut_down()
 
     def share(self, most: int) -> None:
-        """Other engines store prompts, up to so many, in shared tiers."""
+        """Other engines store up to `most` prompts in shared tiers."""
         rng = self.world.rng
         for tier in self.tiers:
             if tier.traits.is_shared:
@@ -183,7 +183,7 @@ class Life:
                             tier.backing.receive(key)
 
     def step(self) -> None:
-        """One step of the engine, and a look at everything."""
+        """One step of the engine, and all checks."""
         self.engine.step()
         for tier in self.tiers:
             tier.change_weather()
@@ -193,7 +193,7 @@ class Life:
             self.inspector.note_stats(self.calls.get_stats())
 
     def wind_down(self) -> None:
-        """No further requests come: those that are there end, whatever the tiers do."""
+        """No further requests arrive, and all requests end, whatever the tiers do."""
         self.world.note("wind down")
         waits = self.inspector.longest_wait()
         self.engine.shortest_step = waits / 8
@@ -206,11 +206,11 @@ class Life:
         raise self.inspector.broken(f"{len(self.engine.requests)} requests never end")
 
     def end_abruptly(self) -> None:
-        """The engine is shut down in the middle of everything."""
+        """The engine is shut down while requests and jobs are under way."""
         self.world.tally["abrupt ends"] += 1
 
     def end_with_the_dead(self) -> None:
-        """Some tiers never come back: nobody waits for them."""
+        """Some tiers never recover, and no request waits for them."""
         self.wind_down()
         for tier in self.tiers:
             if self.world.happens(0.6):
@@ -237,7 +237,7 @@ class Life:
             self.step()
 
     def end_recovered(self) -> None:
-        """All tiers come back and report everything: nothing is left."""
+        """All tiers recover and report everything: nothing is left."""
         self.wind_down()
         for tier in self.tiers:
             tier.recover()
@@ -268,7 +268,7 @@ class Life:
             raise self.inspector.broken("the last request never ends")
 
     def shut_down(self) -> None:
-        """Nobody can get at the slots afterwards."""
+        """Shut down; no tier can reach the slots afterwards."""
         self.engine.device.stop()
         self.world.memory.release()
         self.calls.shutdown()
@@ -306,6 +306,6 @@ def _habits(rng: random.Random, groups: list[Group], scale: float) -> Habits:
         resets=resets,
         filters=rng.choice((0.0, 0.2)),
         reused_ids=rng.choice((0.0, 0.3)),
-        # What a stranger has on the device cannot be known to be from before a reset.
+        # The manager cannot know that blocks of an unannounced request are from before a reset.
         unannounced=0.0 if resets else rng.choice((0.0, 0.1)),
     )

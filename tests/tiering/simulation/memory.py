@@ -1,4 +1,4 @@
-"""The slots, what must be in them, and who is using them."""
+"""The slots, their expected content, and their users."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.tiering.simulation.violation import Witness
 
 SMALL_ROW = 64
-"""Bytes of a slot where nobody asks for whole pages."""
+"""Bytes of a slot, unless whole pages are needed."""
 
 
 class Truth:
-    """What each block holds under each version of the weights. Nothing else is ever right."""
+    """The right bytes of each block under each version of the weights."""
 
     def __init__(self, row_bytes: int) -> None:
         self._repeats = row_bytes // SMALL_ROW
@@ -26,8 +26,8 @@ class Truth:
         """The bytes of a block computed with these weights."""
         known = self._known.get((key, version))
         if known is None:
-            said = key + version.to_bytes(4, "big")
-            known = blake2b(said, digest_size=SMALL_ROW).digest() * self._repeats
+            source = key + version.to_bytes(4, "big")
+            known = blake2b(source, digest_size=SMALL_ROW).digest() * self._repeats
             self._known[key, version] = known
         return known
 
@@ -43,17 +43,17 @@ class Memory:
         self._bytes = region.create_kv_memoryview().cast("B")
 
     def row(self, slot: int) -> bytes:
-        """A copy of what is in a slot."""
+        """A copy of a slot."""
         return bytes(self._bytes[slot * self.row_bytes : (slot + 1) * self.row_bytes])
 
     def write_half(self, slot: int, payload: bytes, second: bool) -> None:
-        """Write one half of a slot, as a copy that takes its time does."""
+        """Write one half of a slot, as a slow copy does."""
         half = self.row_bytes // 2
         start = slot * self.row_bytes + half * second
         self._bytes[start : start + half] = payload[half:] if second else payload[:half]
 
     def release(self) -> None:
-        """The device lets go."""
+        """The device releases its view."""
         self._bytes.release()
 
 
@@ -72,14 +72,14 @@ class _PlainRegion:
 
 
 def plain_memory(num_blocks: int) -> Memory:
-    """Slots that cost next to nothing."""
+    """Slots in plain memory."""
     region = cast(SharedOffloadRegion, _PlainRegion(num_blocks))
     return Memory(region, num_blocks, SMALL_ROW)
 
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """Someone who reads or writes slots, from when it was given them until it gives them back."""
+    """A reader or writer of slots, from the time it gets them until it gives them back."""
 
     who: str
     slots: list[int]
@@ -87,7 +87,7 @@ class Use:
 
 
 class SlotUses:
-    """Who uses which slot, kept without asking the manager."""
+    """The users of each slot, recorded independently of the manager."""
 
     def __init__(self, num_blocks: int, witness: Witness) -> None:
         self._witness = witness
@@ -110,7 +110,7 @@ class SlotUses:
             self._users[slot].remove(use)
 
     def check(self, slots: list[BlockStatus]) -> None:
-        """The manager knows of every use: it neither reads nor gives away a slot in use."""
+        """Every slot in use is pinned, being written or quarantined, according to its use."""
         for block in slots:
             users = self._users[block.block_id]
             if not users or block.state is SlotState.QUARANTINED:
@@ -123,5 +123,5 @@ class SlotUses:
                 raise self._witness.saw(f"{block} has too few pins, or is free; read by {names}")
 
     def in_use(self) -> list[str]:
-        """Everyone who has not given back all slots."""
+        """The users that have not given back all slots."""
         return sorted({use.who for users in self._users for use in users})

@@ -1,4 +1,4 @@
-"""A transfer that takes its time: parts of it happen now and then until it is done."""
+"""A slow transfer: parts of it are done at random times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _MAX_PORTIONS = 3
 class Piecework:
     """Actions carried out in portions at random times until `duration` is over, then `on_done`.
 
-    Asks `may_go_on` before each portion; if not, it stops until `resume` or `finish_now`.
+    Calls `may_go_on` before each portion. If that returns False, it stops until `resume` or
+    `finish_now`.
     """
 
     def __init__(

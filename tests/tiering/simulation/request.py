@@ -16,16 +16,16 @@ TOKENS_PER_CHUNK = 16
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A KV-cache group: how many chunks its blocks span, and how many of them it looks back on."""
+    """A KV-cache group: the chunks that a block spans, and its window in blocks."""
 
     index: int
     chunks_per_block: int = 1
     window_blocks: int | None = None
     is_known: bool = True
-    """Whether the manager is told in which direction it is looked up."""
+    """True if the manager knows in which direction it is looked up."""
 
     def shape(self) -> GroupShape:
-        """The same for the manager."""
+        """The shape of the group, for the manager."""
         tokens = TOKENS_PER_CHUNK * self.chunks_per_block
         if not self.is_known:
             return GroupShape(tokens, is_uncertain=True)
@@ -38,7 +38,7 @@ class Group:
 
 
 class PromptTree:
-    """Prompts are paths from a root: many begin alike."""
+    """Prompts are paths from a root, so many share a prefix."""
 
     def __init__(self, rng: random.Random, num_nodes: int, bushiness: float) -> None:
         """`bushiness`: near 0, the prompts are long; near 1, they are short and many."""
@@ -52,7 +52,7 @@ class PromptTree:
         self._num_own = 0
 
     def prompt(self, rng: random.Random, num_own: int) -> list[bytes]:
-        """One of the paths, continued by chunks that nobody else has."""
+        """One of the paths, followed by chunks of its own."""
         self._num_own += 1
         own = self._num_own * 64
         return [*rng.choice(self._paths), *(_chunk(b"own", own + i) for i in range(num_own))]
@@ -63,13 +63,13 @@ def _chunk(kind: bytes, number: int) -> bytes:
 
 
 class Phase(Enum):
-    """Where a request is in its life."""
+    """The state of a request."""
 
     WAITING = auto()
-    """Holds nothing on the device."""
+    """It has no blocks on the device."""
     LOADING = auto()
     READY = auto()
-    """Has been loaded, and can be scheduled."""
+    """It is loaded and can be scheduled."""
     RUNNING = auto()
     GONE = auto()
 
@@ -85,20 +85,20 @@ class Request:
     keys: list[list[OffloadKey]] = field(init=False)
     """By group, in prompt order."""
     num_offered: list[int] = field(init=False)
-    """By group: blocks that need not be offered any more."""
+    """By group: the number of blocks that were offered for storing."""
     first_on_device: list[int] = field(init=False)
     """By group: the first block that the device has; those before were not loaded."""
     phase: Phase = Phase.WAITING
     is_ending: bool = False
     is_aborted: bool = False
     has_begun: bool = False
-    """Whether it was ever scheduled."""
+    """True once it was scheduled."""
     num_computed: int = 0
     """Chunks that the device has."""
     version: int = -1
-    """The weights of what the device has."""
+    """The version of the weights of the blocks on the device."""
     num_transfers: int = 0
-    """Of which the completion has not been delivered."""
+    """Transfers whose end has not been reported."""
     waits_since: float | None = None
     waited: float = 0.0
 

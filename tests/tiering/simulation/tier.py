@@ -1,4 +1,4 @@
-"""A tier in virtual time that keeps real sealed blocks, and misbehaves by seed."""
+"""A tier in virtual time that keeps real sealed blocks, and misbehaves as its seed decides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.tiering.simulation.traits import TierTraits, spec_of
 from tests.tiering.simulation.world import World, name
 
 _SLOWNESS = (1.1, 1.5, 4.0, 20.0)
-"""How many deadlines something takes that is slow."""
+"""How long a slow job or lookup takes, in multiples of its deadline."""
 _NONSENSE: tuple[Any, ...] = (None, 7, "HIT", True, (), LookupResult.HIT_PENDING)
 _NO_TIMES: tuple[Any, ...] = (-1.0, float("nan"), float("inf"), 1e12, "soon")
 _NO_KEYS: tuple[Any, ...] = (7, "keys", [None], [OffloadKey(b"nobody's" + bytes(4))])
@@ -53,16 +53,16 @@ class RunningJob:
     num_resets: int
     num_waits: int
     is_given_up: bool = False
-    """Whether it was late, and not reported, when the manager asked."""
+    """True if it was late and not reported when the manager polled."""
     is_hung: bool = False
     is_dropped: bool = False
     arrived: list[OffloadKey] = field(default_factory=list)
     work: Piecework | None = None
-    """None if the tier refused it, and its caller cannot know that it has not begun."""
+    """None if the submission raised before the work began, which the manager cannot know."""
 
 
 class SimulatedTier(SecondaryTierManager):
-    """See the module. `position` is its place in the order of lookups."""
+    """A tier with the given traits. `position` is its place in the order of lookups."""
 
     def __init__(
         self, world: World, primary_kv_view: memoryview, position: int, traits: TierTraits
@@ -77,28 +77,28 @@ class SimulatedTier(SecondaryTierManager):
         self.backing = Backing(world, traits.capacity, traits.faults, traits.locality)
         self.neighbours: list[SimulatedTier] = []
         self.jobs_of_manager: Mapping[int, Job] = {}
-        """The manager's own record: it alone knows which loads only measure a tier."""
+        """The manager's own records of loads: whether a request waits for each."""
         self.unreported: dict[int, RunningJob] = {}
         self.just_brought: list[OffloadKey] = []
-        """Blocks whose load the last poll has reported, and that are of use."""
+        """Valid blocks that the last poll has reported as loaded."""
         self._finished: deque[JobResult] = deque()
         self._withheld: list[JobResult] = []
         self._asking: dict[OffloadKey, float] = {}
         """When the answer for a block is known."""
-        self._told: dict[OffloadKey, int] = {}
-        """In which step the answer was given."""
+        self._answered: dict[OffloadKey, int] = {}
+        """The step in which the answer was given."""
         self._has_died = False
 
     # --- the surroundings ----------------------------------------------------------------------
 
     @property
     def is_blameless(self) -> bool:
-        """Whether nothing that this tier has done could be held against it."""
+        """True if the tier has done nothing wrong."""
         is_sound = self.traits.faults == Faults() and self.traits.remembers_answers
         return is_sound and not self.backing.has_evicted and not self._has_died
 
     def change_weather(self) -> None:
-        """Now and then, if it ever does."""
+        """Change the weather, at the rate of this tier."""
         if not self.world.happens(self.faults.weather):
             return
         worse = (Weather.BLACK_HOLE, Weather.BLACK_HOLE, Weather.STORM)
@@ -112,7 +112,7 @@ class SimulatedTier(SecondaryTierManager):
                     running.work.resume()
 
     def recover(self) -> None:
-        """From now on this is a tier as it should be; all that it has kept back comes out."""
+        """From now on the tier is sound, and reports everything that it has held back."""
         self.world.note(f"{self.tier_type} recovers")
         self.faults = Faults()
         self.weather = Weather.FAIR
@@ -128,7 +128,7 @@ class SimulatedTier(SecondaryTierManager):
         self._withheld = []
 
     def die(self) -> None:
-        """From now on nothing moves, for ever."""
+        """From now on nothing moves any more."""
         self.world.note(f"{self.tier_type} dies")
         self.weather = Weather.BLACK_HOLE
         self.faults = replace(self.faults, weather=0.0)
@@ -168,21 +168,21 @@ class SimulatedTier(SecondaryTierManager):
 
     def _known_at(self, key: OffloadKey) -> float:
         step = self.world.step
-        if not self.traits.remembers_answers and self._told.get(key, step) < step:
-            del self._told[key], self._asking[key]
+        if not self.traits.remembers_answers and self._answered.get(key, step) < step:
+            del self._answered[key], self._asking[key]
         known_at = self._asking.get(key)
         if known_at is None:
             known_at = self.world.time.now + self._duration(self.traits.settings.lookup_timeout_s)
             self._asking[key] = known_at
         if known_at <= self.world.time.now:
-            self._told[key] = step
+            self._answered[key] = step
         return known_at
 
     def begin_epoch(self, fingerprint: bytes) -> None:
         self._may_raise("begin_epoch")
         super().begin_epoch(fingerprint)
         self._asking.clear()
-        self._told.clear()
+        self._answered.clear()
 
     # --- jobs ----------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class SimulatedTier(SecondaryTierManager):
         halves = [i for i in range(len(job.keys)) for _ in range(2)]
         self.world.rng.shuffle(halves)
         self._start(running, [partial(self._load_half, running, fetched, i) for i in halves])
-        self._may_refuse(running, self.faults.raises)
+        self._may_raise_from_submit(running, self.faults.raises)
 
     def _load_half(self, running: RunningJob, fetched: dict[int, Kept | None], i: int) -> None:
         key, row = running.job.keys[i], self.rows[int(running.job.block_ids[i])]
@@ -238,7 +238,7 @@ class SimulatedTier(SecondaryTierManager):
         self.rules.pinned(len({slot for store in stores for slot in store.use.slots}))
         order = self.world.rng.sample(range(len(job.keys)), len(job.keys))
         self._start(running, [partial(self._store, running, i) for i in order])
-        self._may_refuse(running, self.faults.raises)
+        self._may_raise_from_submit(running, self.faults.raises)
 
     def _store(self, running: RunningJob, i: int) -> None:
         job = running.job
@@ -270,7 +270,7 @@ class SimulatedTier(SecondaryTierManager):
             tally[f"known blocks in {way} jobs of whole requests"] += len(known)
 
     def _begin(self, job: TransferJob, timeout: float) -> RunningJob:
-        """Take on a job: from now on its slots are this tier's."""
+        """Begin a job: from now on its slots belong to this tier."""
         world, now = self.world, self.world.time.now
         slots: list[int] = job.block_ids.tolist()
         use = Use(f"{self.tier_type} job {job.job_id}", slots, writes=job.is_promotion)
@@ -286,11 +286,11 @@ class SimulatedTier(SecondaryTierManager):
             world.note(f"{self.tier_type} does not begin {job.job_id}")
             world.tally["jobs not begun"] += 1
             raise JobNotBegun("no time")
-        self._may_refuse(running, self._raise_rate())
+        self._may_raise_from_submit(running, self._raise_rate())
         return running
 
     def _let_go_of(self, running: RunningJob) -> None:
-        """Its slots are no longer this tier's."""
+        """Its slots no longer belong to this tier."""
         world, job = self.world, running.job
         del self.unreported[job.job_id]
         world.uses.end(running.use)
@@ -309,8 +309,9 @@ class SimulatedTier(SecondaryTierManager):
             lambda: not (running.is_hung or self.weather is Weather.BLACK_HOLE),
         )
 
-    def _may_refuse(self, running: RunningJob, rate: float) -> None:
-        """Raise instead of taking a job on, or after that."""
+    def _may_raise_from_submit(self, running: RunningJob, rate: float) -> None:
+        """Raise from a submission, before or after the work began. Not `JobNotBegun`: the manager
+        must assume that the job has begun."""
         if self.world.happens(rate):
             running.is_given_up = True
             if running.use.writes:
@@ -319,7 +320,7 @@ class SimulatedTier(SecondaryTierManager):
             self._raise("submit")
 
     def _end(self, running: RunningJob) -> None:
-        """Nothing more will happen to the slots: what there is to report."""
+        """The job has ended: make its report."""
         world, arrived = self.world, running.arrived
         is_complete = len(arrived) == len(running.job.keys)
         keys: Any = None
@@ -372,14 +373,14 @@ class SimulatedTier(SecondaryTierManager):
         self._give_up_late_jobs()
 
     def _invented(self) -> JobResult:
-        """A result that is none: of nobody's job, or of another tier's."""
+        """A report of an unknown job, or of another tier's job."""
         self.world.tally["invented results"] += 1
         anothers = [job_id for other in self.neighbours for job_id in other.unreported]
         job_id = self.world.rng.choice([-1, 10**9, 0, *anothers])
         return JobResult(job_id, self.world.happens(0.8), None, 0.001)
 
     def _hand_over(self, result: JobResult) -> None:
-        """The manager learns that a job has ended: its slots are no longer this tier's."""
+        """The manager learns that a job has ended: its slots no longer belong to this tier."""
         world = self.world
         running = self.unreported.get(result.job_id)
         if running is None:
@@ -391,9 +392,9 @@ class SimulatedTier(SecondaryTierManager):
             return
         if running.num_resets != world.num_resets:
             return
-        # Another job that brings the same block may be given up right after.
+        # Without blocks that another job is still loading: it may be given up right after.
         self.just_brought += [key for key in running.arrived if key not in world.promoting]
-        # What only measures a tier is kept for nobody.
+        # Blocks of a load that only measures the tier are leased to no request.
         if not running.is_given_up and self.jobs_of_manager[result.job_id].is_awaited:
             until = world.time.now + self.traits.settings.load_timeout_s
             world.tally["leased blocks"] += len(running.arrived)
@@ -401,7 +402,7 @@ class SimulatedTier(SecondaryTierManager):
                 world.leases[running.job.req_context, key] = until
 
     def _give_up_late_jobs(self) -> None:
-        """What is late and was not reported when the manager asked, nobody waits for."""
+        """No request waits for jobs that were late and not reported when the manager polled."""
         world, timeout = self.world, self.traits.settings.load_timeout_s
         for running in self.unreported.values():
             if running.is_given_up or world.time.now < running.begun + timeout:
@@ -505,6 +506,6 @@ class SimulatedTier(SecondaryTierManager):
 
 
 class SimulatedStorage(SimulatedTier):
-    """One that says what it is."""
+    """A simulated tier with a medium, so that filters apply to it."""
 
     medium = Medium.STORAGE

@@ -1,4 +1,4 @@
-"""What a simulated tier is like, and what it is made with."""
+"""The properties of a simulated tier, and the spec it is made with."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tests.tiering.simulation.faults import Faults
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierTraits:
-    """One tier's nature."""
+    """The properties of one tier."""
 
     character: str
     faults: Faults
     settings: TierSettings
     capacity: int
-    """Blocks that it keeps at most."""
+    """The most blocks that it keeps."""
     latency: float
-    """What a job or an answer takes at most, as a share of its deadline, if nothing is wrong."""
+    """The longest time of a sound job or answer, as a share of its deadline."""
     answers_at_once: bool = True
     remembers_answers: bool = True
-    """Otherwise what it has found out is forgotten after the step in which it told."""
+    """False: it forgets an answer after the step in which it gave it."""
     is_shared: bool = False
-    """Whether other engines with the same weights store here too."""
+    """True if other engines with the same weights store here too."""
     wants_whole_requests: bool = False
     has_own_batch: bool = False
     reports_lazily: bool = False
-    """Whether its report is an iterator, which may raise in the middle."""
+    """True if its report is an iterator, which may raise in the middle."""
     locality: Locality | None = None
 
 
@@ -49,5 +49,5 @@ class _Spec:
 
 
 def spec_of(fingerprint: bytes) -> OffloadingSpec:
-    """As much of a spec as a tier looks at."""
+    """The parts of a spec that a tier uses."""
     return cast(OffloadingSpec, _Spec(fingerprint))

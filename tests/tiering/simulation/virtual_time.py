@@ -1,4 +1,4 @@
-"""Time that passes only when told to, and what happens in it."""
+"""Virtual time, and the events in it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import count
 
 
 class VirtualTime:
-    """A clock for the manager, and the agenda of everything that is not the scheduler thread.
+    """A clock for the manager, and the events of everything that is not the scheduler thread.
 
-    Whatever is due happens while time advances, in order; between two calls of `advance` the
-    scheduler thread is alone, as seen from the outside.
+    Events occur in order while time advances. Between two calls of `advance`, only the scheduler
+    thread runs.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class VirtualTime:
         return self.now
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Do something at a time that is not over yet."""
+        """Schedule an event."""
         heapq.heappush(self._agenda, (max(when, self.now), next(self._tie_breaker), action))
 
     def advance(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The orchestrator, with a note of when it may poll tiers more than once in a step."""
+"""The orchestrator, which also records when it may poll tiers more than once in a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.tiering.simulation.world import World
 
 
 class WatchedManager(TieringOffloadingManager):
-    """As it is; the world knows when it looks for room, and when it ends."""
+    """The manager, which also records when it looks for room and when it shuts down."""
 
     def __init__(self, world: World, *args: Any, **kwargs: Any) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""What the engine and the tiers of one life have in common."""
+"""The state that the engine and the tiers of one life share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GivenUp:
 
     keys: set[OffloadKey] = field(default_factory=set)
     step: int | None = None
-    """When it has first asked after that."""
+    """The step in which it first asked again."""
 
 
 @dataclass(slots=True)
@@ -46,48 +46,49 @@ class World:
     resets_change_weights: bool = True
     keeps_trace: bool = False
     scale: float = 1.0
-    """Seconds that deadlines are about."""
+    """The scale of the deadlines, in seconds."""
     time: VirtualTime = field(default_factory=VirtualTime)
     tally: Counter[str] = field(default_factory=Counter)
     version: int = 0
-    """Of the weights. Blocks computed with other ones are wrong."""
+    """The version of the weights. Blocks of another version are wrong."""
     num_resets: int = 0
     step: int = 0
     step_began: float = 0.0
     last_submission: float = 0.0
-    last_report: float = 0.0
     """When a tier was last given a job."""
+    last_report: float = 0.0
+    """When a tier last reported a job."""
     is_ending: bool = False
-    """Whether the manager is being shut down."""
+    """True while the manager shuts down."""
     is_offering_store: bool = False
-    """Whether the engine is asking for slots to store blocks in."""
+    """True while the engine asks for slots to store blocks."""
     promoting: dict[OffloadKey, Promotion] = field(default_factory=dict)
     leases: dict[tuple[ReqContext, OffloadKey], float] = field(default_factory=dict)
     """Blocks brought up for a request in time, and until when they must stay there for it."""
     given_up: dict[ReqContext, GivenUp] = field(default_factory=dict)
-    told_to_wait: dict[tuple[ReqContext, OffloadKey], int] = field(default_factory=dict)
-    """In which step a request was last told to wait for a block."""
+    last_waits: dict[tuple[ReqContext, OffloadKey], int] = field(default_factory=dict)
+    """The step in which a request last had to wait for a block."""
     num_waits: Counter[ReqContext] = field(default_factory=Counter)
-    """How often each request has begun to wait anew."""
+    """How many waits each request has begun."""
     being_stored: Counter[OffloadKey] = field(default_factory=Counter)
-    """Blocks on their way from the device: tiers have no part in that."""
+    """Blocks on their way from the device: a wait for them is not a wait for a tier."""
     trace: list[str] = field(default_factory=list)
     digest: int = 0
-    """Of everything that happened. Equal lives have equal digests."""
+    """A digest of all events. Equal lives have equal digests."""
     _versions: dict[bytes, int] = field(default_factory=dict)
 
     def fingerprint(self) -> bytes:
-        """Names the weights of now."""
+        """The fingerprint of the current weights."""
         made = xxh3_128_digest(b"weights" + self.version.to_bytes(4, "big"))
         self._versions[made] = self.version
         return made
 
     def version_of(self, fingerprint: bytes) -> int:
-        """The weights that a fingerprint names."""
+        """The version of the weights that a fingerprint stands for."""
         return self._versions[fingerprint]
 
     def expected(self, key: OffloadKey) -> bytes:
-        """What a readable block must hold now."""
+        """The bytes that a readable block must have now."""
         return self.truth.payload(key, self.version)
 
     def end_wait(self, context: ReqContext) -> None:
@@ -99,11 +100,11 @@ class World:
 
     def give_up(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         """Blocks that a request waits for are late."""
-        awaited = {k for k in keys if self.told_to_wait.get((context, k), -1) >= self.step - 1}
+        awaited = {k for k in keys if self.last_waits.get((context, k), -1) >= self.step - 1}
         self.given_up.setdefault(context, GivenUp()).keys.update(awaited)
 
     def must_not_wait(self, keys: Sequence[OffloadKey], context: ReqContext) -> bool:
-        """Whether a request asks again for what has missed its deadline."""
+        """True if a request asks again for a block that has missed its deadline."""
         late = self.given_up.get(context)
         if late is None:
             return False
@@ -120,7 +121,7 @@ class World:
             self.trace.append(f"{self.time.now:12.6f} {what}")
 
     def happens(self, rate: float) -> bool:
-        """Whether something does that happens at this rate."""
+        """True with this probability."""
         return rate > 0 and self.rng.random() < rate
 
 

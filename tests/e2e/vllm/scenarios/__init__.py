@@ -1,1 +1,1 @@
-"""What processes with vLLM are told to do, one idea per module."""
+"""Code that runs in processes with vLLM, one subject per module."""

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.in_process import Door, InProcessEngine
+from kvtier.testing.vllm.in_process import InProcessEngine, PlugIn
 
 
-def changed(model: str, door: Door) -> dict[str, list[str]]:
+def changed(model: str, plug_in: PlugIn) -> dict[str, list[str]]:
     """`methods`: of vLLM's half of the connector that were replaced on this object.
     `elsewhere`: kvtier's functions and classes in vLLM's modules and their classes."""
     options = {"cpu_bytes_to_use": "8MiB", "secondary_tiers": [{"type": "example"}]}
-    with InProcessEngine(Path(model), options, door=door, max_model_len=128) as engine:
+    with InProcessEngine(Path(model), options, plug_in=plug_in, max_model_len=128) as engine:
         engine.generate("any", range(3, 40))
         scheduler = engine._scheduler.connector.connector_scheduler
         methods = [name for name in vars(scheduler) if callable(getattr(type(scheduler), name, 0))]

@@ -7,7 +7,8 @@ import traceback
 
 
 def run(package: str, *arguments: str) -> None:
-    """What a shell would have run, up to its exit code. `package`: where the metadata is."""
+    """Run the command as a shell would, and exit with its code. `package`: folder of the
+    metadata."""
     sys.path.append(package)
     sys.argv = ["vllm", *arguments]
     try:
@@ -15,6 +16,6 @@ def run(package: str, *arguments: str) -> None:
 
         sys.exit(main())
     except Exception:
-        # Whoever serves calls would live on.
+        # Ends the process, which would otherwise continue to serve calls.
         traceback.print_exc()
         sys.exit(1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvtier.integrations.vllm import demo
+from kvtier.testing.vllm import demo
 
 
 def exit_code_of(*options: str) -> int:
-    """What it prints is on this process's standard output."""
+    """Run the demo; it prints to this process's standard output."""
     return demo.main(options)

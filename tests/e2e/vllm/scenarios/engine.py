@@ -1,4 +1,4 @@
-"""One engine that does what it is told; `tests.e2e.vllm.remote_engine` is the other end."""
+"""An engine that is driven by calls; `tests.e2e.vllm.remote_engine` is the other side."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.in_process import Answer, InProcessEngine
+from kvtier.testing.vllm.in_process import Answer, InProcessEngine
 
 _OTHERS_THREADS = {"tqdm_monitor"}
-"""Of the progress bars that vLLM shows while it loads weights."""
+"""Threads of the progress bars that vLLM shows while it loads weights."""
 
 
 class _Told(logging.Handler):
-    """What kvtier says to the operator."""
+    """Keeps kvtier's log lines."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -78,7 +78,7 @@ class Engine:
         return self._told.lines
 
     def close(self) -> list[str]:
-        """Stop the engine. Returns what of it is left in this process: threads, shared memory."""
+        """Stop the engine. Returns what it left in this process: threads, shared memory."""
         self._engine.close()
         threads = {thread.name for thread in set(threading.enumerate()) - self._threads}
         maps = Path("/proc/self/maps").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""An engine of two ranks, of which the second can be told to fail, by a file in a folder."""
+"""An engine of two ranks, of which the second fails while a file is in a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Copies = Literal["loads", "stores"]
 
 
 class FailingRankWorker(FaultyWorker):
-    """Copies nothing of a kind that a file of that name says is failing."""
+    """Fails copies of a kind while a file with the name of that kind exists."""
 
     def __init__(self, worker: OffloadingWorker, folder: Path) -> None:
         super().__init__(worker)
@@ -43,7 +43,7 @@ class FailingRankWorker(FaultyWorker):
 
 
 def __getattr__(name: str) -> object:
-    # Made when vLLM asks for it by name: tests, which import this module, have no vLLM.
+    # Made when vLLM loads it by name: tests import this module without vLLM.
     if name != "FailingRankSpec":
         raise AttributeError(name)
     from kvtier.integrations.vllm.spec import KVTierOffloadingSpec

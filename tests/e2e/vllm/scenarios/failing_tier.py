@@ -1,4 +1,4 @@
-"""An engine over a tier that can be made to stop answering, or to keep its callers waiting."""
+"""An engine over a tier that can be made to stop answering, or to block its callers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FAILING_TIER = {"type": "FailingTier", "module_path": "tests.e2e.vllm.scenarios.
 Trouble = Literal["answers nothing", "moves nothing", "blocks its callers"]
 
 _BLOCKED_S = 0.15
-"""Longer than a tier may keep the scheduler waiting."""
+"""Seconds: longer than a tier may block the scheduler."""
 
 
 class FailingTier(FaultyTier):
-    """The example tier, until there is trouble."""
+    """The example tier with a switch for its faults."""
 
     last: FailingTier
-    """The one of the engine in this process."""
+    """The tier of the engine in this process."""
     trouble: Trouble | None = None
 
     def __init__(
@@ -79,6 +79,6 @@ class EngineOverFailingTier(Engine):
             FailingTier.last.go_dark()
 
     def recover(self) -> None:
-        """What hung is carried out now, long after everybody has given up waiting for it."""
+        """Carry out the calls that hung, long after their deadlines."""
         FailingTier.last.trouble = None
         FailingTier.last.recover()

@@ -21,23 +21,22 @@ WITH_FAULTS = {
 
 @dataclass
 class Faults:
-    """Of the engine in this process."""
+    """The faults of the engine in this process."""
 
     failing_loads: int = 0
-    """So many of the next loads copy nothing, and fail."""
+    """Number of next loads that copy nothing and fail."""
     failing_stores: int = 0
     are_held: bool = False
-    """Copies do not begin before this ends, or somebody waits for them."""
+    """True: copies do not begin until this is False, or until they are waited for."""
     held: dict[int, tuple[bool, Any, Any]] = field(default_factory=dict)
-    """What has not begun, by job: whether it is a load, from where, and to where."""
+    """Copies that have not begun, by job: whether it is a load, source and target."""
 
 
 FAULTS = Faults()
 
 
 class FaultyWorker(OffloadingWorker):
-    """Stands in for a worker. What is to fail is not copied at all: what was in the target before
-    is there still."""
+    """Wraps a worker. A failing transfer copies nothing: the target keeps its former content."""
 
     def __init__(self, worker: OffloadingWorker) -> None:
         self._worker = worker
@@ -87,10 +86,10 @@ class FaultyWorker(OffloadingWorker):
 
 
 class FaultyEngine(Engine):
-    """An engine with such a worker, which does as `FAULTS` say."""
+    """An engine with such a worker, controlled by `FAULTS`."""
 
     def under_way(self) -> list[str]:
-        """What is held."""
+        """The kinds of the copies that are held."""
         return ["load" if is_load else "store" for is_load, _, _ in FAULTS.held.values()]
 
     def set_faults(self, **faults: Any) -> None:
@@ -100,7 +99,7 @@ class FaultyEngine(Engine):
 
 
 def __getattr__(name: str) -> object:
-    # Made when vLLM asks for it by name: tests, which import this module, have no vLLM.
+    # Made when vLLM loads it by name: tests import this module without vLLM.
     if name != "FaultySpec":
         raise AttributeError(name)
     from kvtier.integrations.vllm.spec import KVTierOffloadingSpec

@@ -1,4 +1,4 @@
-"""An engine whose requests have hints, and whose KV events are read as a router would."""
+"""An engine whose requests have hints, and whose KV events have a subscriber."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class HintedEngine(Engine):
 
 
 class NotedEngine(HintedEngine):
-    """Has the tier of `tests.tiering.noting_tier`."""
+    """An engine over the tier of `tests.tiering.noting_tier`."""
 
     def notes(self) -> list[dict[str, Any]]:
-        """All calls so far for requests."""
+        """All calls of the tier for requests so far."""
         (tier,) = noting_tier.TIERS
         return tier.calls
 
     def engines(self) -> dict[str, Any]:
-        """What the tier has found as `offloading_spec.engine`, and what a rank's spec has there."""
+        """`offloading_spec.engine` in the tier, and in a rank's spec."""
         vllm_config = self._engine._engine.vllm_config
         (tier,) = noting_tier.TIERS
         found = tier.engine
@@ -51,13 +51,13 @@ class NotedEngine(HintedEngine):
 
 
 class AnnouncingEngine(Engine):
-    """Publishes its KV events, and has a subscriber."""
+    """An engine that publishes KV events, and a subscriber."""
 
     def __init__(self, model: str, kvtier: dict[str, Any], **engine_args: Any) -> None:
         zmq = import_module("zmq")
         self._subscriber = zmq.Context.instance().socket(zmq.SUB)
         self._subscriber.setsockopt(zmq.SUBSCRIBE, b"")
-        # An address without a wildcard is one that vLLM connects to.
+        # vLLM connects to an address without a wildcard.
         port = self._subscriber.bind_to_random_port("tcp://127.0.0.1")
         self._events: list[dict[str, Any]] = []
         events = {
@@ -68,7 +68,7 @@ class AnnouncingEngine(Engine):
         super().__init__(model, kvtier, kv_events_config=events, **engine_args)
 
     def events(self) -> list[dict[str, Any]]:
-        """All so far, one for each block: what has become of it where."""
+        """All events so far, one for each block: kind, medium and tier."""
         decode = import_module("msgspec").msgpack.decode
         batch_cls = import_module("vllm.distributed.kv_events").KVEventBatch
         while self._subscriber.poll(100):

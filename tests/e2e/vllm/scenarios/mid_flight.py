@@ -1,5 +1,5 @@
-"""Requests come and go, and caches are reset, while copies are under way: stories drawn from a
-seed, in one engine."""
+"""Requests arrive and are aborted, and caches are reset, while copies are under way: stories drawn
+from a seed, in one engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kvtier.integrations.vllm.in_process import Answer
+from kvtier.testing.vllm.in_process import Answer
 from tests.e2e.vllm.scenarios.faulty_transfers import FAULTS, FaultyEngine
 
 MAX_TOKENS = 6
@@ -17,18 +17,18 @@ MAX_TOKENS = 6
 
 @dataclass
 class Story:
-    """What came of it."""
+    """The outcome of a story."""
 
     answers: list[tuple[int, Answer]] = field(default_factory=list)
-    """Of the requests that were not aborted: the number of the prompt, and the answer."""
+    """The requests that were not aborted: number of the prompt, and the answer."""
     happened: Counter[str] = field(default_factory=Counter)
 
 
 class MidFlight(FaultyEngine):
-    """An engine that lives through such stories, one after the other."""
+    """An engine that runs such stories, one after the other."""
 
     def live(self, seed: int, num_events: int, prompts: list[list[int]]) -> dict[str, Any]:
-        """One story. At its end, nothing is under way."""
+        """Run one story. At its end, no copy is under way."""
         chance = Random(seed)
         story = Story()
         requests: dict[str, int] = {}
@@ -40,7 +40,7 @@ class MidFlight(FaultyEngine):
             lambda: self._reset_device(story),
             lambda: self._reset_all(story),
         ]
-        # What is reset often is seldom loaded: stories are about the one or the other.
+        # Frequent resets leave little to load, so a story has either resets or loads.
         weights = [4, 8, 2, 3, 1, 1.5 if seed % 2 else 0.2]
         for number in range(num_events):
             story.happened["events"] += 1
@@ -82,7 +82,7 @@ class MidFlight(FaultyEngine):
         try:
             self._engine.reset_all(running=True)
         except RuntimeError as error:
-            # vLLM's own: it cannot while a request waits for a load.
+            # vLLM's own error: it cannot reset while a request waits for a load.
             if "waiting for remote KV transfer" not in str(error):
                 raise
             story.happened["refused resets"] += 1

@@ -1,4 +1,4 @@
-"""What the harness has to survive."""
+"""Scenarios that the harness has to survive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def where_it_runs() -> dict[str, Any]:
-    """Who this process is, and what it was given."""
+    """Facts about this process and its environment."""
     print("to standard output", flush=True)
     print("to standard error", file=sys.stderr, flush=True)
     return {
@@ -34,23 +34,23 @@ def exit_with(code: int) -> None:
 
 
 def hang(file: str) -> None:
-    """For longer than anyone waits, and with a child that does likewise."""
+    """Sleep longer than any test waits, with a child that does the same."""
     child = subprocess.Popen(["sleep", "600"])
     wait_in_vain(Path(file), str(child.pid))
 
 
 def wait_in_vain(file: Path, text: str) -> None:
-    """Write the text when the waiting begins."""
+    """Write the text, then wait."""
     file.write_text(text)
     time.sleep(600)
 
 
 def leave_a_thread() -> str:
-    """One that keeps the process from ending."""
+    """Start a thread that keeps the process from ending."""
     threading.Thread(target=time.sleep, args=(600,)).start()
     return "done"
 
 
 def leave_a_process() -> int:
-    """In a session of its own, so that no signal to a group reaches it."""
+    """Start a child in a session of its own, which no signal to a group reaches."""
     return subprocess.Popen(["sleep", "600"], start_new_session=True).pid

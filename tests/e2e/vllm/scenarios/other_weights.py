@@ -1,5 +1,5 @@
-"""An engine whose weights are replaced while it runs; and engines that do not notice such a thing,
-to see that a test would."""
+"""An engine whose weights are replaced while it runs; and broken engines that ignore such a change,
+to show that the tests detect it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Way = Literal["sleep", "pause and abort", "pause and keep", "reset"]
 
 
 class EngineWithOtherWeights(Engine):
-    """vLLM's own ways to new weights; each of them ends in a reset of the connector."""
+    """The ways in which vLLM replaces weights; each ends in a reset of the connector."""
 
     def update_weights(self, way: Way, path: str) -> None:
-        """Load what is in `path`, of the same architecture, in place."""
+        """Load the weights in `path`, of the same architecture, in place."""
         llm = self._engine._llm
         core = llm.llm_engine.engine_core.engine_core
         if way == "sleep":
@@ -30,8 +30,8 @@ class EngineWithOtherWeights(Engine):
             core.resume_scheduler()
 
     def update_weights_under_a_request(self, path: str) -> None:
-        """The same without preempting what runs, which vLLM does not count as done: the device
-        keeps its blocks, and those of the request are offered to be stored once more."""
+        """Replace the weights without preempting requests. vLLM reports the reset as not done: the
+        device keeps its blocks, and those of the request are offered for storing again."""
         self._reload(path)
         assert not self._engine.reset_all(running=False)
 
@@ -40,19 +40,19 @@ class EngineWithOtherWeights(Engine):
 
 
 class EngineThatIgnoresItsWeights(Engine):
-    """To kvtier, all models are one."""
+    """An engine in which all models have the same identity."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        from kvtier.integrations.vllm import facts
+        from kvtier.integrations.vllm import config
         from kvtier.integrations.vllm.identity import ModelIdentity
 
         one = ModelIdentity(revision="hub:any", unknown_because=None, variant="any")
-        vars(facts)["identity_of"] = lambda *_, **__: one
+        vars(config)["identity_of"] = lambda *_, **__: one
         super().__init__(*args, **kwargs)
 
 
 class EngineThatIgnoresResets(EngineWithOtherWeights):
-    """What vLLM says to kvtier with a reset is not heard."""
+    """An engine in which kvtier ignores resets."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         from kvtier.integrations.vllm.manager import ManagerAdapter

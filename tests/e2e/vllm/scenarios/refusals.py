@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 
 
 def refusal(model: str, options: dict[str, Any], **engine_args: Any) -> dict[str, Any]:
-    """Start an engine and give it a request. What it is refused with, when, and what is left."""
+    """Start an engine and give it a request. Returns the error, when it came, and what is left."""
     when, why = "never", ""
     engine = None
     try:
@@ -34,14 +35,14 @@ def refusal(model: str, options: dict[str, Any], **engine_args: Any) -> dict[str
         when, why = "at start" if engine is None else "at the first request", str(error)
     left = [] if engine is None else engine.close()
     left += [thread.name for thread in threading.enumerate() if "kvtier" in thread.name]
-    # Other engines on this machine have theirs; this process has its own mapped.
+    # Only regions that this process has mapped: other engines on this machine have theirs.
     mapped = {Path(part) for part in Path("/proc/self/maps").read_text().split()}
     left += [str(path) for path in mapped if path.match("/dev/shm/kvtier-*") and path.exists()]
     return {"when": when, "why": why, "left": left}
 
 
 def last_words(model: str, options: dict[str, Any], **engine_args: Any) -> dict[str, Any]:
-    """Of an engine that does not start: what kvtier logs as an error, and what is raised."""
+    """The error lines of kvtier, and the exception, of an engine that does not start."""
     errors: list[str] = []
 
     class Errors(logging.Handler):
@@ -53,18 +54,36 @@ def last_words(model: str, options: dict[str, Any], **engine_args: Any) -> dict[
     return {"errors": errors, "raised": raised}
 
 
+def lines_before_the_start(options: dict[str, Any]) -> list[str]:
+    """What vLLM's log shows if the keys are refused where vLLM first asks about them, before it
+    makes an engine."""
+    from kvtier.config import ConfigError
+    from kvtier.integrations.vllm.connector import KVTierConnector
+
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("vllm").addHandler(Lines())
+    with suppress(ConfigError):
+        KVTierConnector.requires_piecewise_for_cudagraph(options)
+    return lines
+
+
 def can_be_elsewhere() -> bool:
-    """Whether this process may have a thread with a /dev/shm of its own."""
+    """True if this process may have a thread with a /dev/shm of its own."""
     return bool(_call_elsewhere(lambda: True, lambda: False))
 
 
 def _call_elsewhere(call: Any, otherwise: Any) -> Any:
-    """What `call` gives, or raises, where /dev/shm is another one: on another host, or in another
-    container. `otherwise` is called where this process may not do such things."""
+    """The result of `call` with a different /dev/shm, as on another host or in another container.
+    Calls `otherwise` if this process may not change its mounts."""
     outcome: list[Any] = []
 
     def run() -> None:
-        # Of this thread alone.
+        # For this thread alone.
         libc = ctypes.CDLL(None, use_errno=True)
         is_there = (
             libc.unshare(_CLONE_NEWNS) == 0
@@ -86,7 +105,7 @@ def _call_elsewhere(call: Any, otherwise: Any) -> Any:
 
 
 def __getattr__(name: str) -> object:
-    # Made when vLLM asks for it by name: tests, which import this module, have no vLLM.
+    # Made when vLLM loads it by name: tests import this module without vLLM.
     if name != "SpecOfAnotherHost":
         raise AttributeError(name)
     from kvtier.integrations.vllm.spec import KVTierOffloadingSpec

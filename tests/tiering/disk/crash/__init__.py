@@ -1,1 +1,1 @@
-"""Lives of a disk tier that end with SIGKILL, and an oracle that knows what must be left."""
+"""The crash kit for the disk tier: lives on one slab, one after the other."""

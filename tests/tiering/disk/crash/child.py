@@ -1,86 +1,84 @@
 """One life of a disk tier, in a process that is going to be killed.
 
-It says what it is about to do, and what has been done. What it can see itself, it checks itself:
-as long as it lives, nothing that was acknowledged is lost, and nothing else is served.
+It reports what it is about to do and what was done, for the oracle. Within the life it checks for
+itself that no acknowledged block is lost and that no other bytes are loaded.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import struct
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from random import Random
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-import kvtier.tiering.disk.keeper
-from kvtier.base import LookupResult, ReqContext, ScheduleEndContext
-from kvtier.testing.sample_spec import sample_spec
-from kvtier.testing.slots import LentSlots
+import kvtier.tiering.disk.flusher
+from kvtier.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from kvtier.testing.harness import sample_spec
+from kvtier.testing.job_ledger import LentSlots
 from kvtier.tiering.base import JobResult, TransferJob
-from kvtier.tiering.disk import metrics
-from kvtier.tiering.disk.keeper import IndexKeeper
-from kvtier.tiering.disk.manager import DiskSecondaryTierManager
+from kvtier.tiering.disk.flusher import IndexFlusher
+from kvtier.tiering.disk.manager import FILE_BYTES, DiskSecondaryTierManager
 from kvtier.tiering.disk.slab import Slab
-from tests.tiering.disk.crash.generations import generation_in, key_of, payload_of_generation
+from tests.tiering.crash.points import plant
+from tests.tiering.crash.processes import Wrong
 from tests.tiering.disk.crash.mutants import MUTANTS
 from tests.tiering.disk.crash.orders import Orders
-from tests.tiering.disk.crash.planting import plant
-from tests.tiering.disk.crash.points import Points
+from tests.tiering.disk.crash.points import SlabPoints
 
 _NUM_ROWS = 48
 _AT_ONCE = 40
 _LONGEST_LIFE_S = 20
 _PATIENCE_S = 10.0
 _GAUGE_PATIENCE_S = 4.0
-
-
-class Wrong(Exception):
-    """The tier did what it must not do."""
+_NUMBER = struct.Struct("<Q")
+_LONG_KEY_EVERY = 7
 
 
 def live(orders: Orders, report: Callable[..., None]) -> None:
-    """From opening the slab to the end, whichever it is."""
-    signal.alarm(_LONGEST_LIFE_S)  # whoever hangs is killed, and by another signal
-    logging.disable()
-    plant(kvtier.tiering.disk.keeper, _WRITE_EVERY_S=orders.write_every_s)
-    try:
-        if orders.mutant is not None:
-            MUTANTS[orders.mutant].plant()
-        _plant_reports(report)
-        Points(orders.point, orders.nth, report).plant()
-        life = _Life(orders, report)
-        life.inspect()
-        life.work()
-        if not orders.ends_cleanly:
-            os.kill(os.getpid(), signal.SIGKILL)
-        life.end()
-    except Wrong as wrong:
-        report("wrong", str(wrong))
-    except BaseException:
-        report("wrong", traceback.format_exc()[-3000:])
+    """Run the life. The kit calls this in the process of the life."""
+    signal.alarm(_LONGEST_LIFE_S)  # a life that hangs ends by another signal than SIGKILL
+    plant(kvtier.tiering.disk.flusher, _WRITE_EVERY_S=orders.write_every_s)
+    if orders.mutant is not None:
+        MUTANTS[orders.mutant].plant()
+    _plant_reports(report)
+    SlabPoints(orders.point, orders.nth, report).plant()
+    life = _Life(orders, report)
+    life.inspect()
+    life.work()
+    if not orders.ends_cleanly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    life.end()
 
 
 def _plant_reports(report: Callable[..., None]) -> None:
-    """Say when the index has been written, and when a cut has."""
-    real_write, real_save = IndexKeeper._write, Slab.save_superblock
+    """Report when the index and when a cut has been written."""
+    real_write, real_save = IndexFlusher._write, Slab.save_superblock
 
-    def _write(keeper: IndexKeeper) -> None:
+    def _write(flusher: IndexFlusher) -> None:
         report("index begins")
-        real_write(keeper)
+        real_write(flusher)
         report("index ends")
 
     def save_superblock(slab: Slab, **changes: Any) -> None:
         real_save(slab, **changes)
         report("cut", changes.get("cut", 0))
 
-    plant(IndexKeeper, _write=_write)
+    plant(IndexFlusher, _write=_write)
     plant(Slab, save_superblock=save_superblock)
 
 
@@ -88,7 +86,7 @@ def _plant_reports(report: Callable[..., None]) -> None:
 class _Job:
     job: TransferJob
     generations: dict[int, int]
-    """By number of key: what is stored, or must be loaded."""
+    """By number of a key: the generation that is stored, or that must be loaded."""
 
 
 @dataclass(slots=True)
@@ -130,12 +128,12 @@ class _Life:
         self._storing: dict[int, _Storing] = {}
         status = os.stat(orders.path)
         report("opened", self._fingerprint.hex(), took, status.st_size, status.st_blocks * 512)
-        report("clock", self._tier._slab.superblock.uuid.hex(), self._tier._residents.next_seq)
+        report("clock", self._tier._slab.superblock.uuid.hex(), self._tier._table.next_seq)
 
-    # --- what the life before has left ---------------------------------------------------------
+    # --- blocks of earlier lives ---------------------------------------------------------------
 
     def inspect(self) -> None:
-        """Load everything that is there, and say what it is."""
+        """Load all blocks that are found, and report their generations."""
         self._await_gauge()
         numbers = [n for n in range(self._orders.num_keys) if self._is_hit(n)]
         for start in range(0, len(numbers), _AT_ONCE):
@@ -157,11 +155,11 @@ class _Life:
         self._report("inspected")
 
     def _await_gauge(self) -> None:
-        """The gauge says what `du` says."""
+        """Wait until the gauge equals what `du` says."""
         deadline = time.monotonic() + _GAUGE_PATIENCE_S
         while True:
             stats = self._tier.get_stats()
-            gauge = stats.gauges[metrics.FILE_BYTES]
+            gauge = stats.gauges[FILE_BYTES]
             allocated = os.stat(self._orders.path).st_blocks * 512
             if gauge == allocated:
                 return
@@ -230,7 +228,7 @@ class _Life:
         self._jobs[job.job_id] = _Job(job, generations)
         self._report("put", new)
         self._tier.submit_store(job)
-        self._report("placed", self._take_removed(), self._tier._residents.next_seq)
+        self._report("placed", self._take_removed(), self._tier._table.next_seq)
         if self._random.random() < 0.7:
             self._tier.on_request_finished(job.req_context)
 
@@ -253,7 +251,7 @@ class _Life:
         home = self._random.random() < 0.5
         chance = self._random
         fingerprint = chance.choice(self._homes) if home else chance.randbytes(16)
-        self._report("epoch", self._tier._residents.next_seq, fingerprint.hex())
+        self._report("epoch", self._tier._table.next_seq, fingerprint.hex())
         self._tier.begin_epoch(fingerprint)
         self._report("epoch has begun")
         self._fingerprint = fingerprint
@@ -276,29 +274,35 @@ class _Life:
         job = own.job
         moved = _moved(job, result)
         is_current = job.fingerprint == self._fingerprint
-        numbers = list(own.generations)
         if job.is_promotion:
-            for number, row in zip(numbers, job.block_ids.tolist(), strict=True):
-                if key_of(number) in moved:
-                    if self._generation_in(row, number, job) != own.generations[number]:
-                        raise Wrong(f"block {number} was loaded, but not as it was stored last")
-                elif is_current:
-                    raise Wrong(f"block {number} could not be loaded")
+            self._check_loaded(own, moved, is_current)
         elif is_current:
-            acked = []
-            for number, generation in own.generations.items():
-                storing = self._storing.get(number)
-                if storing is None or storing.generation != generation:
-                    continue
-                storing.num_jobs -= 1
-                storing.is_stored |= key_of(number) in moved
-                if not storing.num_jobs:
-                    del self._storing[number]
-                    if storing.is_stored:
-                        self._kept[number] = generation
-                        acked.append(generation)
-            self._report("acked", acked)
+            self._note_stored(own, moved)
         self._rows.take_back(job.block_ids.tolist())
+
+    def _check_loaded(self, own: _Job, moved: set[bytes], is_current: bool) -> None:
+        rows = own.job.block_ids.tolist()
+        for (number, generation), row in zip(own.generations.items(), rows, strict=True):
+            if key_of(number) in moved:
+                if self._generation_in(row, number, own.job) != generation:
+                    raise Wrong(f"block {number} was loaded, but not as it was stored last")
+            elif is_current:
+                raise Wrong(f"block {number} could not be loaded")
+
+    def _note_stored(self, own: _Job, moved: set[bytes]) -> None:
+        acked = []
+        for number, generation in own.generations.items():
+            storing = self._storing.get(number)
+            if storing is None or storing.generation != generation:
+                continue
+            storing.num_jobs -= 1
+            storing.is_stored |= key_of(number) in moved
+            if not storing.num_jobs:
+                del self._storing[number]
+                if storing.is_stored:
+                    self._kept[number] = generation
+                    acked.append(generation)
+        self._report("acked", acked)
 
     def _take_removed(self) -> list[int]:
         """The generations that the tier has removed."""
@@ -321,7 +325,7 @@ class _Life:
     # --- the end -------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End as an engine does that is not killed."""
+        """Shut down as an engine does that is not killed."""
         self._tier.drain_jobs()
         self._step()
         if self._jobs:
@@ -358,3 +362,29 @@ class _Life:
 
 def _moved(job: TransferJob, result: JobResult) -> set[bytes]:
     return set(job.keys) if result.success else set(result.successful_keys or ())
+
+
+# --- blocks whose bytes show which store they come from -------------------------------------------
+
+
+@cache
+def key_of(number: int) -> OffloadKey:
+    """Some keys are too long for the index."""
+    text = b"block-%026d" % number
+    return make_offload_key(text * 2 if number % _LONG_KEY_EVERY == 0 else text, 0)
+
+
+def payload_of_generation(
+    key: OffloadKey, fingerprint: bytes, generation: int, num_bytes: int
+) -> bytes:
+    """Bytes that no other store of any block has."""
+    head = _NUMBER.pack(generation)
+    noise = np.random.Generator(np.random.SFC64(xxh3_64_intdigest(head + fingerprint + key)))
+    return head + noise.bytes(num_bytes - len(head))
+
+
+def generation_in(payload: bytes, key: OffloadKey, fingerprint: bytes) -> int | None:
+    """The generation of this key and namespace that has these bytes; None: there is none."""
+    generation: int = _NUMBER.unpack_from(payload)[0]
+    expected = payload_of_generation(key, fingerprint, generation, len(payload))
+    return generation if payload == expected else None

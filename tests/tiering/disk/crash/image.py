@@ -1,4 +1,4 @@
-"""A slab file seen from outside: where everything lies, and how to spoil it."""
+"""A slab file as tests see it: offsets of its parts, and ways to damage it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvtier.tiering.disk.layout import (
     SlabFormatError,
     Superblock,
 )
-from kvtier.tiering.disk.scan import found_in
+from kvtier.tiering.disk.recovery import found_in
 from kvtier.tiering.io.page import PAGE_BYTES
 
 
 class Image:
-    """A slab as it was when this was made. Any engine that has it open is not asked."""
+    """The content of a slab at one moment, read without asking its engine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,7 +27,7 @@ class Image:
         self.geometry = self.superblock.geometry
 
     def slot_of(self, key: OffloadKey) -> int:
-        """Of several slots with this block, the one that was written last."""
+        """The slot with this block; of several, the one written last."""
         found = [
             block
             for slot in range(self.geometry.num_slots)
@@ -50,7 +50,7 @@ class Image:
 
     @property
     def regions(self) -> dict[str, range]:
-        """The parts of the file that are no slots."""
+        """The parts of the file besides the slots."""
         pages = {f"superblock {i}": offset for i, offset in enumerate(SUPERBLOCK_OFFSETS)}
         pages |= {"holder": HOLDER_OFFSET, "control": CONTROL_OFFSET}
         regions = {name: range(start, start + PAGE_BYTES) for name, start in pages.items()}
@@ -58,7 +58,7 @@ class Image:
         return regions | {"index": range(geometry.index_offset, geometry.file_bytes)}
 
     def slots_in(self, damaged: range) -> set[int]:
-        """The slots that a part of the file touches."""
+        """The slots that overlap with a part of the file."""
         geometry = self.geometry
         return {
             slot
@@ -69,13 +69,13 @@ class Image:
 
 
 def write(path: Path, offset: int, content: bytes) -> None:
-    """Behind everyone's back."""
+    """Write to the file without its engine."""
     with open(path, "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), content, offset)
 
 
 def superblocks_in(content: bytes) -> list[Superblock]:
-    """The intact copies."""
+    """The intact copies of the superblock."""
     copies = []
     for offset in SUPERBLOCK_OFFSETS:
         try:

@@ -1,61 +1,40 @@
-"""Planted bugs, each of which the oracle has to notice. They are planted in the child alone."""
+"""Bugs planted in the disk tier, each of which a run has to notice."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import kvtier.tiering.disk.making as making_module
+import kvtier.tiering.disk.file as file_module
 import kvtier.tiering.disk.recovery as recovery_module
 import kvtier.tiering.disk.slab as slab_module
-import kvtier.tiering.disk.superblocks as superblocks_module
 from kvtier import seal
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.free_slots import FreeSlots
+from kvtier.tiering.disk.flusher import IndexFlusher
 from kvtier.tiering.disk.index import IndexTable
-from kvtier.tiering.disk.keeper import IndexKeeper
+from kvtier.tiering.disk.mover import SlabMover, SlabTransfer
 from kvtier.tiering.disk.slab import Slab
-from kvtier.tiering.disk.slab_io import SlabIO
-from kvtier.tiering.disk.transfer import SlabBlock, SlabTransfer
-from kvtier.tiering.io.transfer import Transfer
-from kvtier.tiering.io.work import WorkQueue
+from kvtier.tiering.disk.slots import FreeSlots, SlabBlock
+from kvtier.tiering.io.queue import Transfer, WorkQueue
+from tests.tiering.crash.mutants import Mutants
+from tests.tiering.crash.points import plant
 from tests.tiering.disk.crash.orders import Bias
-from tests.tiering.disk.crash.planting import plant
 
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """One planted bug, and the lives in which it shows."""
-
-    plant: Callable[[], None]
-    bias: Bias
-    first_seed: int
-    """From here on, it is not long before it does."""
-
-
-MUTANTS: dict[str, Mutant] = {}
-
-
-def _mutant(first_seed: int = 0, **bias: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def register(bug: Callable[[], None]) -> Callable[[], None]:
-        MUTANTS[bug.__name__] = Mutant(bug, Bias(**bias), first_seed)
-        return bug
-
-    return register
+MUTANTS = Mutants(Bias)
 
 
 # --- what is read -------------------------------------------------------------------------------
 
 
-@_mutant(point="slot written")
+@MUTANTS.mutant(point="slot written")
 def nothing_is_verified() -> None:
-    plant(SlabIO, _is_valid=lambda *_: True)
+    plant(SlabMover, _is_valid=lambda *_: True)
 
 
-@_mutant(4, point="slot half", power_cut="torn index")
+@MUTANTS.mutant(4, point="slot half", power_cut="torn index")
 def the_payload_is_not_verified() -> None:
     def verify_block(tier: Any, job: Any, key: Any, header: Any, payload: Any) -> bool:
         failure = seal.check(header, payload, key, job.fingerprint)
@@ -64,12 +43,12 @@ def the_payload_is_not_verified() -> None:
     plant(SecondaryTierManager, verify_block=verify_block)
 
 
-@_mutant(10, power_cut="torn index")
+@MUTANTS.mutant(10, power_cut="torn index")
 def an_index_page_needs_no_checksum() -> None:
     plant(IndexTable, _empty_damaged_pages=lambda _: None)
 
 
-@_mutant(power_cut="torn index")
+@MUTANTS.mutant(power_cut="torn index")
 def damaged_index_pages_are_not_rebuilt() -> None:
     def scan_headers(file: Any, geometry: Any, uuid: Any, slots: Sequence[int]) -> Iterable[Any]:
         return ()
@@ -80,7 +59,7 @@ def damaged_index_pages_are_not_rebuilt() -> None:
 # --- what is written ----------------------------------------------------------------------------
 
 
-@_mutant()
+@MUTANTS.mutant()
 def jobs_are_reported_before_they_are_written() -> None:
     real = WorkQueue.submit
 
@@ -96,18 +75,18 @@ def jobs_are_reported_before_they_are_written() -> None:
     plant(WorkQueue, submit=submit)
 
 
-@_mutant()
+@MUTANTS.mutant()
 def a_changed_index_page_is_forgotten() -> None:
     real = IndexTable.take_changed
     plant(IndexTable, take_changed=lambda index: real(index)[:-1])
 
 
-@_mutant(6, point="superblock 1 half")
+@MUTANTS.mutant(6, point="superblock 1 half")
 def there_is_one_superblock() -> None:
-    plant(superblocks_module, SUPERBLOCK_OFFSETS=(0,))
+    plant(file_module, SUPERBLOCK_OFFSETS=(0,))
 
 
-@_mutant(epoch_rate=0.1, power_cut="torn index")
+@MUTANTS.mutant(epoch_rate=0.1, power_cut="torn index")
 def the_cut_is_not_written() -> None:
     real = Slab.save_superblock
 
@@ -119,26 +98,26 @@ def the_cut_is_not_written() -> None:
     plant(Slab, save_superblock=save_superblock)
 
 
-@_mutant(6, epoch_rate=0.1)
+@MUTANTS.mutant(6, epoch_rate=0.1)
 def an_epoch_is_not_cut() -> None:
-    plant(IndexKeeper, cut_at=lambda *_: None)
+    plant(IndexFlusher, cut_at=lambda *_: None)
 
 
-@_mutant()
+@MUTANTS.mutant()
 def the_clock_stands_still() -> None:
     plant(slab_module, _CLOCK_STEP=0)
 
 
-@_mutant(9, point="index after", power_cut="lost superblock", row_rate=0.6)
+@MUTANTS.mutant(9, point="index after", power_cut="lost superblock", row_rate=0.6)
 def a_slab_made_anew_begins_with_its_first_revision() -> None:
-    real = making_module.format_slab
-    plant(slab_module, format_slab=lambda file, geometry, former: real(file, geometry))
+    real = slab_module.format_slab
+    plant(slab_module, format_slab=lambda file, geometry, former=None: real(file, geometry))
 
 
 # --- what is kept -------------------------------------------------------------------------------
 
 
-@_mutant()
+@MUTANTS.mutant()
 def a_slot_is_free_twice() -> None:
     real = FreeSlots.give
 
@@ -153,21 +132,21 @@ def a_slot_is_free_twice() -> None:
 # --- the file -----------------------------------------------------------------------------------
 
 
-@_mutant()
+@MUTANTS.mutant()
 def the_file_has_holes() -> None:
     plant(SlabFile, allocate=lambda file, length: os.ftruncate(file.fd, length))
 
 
-@_mutant()
+@MUTANTS.mutant()
 def a_smaller_slab_keeps_its_file() -> None:
     plant(SlabFile, truncate=lambda *_: None)
 
 
-@_mutant()
+@MUTANTS.mutant()
 def temporary_files_stay() -> None:
-    plant(making_module, _abandoned=lambda path: [])
+    plant(slab_module, _abandoned=lambda path: [])
 
 
-@_mutant()
+@MUTANTS.mutant()
 def the_gauge_is_that_of_the_start() -> None:
     plant(SlabFile, allocated_bytes=property(lambda file: file.size))

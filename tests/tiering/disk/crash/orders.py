@@ -1,18 +1,17 @@
-"""What one life of a tier is told to do, and how it ends."""
+"""What one life of the disk tier does, and how it ends."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """Everything that one life depends on, but for the order in which its threads run."""
+    """Everything that one life depends on, except the order in which its threads run."""
 
     seed: str
     number: int
-    """Of this life on its slab. Generations of blocks are numbered by it."""
+    """Of this life in its run. Generations of blocks begin with it."""
     path: str
     row_bytes: int
     max_bytes: int
@@ -24,26 +23,19 @@ class Orders:
     """How often the index is written."""
     epoch_rate: float
     point: str | None
-    """Kills itself when it gets there for the `nth` time."""
+    """The life kills itself when it reaches this point for the `nth` time."""
     nth: int
     kill_after_s: float | None
-    """Is killed from outside then, wherever it is."""
+    """The life is killed from outside after this time."""
     ends_cleanly: bool
-    """Shuts down after its last operation; otherwise it is killed there."""
+    """The life shuts down after its last operation; otherwise it kills itself."""
     mutant: str | None = None
     """A planted bug."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Orders:
-        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """What lives are to be drawn into, to show one thing soon."""
+    """Draws lives in which one planted bug shows soon. None: as usual."""
 
     point: str | None = None
     power_cut: str | None = None

@@ -1,19 +1,10 @@
-"""Places in the code at which a life can end: around every change of the file.
-
-Nothing in the tier knows of them. They are put around its methods, in a process that will be
-killed.
-"""
+"""The points at which a life of the disk tier can be killed: around every change of the file."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from kvtier.tiering.disk.file import SlabFile
@@ -23,11 +14,10 @@ from kvtier.tiering.disk.layout import (
     SLOTS_OFFSET,
     SUPERBLOCK_OFFSETS,
 )
-from kvtier.tiering.io.aio import AioQueue
-from tests.tiering.disk.crash.planting import plant
+from tests.tiering.crash.points import KillPoints, plant, write_plainly
 
 WRITTEN = ("superblock 1", "superblock 2", "holder", "index", "move", "slot")
-"""What is written by one call, which may be cut short."""
+"""Parts of the file that one call writes; the call may be interrupted half-way."""
 CALLED = ("allocate", "truncate", "sync", "rename", "unlink")
 POINTS = (
     *(f"{what} {when}" for what in WRITTEN for when in ("before", "half", "after")),
@@ -44,25 +34,12 @@ _FIXED = {SUPERBLOCK_OFFSETS[0]: "superblock 1", SUPERBLOCK_OFFSETS[1]: "superbl
 _FIXED |= {HOLDER_OFFSET: "holder", CONTROL_OFFSET: "control"}
 
 
-class Points:
-    """Counts arrivals, and ends the process at the one that was chosen. Any thread."""
+class SlabPoints(KillPoints):
+    """The points of the disk tier."""
 
     def __init__(self, point: str | None, nth: int, report: Callable[..., None]) -> None:
-        self._point = point
-        self._nth = nth
-        self._report = report
-        self._arrivals: Counter[str] = Counter()
+        super().__init__(point, nth, report)
         self._is_moving = threading.local()
-
-    def arrive(self, point: str, last_deed: Callable[[], object] | None = None) -> None:
-        """`last_deed` is done only if this is the end."""
-        self._arrivals[point] += 1
-        if point == self._point and self._arrivals[point] == self._nth:
-            if last_deed is not None:
-                last_deed()
-            self._report("at", point)
-            os.kill(os.getpid(), signal.SIGKILL)
-            threading.Event().wait()  # no further step, whenever the signal comes
 
     def _around(self, owner: Any, name: str, what: str) -> None:
         real = getattr(owner, name)
@@ -76,19 +53,18 @@ class Points:
         plant(owner, **{name: call})
 
     def plant(self) -> None:
-        """From now on, this process can end at every point."""
         for name in ("allocate", "truncate", "sync"):
             self._around(SlabFile, name, name)
         for name in ("rename", "unlink"):
             self._around(os, name, name)
         self._plant_in_writes()
-        self._plant_in_aio()
+        self.plant_in_aio()
 
     def _plant_in_writes(self) -> None:
         real_write, real_write_aligned = SlabFile.write, SlabFile.write_aligned
 
         def write(file: SlabFile, offset: int, data: bytes) -> None:
-            # Slots are written this way only when they are moved.
+            # Synchronous writes of slots happen only when blocks are moved.
             self._is_moving.now = offset >= SLOTS_OFFSET
             try:
                 real_write(file, offset, data)
@@ -101,58 +77,8 @@ class Points:
                 what = "move" if getattr(self._is_moving, "now", False) else "index"
             self.arrive(f"{what} before")
             half = bytes(data[: len(data) // 2])
-            self.arrive(f"{what} half", lambda: _write_plainly(file.path, offset, half))
+            self.arrive(f"{what} half", lambda: write_plainly(file.path, offset, half))
             real_write_aligned(file, offset, data)
             self.arrive(f"{what} after")
 
         plant(SlabFile, write=write, write_aligned=write_aligned)
-
-    def _plant_in_aio(self) -> None:
-        real_prepare, real_submit, real_reap = AioQueue.prepare, AioQueue.submit, AioQueue.reap
-        writes: dict[tuple[int, int], Callable[[], None] | None] = {}
-        """By queue and tag, how to make the first half of a write; None: it is a read."""
-
-        def prepare(
-            queue: AioQueue,
-            tag: int,
-            fd: int,
-            is_write: bool,
-            offset: int,
-            segments: Sequence[int],
-        ) -> None:
-            path = Path(f"/proc/self/fd/{fd}")
-            writes[id(queue), tag] = (
-                partial(_write_half, path, offset, tuple(segments)) if is_write else None
-            )
-            real_prepare(queue, tag, fd, is_write, offset, segments)
-
-        def submit(queue: AioQueue, tags: Sequence[int]) -> tuple[int, int]:
-            halves = [half for tag in tags if (half := writes[id(queue), tag]) is not None]
-            for half in halves:
-                self.arrive("slot before")
-                self.arrive("slot half", half)
-            answer = real_submit(queue, tags)
-            for _ in halves:
-                self.arrive("slot after")
-            return answer
-
-        def reap(queue: AioQueue, *args: Any) -> list[tuple[int, int]]:
-            ended = real_reap(queue, *args)
-            for tag, _ in ended:
-                is_read = writes[id(queue), tag] is None
-                self.arrive("slot read" if is_read else "slot written")
-            return ended
-
-        plant(AioQueue, prepare=prepare, submit=submit, reap=reap)
-
-
-def _write_half(path: Path, offset: int, segments: Sequence[int]) -> None:
-    """`segments`: as for `AioQueue.prepare`."""
-    pieces = zip(segments[::2], segments[1::2], strict=True)
-    whole = b"".join(ctypes.string_at(address, length) for address, length in pieces)
-    _write_plainly(path, offset, whole[: len(whole) // 2])
-
-
-def _write_plainly(path: Path, offset: int, data: bytes) -> None:
-    with open(path, "r+b", buffering=0) as file:
-        os.pwrite(file.fileno(), data, offset)

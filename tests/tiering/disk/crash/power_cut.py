@@ -1,4 +1,4 @@
-"""What a power cut can do to the file after a kill: writes that are torn, and writes lost."""
+"""Simulated power cuts: torn and lost writes of the last life."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ KINDS = (
     "lost superblock",
     "lost slots",
 )
-"""What may happen; what is named twice is twice as likely."""
+"""Kinds of damage; those named twice are twice as likely."""
 
 
 class Loss(Enum):
-    """What a power cut costs."""
+    """What a power cut has lost."""
 
     NOTHING = "nothing"
-    """There was nothing to be spoilt."""
+    """Nothing: there was nothing to damage."""
     WRITES = "writes"
-    """What was written is damaged, but there is another copy of what it said."""
+    """Writes, of which another copy exists."""
     BLOCKS = "blocks"
-    """Blocks that were there may be gone."""
+    """Blocks may be lost."""
 
 
 class PowerCut:
-    """Remembers the file as it was, to undo parts of what one life has written."""
+    """Holds the file as it was before a life, to undo parts of what the life has written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.before = path.read_bytes() if path.exists() else b""
 
     def strike(self, kind: str, random: Random) -> Loss:
-        """Do it to the file."""
+        """Damage the file."""
         if not self.before or not self._path.exists():
             return Loss.NOTHING
         after = self._path.read_bytes()
         before = superblocks_in(self.before)
         now = superblocks_in(after)
-        if len(now) != 2 or not before:  # two copies are for one failure, not for two
+        if len(now) != 2 or not before:  # two copies survive one failure, not two
             return Loss.NOTHING
         geometry = max(now, key=lambda copy: copy.revision).geometry
         with open(self._path, "r+b", buffering=0) as file:
@@ -70,7 +70,7 @@ class PowerCut:
                 page = old
                 if kind.startswith("torn"):
                     page = random.choice((old[:HALF] + new[HALF:], new[:HALF] + old[HALF:]))
-                # Where only one half has changed, what is torn may be whole, and old.
+                # If only one half has changed, a torn page may be intact, and outdated.
                 if page == old != new and kind.endswith("index"):
                     loss = Loss.BLOCKS
                 os.pwrite(file.fileno(), page, offset)

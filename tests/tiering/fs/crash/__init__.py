@@ -1,2 +1,1 @@
-"""Lives of engines that share a root and end with SIGKILL, and an oracle that knows what must be
-left of them."""
+"""The crash kit for the fs tier: lives that share one root."""

@@ -1,36 +1,35 @@
 """One life of an engine on a root that others share, in a process that is going to be killed.
 
-It says what it does. What it can see itself, it checks itself: that no wrong byte is loaded, that
-nothing is damaged, and that what leaves is what was not used for the longest time.
+It reports what it does, for the oracle. It checks for itself that no wrong byte is loaded, that no
+block is damaged, and that the least recently used blocks are evicted.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-import kvtier.tiering.fs.books
-import kvtier.tiering.fs.clerk
+import kvtier.tiering.fs.eviction
 import kvtier.tiering.fs.lookups
-import kvtier.tiering.fs.sweeper
-import kvtier.tiering.fs.uses
+import kvtier.tiering.fs.publisher
+import kvtier.tiering.fs.quota
+import kvtier.tiering.fs.root
 from kvtier.base import LookupResult, OffloadKey
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import TransferJob
-from kvtier.tiering.fs import metrics
-from kvtier.tiering.fs.names import block_name
-from tests.tiering.disk.crash.planting import plant
+from kvtier.tiering.fs import manager
+from kvtier.tiering.fs.layout import block_name
+from tests.tiering.crash.points import plant
+from tests.tiering.crash.processes import Wrong
 from tests.tiering.fs.crash.mutants import MUTANTS
 from tests.tiering.fs.crash.orders import Orders
-from tests.tiering.fs.crash.points import FsPoints
-from tests.tiering.fs.crash.witness import Witness, Wrong
-from tests.tiering.fs.rig import du, fs_harness
+from tests.tiering.fs.crash.points import RootPoints
+from tests.tiering.fs.crash.reports import TierReports
+from tests.tiering.fs.harness import du, fs_harness
 
 ROW_BYTES = 8192
 _NUM_ROWS = 32
@@ -40,39 +39,34 @@ _MOST_EPOCHS = 2
 
 
 def live(orders: Orders, report: Callable[..., None]) -> None:
-    """From opening the root to the end, whichever it is."""
-    # Whoever hangs is killed, and by another signal.
+    """Run the life. The kit calls this in the process of the life."""
+    # A life that hangs ends by another signal than SIGKILL.
     signal.alarm(_LONGEST_LIFE_S + int(min(orders.work_for_s, 1000)))
-    logging.disable()
     boot_id = orders.boot.to_bytes(16, "big")
-    try:
-        plant(kvtier.tiering.fs.books, _boot_id=lambda: boot_id)
-        # On a busy machine one measurement may take long, and a hundred times as long is too much.
-        plant(kvtier.tiering.fs.clerk, _MEASURE_COST=1)
-        if orders.is_hasty:
-            _plant_haste()
-        if orders.mutant is not None:
-            MUTANTS[orders.mutant].plant()
-        Witness(Path(orders.root), report).plant()
-        FsPoints(orders.point, orders.nth, report).plant()
-        life = _Life(orders, report)
-        life.work()
-        if orders.inspects:
-            life.inspect()
-        if not orders.ends_cleanly:
-            os.kill(os.getpid(), signal.SIGKILL)
-        life.end()
-    except Wrong as wrong:
-        report("wrong", str(wrong))
-    except BaseException:
-        report("wrong", traceback.format_exc()[-3000:])
+    plant(kvtier.tiering.fs.root, _boot_id=lambda: boot_id)
+    # The tier waits for a multiple of what its last measurement took: too long on a busy machine.
+    plant(kvtier.tiering.fs.quota, _MEASURE_COST=1)
+    if orders.is_hasty:
+        _plant_haste()
+    if orders.mutant is not None:
+        MUTANTS[orders.mutant].plant()
+    TierReports(Path(orders.root), report).plant()
+    RootPoints(orders.point, orders.nth, report).plant()
+    life = _Life(orders, report)
+    life.work()
+    if orders.inspects:
+        life.inspect()
+    if not orders.ends_cleanly:
+        os.kill(os.getpid(), signal.SIGKILL)
+    life.end()
 
 
 def _plant_haste() -> None:
-    plant(kvtier.tiering.fs.clerk, _HEARTBEAT_S=0.02, _QUIET_S=0.03, _PATIENCE_S=0.5)
-    plant(kvtier.tiering.fs.sweeper, _RECLAIM_EVERY_S=0.05, _NOTHING_FOUND_S=0.3)
-    plant(kvtier.tiering.fs.uses, _WRITE_EVERY_S=0.01, _SAME_USE_NS=50_000_000)
+    plant(kvtier.tiering.fs.publisher, _HEARTBEAT_S=0.02, _QUIET_S=0.03, _PATIENCE_S=0.5)
+    plant(kvtier.tiering.fs.quota, _MEASURE_EVERY_S=0.02)
+    plant(kvtier.tiering.fs.eviction, _RECLAIM_EVERY_S=0.05, _NOTHING_FOUND_S=0.3)
     plant(kvtier.tiering.fs.lookups, _PRESENT_FOR_S=0.3, _ABSENT_FOR_S=0.05)
+    plant(kvtier.tiering.fs.lookups, _WRITE_EVERY_S=0.01, _SAME_USE_NS=50_000_000)
 
 
 class _Life:
@@ -89,12 +83,12 @@ class _Life:
         )
         self._keys = TierHarness.keys(orders.num_keys)
         self._storing: dict[OffloadKey, int] = {}
-        """How many jobs are storing a block."""
+        """Number of jobs that are storing a block."""
         self._unsure: set[int] = set()
-        """Jobs with blocks that others were storing: those count as stored before they are."""
+        """Jobs with blocks that another job was storing; the tier counts those as stored early."""
         self._num_epochs = 0
         self._open: set[int] = set()
-        """Jobs that have not been heard of."""
+        """Jobs that are not finished."""
         self._num_stored = self._num_loaded = 0
         report("opened", self._harness.fingerprint.hex())
 
@@ -180,7 +174,7 @@ class _Life:
     # --- the end -------------------------------------------------------------------------------
 
     def inspect(self) -> None:
-        """Find all that is there, and wait until the gauge says what `du` says."""
+        """Load all blocks that are found, and wait until the gauge equals what `du` says."""
         harness = self._harness
         harness.drain()
         self._await_quiet()
@@ -201,16 +195,20 @@ class _Life:
         deadline = time.monotonic() + self._orders.quiet_patience_s
         while True:
             gauges = self._harness.tier.get_stats().gauges  # type: ignore[union-attr]
-            said, is_so = gauges[metrics.USED_BYTES], du(root)
-            seats = os.listdir(root / "engines")
-            if said == is_so and len(seats) == 2:  # our own, and the file that says that we live
+            said, is_so = gauges[manager.USED_BYTES], du(root)
+            presences = os.listdir(root / "engines")
+            # Two presences: the directory of this engine, and its file that others lock to see
+            # whether it runs.
+            if said == is_so and len(presences) == 2:
                 return
             if time.monotonic() > deadline:
-                raise Wrong(f"the gauge says {said} bytes, and du {is_so}, with seats {seats}")
+                raise Wrong(
+                    f"the gauge says {said} bytes, and du {is_so}, with presences {presences}"
+                )
             time.sleep(0.01)
 
     def end(self) -> None:
-        """End as an engine does that is not killed."""
+        """Shut down as an engine does that is not killed."""
         with self._harness:
             self._step()
         self._report("shut down")

@@ -1,230 +1,216 @@
-"""Planted bugs, each of which the oracle has to notice. They are planted in the child alone."""
+"""Bugs planted in the fs tier, each of which a run has to notice."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import kvtier.tiering.fs.books as books_module
-from kvtier.tiering.fs.below import Below
-from kvtier.tiering.fs.books import Books, Evicted, Outcome, Written
-from kvtier.tiering.fs.clerk import Clerk
+import kvtier.tiering.fs.root as root_module
+import kvtier.tiering.fs.transaction as transaction_module
+from kvtier.tiering.fs.access import NoFollowTree
+from kvtier.tiering.fs.eviction import Sweeper
+from kvtier.tiering.fs.layout import SHARDS, BlockFile, namespaces_in, read_shard
 from kvtier.tiering.fs.ledger import Account, Balance, Ledger
-from kvtier.tiering.fs.names import SHARDS
-from kvtier.tiering.fs.seat import Seat, StrangeSeat
-from kvtier.tiering.fs.sweeper import Sweeper
-from kvtier.tiering.fs.tree import BlockFile, namespaces_in, read_shard
-from tests.tiering.disk.crash.planting import plant
+from kvtier.tiering.fs.presence import Peer, Presence
+from kvtier.tiering.fs.publisher import Publisher
+from kvtier.tiering.fs.root import RootSession
+from kvtier.tiering.fs.transaction import Evicted, Outcome, Transaction, Written
+from tests.tiering.crash.mutants import Mutants
+from tests.tiering.crash.points import plant
 from tests.tiering.fs.crash.orders import Bias
 
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """One planted bug, and the lives in which it shows."""
-
-    plant: Callable[[], None]
-    bias: Bias
-    first_seed: int
-    """From here on, it is not long before it does."""
-
-
-MUTANTS: dict[str, Mutant] = {}
-
-
-def _mutant(first_seed: int = 0, **bias: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def register(bug: Callable[[], None]) -> Callable[[], None]:
-        MUTANTS[bug.__name__] = Mutant(bug, Bias(**bias), first_seed)
-        return bug
-
-    return register
+MUTANTS = Mutants(Bias)
 
 
 # --- blocks come --------------------------------------------------------------------------------
 
 
-@_mutant(point="publish: link after")
+@MUTANTS.mutant(point="publish: link after")
 def nobody_writes_down_that_blocks_are_being_published() -> None:
     plant(Account, flags=property(lambda account: 2 * account.is_settled))
 
 
-@_mutant(point="publish: link after")
+@MUTANTS.mutant(point="publish: link after")
 def what_was_published_is_counted_again_and_again() -> None:
-    real = books_module._count_in_published
+    real = transaction_module._count_in_published
 
     def count_in_published(balance: Balance, account: Account, files: Any) -> None:
         real(balance, account, files)
         account.is_publishing = True
 
-    plant(books_module, _count_in_published=count_in_published)
+    plant(transaction_module, _count_in_published=count_in_published)
 
 
-@_mutant(num_blocks=12)
+@MUTANTS.mutant(num_blocks=12)
 def a_block_is_published_over_another() -> None:
-    real = books_module._publish
+    real = transaction_module._publish
 
-    def publish(below: Below, block: Written, on_error: Any) -> Outcome:
+    def publish(tree: NoFollowTree, block: Written, on_error: Any) -> Outcome:
         with suppress(FileNotFoundError):
             os.unlink(block.final)
-        return real(below, block, on_error)
+        return real(tree, block, on_error)
 
-    plant(books_module, _publish=publish)
+    plant(transaction_module, _publish=publish)
 
 
-@_mutant()
+@MUTANTS.mutant()
 def a_published_file_is_written_to_again() -> None:
-    real = Clerk._recycle
+    real = Publisher._recycle
 
-    def recycle(clerk: Clerk[Any], arrivals: Any, outcomes: Sequence[Outcome], *rest: Any) -> None:
-        real(clerk, arrivals, [_as_if_there(outcome) for outcome in outcomes], *rest)
+    def recycle(
+        publisher: Publisher[Any], blocks: Any, outcomes: Sequence[Outcome], *rest: Any
+    ) -> None:
+        real(publisher, blocks, [_as_if_there(outcome) for outcome in outcomes], *rest)
 
-    plant(Clerk, _recycle=recycle)
+    plant(Publisher, _recycle=recycle)
 
 
 def _as_if_there(outcome: Outcome) -> Outcome:
     return Outcome.WAS_THERE if outcome is Outcome.PUBLISHED else outcome
 
 
-@_mutant()
+@MUTANTS.mutant()
 def blocks_are_reported_before_they_are_published() -> None:
-    real = Clerk.publish_soon
+    real = Publisher.publish_soon
 
-    def publish_soon(clerk: Clerk[Any], arrivals: Sequence[Any]) -> None:
-        clerk._on_done([(arrival, True) for arrival in arrivals])
-        real(clerk, arrivals)
+    def publish_soon(publisher: Publisher[Any], blocks: Sequence[Any]) -> None:
+        publisher._on_done([(block, True) for block in blocks])
+        real(publisher, blocks)
 
-    plant(Clerk, publish_soon=publish_soon)
+    plant(Publisher, publish_soon=publish_soon)
 
 
 # --- blocks go ----------------------------------------------------------------------------------
 
 
-@_mutant(num_blocks=12)
+@MUTANTS.mutant(num_blocks=12)
 def what_leaves_is_still_counted() -> None:
-    real = Books.evict
+    real = Transaction.evict
 
-    def evict(books: Books, balance: Balance, *args: Any, **kwargs: Any) -> list[Evicted]:
-        before = balance.blocks, balance.num_blocks
-        gone = real(books, balance, *args, **kwargs)
-        balance.blocks, balance.num_blocks = before
+    def evict(txn: Transaction, *args: Any, **kwargs: Any) -> list[Evicted]:
+        before = txn.balance.blocks, txn.balance.num_blocks
+        gone = real(txn, *args, **kwargs)
+        txn.balance.blocks, txn.balance.num_blocks = before
         return gone
 
-    plant(Books, evict=evict)
+    plant(Transaction, evict=evict)
 
 
-@_mutant(num_blocks=12)
+@MUTANTS.mutant(num_blocks=12)
 def what_was_just_used_leaves_too() -> None:
-    real = Books.evict
+    real = Transaction.evict
 
     def evict(
-        books: Books, balance: Balance, blocks: Any, on_error: Any = None, is_forced: bool = False
+        txn: Transaction, blocks: Any, on_error: Any = None, is_forced: bool = False
     ) -> list[Evicted]:
-        return real(books, balance, blocks, on_error, is_forced=True)
+        return real(txn, blocks, on_error, is_forced=True)
 
-    plant(Books, evict=evict)
+    plant(Transaction, evict=evict)
 
 
-@_mutant(num_blocks=40)
+@MUTANTS.mutant(num_blocks=40)
 def the_newest_leave_first() -> None:
     def oldest(sweeper: Sweeper, namespaces: Sequence[Path], count: int) -> list[BlockFile]:
-        found = _blocks_of(sweeper._books, namespaces)
+        found = _blocks_of(sweeper._session, namespaces)
         return sorted(found, key=lambda block: -block.used_ns)[:count]
 
     plant(Sweeper, _oldest=oldest)
 
 
-@_mutant(num_blocks=12, foreign_rate=0.5)
+@MUTANTS.mutant(num_blocks=12, foreign_rate=0.5)
 def blocks_of_others_leave() -> None:
     def oldest(sweeper: Sweeper, namespaces: Sequence[Path], count: int) -> list[BlockFile]:
-        books = sweeper._books
-        return _blocks_of(books, namespaces_in(books.below, books.blocks))[:count]
+        session = sweeper._session
+        return _blocks_of(session, namespaces_in(session.tree, session.blocks))[:count]
 
     plant(Sweeper, _oldest=oldest)
 
 
-def _blocks_of(books: Books, namespaces: Sequence[Path]) -> list[BlockFile]:
+def _blocks_of(session: RootSession, namespaces: Sequence[Path]) -> list[BlockFile]:
     return [
         block
         for namespace in namespaces
         for shard in SHARDS
-        for block in read_shard(books.below, namespace, shard)
+        for block in read_shard(session.tree, namespace, shard)
     ]
 
 
 # --- what engines leave behind ------------------------------------------------------------------
 
 
-@_mutant(num_blocks=12, point="evict: rename after")
+@MUTANTS.mutant(num_blocks=12, point="evict: rename after")
 def the_dead_are_not_settled() -> None:
-    plant(Books, _settle=lambda books, balance, account, directory: None)
+    plant(Transaction, settle=lambda txn, account, directory: None)
 
 
-@_mutant(quiet_patience_s=3.0)
+@MUTANTS.mutant(quiet_patience_s=3.0)
 def nobody_reclaims() -> None:
-    plant(Books, reclaim=lambda books: 0)
+    plant(RootSession, reclaim=lambda session: 0)
 
 
-@_mutant()
+@MUTANTS.mutant()
 def everyone_is_taken_for_dead() -> None:
-    real = StrangeSeat.__init__
+    real = Peer.__init__
 
-    def init(seat: StrangeSeat, *args: Any) -> None:
-        real(seat, *args)
-        seat.is_dead = True
+    def init(peer: Peer, *args: Any) -> None:
+        real(peer, *args)
+        peer.is_dead = True
 
-    plant(StrangeSeat, __init__=init)
+    plant(Peer, __init__=init)
 
 
-@_mutant(epoch_rate=0.1, point="remove seat: unlink after")
+@MUTANTS.mutant(epoch_rate=0.1, point="remove presence: unlink after")
 def accounts_go_before_their_files() -> None:
-    real = Books.reclaim
+    real = RootSession.reclaim
 
-    def reclaim(books: Books) -> int:
-        if not books._is_anything_to_reclaim():
+    def reclaim(session: RootSession) -> int:
+        if not session._has_reclaimable():
             return 0
-        with books.transaction() as balance:
-            for seat in books._other_seats():
-                account = balance.accounts.get(seat.engine)
-                if seat.is_dead and account is not None:
-                    books._settle(balance, account, seat.directory)
-                    del balance.accounts[seat.engine]
-        return real(books)
+        with session.transaction() as txn:
+            for peer in session._peers():
+                account = txn.balance.accounts.get(peer.engine)
+                if peer.is_dead and account is not None:
+                    txn.settle(account, peer.directory)
+                    del txn.balance.accounts[peer.engine]
+        return real(session)
 
-    plant(Books, reclaim=reclaim)
-
-
-@_mutant()
-def a_seat_is_left_behind() -> None:
-    plant(Seat, remove=Seat.abandon)
+    plant(RootSession, reclaim=reclaim)
 
 
-@_mutant(epoch_rate=0.1)
+@MUTANTS.mutant()
+def a_presence_is_left_behind() -> None:
+    plant(Presence, remove=Presence.abandon)
+
+
+@MUTANTS.mutant(epoch_rate=0.1)
 def private_blocks_are_not_counted_out() -> None:
-    plant(books_module, count_blocks=lambda below, blocks: (0, 0))
+    for module in (root_module, transaction_module):
+        plant(module, count_blocks=lambda tree, blocks: (0, 0))
 
 
 # --- the quota ----------------------------------------------------------------------------------
 
 
-@_mutant(num_blocks=12)
+@MUTANTS.mutant(num_blocks=12)
 def nobody_asks_how_much_room_there_is() -> None:
-    real = Books.reserve
+    real = Transaction.reserve
 
-    def reserve(books: Books, balance: Balance, count: int, charge: int, limit: int) -> int:
-        return real(books, balance, count, charge, 2 * limit)
+    def reserve(txn: Transaction, count: int, charge: int, limit: int) -> int:
+        return real(txn, count, charge, 2 * limit)
 
-    plant(Books, reserve=reserve)
+    plant(Transaction, reserve=reserve)
 
 
-@_mutant(quiet_patience_s=3.0)
+@MUTANTS.mutant(quiet_patience_s=3.0)
 def what_is_given_back_stays_reserved() -> None:
-    plant(Books, give_back=lambda *_: None, true_up=lambda *_: None)
+    plant(RootSession, give_back=lambda *_: None)
+    plant(Transaction, true_up=lambda *_: None)
 
 
-@_mutant(point="transact: save half")
+@MUTANTS.mutant(point="transact: save half")
 def there_is_one_copy_of_the_ledger() -> None:
     def save(ledger: Ledger, balance: Balance) -> None:
         balance.revision += 1
@@ -233,7 +219,7 @@ def there_is_one_copy_of_the_ledger() -> None:
     plant(Ledger, save=save)
 
 
-@_mutant()
+@MUTANTS.mutant()
 def everyone_may_read_the_blocks() -> None:
     real = os.open
 

@@ -1,21 +1,19 @@
-"""Knows what every engine has done to a root, and so what must be found in it."""
+"""The oracle of the fs tier: from what all engines did to a root, what must be found in it."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import stat
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.tiering.fs.ledger import Balance, Ledger, LedgerLost
-from tests.tiering.fs.crash.nursery import Report
-from tests.tiering.sagas import Violation
+from tests.tiering.crash.oracle import ReportFollower, Violation
 
 _PROBES_BYTES = 32_768
-"""Of files by which engines that start try out the file system, for a moment."""
-_EMPTY_SEAT_BYTES = 8192
+"""Temporary files with which an engine that starts tries out the file system."""
+_EMPTY_PRESENCE_BYTES = 8192
 
 
 @dataclass(slots=True)
@@ -25,74 +23,68 @@ class _Tree:
     num_bytes: int = 0
     """As `du` counts them."""
     blocks: set[str] = field(default_factory=set)
-    """Published, relative to `blocks`."""
-    seats: dict[str, int] = field(default_factory=dict)
-    """By name of an engine: the bytes of its seat."""
+    """Paths of published blocks, relative to `blocks`."""
+    presences: dict[str, int] = field(default_factory=dict)
+    """Bytes of each engine's presence, by its name."""
     strange_modes: list[str] = field(default_factory=list)
 
 
-class Oracle:
-    """Follows the reports of all lives on one root, and looks at it."""
+class Oracle(ReportFollower):
+    """Follows the reports of all lives on one root, and checks the root itself."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
-        self.tally: Counter[str] = Counter()
+        super().__init__()
         self._root = root
         self._max_bytes = max_bytes
         self._there: set[str] = set()
-        """Blocks that must be there: published, and nobody has begun to evict them."""
+        """Blocks that must be there: published, and their eviction has not begun."""
         self._ever: set[tuple[str, str]] = set()
-        """Namespace and name of all that was ever published, or was about to be, by engines for
-        themselves too."""
+        """(Namespace, name) of every block that was published or about to be, also in private
+        namespaces."""
         self._namespaces: dict[int, str] = {}
-        """By life, the namespace that it shares with others."""
+        """The shared namespace of each life."""
         self._disowned: set[str] = set()
-        """Seats of dead engines whose accounts were lost with the ledger."""
+        """Presences of dead engines whose accounts were lost with the ledger."""
         self._found: set[str] = set()
 
     # --- what a life reports -------------------------------------------------------------------
 
-    def follow(self, report: Report) -> None:
-        """Take note of a report. Raises `Violation`."""
-        number, what, *rest = report
-        match [what, *rest]:
-            case ["opened", namespace]:
-                self._namespaces[number] = namespace
-            case ["publishes", paths]:
-                for path in paths:
-                    namespace, _, name = path.rsplit("/", 2)
-                    self._ever.add((Path(namespace).name, name))
-            case ["published", paths]:
-                blocks = f"{self._root}/blocks/"
-                public = [path for path in paths if path.startswith(blocks)]
-                self._there.update(path.removeprefix(blocks) for path in public)
-            case ["leaves", path]:
-                self._there.discard(path)
-                if path.partition("/")[0] != self._namespaces[number]:
-                    raise Violation(f"life {number} has evicted {path}, of another namespace")
-            case ["stored", namespace, names]:
-                never = [name for name in names if (namespace, name) not in self._ever]
-                if never:
-                    raise Violation(f"life {number} says that it has stored {never}: it has not")
-                self.tally["blocks stored"] += len(names)
-            case ["found", names]:
-                self._found.update(names)
-                self.tally["blocks found"] += len(names)
-            case ["inspected"]:
-                self._check_found(self._namespaces[number])
-            case ["evicted", count]:
-                self.tally["evictions"] += count
-            case ["epoch", _]:
-                self.tally["epochs"] += 1
-            case ["at", point]:
-                self.tally[f"killed: {point}"] += 1
-            case ["shut down"]:
-                self.tally["clean ends"] += 1
-            case ["wrong", text]:
-                raise Violation(f"life {number}: {text}")
-            case ["ended", status]:
-                if status not in (0, -9):
-                    raise Violation(f"life {number} has ended with status {status}")
-                self.tally["kills"] += status == -9
+    def on_opened(self, number: int, namespace: str) -> None:
+        self._namespaces[number] = namespace
+
+    def on_publishes(self, number: int, paths: list[str]) -> None:
+        for path in paths:
+            namespace, _, name = path.rsplit("/", 2)
+            self._ever.add((Path(namespace).name, name))
+
+    def on_published(self, number: int, paths: list[str]) -> None:
+        blocks = f"{self._root}/blocks/"
+        public = [path for path in paths if path.startswith(blocks)]
+        self._there.update(path.removeprefix(blocks) for path in public)
+
+    def on_leaves(self, number: int, path: str) -> None:
+        self._there.discard(path)
+        if path.partition("/")[0] != self._namespaces[number]:
+            raise Violation(f"life {number} has evicted {path}, of another namespace")
+
+    def on_stored(self, number: int, namespace: str, names: list[str]) -> None:
+        never = [name for name in names if (namespace, name) not in self._ever]
+        if never:
+            raise Violation(f"life {number} says that it has stored {never}: it has not")
+        self.tally["blocks stored"] += len(names)
+
+    def on_found(self, number: int, names: list[str]) -> None:
+        self._found.update(names)
+        self.tally["blocks found"] += len(names)
+
+    def on_inspected(self, number: int) -> None:
+        self._check_found(self._namespaces[number])
+
+    def on_evicted(self, number: int, count: int) -> None:
+        self.tally["evictions"] += count
+
+    def on_epoch(self, number: int, namespace: str) -> None:
+        self.tally["epochs"] += 1
 
     def _check_found(self, namespace: str) -> None:
         expected = {path for path in self._there if path.partition("/")[0] == namespace}
@@ -103,7 +95,7 @@ class Oracle:
     # --- the root ------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """At a standstill, with all that was reported followed: what holds at every moment."""
+        """Check what must hold at any moment. Called at a standstill, after all reports."""
         if not self._root.exists():
             return
         self.tally["looks"] += 1
@@ -121,32 +113,35 @@ class Oracle:
         balance = self._read_balance()
         if balance is None:
             return
-        # Engines that have died on their way to their seat have no account.
+        # An engine that was killed while it made its presence has no account.
         strays = sum(
-            num_bytes if engine in self._disowned else min(num_bytes, _EMPTY_SEAT_BYTES)
-            for engine, num_bytes in tree.seats.items()
+            num_bytes if engine in self._disowned else min(num_bytes, _EMPTY_PRESENCE_BYTES)
+            for engine, num_bytes in tree.presences.items()
             if bytes.fromhex(engine) not in balance.accounts
         )
         if tree.num_bytes - strays > balance.total + _PROBES_BYTES:
             raise Violation(
-                f"the ledger says at most {balance.total}, and du {tree.num_bytes}, with seats "
-                f"{tree.seats}: {balance}"
+                f"the ledger says at most {balance.total}, and du {tree.num_bytes}, with presences "
+                f"{tree.presences}: {balance}"
             )
 
     def note_lost_ledger(self) -> None:
-        """When nobody lives."""
+        """Called when no life runs."""
         self.tally["ledgers lost"] += 1
-        self._disowned.update(self._read_tree().seats)
+        self._disowned.update(self._read_tree().presences)
 
     def look_at_the_end(self) -> None:
-        """When all engines have left, the last one cleanly: nothing but blocks is left."""
+        """Check that only blocks are left. Called when all lives have ended, the last one by a
+        shutdown."""
         self.look()
         tree = self._read_tree()
         balance = self._read_balance()
         if balance is None:
             raise Violation("the ledger cannot be read, or someone has it locked")
-        if tree.seats or balance.accounts:
-            raise Violation(f"seats {list(tree.seats)} and accounts {balance.accounts} are left")
+        if tree.presences or balance.accounts:
+            raise Violation(
+                f"presences {list(tree.presences)} and accounts {balance.accounts} are left"
+            )
         if balance.total != tree.num_bytes:
             raise Violation(f"the ledger says {balance.total}, and du {tree.num_bytes}: {balance}")
         if balance.num_blocks != len(tree.blocks):
@@ -174,14 +169,14 @@ class Oracle:
                 parts = path.split("/")
                 if parts[0] == "engines" and len(parts) > 1:
                     engine = parts[1].removesuffix(".alive")
-                    tree.seats[engine] = tree.seats.get(engine, 0) + num_bytes
+                    tree.presences[engine] = tree.presences.get(engine, 0) + num_bytes
             parts = place.split("/")
             if parts[0] == "blocks" and len(parts) == 3:
                 tree.blocks.update(f"{parts[1]}/{parts[2]}/{name}" for name in files)
         return tree
 
     def _read_balance(self) -> Balance | None:
-        """None: someone is changing it, or nobody has written it yet."""
+        """None: the ledger is locked, or was never written."""
         ledger = self._root / "ledger"
         if not ledger.exists():
             return None

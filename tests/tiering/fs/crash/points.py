@@ -1,8 +1,7 @@
-"""Places in the code at which an engine's life can end: around every change of the root.
+"""The points at which a life of the fs tier can be killed: around every change of the root.
 
-Nothing in the tier knows of them. They are put around its methods, in a process that will be
-killed. A point is named by what is being done, and by the call that is about to be made or has
-been made: "evict: rename after" is between two of the renames of an eviction, or after the last.
+A point is named after the operation and the call: "evict: rename after" is after any of the renames
+of an eviction.
 """
 
 from __future__ import annotations
@@ -13,28 +12,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import kvtier.tiering.fs.sweeper as sweeper_module
-from kvtier.tiering.fs.books import Books
-from kvtier.tiering.fs.clerk import Clerk
+import kvtier.tiering.fs.eviction as eviction_module
 from kvtier.tiering.fs.ledger import Ledger
-from kvtier.tiering.fs.seat import StrangeSeat
-from tests.tiering.disk.crash.planting import plant
-from tests.tiering.disk.crash.points import Points
+from kvtier.tiering.fs.presence import Peer
+from kvtier.tiering.fs.publisher import Publisher
+from kvtier.tiering.fs.quota import Quota
+from kvtier.tiering.fs.root import RootSession
+from kvtier.tiering.fs.transaction import Transaction
+from tests.tiering.crash.points import KillPoints, plant
 
-_DEEDS: dict[str, tuple[Any, str]] = {
-    "open": (Books, "__init__"),
-    "sit down": (Books, "_sit_down"),
-    "make namespace": (Books, "make_namespace"),
-    "count again": (Books, "_count_again"),
-    "transact": (Clerk, "_transact"),
-    "publish": (Books, "publish"),
-    "evict": (Books, "evict"),
-    "recycle": (Clerk, "_recycle"),
-    "give back": (Clerk, "_give_back"),
-    "clear": (sweeper_module, "remove_namespace"),
-    "reclaim": (Books, "reclaim"),
-    "remove seat": (StrangeSeat, "remove"),
-    "close": (Books, "close"),
+_OPERATIONS: dict[str, tuple[Any, str]] = {
+    "open": (RootSession, "__init__"),
+    "make presence": (RootSession, "_make_presence"),
+    "make namespace": (Transaction, "make_namespace"),
+    "count again": (Transaction, "count_again"),
+    "transact": (Publisher, "_transact"),
+    "publish": (Transaction, "publish"),
+    "evict": (Transaction, "evict"),
+    "recycle": (Publisher, "_recycle"),
+    "give back": (Quota, "give_back"),
+    "clear": (eviction_module, "remove_namespace"),
+    "reclaim": (RootSession, "reclaim"),
+    "remove presence": (Peer, "remove"),
+    "close": (RootSession, "close"),
 }
 _CALLS = ("link", "rename", "mkdir", "unlink", "rmdir")
 
@@ -42,7 +42,7 @@ _AROUND = ("before", "after")
 _WRITE = ("before", "half", "after")
 AT_OPENING = (
     *(f"open: save {when}" for when in _WRITE),
-    *(f"sit down: mkdir {when}" for when in _AROUND),
+    *(f"make presence: mkdir {when}" for when in _AROUND),
 )
 AT_MAKING = tuple(f"make namespace: {call} after" for call in ("save", "mkdir"))
 AT_RECOUNTING = tuple(f"count again: {when}" for when in _AROUND)
@@ -54,7 +54,7 @@ AT_CLEARING = tuple(f"clear: {call} after" for call in ("save", "rmdir"))
 AT_REST = tuple(f"give back: {call} {when}" for call in ("unlink", "save") for when in _AROUND)
 AT_RECLAIMING = (
     *(f"reclaim: save {when}" for when in _WRITE),
-    *(f"remove seat: {call} {when}" for call in ("unlink", "rmdir") for when in _AROUND),
+    *(f"remove presence: {call} {when}" for call in ("unlink", "rmdir") for when in _AROUND),
 )
 AT_WORK = (
     *(f"transact: save {when}" for when in _WRITE),
@@ -76,46 +76,45 @@ POINTS = (
 )
 
 
-class FsPoints(Points):
-    """Counts arrivals, and ends the process at the one that was chosen. Any thread."""
+class RootPoints(KillPoints):
+    """The points of the fs tier."""
 
     def plant(self) -> None:
-        """From now on, this process can end at every point."""
-        self._deeds = threading.local()
-        for deed, (owner, name) in _DEEDS.items():
-            plant(owner, **{name: self._as_deed(deed, getattr(owner, name))})
+        self._local = threading.local()
+        for operation, (owner, name) in _OPERATIONS.items():
+            plant(owner, **{name: self._as_operation(operation, getattr(owner, name))})
         for name in _CALLS:
             plant(os, **{name: self._as_call(name, getattr(os, name))})
         self._plant_in_save()
-        self._plant_in_aio()
+        self.plant_in_aio()
 
-    def _as_deed(self, deed: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _as_operation(self, operation: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._doing(deed):
-                self.arrive(f"{deed}: before")
+            with self._doing(operation):
+                self.arrive(f"{operation}: before")
                 answer = real(*args, **kwargs)
-                self.arrive(f"{deed}: after")
+                self.arrive(f"{operation}: after")
             return answer
 
         return call
 
     @contextmanager
-    def _doing(self, deed: str) -> Iterator[None]:
-        before = getattr(self._deeds, "now", None)
-        self._deeds.now = deed
+    def _doing(self, operation: str) -> Iterator[None]:
+        before = getattr(self._local, "now", None)
+        self._local.now = operation
         try:
             yield
         finally:
-            self._deeds.now = before
+            self._local.now = before
 
     def _as_call(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            deed = getattr(self._deeds, "now", None)
-            if deed is None:
+            operation = getattr(self._local, "now", None)
+            if operation is None:
                 return real(*args, **kwargs)
-            self.arrive(f"{deed}: {name} before")
+            self.arrive(f"{operation}: {name} before")
             answer = real(*args, **kwargs)
-            self.arrive(f"{deed}: {name} after")
+            self.arrive(f"{operation}: {name} after")
             return answer
 
         return call
@@ -124,11 +123,11 @@ class FsPoints(Points):
         real = Ledger.save
 
         def save(ledger: Ledger, balance: Any) -> None:
-            deed = getattr(self._deeds, "now", None)
-            self.arrive(f"{deed}: save before")
-            self.arrive(f"{deed}: save half", lambda: _save_half(ledger, balance, real))
+            operation = getattr(self._local, "now", None)
+            self.arrive(f"{operation}: save before")
+            self.arrive(f"{operation}: save half", lambda: _save_half(ledger, balance, real))
             real(ledger, balance)
-            self.arrive(f"{deed}: save after")
+            self.arrive(f"{operation}: save after")
 
         plant(Ledger, save=save)
 
