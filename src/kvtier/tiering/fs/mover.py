@@ -202,9 +202,12 @@ class FsMover:
     # --- store ---------------------------------------------------------------------------------
 
     def _is_there(self, transfer: FsTransfer, key: OffloadKey) -> bool:
-        """True if another engine has stored this block before us. Raises `CannotBegin` if there is
-        something else at its path, or the path cannot be read: publishing would fail."""
+        """True if another engine has stored this block before us, and nobody here found it damaged.
+        Raises `CannotBegin` if there is something else at its path, or the path cannot be read:
+        publishing would fail."""
         path = block_path(transfer.namespace, key)
+        if self._publisher.is_leaving(path):
+            return False
         try:
             status = self._tree.lstat(path)
             if not stat.S_ISREG(status.st_mode):

@@ -126,6 +126,8 @@ class Publisher(Generic[T]):
         self._namespace: Path | None = None
         self._staged: deque[StagedBlock[T]] = deque()
         self._damaged: deque[BlockFile] = deque()
+        self._leaving: set[str] = set()
+        """Paths of the damaged blocks that are not removed yet."""
         self._returned: deque[Reservation] = deque()
         self._is_asked = False
         self._is_stopping = False
@@ -173,8 +175,14 @@ class Publisher(Generic[T]):
 
     def remove_soon(self, block: BlockFile) -> None:
         """Remove a damaged block."""
+        self._leaving.add(block.path)
         self._damaged.append(block)
         self._wake.set()
+
+    def is_leaving(self, path: str) -> bool:
+        """True while a damaged block at this path waits to be removed. A block that is stored there
+        now is published after that."""
+        return path in self._leaving
 
     def return_reservation(self, reservation: Reservation) -> None:
         """Give back a reservation that was taken and is not going to be used."""
@@ -242,7 +250,10 @@ class Publisher(Generic[T]):
                 if time.monotonic() >= self._retry_at:
                     self._resume()
                 self._returned += (block.reservation for block in blocks)
-            elif blocks or self._damaged or self._returned or self._is_asked:
+                return
+            if self._damaged:
+                self._remove_damaged()
+            if blocks or self._returned or self._is_asked:
                 self._transact(blocks)
             else:
                 self._idle()
@@ -285,20 +296,32 @@ class Publisher(Generic[T]):
 
     # --- publish -------------------------------------------------------------------------------
 
+    def _remove_damaged(self) -> None:
+        """Evict damaged blocks. In a transaction of its own, before blocks that were stored in
+        their place are published."""
+        self._last_active = time.monotonic()
+        damaged = _take_all(self._damaged)
+        try:
+            with self._session.transaction() as txn:
+                removed = txn.evict(damaged, self._on_error, is_forced=True)
+                self.usage = Usage.of(txn.balance)
+        finally:
+            self._leaving.difference_update(block.path for block in damaged)
+        self._recycle((), (), 0, removed)
+        self._note_removed(removed)
+
     def _transact(self, blocks: list[StagedBlock[T]]) -> None:
-        """Publish blocks, evict damaged ones, and look for space, in one transaction. Empties the
-        list `blocks` before it reports them; the caller reports those still in it as failed."""
+        """Publish blocks and look for space, in one transaction. Empties the list `blocks` before
+        it reports them; the caller reports those still in it as failed."""
         self._last_active = time.monotonic()
         is_asked, self._is_asked = self._is_asked, False
-        damaged = _take_all(self._damaged)
         with self._session.transaction() as txn:
             outcomes = self._publish(txn, blocks)
-            removed = txn.evict(damaged, self._on_error, is_forced=True)
             space = self.quota.find(txn, self._namespace) if is_asked else Space()
             if self.quota.is_measure_due:
                 self.quota.measure(txn)
             self.usage = Usage.of(txn.balance)
-        self._recycle(blocks, outcomes, space.granted, [*removed, *space.victims])
+        self._recycle(blocks, outcomes, space.granted, space.victims)
         ended = list(zip(blocks, outcomes, strict=True))
         blocks.clear()
         try:
@@ -307,7 +330,6 @@ class Publisher(Generic[T]):
         finally:  # the files have changed, whatever failed since
             for outcome, change in _CHANGES.items():
                 self._note_stored([block for block, came in ended if came is outcome], change)
-            self._note_removed(removed)
             self._note_removed(space.victims)
             self.num_evicted += len(space.victims)
             self._on_done([(block, outcome is not Outcome.FAILED) for block, outcome in ended])
