@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from kvtier.base import LookupResult, OffloadKey
 from kvtier.seal import SEAL_BYTES, SealFailure
 from kvtier.testing import TierHarness
 from kvtier.tiering.fs.layout import block_path, write_header
+from kvtier.tiering.fs.presence import EngineInfo
+from kvtier.tiering.fs.root import RootSession
 from kvtier.tiering.io.page import BODY_BYTES, PAGE_BYTES
 from tests.tiering.fs.accounts import load_some, store_all, wait_until_the_gauge_is_right
 from tests.tiering.fs.harness import ROW_BYTES, block_files, fs_harness, fs_of
 from tests.tiering.fs.pauses import shorten_pauses
-from tests.tiering.patience import wait_until
+from tests.tiering.patience import PATIENCE_S, wait_until
 from tests.tiering.ways import demand_rows_hold_whole_blocks_or_nothing
 
 FILE_BYTES = PAGE_BYTES + ROW_BYTES
@@ -120,6 +123,25 @@ def test_any_bit(running: TierHarness, offset: int, bit: int) -> None:
 def test_a_damaged_block_does_not_reach_its_row(harness: TierHarness) -> None:
     flip(path_of(harness, VICTIM), FILE_BYTES - 1, 0)
     demand_rows_hold_whole_blocks_or_nothing(harness, OTHER, VICTIM)
+
+
+def test_a_block_is_stored_again_before_its_damaged_file_is_removed(
+    harness: TierHarness, root: Path
+) -> None:
+    """The ledger is locked, so the damaged file is still in place when the block is stored. It does
+    not count as the stored block, which would be lost with it."""
+    flip(path_of(harness, VICTIM), FILE_BYTES - 1, 0)
+    with closing(RootSession(root, EngineInfo.here("other", ""), PATIENCE_S)) as other:
+        with other.transaction():
+            assert load_some(harness, [VICTIM]) == set()
+            job = harness.store([VICTIM])
+            for _ in range(20):
+                harness.step()
+                time.sleep(0.01)
+            assert path_of(harness, VICTIM).exists(), "nobody else can remove it now"
+        (report,) = harness.wait_for(job)
+    assert report.moved == {VICTIM}
+    assert load_some(harness, KEYS) == set(KEYS)
 
 
 def test_a_bit_in_each_part_of_every_block_at_once(harness: TierHarness) -> None:
