@@ -1,12 +1,12 @@
-"""Access to a root, the directory of an fs tier. Links are never followed, and foreign directories
-never used.
+"""Opens the files and directories of a root, the directory of an fs tier. Never follows a link
+inside it.
 
 Each level is opened relative to the one above it with O_NOFOLLOW | O_DIRECTORY, so a link in place
 of a directory fails with ENOTDIR instead of leading elsewhere. Only the root itself is opened by
 its path, which may contain links: the operator chose that path.
 
-An engine uses only directories of its own user that nobody else may write to: a user who may write
-there could replace a directory or a block.
+An engine refuses a directory that another user owns or may write to: that user could replace a
+directory or a block.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _SHARD_LETTERS = len(SHARDS[0])
 _PASS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _NUM_UPPER_HANDLES = 16
-"""Directories above the shards that may be kept open besides the shards. A shard is one of the 256
-directories with the blocks of a namespace."""
+"""Handles that may stay open for directories above the shards, in addition to those of shards. A
+shard is one of the 256 directories that hold the blocks of a namespace."""
 _LIMIT_DIVISOR = 16
 """Shard handles use at most 1/16 of the descriptors that this process may open."""
 _OUR_NAMES = frozenset(("ledger", "engines", "blocks", "lost+found"))
@@ -65,10 +65,11 @@ class _Handle:
 
 
 class NoFollowTree:
-    """The files and directories of one root. Any thread but the scheduler's.
+    """Opens, lists and changes the files and directories of one root. Any thread may use it, but
+    each call waits for the disk, so the scheduler's thread does so only while it starts the tier.
 
-    Callers pass whole paths, as they would to `os`; each starts with the root's own path. Every
-    method raises `OSError` with the whole path in `filename`.
+    Every path is a whole path, as for `os`, and starts with the root's own path. Every method
+    raises `OSError` with the whole path in `filename`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -82,8 +83,9 @@ class NoFollowTree:
         self._max_shards = min(len(SHARDS), max(0, soft_limit) // _LIMIT_DIVISOR)
 
     def forget(self) -> None:
-        """Reopen every directory at its next use, since another one may have been put in its
-        place. Called at the start of each transaction, twice a second, and at the end of use."""
+        """Drop all open directories. The next use opens each one again, because another directory
+        may have replaced it. Called in every transaction, every 0.5 s while no blocks are stored,
+        and when the engine leaves the root."""
         handles, self._handles = self._handles, {}
         handles.clear()  # a traceback that still refers to the dict then keeps nothing open
 
@@ -253,7 +255,7 @@ def _set_path(error: OSError, path: _StrPath) -> None:
 
 
 class NotOurs(OSError):
-    """A directory that this user must not use. The message gives the reason and the remedy."""
+    """This user must not use a directory. The message gives the reason and the remedy."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(errno.EPERM, problem, str(path))
@@ -263,9 +265,10 @@ class NotOurs(OSError):
 
 
 def require_own(tree: NoFollowTree, root: Path) -> None:
-    """Raise `NotOurs` unless the root, and `blocks` and `engines` where they exist, belong to this
-    user and can be written by nobody else. Raises `NotADirectoryError` if one of them is something
-    else, such as a link."""
+    """Raise `NotOurs` unless this user owns the root, the same uid owns `blocks` and `engines`
+    where they exist, and no other user may write to any of them. If a file server maps users, the
+    uid that it gives new files counts as this user. Raises `NotADirectoryError` if `blocks` or
+    `engines` is something else, such as a link."""
     status = os.stat(root)
     if status.st_uid != os.geteuid() and status.st_uid != _owner_of_new_files(tree, root):
         raise NotOurs(
@@ -302,8 +305,8 @@ def _require_private(path: Path, status: os.stat_result) -> None:
 
 
 def _owner_of_new_files(tree: NoFollowTree, root: Path) -> int:
-    """The uid that a new file gets. A file server may map users (root_squash, all_squash): then
-    neither the root nor anything in it belongs to our own uid."""
+    """Return the uid that owns a new file. A file server may map users (root_squash, all_squash):
+    then neither the root nor anything in it belongs to the uid of this process."""
     path = root / f".kvtier-{uuid4().hex}"
     fd = tree.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     try:
@@ -330,7 +333,7 @@ def refusal_for(path: Path, error: OSError) -> RootRefused:
 def remedy_for(path: Path, error: int) -> str:
     """What an operator can do about an error number in a root."""
     remedies = {
-        errno.ENOENT: "mount its file system again, or make the directory it is in; if it was "
+        errno.ENOENT: "mount its file system again, or make its parent directory; if it was "
         f"emptied or removed, run `kvtier store init {path}`",
         errno.EEXIST: "remove it: it has the name of a block but is not a block",
         errno.ELOOP: "remove it: links are not followed",
@@ -355,8 +358,8 @@ def remedy_for(path: Path, error: int) -> str:
 
 
 def is_root(path: Path) -> bool:
-    """True if a directory is the root of an fs tier, or what is left of one. A file called `ledger`
-    proves nothing: any program may have made it."""
+    """True if a directory is the root of an fs tier, or what is left of one. Does not look for a
+    file called `ledger`, because any program may have made one."""
     tree = NoFollowTree(path)
     blocks = path / "blocks"
     if not tree.is_directory(blocks):
@@ -365,8 +368,8 @@ def is_root(path: Path) -> bool:
 
 
 def require_ours(path: Path) -> None:
-    """Raise `RootRefused` if a directory is not a root, and cannot become one because it holds
-    other things."""
+    """Raise `RootRefused` if a directory is not a root and cannot become one, because it holds
+    other files. Log a warning if other users may enter it."""
     # Names that begin with a dot are the file system's: .snapshot, .nfs0123.
     names = {name for name in os.listdir(path) if not name.startswith(".")}
     strange = sorted(names - _OUR_NAMES)

@@ -1,8 +1,8 @@
-"""Eviction: which blocks may go, and the removal of whole namespaces and of dead engines' files.
+"""Finds blocks to evict, removes whole namespaces, and has the files of dead engines removed.
 
 The time of a block's last use is the mtime of its file, which every engine on every host sees. No
-engine keeps a list of all blocks. In a large root, some directories are listed, chosen at random,
-and the oldest blocks found there are evicted.
+engine keeps a list of all blocks. To evict, an engine lists shards in random order until it has
+found 20,000 blocks of its namespaces or has listed all of them, and evicts the oldest ones found.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OLD_DIVISOR = 3
 """The oldest third of the listed blocks may be evicted before blocks are listed again; more of them
 only if more are needed at once."""
 _CLOCKS_DIFFER_NS = 60 * 10**9
-"""Time stamps further in the future than this are wrong."""
+"""A time stamp further in the future than this is wrong, and its block counts as the oldest."""
 _RECLAIM_EVERY_S = 5.0
 _NOTHING_FOUND_S = 1.0
 """Pause after a search that found nothing."""
@@ -40,8 +40,9 @@ _AT_ONCE = 256
 
 
 class Sweeper:
-    """A thread for the slow work: it lists blocks that may be evicted, cleans up after dead
-    engines, and removes namespaces that nobody reads. The publisher takes the blocks from here."""
+    """A thread for slow work: it lists blocks that may be evicted, cleans up after dead engines,
+    and removes private namespaces that this engine has left. The publisher's thread takes the
+    listed blocks and evicts them."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class Sweeper:
         on_found: Callable[[], None],
         on_error: Callable[[OSError], None],
     ) -> None:
-        """Both callbacks run on the thread. `on_found`: after a search, and when space was freed.
-        `on_error`: for every error."""
+        """Both callbacks run on the sweeper's thread. `on_found`: called after each search, and
+        when space was freed. `on_error`: called for every `OSError`."""
         self._session = session
         self._on_found = on_found
         self._on_error = on_error
@@ -75,7 +76,8 @@ class Sweeper:
     # --- any thread ----------------------------------------------------------------------------
 
     def use(self, namespaces: Sequence[Path], junk: Path | None) -> None:
-        """Evict blocks of these namespaces from now on, and remove the namespace `junk`."""
+        """From now on, look for blocks to evict in these namespaces. Remove the namespace `junk`,
+        if given."""
         with self._lock:
             self._namespaces = namespaces
             if junk is not None:
@@ -85,8 +87,8 @@ class Sweeper:
         self._wake.set()
 
     def take(self, count: int) -> list[BlockFile]:
-        """Up to `count` blocks that may be evicted, oldest first. If there are fewer, the thread
-        looks for more, and calls `on_found`."""
+        """Take up to `count` blocks that may be evicted, oldest first. If fewer are listed, the
+        thread looks for more and then calls `on_found`."""
         with self._lock:
             taken = [self._stock.popleft() for _ in range(min(count, len(self._stock)))]
             self._num_asked = count - len(taken)
@@ -101,7 +103,8 @@ class Sweeper:
 
     @property
     def is_removing(self) -> bool:
-        """True while a private namespace in our staging directory is being removed."""
+        """True while a private namespace in our staging directory waits to be removed or is being
+        removed."""
         return bool(self._junk)
 
     def look_again(self) -> None:
@@ -134,7 +137,8 @@ class Sweeper:
             self._on_error(error)
         except Exception:
             logger.exception(
-                "%s: unexpected error while looking for blocks to evict; it is tried again",
+                "%s: unexpected error while looking for blocks to evict or cleaning up; tried "
+                "again within 5 s",
                 self._session.path,
             )
 
@@ -153,7 +157,7 @@ class Sweeper:
             try:
                 remove_namespace(self._session, namespace, lambda: self._is_stopping)
             except OSError:
-                self._junk.rotate(-1)  # at the latest, it is removed when we leave the root
+                self._junk.rotate(-1)  # tried again later, and removed at the latest by `close`
                 raise
             self._junk.popleft()
             self._on_found()
@@ -172,7 +176,7 @@ class Sweeper:
         try:
             found = self._oldest(namespaces, count)
         finally:
-            # Also after an error, or threads would wait for space for ever.
+            # Also after an error: otherwise threads would wait for space for ever.
             with self._lock:
                 self._num_asked = 0
                 if namespaces is self._namespaces:
@@ -180,8 +184,9 @@ class Sweeper:
                     self._nothing_until = 0.0 if found else time.monotonic() + _NOTHING_FOUND_S
 
     def _oldest(self, namespaces: Sequence[Path], count: int) -> list[BlockFile]:
-        """The oldest blocks found, at least `count` of them if there are as many."""
-        num_all = self._session.ledger.read().num_blocks  # before new ones are stored
+        """Return the oldest blocks found: a third of them, but at least `count` if there are as
+        many."""
+        num_all = self._session.ledger.read().num_blocks  # before the listing
         shards = list(SHARDS)
         self._chance.shuffle(shards)
         found: list[BlockFile] = []
@@ -197,7 +202,7 @@ class Sweeper:
                 break
         else:
             self.num_own, self.num_all = len(found), num_all
-        # A host whose clock was far ahead must not make its blocks immortal.
+        # A time stamp far in the future must not protect its block from eviction.
         latest = self._session.presence.now_ns() + _CLOCKS_DIFFER_NS
         found.sort(key=lambda block: block.used_ns if block.used_ns <= latest else 0)
         return found[: max(count, len(found) // _OLD_DIVISOR)]
@@ -209,8 +214,10 @@ def remove_namespace(
     is_stopping: Callable[[], bool],
     on_removed: Callable[[int], None] | None = None,
 ) -> int:
-    """Remove all blocks of a namespace, and its directories unless new blocks come. Returns the
-    number of blocks. Raises `OSError` or `PresenceLost`; the ledger stays correct."""
+    """Remove all blocks of a namespace, and its directories unless new blocks were stored in them.
+    Stops early once `is_stopping` returns True. `on_removed` is called with the number of blocks
+    after each batch. Returns the number of removed blocks. Raises `OSError` or `PresenceLost`; the
+    ledger stays correct."""
     total = 0
     tree = session.tree
     for shard in [entry.name for entry in shards_in(tree, namespace)]:
@@ -231,7 +238,7 @@ def remove_namespace(
 
 
 def remove_evicted(session: RootSession, gone: list[Evicted]) -> None:
-    """Remove the files of evicted blocks, and give back their bytes."""
+    """Remove the files of evicted blocks, and give back the bytes that were reserved for them."""
     for block in gone:
         with suppress(FileNotFoundError):
             session.tree.unlink(block.temporary)

@@ -1,6 +1,8 @@
-"""Garbage collection of an fs root: dead engines, a wrong ledger, namespaces without a user.
+"""`kvtier store gc` on an fs root: reclaims what dead engines left, corrects the ledger, and
+removes namespaces that no live engine uses.
 
-The ledger is a file that counts the stored blocks and bytes, and what engines have reserved.
+The ledger is the file that says how many blocks and bytes are stored, and how many bytes each
+engine has reserved.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _PATIENCE_S = 30.0
 """How long to wait for engines and other commands to unlock the ledger."""
 _SHOWN_STRAYS = 20
 _INTERRUPTED = "ended by Ctrl-C before all of it was removed"
-_NOT_WHOLE = "an engine stored blocks meanwhile, or it holds foreign files, which are not removed"
+_NOT_WHOLE = "it holds blocks stored meanwhile, or foreign files, which are not removed"
 
 
 def matching(namespaces: Sequence[SeenNamespace], wanted: str | None) -> list[SeenNamespace]:
@@ -45,7 +47,7 @@ def matching(namespaces: Sequence[SeenNamespace], wanted: str | None) -> list[Se
 
 
 def namespace_line(space: SeenNamespace) -> str:
-    """A namespace in a list."""
+    """One line about a namespace: name, number and size of its blocks, time since the last use."""
     age = as_age((time.time_ns() - space.used_ns) / 1e9)
     return (
         f"{space.name}  {space.num_blocks} blocks, {as_size(space.num_bytes)}, last used {age} ago"
@@ -60,9 +62,9 @@ class _Candidate:
     is_orphan: bool
     """True if no live engine uses it."""
     kept_because: str | None
-    """None if it is to be removed, or was removed."""
+    """Shown to the user. None if gc is going to remove the namespace, or has removed it."""
     is_chosen: bool = field(init=False)
-    """True if the options select it for removal."""
+    """True if the options of the command select it for removal. Does not change later."""
 
     def __post_init__(self) -> None:
         self.is_chosen = self.kept_because is None
@@ -75,18 +77,20 @@ class _Tidied:
     num_reclaimed: int
     """Dead engines whose files and reservations were reclaimed."""
     added_blocks: int
-    """Correction of the ledger; negative if there were fewer blocks than it said."""
+    """Blocks added to the ledger's number; negative if the root held fewer than the ledger said."""
     added_bytes: int
 
 
 class FsGarbageCollection(GarbageCollection):
-    """Reclaims what dead engines left, counts again, and removes namespaces without a user."""
+    """Reclaims what dead engines left, counts all blocks again, and removes namespaces that no live
+    engine uses."""
 
     def __init__(
         self, path: Path, seen: Survey, wanted: Sequence[str], older_than_s: int, started: float
     ) -> None:
-        """`seen`: the root before anything is done. `wanted`, `older_than_s`: as for
-        `_find_candidates`. `started`: by the monotonic clock. Raises `InspectionRefused`."""
+        """`seen`: the root before gc changes anything. `wanted`, `older_than_s`: as for
+        `_find_candidates`. `started`: when the survey began, in seconds on the monotonic clock.
+        Raises `InspectionRefused`."""
         self._path = path
         self._seen = seen
         self._candidates = _find_candidates(seen, wanted, older_than_s)
@@ -120,7 +124,7 @@ class FsGarbageCollection(GarbageCollection):
         self.is_complete = not is_interrupted
 
     def remove(self, on_progress: Progress) -> None:
-        """Namespaces that an engine has begun to use in the meantime are kept."""
+        """Keeps namespaces that an engine has begun to use since the survey."""
         with deferred_interrupts() as is_stopping:
             with opened_root(self._path, _PATIENCE_S) as session:
                 now = Survey(None, read_engines(self._path))
@@ -228,7 +232,8 @@ class FsGarbageCollection(GarbageCollection):
         yield from self._kept_lines()
 
     def _kept_lines(self) -> Iterator[str]:
-        """Of a namespace that was removed in part, the size of what is left is shown."""
+        """One line for each namespace that stays. If a part of it was removed, the line has the
+        size of the rest."""
         removed = {removal.space.name: removal for removal in self._removals}
         for each in self._candidates:
             if each.kept_because is not None:
@@ -253,10 +258,10 @@ class FsGarbageCollection(GarbageCollection):
 
 
 def _find_candidates(seen: Survey, wanted: Sequence[str], older_than_s: int) -> list[_Candidate]:
-    """All namespaces, most recently used first. gc is to remove those that no live engine uses,
-    whose names begin with one of `wanted` (any name if it is empty), and that were not used for
-    `older_than_s`. Raises `InspectionRefused` if live engines use all namespaces that begin with
-    one of `wanted`."""
+    """Return all namespaces, most recently used first. gc removes those that no live engine uses,
+    whose names begin with one of `wanted` (any name if `wanted` is empty), and that were not used
+    for `older_than_s` seconds. Raises `InspectionRefused` if an entry of `wanted` matches only
+    namespaces that live engines use."""
     shared = [space for space in seen.namespaces if space.owner is None]
     meant: set[str] = set()
     for start in wanted:

@@ -1,6 +1,7 @@
 """`kvtier store` on the directory of an fs tier: stat, ls, verify, clear, gc and init.
 
-Engines may be at work there meanwhile. stat, ls and verify wait for no lock and write nothing.
+Engines may use the directory meanwhile. stat, ls and verify never wait for a lock and write
+nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class FsInspector(TierInspector):
             raise _not_a_root(path)
 
     def _survey(self, *, keep_blocks: bool = False) -> Survey:
-        """Look at every file. Raises `InspectionRefused` or `OSError`."""
+        """Look at every file. `keep_blocks`: keep a list of all blocks. Raises `InspectionRefused`
+        or `OSError`."""
         try:
             return survey(self._path, keep_blocks=keep_blocks)
         except LedgerVersion as problem:
@@ -150,7 +152,8 @@ class FsInspector(TierInspector):
         return scrub
 
     def _remarks(self, seen: Survey) -> Iterator[str]:
-        """What is wrong with the root itself."""
+        """Yield one sentence for each thing that is wrong with the root itself, rather than with a
+        block."""
         for stray in seen.strays[:_SHOWN_STRAYS]:
             where = os.path.relpath(stray.path, self._path)
             yield f"{where} does not belong there: remove it"
@@ -212,8 +215,8 @@ class FsInspector(TierInspector):
 
 
 def init_root(path: Path) -> Report:
-    """Make a directory the root of an fs tier, or an emptied one a root again. Raises
-    `InspectionRefused`, `InspectionTimedOut` or `OSError`."""
+    """Make a directory the root of an fs tier. The directory may be new, may have been emptied, or
+    may be a root already. Raises `InspectionRefused`, `InspectionTimedOut` or `OSError`."""
     if not path.absolute().parent.is_dir():
         raise InspectionRefused(
             f"there is no {path.absolute().parent}: make it, or mount the file system first"

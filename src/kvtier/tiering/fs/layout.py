@@ -5,9 +5,9 @@ engines/<engine>.alive        locked by an engine for as long as it lives (`pres
 engines/<engine>/             that engine's staging directory (`presence`)
 blocks/<fingerprint>/<00 to ff>/<key>       the blocks
 
-The directories 00 to ff of a namespace are its shards; a hash of the key decides between them.
-Names are encoded, so no fingerprint or key can lead out of the root. A file that does not match
-this layout belongs to somebody else and is never touched.
+The directories 00 to ff of a namespace are its shards. A hash of the block's key selects the shard.
+Names are encoded, so no fingerprint or key can lead out of the root. Engines and commands never
+touch a file that does not match this layout.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 
 SHARDS = tuple(f"{number:02x}" for number in range(256))
 LONGEST_KEY = 128
-"""A seal has no room for a longer key."""
+"""Bytes. A seal has no room for a longer key."""
 _LONGEST_AS_HEX = 120
 _LONG_MARK = "_"  # no hex digit
 _HEX_16 = re.compile("[0-9a-f]{32}")
@@ -68,7 +68,8 @@ _PADDING = bytes(BODY_BYTES - seal.SEAL_BYTES)
 
 
 def namespace_path(blocks: Path, fingerprint: bytes) -> Path:
-    """The directory of a namespace. `blocks`: the root's, or that of an engine's private blocks."""
+    """The directory of a namespace. `blocks`: the root's directory of that name, or the one for an
+    engine's private blocks."""
     return blocks / fingerprint.hex()
 
 
@@ -229,7 +230,7 @@ def count_blocks(tree: NoFollowTree, blocks: Path) -> tuple[int, int]:
 def measure_overhead(
     tree: NoFollowTree, root: Path, engine_entries: Iterable[str], staging: Iterable[Path]
 ) -> int:
-    """Bytes of everything but block and staged files: directories, the ledger, `.alive` files.
+    """Bytes of everything except the files of blocks: directories, the ledger, `.alive` files.
     `engine_entries`: the names in `engines` that belong to engines. `staging`: the staging
     directories of the engines with an account in the ledger. Called under the ledger's lock."""
     total = os.stat(root).st_blocks * 512
@@ -240,7 +241,7 @@ def measure_overhead(
         for namespace in namespaces_in(tree, blocks):
             total += _bytes_of(tree, namespace)
             for shard in shards_in(tree, namespace):
-                with suppress(FileNotFoundError):  # private ones are removed without the lock
+                with suppress(FileNotFoundError):  # private shards are removed without the lock
                     total += shard.stat(follow_symlinks=False).st_blocks * 512
     return total
 
@@ -253,8 +254,9 @@ def _bytes_of(tree: NoFollowTree, path: str | Path) -> int:
 
 
 def remove_directories(tree: NoFollowTree, namespace: Path) -> None:
-    """Remove the directories of a namespace, as far as they are empty. Called under the ledger's
-    lock. The last shard is removed first, because a namespace that has it counts as complete."""
+    """Remove the directories of a namespace, up to the first that is not empty. Called under the
+    ledger's lock, except for private namespaces. Removes the last shard first, because a namespace
+    that has its last shard counts as complete."""
     for shard in reversed(SHARDS):
         with suppress(FileNotFoundError):
             try:

@@ -1,8 +1,8 @@
 """The ledger of a root: how many bytes its blocks take, and how many each engine has reserved.
 
-One small file, changed under a file lock that every engine on every host takes. Engines share no
-other mutable state. The file holds two copies that are written in turn, so one of them is whole
-whenever a writer is killed. `Transaction` makes the changes; this module reads and writes the file.
+It is one small file. Every engine on every host changes it under the same file lock. The file holds
+two copies, which are written in turn, so one of them is whole even if a writer is killed.
+`Transaction` makes the changes; this module reads and writes the file.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ _PUBLISHING, _SETTLED = 1, 2
 _CHECKSUM = struct.Struct("<Q")
 _MAX_ACCOUNTS = (_COPY_BYTES - _HEAD.size - _CHECKSUM.size) // _ACCOUNT.size
 _LIMIT = 2**63
-"""A number as large as this, or larger, is a sign of damage."""
+"""A copy with a number of this size or larger is damaged."""
 _PAUSES_S = (0.0005, 0.02)
-"""Pauses between attempts to get the lock: the first, and the longest."""
+"""Pauses between attempts to get the lock, in seconds: the first and the longest."""
 
 _open_ledgers: WeakSet[Ledger] = WeakSet()
 
 
 class LedgerLost(Exception):
-    """Neither copy can be read: the blocks of the root have to be counted again."""
+    """A copy is damaged. From `Ledger`: both are, and the blocks of the root have to be counted
+    again."""
 
 
 class LedgerVersion(Exception):
@@ -76,9 +77,10 @@ class Account:
     """Number of the last batch of evicted blocks that was subtracted from the published ones."""
     is_publishing: bool = False
     """The engine is linking blocks that are not counted yet. Set only while it holds the lock: if
-    another engine finds it set, the engine of this account has died."""
+    the next holder of the lock finds it set, the transaction was cut short."""
     is_settled: bool = False
-    """The engine is dead, and nothing in its staging directory counts as published any more."""
+    """Nothing in the staging directory counts as published any more: the engine is dead or shutting
+    down, or the ledger was rebuilt and the engine has to join again."""
 
     @property
     def flags(self) -> int:
@@ -90,12 +92,12 @@ class Balance:
     """The content of the ledger."""
 
     root_id: bytes
-    """Random identity of the root; a new one is drawn when the ledger is created or was lost."""
+    """Random identity of the root. It changes when the ledger is rebuilt."""
     blocks: int = 0
     """Bytes of all published blocks."""
     num_blocks: int = 0
     overhead: int = 0
-    """Upper bound for the bytes of directories and of files that are no blocks."""
+    """Upper bound for the bytes of directories and of files that are not blocks."""
     boot_id: bytes = bytes(16)
     """The kernel's boot id on the machine that wrote the ledger last. Each start of a machine has a
     new one."""
@@ -108,12 +110,13 @@ class Balance:
 
     @property
     def total(self) -> int:
-        """Upper bound for the bytes in the root until the ledger changes."""
+        """Upper bound for the bytes that the root takes until the ledger changes again."""
         return self.blocks + self.overhead + self.reserved
 
     def add_blocks(self, num_bytes: int, count: int) -> None:
-        """Add published blocks, or subtract them where negative. Clamped at 0: a ledger that does
-        not fit the files, because somebody removed some, still holds valid numbers."""
+        """Add published blocks, or subtract them with negative arguments. The sums do not fall
+        below 0, even if the ledger does not match the files because somebody removed some by
+        hand."""
         self.blocks = max(0, self.blocks + num_bytes)
         self.num_blocks = max(0, self.num_blocks + count)
 
@@ -167,7 +170,8 @@ class Balance:
 
 
 def copies_in(fd: int) -> list[bytes]:
-    """The copies in a ledger's file that have been written; at least one, which may be empty."""
+    """Return the copies in a ledger's file that have been written. If there are none, the list has
+    one empty copy."""
     copies = [os.pread(fd, _COPY_BYTES, offset) for offset in (0, _COPY_BYTES)]
     return [copy for copy in copies if any(copy)] or copies[:1]
 
@@ -188,8 +192,8 @@ def _newest(copies: Sequence[Balance | LedgerLost | LedgerVersion]) -> Balance:
 
 
 class Ledger:
-    """The ledger's file. Any thread but the scheduler's: calls wait for the disk, and `lock` for
-    other engines."""
+    """The ledger's file. Any thread may use it, but calls wait for the disk, and `lock` waits for
+    other engines, so the scheduler's thread does so only while it starts the tier."""
 
     def __init__(self, path: Path) -> None:
         """Creates an empty file if there is none."""
@@ -206,9 +210,9 @@ class Ledger:
 
     @contextmanager
     def lock(self, patience_s: Callable[[], float]) -> Iterator[None]:
-        """Hold the ledger exclusively. Raises `LedgerBusy` after `patience_s()` seconds; while
-        waiting, this is called again, since the time may become shorter. The kernel drops the lock
-        when the process ends."""
+        """Hold the ledger exclusively. Raises `LedgerBusy` after `patience_s()` seconds. Calls
+        `patience_s` again after each failed attempt, because the time becomes shorter at shutdown.
+        The kernel drops the lock when the process ends."""
         started = time.monotonic()
         if not self._threads.acquire(timeout=patience_s()):
             raise LedgerBusy
@@ -237,8 +241,8 @@ class Ledger:
                 return
 
     def load(self) -> tuple[Balance, bool]:
-        """The balance, and whether the blocks have to be counted again because one copy is damaged,
-        which may have been the newer one. Under the lock. Raises `LedgerLost` or
+        """Return the balance, and True if one copy is damaged: it may have been the newer one, so
+        the blocks have to be counted again. Called under the lock. Raises `LedgerLost` or
         `LedgerVersion`."""
         copies = [_decoded(copy) for copy in copies_in(self._fd)]
         others = [problem for problem in copies if isinstance(problem, LedgerVersion)]
@@ -249,19 +253,19 @@ class Ledger:
         return balance, not all(isinstance(copy, Balance) for copy in copies)
 
     def read(self) -> Balance:
-        """The balance of a moment ago, read without the lock. Any thread. Raises `LedgerLost`."""
+        """Return the balance as last saved. Does not take the lock. Raises `LedgerLost`."""
         return _newest([_decoded(copy) for copy in copies_in(self._fd)])
 
     def save(self, balance: Balance) -> None:
-        """Write the balance over the older copy. Under the lock."""
+        """Write the balance over the older copy. Called under the lock."""
         balance.revision += 1
         encoded = balance.encode()
         os.pwrite(self._fd, encoded, balance.revision % 2 * _COPY_BYTES)
         self._last = encoded
 
     def save_if_changed(self, balance: Balance) -> None:
-        """Write the balance unless the file holds it already: an unchanged revision tells readers
-        that nothing has happened. Under the lock, after `load`."""
+        """Write the balance if it differs from the one last loaded or saved. Otherwise the revision
+        stays, so that readers see that nothing has changed. Called under the lock, after `load`."""
         if balance.encode() != self._last:
             self.save(balance)
 
@@ -278,19 +282,19 @@ class Ledger:
             return False
 
     def retire(self) -> None:
-        """Close the file once no thread holds the lock."""
+        """Wait until no thread of this process holds the lock, then close the file."""
         with self._threads:
             self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
 
 def _close_in_child() -> None:
-    """Close the files in a forked child. It shares its parent's lock, and would keep it after the
+    """Close the files in a forked child, which would otherwise hold its parent's lock after the
     parent has ended."""
     for ledger in list(_open_ledgers):
         ledger.close()

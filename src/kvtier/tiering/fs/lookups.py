@@ -1,8 +1,9 @@
-"""What the scheduler's thread knows of the root without waiting for it.
+"""Lookups and times of use, for the scheduler's thread, which never waits for a file.
 
-`LookupCache` answers which blocks are there: from memory, while threads look up the unknown ones
-for a later step. Other engines store and evict blocks too, so an answer is kept only for a while.
-`UseStamps` writes the times of uses into the files' mtimes, where every engine sees them.
+`LookupCache` answers from memory which blocks are in the root. Its threads look for the files of
+unknown blocks, so that a later step gets an answer. Other engines store and evict blocks too, so an
+answer is kept only for seconds. `UseStamps` writes the times of uses into the files' mtimes, where
+every engine sees them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MAX_PRESENT = 262_144
 _MAX_ABSENT = 65_536
 _MAX_ASKED = 65_536
 _AT_ONCE = 128
-"""Files that one thread looks up before it takes further questions."""
+"""Files that one thread looks up before it takes the next questions."""
 _NUM_THREADS = 4
 
 _WRITE_EVERY_S = 0.5
@@ -43,14 +44,14 @@ _MAX_WAITING = 65_536
 _MAX_KNOWN = 16_384
 """Largest number of blocks with a remembered time stamp, and of blocks remembered as absent."""
 _LONGEST_END_S = 0.5
-"""How long uses are still written at shutdown."""
+"""How long uses are still written at shutdown, in seconds."""
 
 
 # --- which blocks are there --------------------------------------------------------------------
 
 
 class _Question:
-    """Blocks of one namespace in prompt order. After the first absent one, the rest need no
+    """Blocks of one namespace, in prompt order. Blocks after the first absent one need no
     answer."""
 
     __slots__ = ("keys", "namespace", "num_present")
@@ -59,17 +60,18 @@ class _Question:
         self.namespace = namespace
         self.keys = keys
         self.num_present = len(keys)
-        """Upper bound for the number of leading blocks that are there. Threads lower it."""
+        """Upper bound for the number of leading blocks that are in the root. The lookup threads
+        lower it."""
 
 
 class LookupCache:
-    """Which blocks are in the root, as far as known. Called on the scheduler's thread, which never
-    waits here for a file; threads of its own look files up."""
+    """Remembers which blocks are in the root and which are not. The scheduler's thread asks, and
+    never waits for a file: four threads of this object look for the files."""
 
     def __init__(
         self, tree: NoFollowTree, namespace: str, on_error: Callable[[OSError], None]
     ) -> None:
-        """`namespace`: the directory to look into. `on_error`: called on this object's threads."""
+        """`namespace`: the directory to look into. `on_error`: called on the lookup threads."""
         self._tree = tree
         self._namespace = namespace
         self._on_error = on_error
@@ -78,10 +80,12 @@ class LookupCache:
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._asked: set[OffloadKey] = set()
         self._unknown: list[list[OffloadKey]] = []
-        """By prompt, keys for which no thread was asked yet."""
+        """For each prompt, the keys that were not passed to the threads yet."""
         self._changed = threading.Condition()
         self._questions: deque[tuple[_Question, int]] = deque()
+        """Each with the position of the first key to look up."""
         self._answers: deque[tuple[_Question, int, int, int]] = deque()
+        """Question, first position, number of blocks found from there, position after the last."""
         self._is_stopping = False
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-fs-lookup-{number}", daemon=True)
@@ -103,8 +107,8 @@ class LookupCache:
         self._unknown = []
 
     def answer(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-        """Answers for these blocks, up to the first that is known to be absent. RETRY: unknown; a
-        thread looks it up."""
+        """Return answers for these blocks, up to the first that is known to be absent. RETRY means
+        unknown: a thread looks for the file."""
         if self._answers:
             self._learn()
         now = time.monotonic()
@@ -134,8 +138,8 @@ class LookupCache:
                 self.ask()
 
     def ask(self) -> None:
-        """Pass the unknown blocks to the threads. Called once per step, since waking a thread for
-        each block would cost more than looking it up."""
+        """Pass the unknown blocks to the threads. Called in each step, and earlier for a long
+        prompt: waking a thread for each block would cost more than looking it up."""
         if not self._unknown:
             return
         prompts, self._unknown = self._unknown, []
@@ -146,24 +150,27 @@ class LookupCache:
             self._changed.notify(min(_NUM_THREADS, -(-sum(map(len, prompts)) // _AT_ONCE)))
 
     def present_of(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Those of these blocks that were there within the last seconds (`_SURELY_FOR_S`)."""
+        """Return those of `keys` that were found or stored within the last 5 s
+        (`_SURELY_FOR_S`)."""
         lately = time.monotonic() + _PRESENT_FOR_S - _SURELY_FOR_S
         present = self._present
         return [key for key in keys if key in present and present[key] > lately]
 
     def note_present(self, keys: Collection[OffloadKey]) -> None:
-        """Record that these blocks are there. Answers about them that threads have not delivered
-        yet are ignored."""
+        """Record that these blocks are in the root. Later answers to questions already asked about
+        them are ignored."""
         self._asked.difference_update(keys)
         self._note_present(keys)
 
     def note_absent(self, keys: Collection[OffloadKey]) -> None:
-        """Record that these blocks are absent or damaged. Answers not delivered yet are ignored."""
+        """Record that these blocks are absent or damaged. Later answers to questions already asked
+        about them are ignored."""
         self._asked.difference_update(keys)
         self._note_absent(keys)
 
     def forget(self, keys: Collection[OffloadKey]) -> None:
-        """Forget blocks that were evicted. Answers not delivered yet are ignored."""
+        """Forget blocks that were evicted. Later answers to questions already asked about them are
+        ignored."""
         self._asked.difference_update(keys)
         present = self._present
         for key in keys:
@@ -237,12 +244,12 @@ class LookupCache:
         return some
 
     def _look(self, question: _Question, start: int) -> tuple[int, int]:
-        """How many blocks from `start` on are there without a gap, and the position at which the
-        search ended."""
+        """Return how many blocks from `start` on are in the root without a gap, and the position
+        after the last one that was looked up."""
         position = start
         for key in question.keys[start : start + _AT_ONCE]:
             if self._is_stopping or position >= question.num_present:
-                return position - start, position  # another thread found an earlier one absent
+                return position - start, position  # stopping, or an earlier block is absent
             if not self._is_there(question.namespace, key):
                 question.num_present = min(question.num_present, position)
                 return position - start, position + 1
@@ -264,8 +271,9 @@ class LookupCache:
 
 
 class UseStamps:
-    """A thread that writes the times of uses. Uses that come faster than it can write are dropped;
-    the blocks then only count as older than they are."""
+    """A thread that writes the times of uses into the files' mtimes. If uses come faster than it
+    can write, the oldest are dropped: those blocks then count as unused for longer than they
+    are."""
 
     def __init__(
         self,
@@ -274,7 +282,7 @@ class UseStamps:
         is_coming: Callable[[OffloadKey], bool],
     ) -> None:
         """`on_error` and `is_coming` are called on the thread. `is_coming`: returns True while this
-        engine writes the block, which then has no file to be stamped yet."""
+        engine writes the block, which then has no file yet."""
         self._tree = tree
         self._on_error = on_error
         self._is_coming = is_coming
@@ -284,14 +292,14 @@ class UseStamps:
         self._num_waiting = 0
         """Number of blocks in `_waiting`."""
         self._absent: OrderedDict[OffloadKey, str] = OrderedDict()
-        """Used blocks that had no file, with the namespace that was looked into; the latest come
+        """Used blocks that had no file, with the namespace that was looked into. The latest is
         last."""
         self._stamps: dict[tuple[str, OffloadKey], int] = {}
         """Time stamps that the thread has seen or set. They save an `lstat` for blocks that are
-        used all the time. Only the thread uses this."""
+        used often. Only the thread uses them."""
         self._stopped = threading.Event()
         self._deadline = inf
-        """When the thread stops writing, on the monotonic clock."""
+        """When the thread stops writing, in seconds on the monotonic clock."""
         self._thread = threading.Thread(target=self._run, name="kvtier-fs-uses", daemon=True)
 
     def start(self) -> None:
@@ -309,8 +317,8 @@ class UseStamps:
                 self._num_waiting -= len(self._waiting.popleft()[1])
 
     def take_absent(self, namespace: str, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Those of these blocks that had no file when an earlier use was to be written. Each is
-        returned once: the next use looks again."""
+        """Return those of `keys` for which the thread found no file when it wrote an earlier use.
+        Each is returned once: the thread looks again at its next use."""
         absent = self._absent
         if not absent:
             return []
@@ -319,7 +327,7 @@ class UseStamps:
             return [key for key in found if absent.pop(key) == namespace]
 
     def note_present(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that these blocks are there now."""
+        """Record that these blocks have files now."""
         absent = self._absent
         if absent:
             with self._lock:
@@ -332,8 +340,8 @@ class UseStamps:
             self._absent.clear()
 
     def stop(self) -> None:
-        """Write for half a second at most, drop the rest, and end the thread. Waits, at worst for
-        one file. Does nothing before `start`."""
+        """Write uses for 0.5 s at most, drop the rest, and end the thread. May wait longer for one
+        file that the thread is writing. Does nothing before `start`."""
         self._deadline = time.monotonic() + _LONGEST_END_S
         self._stopped.set()
         if self._thread.ident is not None:

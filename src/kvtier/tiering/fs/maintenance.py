@@ -1,7 +1,7 @@
-"""Changes that a command makes to an fs root, where engines may be at work.
+"""The changes that `kvtier store` makes to an fs root, while engines may use it.
 
-The command registers in the root as an engine does, so that engines and other commands respect what
-it does, and reclaim what it leaves if it is killed.
+The command registers in the root as an engine does. So engines and other commands count what it
+reserves, and reclaim what it leaves if it is killed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _OUR_NAME = "kvtier store"
 
 @contextmanager
 def opened_root(path: Path, patience_s: float) -> Iterator[RootSession]:
-    """Open a root as an engine does, to change it, and close it at the end. Raises
-    `InspectionRefused` or `InspectionTimedOut`, also for errors raised inside the context."""
+    """Open a root as an engine does, and close it at the end. `patience_s`: how long to wait for
+    the ledger's lock, in seconds. Raises `InspectionRefused` or `InspectionTimedOut`, also in place
+    of errors raised inside the context."""
     try:
         with _as_owner_of(path):
-            # The owner may not be allowed to enter the working directory: use an absolute path.
+            # An absolute path, because the owner may not be allowed to enter the working directory.
             session = open_root(
                 path.absolute(), EngineInfo.here(_OUR_NAME, namespace=""), patience_s
             )
@@ -58,8 +59,8 @@ def opened_root(path: Path, patience_s: float) -> Iterator[RootSession]:
 @contextmanager
 def _as_owner_of(path: Path) -> Iterator[None]:
     """If the command runs as the user root, act as the user who owns the directory. New files then
-    belong to that user, and a link planted by that user leads nowhere that the user could not go.
-    Raises `InspectionRefused` or `OSError`."""
+    belong to that user, and links made by that user give the command no access that the user does
+    not have. Raises `InspectionRefused` or `OSError`."""
     owner = os.stat(path) if path.exists() else None
     if os.geteuid() != 0 or owner is None or owner.st_uid == 0:
         yield
@@ -114,7 +115,7 @@ def remove_namespaces(
     for space in spaces:
         if is_stopping():
             break
-        namespace = space.path.absolute()  # as the paths of a session are
+        namespace = space.path.absolute()  # the paths of a session are absolute
         num_blocks = remove_namespace(session, namespace, is_stopping, count)
         left_bytes = disk_usage(session.tree, namespace)
         freed_bytes = max(0, space.num_bytes - left_bytes)

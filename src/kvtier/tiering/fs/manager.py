@@ -1,7 +1,7 @@
 """The fs tier: sealed blocks in the files of a directory that several engines share.
 
-This module is the scheduler's side: it answers lookups from memory, passes jobs to the lanes (I/O
-threads), and collects results. `mover` moves the bytes, `publisher` and `transaction` keep the
+This module runs on the scheduler's thread: it answers lookups from memory, passes jobs to the lanes
+(I/O threads), and collects results. `mover` moves the bytes; `publisher` and `transaction` keep the
 shared root consistent.
 """
 
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 _IN_FLIGHT_BYTES = 16 << 20
 _EXTENT_BYTES = 4096
-"""Upper bound for the bytes that a file system needs to map a file's blocks."""
+"""Upper bound for the bytes that a file system needs to map the extents of one file."""
 
 PREFIX = "kvtier_fs"
 USED_BYTES = f"{PREFIX}_used_bytes"
@@ -96,11 +96,11 @@ _COUNTERS = {
 
 
 class FsSecondaryTierManager(SecondaryTierManager):
-    """Blocks in files.
+    """A tier that keeps each block in a file of a shared directory.
 
     The scheduler's thread answers lookups from the `LookupCache`. Lanes read and write files. The
     `Publisher`'s thread publishes written blocks within the quota; the `Sweeper`'s thread finds
-    blocks to evict. All lasting state is in the root: another engine sees the same.
+    blocks to evict. All lasting state is in the root, where every engine sees it.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -147,8 +147,8 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._results: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
         self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
-        """Blocks that events have reported as stored, and not yet as removed. Bounded by the
-        capacity, because other engines evict some of them and report that themselves."""
+        """Blocks that events have reported as stored, and not yet as removed. At most as many as
+        fit into `max_bytes`: other engines evict some of them and report that themselves."""
         self.capacity_blocks = self._max_announced = options.max_bytes // charge
         self._writing: set[OffloadKey] = set()
         self._num_queued = 0
@@ -233,7 +233,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._uses.note(self._directory, tuple(keys))
 
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
-        """The blocks that had no file when the time of an earlier use was to be written to it. So a
+        """Return the blocks for which `UseStamps` found no file when it wrote an earlier use. So a
         block that was evicted is stored again at its second use, without a lookup."""
         absent = self._uses.take_absent(self._directory, keys)
         if not absent:
@@ -243,7 +243,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
 
     def begin_epoch(self, fingerprint: bytes) -> None:
         """Leave earlier blocks to other engines, and use a private namespace from now on. It is
-        removed when this engine ends."""
+        removed at the next reset, or when this engine ends."""
         super().begin_epoch(fingerprint)
         self._report_removed(list(self._announced))
         junk = self._namespace if self._is_private else None
@@ -293,7 +293,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._lookups.ask()
         ended = self._work.take_ended()
         if self._publisher.changes:
-            self._apply_changes()  # includes those of all jobs in `ended`
+            self._apply_changes()  # has the changes of all jobs in `ended`
         for transfer in ended:
             self._finish(transfer)
         results, self._results = self._results, []
@@ -329,7 +329,8 @@ class FsSecondaryTierManager(SecondaryTierManager):
             self._writing.difference_update(key for _, key in transfer.pieces)
 
     def _apply_changes(self) -> None:
-        """Take note of blocks that this engine stored, saw or removed, in the order of events."""
+        """Record which blocks this engine stored, saw or removed, in the order in which it
+        happened."""
         changes = self._publisher.changes
         while changes:
             namespace, keys, change = changes.popleft()
@@ -348,8 +349,8 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._work.wait_until_idle()
 
     def shutdown(self) -> None:
-        """Fail jobs that have not begun, end all threads, and leave the root. Results can still be
-        taken."""
+        """Fail jobs that have not begun, end all threads, and leave the root. `get_finished_jobs`
+        still returns the results."""
         self._stop_threads()
         self.rows.release()
 

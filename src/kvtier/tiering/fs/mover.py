@@ -1,8 +1,8 @@
 """Reads and writes block files, for the lanes (I/O threads) of the fs tier.
 
-A load opens the block's file; the lane reads it into the row, which is the memory of a slot; the
-seal is checked, and only then is the row delivered. A store seals the row and writes it to a
-reserved path; `publisher` then gives the file its final name.
+A load opens the block's file, and the lane reads it. If the seal is right, the payload is copied
+into the row, the memory of a slot, unless the lane has read it there directly. A store seals the
+row and writes it to a reserved path; `publisher` then gives the file its final name.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _Outcome: TypeAlias = tuple[_Unit, Sequence[_Piece], Sequence[_Piece]]
 
 @dataclass(slots=True, eq=False)
 class FsTransfer(Transfer[OffloadKey]):
-    """A job under way. The scheduler's thread makes it, so making one is cheap: the threads of the
-    lanes fill in positions and reservations."""
+    """A job under way. The scheduler's thread creates it, so the constructor is cheap: the lanes
+    fill in positions and reservations."""
 
     namespace: str = ""
     """The directory of the blocks."""
@@ -61,7 +61,7 @@ class FsTransfer(Transfer[OffloadKey]):
     refused: list[OffloadKey] = field(default_factory=list)
     """A store: blocks for which there was no space."""
     gone: list[OffloadKey] = field(default_factory=list)
-    """A load: blocks that were evicted before they could be read."""
+    """A load: blocks that were evicted before or while they were read."""
 
     def take_unit(self, max_pieces: int) -> Unit[OffloadKey]:
         position = self.num_taken
@@ -71,8 +71,8 @@ class FsTransfer(Transfer[OffloadKey]):
         return unit
 
     def stamp_of(self, key: OffloadKey) -> int:
-        """The time of its use, in nanoseconds. Later blocks of a prompt count as older, so that its
-        head is evicted last."""
+        """The time of the block's last use, in nanoseconds since 1970. Later blocks of a prompt
+        count as older, so that the head of the prompt is evicted last."""
         return self.begun_ns - self.positions[key]
 
 
@@ -83,7 +83,7 @@ def _transfer_of(unit: _Unit) -> FsTransfer:
 
 
 class FsMover:
-    """Reads and writes block files: a `Mover` for lanes. Each unit of work is one block."""
+    """The `Mover` of the fs tier's lanes. Each unit of work is one block."""
 
     def __init__(
         self,
@@ -187,8 +187,8 @@ class FsMover:
         return unit, (), unit.pieces
 
     def _handle_damage(self, fd: int, path: str, failure: seal.SealFailure) -> bool:
-        """Count and remove a block that is damaged. False if it was evicted meanwhile: then its
-        file may have been overwritten while it was read."""
+        """Count a damaged block, and have it removed. False if the block was evicted meanwhile:
+        then a new block may have overwritten its file during the read."""
         try:
             found = self._tree.lstat(path)
             if not os.path.samestat(found, os.fstat(fd)):
@@ -202,9 +202,9 @@ class FsMover:
     # --- store ---------------------------------------------------------------------------------
 
     def _is_there(self, transfer: FsTransfer, key: OffloadKey) -> bool:
-        """True if another engine has stored this block before us, and nobody here found it damaged.
-        Raises `CannotBegin` if there is something else at its path, or the path cannot be read:
-        publishing would fail."""
+        """True if the block is in the root already and this engine has not found it damaged. Raises
+        `CannotBegin` if something else has its path, or the path cannot be read: publishing would
+        fail."""
         path = block_path(transfer.namespace, key)
         if self._publisher.is_leaving(path):
             return False
@@ -268,7 +268,8 @@ class FsMover:
         return None
 
     def published(self, results: Sequence[tuple[StagedBlock[_Unit], bool]]) -> None:
-        """Called on the publisher's thread: staged blocks are in the root now, or have failed."""
+        """Called on the publisher's thread, with True for each staged block that is in the root
+        now, and False for each that failed."""
         self._work.finish(
             [
                 (block.what, block.what.pieces, ())

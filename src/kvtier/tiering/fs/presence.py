@@ -1,4 +1,5 @@
-"""An engine's presence in a root: a file that it keeps locked while it lives, and a directory.
+"""An engine's presence in a root: a file that it keeps locked while it lives, and its staging
+directory.
 
 engines/<engine>.alive    locked by the engine; unlocked means that the engine is dead
 engines/<engine>/         its staging directory:
@@ -6,8 +7,8 @@ engines/<engine>/         its staging directory:
     e<batch>-<number>     an evicted block
     blocks/<fingerprint>/...    blocks of namespaces that only this engine reads
 
-Only the engine itself writes into its staging directory. Once it is dead, others settle its account
-in the ledger and remove its files: see `RootSession.reclaim`.
+Only the engine itself writes into its staging directory. After it has died, another engine or a
+command settles its account in the ledger and removes its files: see `RootSession.reclaim`.
 """
 
 from __future__ import annotations
@@ -61,8 +62,7 @@ _open_presences: WeakSet[Presence] = WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Which engine or command this is, for operators who list the root. Stored in the `.alive`
-    file."""
+    """Names an engine or command for operators who list the root. Stored in the `.alive` file."""
 
     engine_id: str
     pid: int
@@ -96,7 +96,8 @@ class EngineInfo:
 
 
 class Presence:
-    """This engine's own presence. The kernel ends it with the process, even after `kill -9`."""
+    """This engine's own presence. It ends when the kernel unlocks the file: at the end of the
+    process, even after `kill -9`."""
 
     def __init__(self, tree: NoFollowTree, engines: Path, info: EngineInfo) -> None:
         """`engines`: the root's directory of engines. Called under the ledger's lock, because the
@@ -123,7 +124,7 @@ class Presence:
         return self.directory / "blocks"
 
     def incoming(self) -> str:
-        """A new path for a block that is going to be written."""
+        """A new path to write a block to."""
         return f"{self.directory}/w{next(self._numbers)}"
 
     def outgoing(self, batch: int, number: int) -> str:
@@ -132,7 +133,8 @@ class Presence:
 
     @property
     def is_in_place(self) -> bool:
-        """True while others find this file and this directory under their names."""
+        """True while the `.alive` file and the staging directory still have their names in the
+        root."""
         try:
             found = self._tree.lstat(self._alive)
             is_same = os.path.samestat(found, os.fstat(self._fd))
@@ -141,7 +143,8 @@ class Presence:
             return False
 
     def now_ns(self) -> int:
-        """The time on the clock that stamps new files: the file server's."""
+        """The present time in nanoseconds since 1970, by the clock that stamps new files: the file
+        server's."""
         os.utime(self._fd)
         return os.fstat(self._fd).st_mtime_ns
 
@@ -149,8 +152,8 @@ class Presence:
         return path.startswith(f"{self.directory}/")
 
     def abandon(self) -> None:
-        """Unlock the file and leave everything in place, so that others find a dead engine and
-        clean up. Idempotent."""
+        """Unlock the file and leave everything in place, so that other engines take this one for
+        dead and clean up. Idempotent."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -160,14 +163,14 @@ class Presence:
         _empty(self._tree, self.directory)
 
     def remove(self) -> None:
-        """Remove everything. Under the ledger's lock, or while there is no account of it."""
+        """Remove the presence. Called under the ledger's lock."""
         _remove(self._tree, self.directory, self._alive)
         self.abandon()
 
 
 class Peer:
-    """The presence of another engine. A dead one stays locked until `close`, so that no two engines
-    clean up after it at the same time."""
+    """The presence of another engine. If that engine is dead, this object holds its lock until
+    `close`, so that no two engines clean up after it at the same time."""
 
     def __init__(self, tree: NoFollowTree, directory: Path, alive: Path, fd: int | None) -> None:
         """`fd`: the open `.alive` file; negative if it was removed, which ends the presence; None
@@ -264,8 +267,8 @@ def engines_in(tree: NoFollowTree, engines: Path) -> list[str]:
 
 
 def peers_in(tree: NoFollowTree, engines: Path, own: Presence | None) -> Iterator[Peer]:
-    """All other engines, dead or alive. Each is closed when the next one is requested. Skips links,
-    pipes and anything else that only has the name of an engine."""
+    """Yield all other engines, dead or alive. Each is closed when the next one is requested. Skips
+    links, pipes and anything else that is not a presence but has the name of one."""
     for name in engines_in(tree, engines):
         if own is not None and name == own.engine.hex():
             continue
@@ -291,7 +294,7 @@ def _is_presence(tree: NoFollowTree, engines: Path, name: str) -> bool:
         return False
     if file is not None:
         return stat.S_ISREG(file)
-    # A removed presence leaves its directory behind if somebody else's files are in it.
+    # The directory of a removed presence stays if foreign files are in it.
     names = [] if directory is None else tree.listdir(engines / name)
     return not names or any(map(is_staged_name, names))
 
@@ -307,10 +310,10 @@ def _mode_of(tree: NoFollowTree, path: Path) -> int | None:
 
 
 def _remove(tree: NoFollowTree, directory: Path, alive: Path) -> None:
-    """Remove a presence; foreign files stay. The `.alive` file goes last: as long as it exists,
-    some engine tries again."""
+    """Remove a presence, except foreign files. Removes the `.alive` file last: while it exists,
+    other engines try again."""
     while _empty(tree, directory):
-        pass  # new files may appear: others clean up too, or the engine still writes
+        pass  # until nothing is left: an engine that was taken for dead may still write
     try:
         tree.rmdir(directory)
     except FileNotFoundError:
@@ -341,8 +344,8 @@ def _empty(tree: NoFollowTree, directory: Path) -> int:
 
 
 def _abandon_in_child() -> None:
-    """Close the files in a forked child. It shares its parent's locks, so the parent would seem
-    alive after its end."""
+    """Close the files in a forked child. It shares its parent's locks: the parent would seem alive
+    after its end."""
     for presence in list(_open_presences):
         presence.abandon()
 

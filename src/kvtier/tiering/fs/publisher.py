@@ -1,4 +1,5 @@
-"""The thread that works on the ledger: it publishes written blocks and refills the reservations.
+"""The thread that publishes written blocks and refills the pool of reservations, in transactions on
+the ledger.
 
 A store, from the file to the published block:
 
@@ -48,21 +49,21 @@ X = TypeVar("X")
 _HEARTBEAT_S = 0.5
 _GATHER_S = 0.001
 _ENOUGH_AT_ONCE = 16
-"""With fewer blocks the thread waits a moment for more, since a transaction costs the same for one
-block as for many."""
+"""With fewer staged blocks, the thread waits `_GATHER_S` for more, because a transaction costs the
+same for one block as for many."""
 _QUIET_S = 1.0
-"""Time without a store after which unused reservations are given back."""
+"""Seconds without a store after which unused reservations are given back."""
 _RETRY_S = 1.0
-"""Pause after a failure before the root is tried again."""
+"""Pause, in seconds, before the root is tried again after a failure."""
 _PATIENCE_S = 10.0
-"""How long threads wait for space while none of the blocks found can be evicted."""
+"""How long lanes wait for space, in seconds, while none of the blocks found can be evicted."""
 
 
 class StagedBlock(NamedTuple, Generic[T]):
-    """A block that is written, and waits to be published."""
+    """A block that is written and waits to be published."""
 
     what: T
-    """Returned with the result."""
+    """The caller's own; `on_done` returns it with the result."""
     key: OffloadKey
     reservation: Reservation
     namespace: str
@@ -74,7 +75,7 @@ class StagedBlock(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the ledger said last."""
+    """What the ledger said when this thread last read it."""
 
     num_bytes: int = 0
     num_blocks: int = 0
@@ -85,7 +86,7 @@ class Usage:
 
 
 class Change(Enum):
-    """What has happened to blocks."""
+    """What happened to blocks."""
 
     STORED = auto()
     SEEN = auto()
@@ -106,8 +107,8 @@ _CHANGES = {Outcome.PUBLISHED: Change.STORED, Outcome.WAS_THERE: Change.SEEN}
 
 
 class Publisher(Generic[T]):
-    """Takes the ledger's lock on a thread of its own, so that lanes never wait for other
-    engines."""
+    """Takes the ledger's lock on a thread of its own. So a lane waits for other engines only while
+    the pool of reservations is empty."""
 
     def __init__(
         self,
@@ -117,8 +118,8 @@ class Publisher(Generic[T]):
         charge: int,
         on_error: Callable[[OSError], None],
     ) -> None:
-        """`block_bytes`: the length of a block's file. `charge`: the bytes it may take on the
-        disk."""
+        """`block_bytes`: the length of a block's file. `charge`: upper bound for the bytes that it
+        takes on the disk. `on_error`: called on the publisher's and the sweeper's thread."""
         self._session = session
         self._block_bytes = block_bytes
         self._on_error = on_error
@@ -135,10 +136,11 @@ class Publisher(Generic[T]):
         self._measured_revision = -1
         self._retry_at = 0.0
         self._short_since: float | None = None
-        """Since when no space was found for threads that wait."""
+        """Monotonic time since which no space was found for the lanes that wait. None if no lane
+        waits, or space was found."""
         self.usage = Usage()
         self.changes: deque[BlockChange] = deque()
-        """In the order in which they happened. The scheduler's thread takes them."""
+        """What happened to blocks, in order. The scheduler's thread removes the entries."""
         self.num_evicted = 0
         """Blocks that were evicted for new ones, since the start."""
         self.private_blocks = session.presence.blocks
@@ -163,9 +165,9 @@ class Publisher(Generic[T]):
         return self._session.presence.incoming()
 
     def use(self, namespace: Path, public: Path, junk: Path | None) -> None:
-        """Publish blocks into `namespace` from now on, which may be private. `public`: the
-        namespace shared with engines like this one; blocks are evicted from both. `junk`: a
-        namespace that nobody reads any more, to be removed."""
+        """From now on, publish blocks into `namespace`, which may be private. `public`: the
+        namespace that engines with the same fingerprint share; blocks are evicted from both.
+        `junk`: a private namespace that this engine has left; the sweeper removes it."""
         self._namespace = namespace
         self.sweeper.use(tuple({namespace: None, public: None}), junk)
 
@@ -174,14 +176,14 @@ class Publisher(Generic[T]):
         self._wake.set()
 
     def remove_soon(self, block: BlockFile) -> None:
-        """Remove a damaged block."""
+        """Have the thread remove a damaged block. Returns at once."""
         self._leaving.add(block.path)
         self._damaged.append(block)
         self._wake.set()
 
     def is_leaving(self, path: str) -> bool:
-        """True while a damaged block at this path waits to be removed. A block that is stored there
-        now is published after that."""
+        """True while a damaged block at this path waits to be removed. A new block for this path is
+        published after the removal."""
         return path in self._leaving
 
     def return_reservation(self, reservation: Reservation) -> None:
@@ -194,8 +196,8 @@ class Publisher(Generic[T]):
         self._wake.set()
 
     def stop(self) -> None:
-        """Publish what is staged, leave the root, and end the thread. Waits. Nothing may be staged
-        afterwards. Idempotent; does nothing before `start`."""
+        """Publish what is staged, leave the root, and end the thread. Waits for it. Nothing may be
+        staged afterwards. Idempotent. Before `start`, it neither publishes nor leaves the root."""
         self._session.hurry()
         self.sweeper.stop()
         self._is_stopping = True
@@ -228,13 +230,13 @@ class Publisher(Generic[T]):
                 self._lost(str(error))
         except Exception:
             logger.exception(
-                "%s: unexpected error; the fs tier stores nothing for a moment, and tries again",
+                "%s: unexpected error; the fs tier stores nothing for about 1 s, then tries again",
                 self._session.path,
             )
             self._lost("an unexpected error")
 
     def _lost(self, why: str) -> None:
-        """Abandon the presence, and join again after a pause. Other engines clean up."""
+        """Abandon the presence. `_resume` joins again after a pause; other engines clean up."""
         logger.debug("%s: this engine leaves and joins again: %s", self._session.path, why)
         self._session.abandon_presence()
         self.pool.empty()
@@ -265,7 +267,8 @@ class Publisher(Generic[T]):
             self._fail(blocks)
 
     def _take_returned(self) -> list[Reservation]:
-        """Take returned reservations. The pool counts them as unused even if the caller fails."""
+        """Take the reservations that lanes have returned. The pool counts them as unused even if
+        the caller fails."""
         returned = _take_all(self._returned)
         self.pool.settle(returned)
         return returned
@@ -276,19 +279,20 @@ class Publisher(Generic[T]):
             self._on_done([(block, False) for block in blocks])
 
     def _suspend(self, *, has_failed: bool) -> None:
-        """Let stores fail at once until, after a pause, the ledger can be locked again."""
+        """Let stores fail at once. After a pause, `_resume` tries the root again. `has_failed`: as
+        for `ReservationPool.suspend`."""
         self._short_since = None
         self._retry_at = time.monotonic() + _RETRY_S
         self.pool.suspend(has_failed=has_failed)
 
     def _resume(self) -> None:
-        """Try the root again after a failure, or after another engine held the ledger."""
+        """Try the root again after `_suspend`. Lets stores go on if the ledger can be locked."""
         self._retry_at = time.monotonic() + _RETRY_S
         if not self._session.has_presence:
             self._session.rejoin()
             self.private_blocks = self._session.presence.blocks
             if self._namespace is not None and self._namespace.parent != self._session.blocks:
-                self._namespace = None  # it ended with the old presence; `use` names another
+                self._namespace = None  # it was lost with the old presence; `use` sets another
         else:
             with self._session.transaction():
                 pass
@@ -297,8 +301,8 @@ class Publisher(Generic[T]):
     # --- publish -------------------------------------------------------------------------------
 
     def _remove_damaged(self) -> None:
-        """Evict damaged blocks. In a transaction of its own, before blocks that were stored in
-        their place are published."""
+        """Evict damaged blocks. Uses a transaction of its own, before the one that publishes new
+        blocks in their place."""
         self._last_active = time.monotonic()
         damaged = _take_all(self._damaged)
         try:
@@ -327,7 +331,7 @@ class Publisher(Generic[T]):
         try:
             if is_asked:
                 self._serve_waiting(space)
-        finally:  # the files have changed, whatever failed since
+        finally:  # the files have changed, even if `_serve_waiting` failed
             for outcome, change in _CHANGES.items():
                 self._note_stored([block for block, came in ended if came is outcome], change)
             self._note_removed(space.victims)
@@ -366,8 +370,9 @@ class Publisher(Generic[T]):
         granted: int,
         evicted: Sequence[Evicted],
     ) -> None:
-        """Put granted bytes into the pool, and files that new blocks may overwrite: evicted blocks,
-        and staged ones that another engine has published first. Remove the other staged files."""
+        """Put granted bytes into the pool, and files that new blocks may overwrite: those of
+        evicted blocks, and of staged blocks that another engine has published first. Remove the
+        other staged files."""
         presence, tree = self._session.presence, self._session.tree
         files: list[Reservation] = []
         returned = self._take_returned()
@@ -413,7 +418,7 @@ class Publisher(Generic[T]):
     # --- space ---------------------------------------------------------------------------------
 
     def _serve_waiting(self, space: Space) -> None:
-        """After a search for space: search again, or let the threads that wait fail."""
+        """Called after a search for space: search again, or let the lanes that wait fail."""
         has_found = bool(space.granted or space.victims)
         if space.missing_bytes:
             has_found = self._make_free(space.missing_bytes)
@@ -426,12 +431,12 @@ class Publisher(Generic[T]):
         if self._short_since is None:
             self._short_since = now
         if self._namespace is None or now - self._short_since > _PATIENCE_S:
-            self._suspend(has_failed=False)  # or every thread would wait that long in turn
+            self._suspend(has_failed=False)  # otherwise each lane would wait 10 s in turn
         elif self.sweeper.is_exhausted:
             self.pool.refuse()
             self.quota.warn_if_full()
         else:
-            self._is_asked = True  # the sweeper is still looking, and wakes this thread
+            self._is_asked = True  # the sweeper is still looking; it wakes this thread at the end
 
     def _make_free(self, missing: int) -> bool:
         """Evict blocks and remove their files. Returns True if there were any."""
@@ -440,14 +445,14 @@ class Publisher(Generic[T]):
         self._note_removed(victims)
         self.num_evicted += len(victims)
         if victims:
-            self._wake.set()  # to look whether that was enough
+            self._wake.set()  # the thread then checks whether that was enough
         return bool(victims)
 
     # --- idle ----------------------------------------------------------------------------------
 
     def _idle(self) -> None:
-        """Twice a second without stores: keep the limits, give back reservations, and update the
-        ledger's overhead and our `usage`."""
+        """Called every 0.5 s while no block is stored: keep the limits, give back reservations, and
+        update the ledger's overhead and `usage`."""
         now = time.monotonic()
         self._session.tree.forget()
         if not self.pool.is_idle:

@@ -1,7 +1,7 @@
 """Space for new blocks: the limits, reservations made in advance, and eviction.
 
-Threads that write take a `Reservation` for each block from the `ReservationPool`, without touching
-the ledger. The publisher's thread refills the pool, as `Quota` finds space within the limits.
+Lanes take a `Reservation` for each block from the `ReservationPool`, without the ledger's lock. The
+publisher's thread refills the pool with the space that `Quota` finds within the limits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MEASURE_COST = 100
-"""After measuring the directories for t seconds, the next measurement waits 100 t at least."""
+"""After a measurement of the directories that took t seconds, the next one starts 100 t seconds
+later at the earliest."""
 _MEASURE_EVERY_S = 0.5
 _REMOVED_AT_ONCE = 64
 _POOL_BYTES = 64 << 20
@@ -45,8 +46,8 @@ _POOL_DIVISOR = 32
 """One engine's pool holds at most 1/32 of the quota."""
 _SMALL_DIVISOR = 10
 _FEW_BLOCKS = 32
-"""With fewer blocks in the root, `warn_if_full` logs nothing: so few may all be our own, and the
-count of our own is too small if some were evicted meanwhile."""
+"""With fewer blocks in the root, `warn_if_full` logs nothing. Blocks that are evicted during the
+count are missing in `num_own`, and in a small root that error is too large."""
 
 
 # --- limits ------------------------------------------------------------------------------------
@@ -54,13 +55,13 @@ count of our own is too small if some were evicted meanwhile."""
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds that the user has set."""
+    """The limits that the user has set for the root."""
 
     max_bytes: int
     min_free_bytes: int
 
     def apply(self, path: Path, balance: Balance) -> int:
-        """How large the ledger's total may become now."""
+        """Return the number of bytes that the ledger's total may reach now."""
         if not self.min_free_bytes:
             return self.max_bytes
         # Other engines may be about to write all that they have reserved.
@@ -68,20 +69,22 @@ class Limits:
         return min(self.max_bytes, balance.total + max(0, spare))
 
     def missing_bytes(self, path: Path) -> int:
-        """How many bytes the file system lacks to have `min_free_bytes` free."""
+        """Return how many more bytes must become free for the file system to have `min_free_bytes`
+        free."""
         if not self.min_free_bytes:
             return 0
         return max(0, self.min_free_bytes - free_bytes(path))
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that the file system has left for this user."""
+    """Free bytes of the file system that this user may use."""
     answer = os.statvfs(path)
     return answer.f_bavail * answer.f_frsize
 
 
 def warn_of_limits(session: RootSession, limits: Limits) -> None:
-    """Log limits that an operator cannot have meant. Called at the start."""
+    """Log a warning for each limit that is probably a mistake. Called once, when the tier
+    starts."""
     answer = os.statvfs(session.path)
     size, free = answer.f_blocks * answer.f_frsize, answer.f_bavail * answer.f_frsize
     total = session.ledger.read().total
@@ -127,28 +130,29 @@ class Reservation(NamedTuple):
 
     path: str
     is_new: bool
-    """False if the path has a file to be overwritten: that of an evicted block, or of one that
-    another engine published first."""
+    """False if there is a file at the path, which is overwritten: that of an evicted block, or of a
+    block that another engine published first."""
     charge: int
     """Bytes that the ledger has reserved for it."""
 
 
 def pool_target(max_bytes: int, charge: int) -> int:
-    """How many blocks of `charge` bytes a pool holds reservations for."""
+    """Return the number of reservations of `charge` bytes that a pool holds in advance."""
     return max(1, min(_POOL_BLOCKS, min(_POOL_BYTES, max_bytes // _POOL_DIVISOR) // charge))
 
 
 class ReservationPool:
-    """Reserved bytes, and files that new blocks may overwrite. Any I/O thread.
+    """Reserved bytes, and files that new blocks may overwrite.
 
-    Threads that write take reservations, and wait while there are none. The publisher adds them.
+    Lanes call `take`, and wait while there are no reservations. The publisher's thread adds them.
     """
 
     def __init__(
         self, charge: int, target: int, new_path: Callable[[], str], ask: Callable[[], None]
     ) -> None:
-        """`charge`: bytes of a new block. `target`: how many reservations to hold in advance; with
-        1, none is requested before a thread waits. `ask`: called when there are too few."""
+        """`charge`: bytes to reserve for a new block. `target`: how many reservations to hold in
+        advance; with 1, none is requested before a lane waits. `ask`: called on the lane, under
+        this pool's lock, when there are too few."""
         self.charge = charge
         self._target = target
         self._new_path = new_path
@@ -162,10 +166,11 @@ class ReservationPool:
         self.is_suspended = False
         self._has_failed = False
         self._taken: set[str] = set()
-        """Paths of the reservations that threads write to."""
+        """Paths of the reservations that lanes have taken and the publisher has not settled."""
 
     def take(self) -> Reservation:
-        """Space for one block. Waits for the publisher. Raises `NoSpace` or `StoresSuspended`."""
+        """Return space for one block. Waits for the publisher if there is none. Raises `NoSpace` or
+        `StoresSuspended`."""
         with self._changed:
             if not self._num_available:
                 self._wait()
@@ -175,7 +180,7 @@ class ReservationPool:
                 reservation = Reservation(self._new_path(), True, self.charge)
                 self._bytes -= self.charge
             self._taken.add(reservation.path)
-            if self._num_short:  # also on behalf of threads that still wait
+            if self._num_short:  # also counts lanes that still wait
                 self._ask()
             return reservation
 
@@ -194,7 +199,7 @@ class ReservationPool:
 
     @property
     def num_wanted(self) -> int:
-        """How many more reservations are needed."""
+        """Number of reservations that are missing."""
         with self._changed:
             return self._num_short
 
@@ -211,24 +216,24 @@ class ReservationPool:
                 self._changed.notify_all()
 
     def settle(self, reservations: Iterable[Reservation]) -> None:
-        """Record that no thread writes to these any more. Idempotent."""
+        """Record that no lane writes to these any more. Idempotent."""
         with self._changed:
             self._taken.difference_update(reservation.path for reservation in reservations)
 
     @property
     def is_idle(self) -> bool:
-        """True while no thread writes."""
+        """True while no reservation is taken."""
         return not self._taken
 
     def refuse(self) -> None:
-        """Let the threads that wait now fail with `NoSpace`."""
+        """Let the lanes that wait now fail with `NoSpace`."""
         with self._changed:
             self._num_refusals += 1
             self._changed.notify_all()
 
     def suspend(self, *, has_failed: bool) -> None:
-        """Let `take` fail at once until `resume`. `has_failed`: because the root cannot be used;
-        otherwise because there is no space."""
+        """Let `take` fail at once until `resume`: with `StoresSuspended` if `has_failed`, because
+        the root cannot be used; otherwise with `NoSpace`."""
         with self._changed:
             self.is_suspended = True
             self._has_failed = has_failed
@@ -239,7 +244,7 @@ class ReservationPool:
             self.is_suspended = self._has_failed = False
 
     def empty(self) -> tuple[int, list[Reservation]]:
-        """Remove and return all that no thread has taken: bytes and files."""
+        """Remove and return all bytes and files that no lane has taken."""
         with self._changed:
             unused = self._bytes, list(self._files)
             self._bytes = 0
@@ -283,11 +288,11 @@ class Space:
     victims: list[Evicted] = field(default_factory=list)
     """Blocks that were evicted; their files can be overwritten."""
     missing_bytes: int = 0
-    """Bytes that have to become free before anything can be reserved."""
+    """Bytes that must become free before anything can be reserved."""
 
 
 class Quota:
-    """Finds space within the limits. The publisher's thread only."""
+    """Finds space within the limits. Used on the publisher's thread only."""
 
     def __init__(
         self,
@@ -306,8 +311,8 @@ class Quota:
         self._said_full = False
 
     def find(self, txn: Transaction, namespace: Path | None) -> Space:
-        """Reserve what the pool wants for blocks of this namespace, and evict blocks for the
-        rest."""
+        """Reserve the bytes that the pool lacks for blocks of this namespace. Evict blocks for what
+        cannot be reserved."""
         wanted = self._pool.num_wanted
         if not wanted or namespace is None:
             return Space()
@@ -326,19 +331,20 @@ class Quota:
         return Space(granted, txn.evict(self._sweeper.take(missing), self._on_error))
 
     def _excess(self, txn: Transaction) -> int:
-        """Bytes above `max_bytes`, which may be lower now than when the blocks were stored."""
+        """Return the bytes by which the root exceeds `max_bytes`, which may be lower now than when
+        the blocks were stored."""
         if txn.balance.total > self.limits.max_bytes:
-            self.measure(txn)  # until now the overhead was an upper bound
+            self.measure(txn)  # the overhead was only an upper bound
         return max(0, txn.balance.total - self.limits.max_bytes)
 
     def missing_bytes(self, used_bytes: int) -> int:
-        """How many bytes have to become free if the root takes `used_bytes`; 0 if none."""
+        """Return how many bytes must become free if the root takes `used_bytes`; 0 if none."""
         missing = self.limits.missing_bytes(self._session.path)
         return max(missing, used_bytes - self.limits.max_bytes)
 
     def make_free(self, missing: int) -> list[Evicted]:
         """Evict blocks and remove their files, because the file system or the quota needs the bytes
-        themselves. Returns the blocks; there may be none."""
+        back. Returns the evicted blocks, possibly none."""
         count = min(_REMOVED_AT_ONCE, -(-missing // self._pool.charge))
         candidates = self._sweeper.take(count)
         if not candidates:
@@ -370,7 +376,7 @@ class Quota:
         self._measure_at = now + max(_MEASURE_EVERY_S, _MEASURE_COST * (now - started))
 
     def warn_if_full(self) -> None:
-        """Log once if hardly any block in the full root may be evicted by this engine."""
+        """Log once if this engine may evict less than a tenth of the blocks in the full root."""
         num_own, num_blocks = self._sweeper.num_own, self._sweeper.num_all
         is_small = num_own * _SMALL_DIVISOR < num_blocks
         if self._said_full or not is_small or num_blocks < _FEW_BLOCKS:

@@ -1,4 +1,4 @@
-"""An engine's session in a root directory: opening it, joining, transactions, and leaving.
+"""An engine's session in a root directory: opens the root, joins it, runs transactions, and leaves.
 
 Every engine, and every command that changes a root, holds one `RootSession`.
 """
@@ -31,9 +31,9 @@ from kvtier.tiering.io.page import PAGE_BYTES
 __all__ = ["PresenceLost", "RootSession", "allows_o_direct", "open_root"]
 
 _PATIENCE_S = 10.0
-"""How long an engine waits for the ledger's lock."""
+"""How long an engine waits for the ledger's lock, in seconds."""
 _HURRIED_PATIENCE_S = 1.0
-"""How long an engine waits for the ledger's lock while it shuts down."""
+"""How long an engine waits for the ledger's lock while it shuts down, in seconds."""
 _PRESENCE_BYTES = 16_384
 """Upper bound for the bytes of a new presence."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -43,7 +43,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_root(path: Path, info: EngineInfo, patience_s: float = _PATIENCE_S) -> RootSession:
-    """Open a root, making it if it does not exist, and join it. Raises `RootRefused`."""
+    """Open a root, which is created if it does not exist, and join it. `patience_s`: how long to
+    wait for the ledger's lock, in seconds. Raises `RootRefused`."""
     try:
         if path.exists():
             require_ours(path)
@@ -63,8 +64,8 @@ def open_root(path: Path, info: EngineInfo, patience_s: float = _PATIENCE_S) -> 
 
 
 def _require_hard_links(session: RootSession) -> None:
-    """Raise `RootRefused` if the file system has no hard links. A block is published by making a
-    second link to its file, which fails if the block exists already."""
+    """Raise `RootRefused` if the file system has no hard links. A block is published by a second
+    link to its file, which fails if the block exists already."""
     first, second = session.presence.incoming(), session.presence.incoming()
     try:
         os.close(session.tree.open(first, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -106,16 +107,17 @@ def allows_o_direct(session: RootSession) -> bool:
 
 
 class PresenceLost(Exception):
-    """This engine's account or presence is gone: it was taken for dead, or somebody emptied the
-    root."""
+    """This engine's account or presence is gone: another engine took it for dead, or somebody
+    emptied the root."""
 
 
 class RootSession:
-    """One engine's, or one command's, access to a root: its ledger, and its own presence there.
-    Any thread but the scheduler's."""
+    """Access of one engine or command to a root: the ledger, and this engine's own presence there.
+    Any thread may use it, but calls wait for the disk and for other engines, so the scheduler's
+    thread does so only while it starts the tier."""
 
     def __init__(self, path: Path, info: EngineInfo, patience_s: float) -> None:
-        """Make missing parts of the root, and join it. Raises `OSError`, including `NotOurs`, or
+        """Create missing parts of the root, and join it. Raises `OSError`, including `NotOurs`, or
         `LedgerVersion`."""
         self.path = path
         self.tree = NoFollowTree(path)
@@ -126,7 +128,7 @@ class RootSession:
         self._presence: Presence | None = None
         self._is_closed = False
         self._owed = 0
-        """Bytes that were given back since the last transaction."""
+        """Bytes that were given back since the last transaction, which the next one subtracts."""
         self._owed_lock = threading.Lock()
         try:
             self._make_root()
@@ -152,9 +154,10 @@ class RootSession:
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        """Lock the ledger, and save it at the end if it changed. If anything fails in between, the
-        presence is abandoned, and another engine corrects the ledger by the rules in the module
-        `transaction`. Raises `PresenceLost` or `OSError`."""
+        """Lock the ledger, and save it at the end if it changed. If anything fails in between, this
+        engine abandons its presence. Another engine, or this one after it has joined again, then
+        corrects the ledger by the rules in the module `transaction`. Raises `PresenceLost` or
+        `OSError`."""
         with self._locked() as txn:
             if self._presence is None or txn.balance.root_id != self._root_id:
                 raise PresenceLost
@@ -200,8 +203,8 @@ class RootSession:
         return txn
 
     def _rebuild_ledger(self) -> Transaction:
-        """Make a new ledger: both copies are lost. Live engines find another root id in it, and
-        join again."""
+        """Make a new ledger, because both copies are lost. Live engines find another root id in it,
+        and join again."""
         accounts = {}
         for peer in self._peers():
             num_bytes, _ = count_blocks(self.tree, peer.blocks)
@@ -216,8 +219,9 @@ class RootSession:
         return txn
 
     def give_back(self, presence: Presence, num_bytes: int) -> None:
-        """Give back bytes that were reserved under this presence: they are not going to be written,
-        or their file was removed. The next transaction subtracts them."""
+        """Give back bytes that were reserved under this presence, because nothing is written to
+        them or their file was removed. The next transaction subtracts them. Ignored if the presence
+        was lost."""
         with self._owed_lock:
             if presence is self._presence:
                 self._owed += num_bytes
@@ -251,8 +255,8 @@ class RootSession:
 
     def _reopen(self) -> None:
         """Another directory has replaced the root. If it has a ledger (the same root, mounted
-        again), go on with it. Never make a new root here: it would be on a disk that nobody chose
-        for it."""
+        again), use that. Never make a new root here: the path may be an empty mount point, on a
+        disk that the operator did not choose."""
         if not (self.path / "ledger").exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         self.tree.forget()
@@ -279,21 +283,23 @@ class RootSession:
         self._presence = presence
 
     def abandon_presence(self) -> None:
-        """Leave the staged files for other engines to clean up. Idempotent."""
+        """Unlock this engine's presence, and leave its staged files to other engines.
+        Idempotent."""
         with self._owed_lock:
             presence, self._presence = self._presence, None
             self._owed = 0
         if presence is not None:
             presence.abandon()
-        self.tree.forget()  # the cause may be a replaced directory
+        self.tree.forget()  # a directory may have been replaced
 
     def hurry(self) -> None:
-        """From now on, wait for the ledger's lock for at most a second."""
+        """From now on, wait for the ledger's lock for at most 1 s."""
         self._patience_s = min(self._patience_s, _HURRIED_PATIENCE_S)
 
     def close(self) -> None:
-        """Remove our presence, including private blocks, which nobody else reads. Raises nothing:
-        other engines remove what is left. Idempotent."""
+        """Remove this engine's presence, including its private blocks, which no other engine reads.
+        Raises neither `OSError` nor `PresenceLost`: other engines remove what is left.
+        Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -315,8 +321,8 @@ class RootSession:
         return peers_in(self.tree, self.engines, self._presence)
 
     def reclaim(self) -> int:
-        """Free what dead engines reserved, and remove their files. Returns the number of engines.
-        Raises `OSError` or `PresenceLost`."""
+        """Free what dead engines reserved, and remove their files. Returns the number of dead
+        engines. Raises `OSError` or `PresenceLost`."""
         if not self._has_reclaimable():
             return 0
         dead: set[bytes] = set()
@@ -336,8 +342,8 @@ class RootSession:
         removed: list[bytes] = []
         for peer in self._peers():
             if peer.engine in dead and peer.is_dead:
-                # We hold the lock of its file, so nobody else does this. Its account reserves the
-                # bytes meanwhile.
+                # `peer` holds the lock of its file, so no other engine does this. Its account
+                # reserves the bytes meanwhile.
                 peer.remove()
                 removed.append(peer.engine)
         with self.transaction() as txn:
@@ -358,8 +364,8 @@ class RootSession:
             return True
 
     def count_again(self) -> tuple[int, int]:
-        """Correct the ledger by counting all blocks. Takes long in a large root. Returns how many
-        more bytes and blocks there are than the ledger said."""
+        """Reclaim dead engines, then correct the ledger by counting all blocks, which takes long in
+        a large root. Returns how many more bytes and blocks there are than the ledger said."""
         self.reclaim()
         with self.transaction() as txn:
             balance = txn.balance

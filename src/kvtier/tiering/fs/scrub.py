@@ -30,7 +30,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)
 @dataclass(frozen=True, slots=True)
 class _Found:
     reason: str | None
-    """Why the block is damaged; None if it is intact."""
+    """What is wrong with the bytes that were read; None if they are intact."""
     is_there: bool
     """True if the name still belongs to the file that was read."""
     is_unchanged: bool
@@ -38,8 +38,9 @@ class _Found:
 
 
 class FsScrubber(Scrubber):
-    """One pass over a root. A block never changes once it has its name, but it may be evicted and
-    its file reused while it is read: such a block is read again."""
+    """One pass over a root. A block never changes after it was published, but an engine may evict
+    it and overwrite its file during the read. A block that seems damaged and whose file has changed
+    since is read again, at most five times."""
 
     def __init__(self, root: Path, max_rate: int | None, on_progress: Progress) -> None:
         super().__init__(max_rate, on_progress)
@@ -94,8 +95,8 @@ class FsScrubber(Scrubber):
         return _Found(reason, is_there, is_there and before.st_ctime_ns == now.st_ctime_ns)
 
     def _open(self, path: str) -> int:
-        """Bypass the page cache where the file system allows it: blocks read once would only evict
-        useful pages."""
+        """Open a file so that reads bypass the page cache, if the file system allows it: the scrub
+        reads each block once, and would only push out pages that engines use."""
         try:
             return self._tree.open(path, _OPEN | self._o_direct)
         except OSError as error:

@@ -1,6 +1,6 @@
-"""A root seen from outside, by a process that has not joined it, while engines may be at work.
+"""Surveys a root from a process that has not joined it, while engines may use it.
 
-Nothing is written, and no lock is waited for. Files that disappear during the survey are left out.
+The survey writes nothing and never waits for a lock. It leaves out files that disappear meanwhile.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
 """Errors for a link, a socket, or anything else that no engine has made."""
 _NOT_OURS = "lost+found"
 _HIDDEN = "."
-"""The file system's own names begin with it: snapshots, and files that NFS keeps while they are
-open."""
+"""Names that begin with it belong to the file system: snapshots, and files that NFS keeps while
+they are open."""
 _SHARDS = frozenset(SHARDS)
 _OPEN = os.O_RDONLY | os.O_NONBLOCK
 
@@ -64,7 +64,7 @@ class SeenEngine:
     directory: Path
     """Its staging directory."""
     info: EngineInfo | None
-    """None if it cannot be read, or was not written yet."""
+    """None if the `.alive` file cannot be read or was not written yet."""
     is_alive: bool
 
 
@@ -74,14 +74,16 @@ class SeenNamespace:
 
     path: Path
     owner: SeenEngine | None
-    """The only engine that reads these blocks; None if all engines with this fingerprint do."""
+    """The only engine that reads these blocks; None if all engines with this fingerprint read
+    them."""
     num_blocks: int = 0
     num_bytes: int = 0
     """As `du` counts them, including directories."""
     used_ns: int = 0
-    """Time of the last use of a block; in an empty namespace, when the last block was removed."""
+    """When a block was last used, in nanoseconds since 1970. In an empty namespace, when its
+    directories last changed."""
     blocks: list[BlockFile] = field(default_factory=list)
-    """Filled with `keep_blocks`."""
+    """All blocks, if `survey` was called with `keep_blocks`; otherwise empty."""
 
     @property
     def name(self) -> str:
@@ -95,7 +97,7 @@ class Stray:
 
     path: str
     num_bytes: int
-    """As `du` counts them, including everything below."""
+    """As `du` counts them; of a directory, including everything below."""
 
 
 @dataclass(slots=True)
@@ -103,10 +105,10 @@ class Survey:
     """The content of a root."""
 
     balance: Balance | None
-    """The ledger's; None if it cannot be read."""
+    """The content of the ledger; None if it cannot be read."""
     engines: list[SeenEngine]
     namespaces: list[SeenNamespace] = field(default_factory=list)
-    """Without the private ones of dead engines, which nobody reads any more."""
+    """Without the private namespaces of dead engines, which no engine reads any more."""
     strays: list[Stray] = field(default_factory=list)
     num_bytes: int = 0
     """As `du` counts them, except for directories of the file system itself (`lost+found`,
@@ -122,16 +124,16 @@ class Survey:
 
     @property
     def ledger_error(self) -> int | None:
-        """The ledger's bytes minus those that were found, strays not included. None if it is
-        unknown, because the ledger cannot be read, the root is changing, or bytes are reserved."""
+        """The ledger's bytes minus those found, without strays. None if the difference says
+        nothing, because the ledger cannot be read, the root was changing, or bytes are reserved."""
         if self.balance is None or not self.is_steady or self.balance.reserved:
             return None
         strays = sum(stray.num_bytes for stray in self.strays)
         return self.balance.total - (self.num_bytes - self.hidden_bytes - strays)
 
     def live_users(self, name: str) -> list[SeenEngine]:
-        """The live engines that read this fingerprint, including those whose `info` is missing:
-        they may read it."""
+        """The live engines that read this fingerprint, and those without `info`, which may read
+        it."""
         return [
             engine
             for engine in self.engines
@@ -140,7 +142,7 @@ class Survey:
 
 
 def ledger_remark(seen: Survey) -> str | None:
-    """What is wrong with the ledger, and the remedy. None if no error is known."""
+    """Say what is wrong with the ledger, and the remedy. None if no error is known."""
     if seen.balance is None:
         return (
             "the ledger cannot be read: the next engine that starts counts again, or "
@@ -159,8 +161,8 @@ def ledger_remark(seen: Survey) -> str | None:
 
 
 def read_balance(root: Path) -> Balance | None:
-    """The balance of a moment ago; None if there is no ledger, or if it cannot be read. Raises
-    `OSError` or `LedgerVersion`."""
+    """Return the balance as last saved, without the lock. None if there is no ledger, or if it
+    cannot be read. Raises `OSError` or `LedgerVersion`."""
     try:
         fd = NoFollowTree(root).open(root / "ledger", _OPEN)
     except FileNotFoundError:
@@ -195,7 +197,7 @@ def read_engines(root: Path) -> list[SeenEngine]:
 
 
 def _read_engine(tree: NoFollowTree, engines: Path, name: str) -> SeenEngine | None:
-    """None if something else has the name of an engine."""
+    """Return None if it has the name of an engine but is something else."""
     directory = engines / name
     try:
         fd = tree.open(alive_file(engines, name), _OPEN)
@@ -214,8 +216,8 @@ def _read_engine(tree: NoFollowTree, engines: Path, name: str) -> SeenEngine | N
 
 
 def _is_locked(fd: int) -> bool:
-    """True if an engine holds the lock. Tested by taking a shared lock for a moment: no other way
-    to query a lock works across hosts and containers."""
+    """True if an engine holds the lock. Takes a shared lock for a moment to find out: no other
+    query of a lock works across hosts and containers."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # if the lock cannot be tested, the engine counts as alive
@@ -250,14 +252,14 @@ def disk_usage(tree: NoFollowTree, directory: Path) -> int:
 
 
 class _SurveyWalk:
-    """Walks through a root, and adds up what it finds in `seen`."""
+    """Walks through a root, and adds up in `seen` what it finds."""
 
     def __init__(self, tree: NoFollowTree, seen: Survey, keep_blocks: bool) -> None:
         self._tree = tree
         self.seen = seen
         self._keep_blocks = keep_blocks
         self._linked: set[int] = set()
-        """Inodes of the files with two names that have been counted."""
+        """Inodes of files with more than one name that were counted already."""
 
     def look_at(self, root: Path) -> None:
         self.seen.num_bytes += os.stat(root).st_blocks * 512
@@ -370,8 +372,9 @@ class _SurveyWalk:
     def _entries(
         self, directory: str, status: os.stat_result | None = None, *, must_exist: bool = False
     ) -> Iterator[tuple[str, os.stat_result]]:
-        """Paths and statuses of a directory's entries. Yields nothing if `status` says that it is
-        no directory, or if it has disappeared or was replaced by something else."""
+        """Yield the path and the status of each entry of a directory. Yields nothing if `status`
+        says that it is not a directory, or if the directory has disappeared or was replaced by
+        something else."""
         if status is not None and not stat.S_ISDIR(status.st_mode):
             return
         try:

@@ -1,4 +1,4 @@
-"""One transaction on the ledger: every step that changes the balance together with the files.
+"""One transaction on the ledger: the steps that change the balance and the files together.
 
 These rules let any engine correct the ledger after another one was killed at any step:
 
@@ -8,8 +8,9 @@ These rules let any engine correct the ledger after another one was killed at an
 - A block is evicted by moving it into the staging directory of the evicting engine, under the
   number of a batch. The account's `counted_out` says up to which batch the blocks have been
   subtracted.
-- So the staging directory and the account of a dead engine say together what is left to count.
-  The result is saved first; then the files are removed; then the account.
+- So the staging directory and the account of a dead engine together say what is left to count.
+  The engine that cleans up saves the settled account first, then removes the files, and last the
+  account.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ __all__ = ["NAMESPACE_BYTES", "NAME_BYTES", "Evicted", "Outcome", "Transaction",
 NAME_BYTES = 256
 """Upper bound for the bytes that a block's name takes in its directory."""
 NAMESPACE_BYTES = (len(SHARDS) + 2) * 4096
-"""Bytes of the directories of a namespace."""
+"""Bytes reserved for the directories of a namespace, at 4 KiB for each."""
 _HEADROOM = 512 << 10
-"""Kept free, so that engines can still start in a full root."""
+"""Bytes that stay free, so that engines can still start in a full root."""
 _FIRST_NAME_S = 60.0
-"""The name under which a block was written is removed sooner than this after it was published. If
-a block has two names for longer, somebody else made the second one."""
+"""Seconds. An engine removes the staged name of a block sooner than this after it has published the
+block. A block that has two names for longer got one of them from something other than kvtier."""
 _CERTAINLY_NOT_LINKED = (
     errno.ENOENT,
     errno.ENOSPC,
@@ -82,14 +83,14 @@ class Evicted(NamedTuple):
     temporary: str
     reserved: int
     is_linked: bool
-    """True if somebody gave the file another name: it must not be overwritten."""
+    """True if the file has another name that no engine gave it: it must not be overwritten."""
 
 
 class Transaction:
     """The locked ledger. Made by `RootSession`, which saves the balance at the end.
 
-    Any step may raise `OSError`, or `PresenceLost` after another thread of this engine has
-    abandoned its presence. The transaction then ends without being saved.
+    Any step may raise `OSError`, or `PresenceLost` if another thread of this engine has abandoned
+    the presence. The transaction then ends, and the balance is not saved at the end.
     """
 
     def __init__(self, session: RootSession, balance: Balance) -> None:
@@ -109,16 +110,17 @@ class Transaction:
     # --- store ---------------------------------------------------------------------------------
 
     def reserve(self, count: int, charge: int, limit: int) -> int:
-        """Reserve `charge` bytes for each of up to `count` blocks, as far as the total leaves
-        `_HEADROOM` below `limit`. Returns the number of bytes."""
+        """Reserve `charge` bytes for each of up to `count` blocks, but only so many that the total
+        stays `_HEADROOM` below `limit`. Returns the number of reserved bytes."""
         available = limit - _HEADROOM - self.balance.total
         granted = max(0, min(count, available // charge)) * charge
         self.account.reserved += granted
         return granted
 
     def make_namespace(self, namespace: Path, limit: int) -> bool:
-        """Make the directories of a namespace. The last shard is made last, because a namespace
-        that has it counts as complete. False if `limit` leaves no space for them."""
+        """Make the directories of a namespace. Makes the last shard last, because a namespace that
+        has its last shard counts as complete. False if `limit` leaves no space for the
+        directories."""
         if self._tree.is_directory(f"{namespace}/{SHARDS[-1]}"):
             return True
         if self.balance.total + NAMESPACE_BYTES > limit - _HEADROOM:
@@ -136,8 +138,8 @@ class Transaction:
     def publish(
         self, written: Sequence[Written], on_error: Callable[[OSError], None]
     ) -> list[Outcome]:
-        """Link written blocks under their final names. The caller removes the temporary names of
-        those that were published, after the transaction; the others stay reserved."""
+        """Link written blocks under their final names. After the transaction, the caller removes
+        the temporary names of published blocks. The bytes of the other blocks stay reserved."""
         account = self.account
         account.is_publishing = True
         self.save()
@@ -159,11 +161,10 @@ class Transaction:
         *,
         is_forced: bool = False,
     ) -> list[Evicted]:
-        """Move blocks into our staging directory. Files that are no evictable blocks are skipped;
-        so are blocks that were used since they were listed, unless `is_forced`. The bytes of
-        evicted blocks become reserved for us until they are given back. If a block
-        stays because it cannot be moved, the error goes to `on_error`; without that it is raised.
-        """
+        """Move blocks into our staging directory. Skips files that are not evictable blocks and,
+        unless `is_forced`, blocks that were used since they were listed. The bytes of evicted
+        blocks stay reserved for this engine until they are given back. If a block stays because it
+        cannot be moved, the error goes to `on_error`; without `on_error` it is raised."""
         presence = self._session.presence
         account = self.account
         batch = account.counted_out + 1
@@ -205,15 +206,15 @@ class Transaction:
     # --- correct the balance -------------------------------------------------------------------
 
     def settle_interrupted(self) -> None:
-        """Count the blocks of engines that died while they were publishing."""
+        """Count the blocks of transactions that were cut short while they published."""
         for engine, account in self.balance.accounts.items():
             if account.is_publishing:
                 staged = staged_files(self._tree, self._session.engines / engine.hex())
                 _count_in_published(self.balance, account, staged)
 
     def settle(self, account: Account, directory: Path) -> None:
-        """Stop counting anything in the staging directory of a dead or ending engine as published.
-        Its account reserves those bytes until the files are removed."""
+        """Stop counting the blocks in the staging directory of a dead or ending engine as
+        published. Its account reserves their bytes until the files are removed."""
         if account.is_settled:
             return
         staged = staged_files(self._tree, directory)
@@ -225,13 +226,14 @@ class Transaction:
         account.is_settled = True
 
     def true_up(self) -> None:
-        """Reserve exactly what is in our staging directory. Corrects a reservation left by a
-        damaged ledger. Only while no thread of ours writes or gives anything back."""
+        """Reserve exactly the bytes that are in our staging directory. Corrects a reservation left
+        by a damaged ledger. Called only while no thread of this engine writes a block or gives
+        bytes back."""
         staged = staged_files(self._tree, self._session.presence.directory)
         self.account.reserved = sum(file.num_bytes + NAME_BYTES for file in staged)
 
     def measure(self) -> None:
-        """Replace the upper bound of the overhead by its measured size."""
+        """Replace the upper bound of the overhead by the measured number of bytes."""
         session = self._session
         staging = [session.engines / engine.hex() for engine in self.balance.accounts]
         names = [name for name in self._tree.listdir(session.engines) if is_presence_name(name)]
@@ -276,7 +278,7 @@ def _link(tree: NoFollowTree, block: Written) -> bool:
             tree.link(block.temporary, block.final)
         except FileExistsError:
             if not stat.S_ISREG(tree.lstat(block.final).st_mode):
-                raise  # no block, and not ours to remove
+                raise  # it is not a block, so it is not removed
             return False
         except FileNotFoundError:
             with suppress(FileExistsError):
@@ -288,7 +290,7 @@ def _link(tree: NoFollowTree, block: Written) -> bool:
 
 def _is_evictable(status: os.stat_result) -> bool:
     """False for anything but a regular file, and for a block that got a second name less than a
-    minute ago: its engine may be about to remove the name under which it was written."""
+    minute ago: its engine may be about to remove its staged name."""
     if not stat.S_ISREG(status.st_mode):
         return False
     return status.st_nlink == 1 or time.time() - status.st_ctime > _FIRST_NAME_S
