@@ -1,8 +1,7 @@
 """Multi-tier KV-cache offloading for LLM inference.
 
-Everything public is reached from here: `from kvtier import OffloadingManager`. A name is loaded
-when it is first asked for, so that `import kvtier` costs next to nothing and an engine that only
-wants the version never loads numpy.
+Every public name can be imported from here: `from kvtier import OffloadingManager`. The module of a
+name is imported when the name is first used, so `import kvtier` alone does not load numpy.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_HOMES.get(name, "kvtier.base")), name)
-        globals()[name] = value  # the next access finds it without coming here
+        globals()[name] = value  # later accesses do not call __getattr__
         return value
 
 

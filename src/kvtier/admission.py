@@ -1,4 +1,4 @@
-"""The reuse filter: a block is stored when enough requests have brought it.
+"""The reuse filter: a block is stored only after enough requests have brought its key.
 
 A request *brings* the keys of its prompt.
 """
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ReuseFilter:
     """Counts how many requests brought each key, for up to `max_keys` keys. Scheduler thread only.
 
-    All keys of a prompt count, not only those that are looked up: lookups end at the first miss,
-    but a block behind the miss is as popular as the block in front of it.
+    All keys of a prompt count, not only those that are looked up: a lookup ends at the first miss,
+    but blocks after the miss are used as often as the blocks before it.
     """
 
     def __init__(self, threshold: int, max_keys: int) -> None:
@@ -29,10 +29,12 @@ class ReuseFilter:
         return len(self._num_requests)
 
     def count(self, keys: Iterable[OffloadKey], brought: set[OffloadKey]) -> None:
-        """Count the keys of a request once. `brought`: its keys counted so far; new ones are added.
+        """Count each key of a request once. `brought`: the request's keys counted so far; the newly
+        counted ones are added to it.
 
-        When there are `max_keys` keys, the one not seen for the longest time is forgotten, but no
-        key of this request. So of a prompt with more than `max_keys` keys only the head is counted.
+        When `max_keys` keys are counted, a new key replaces the one not seen for the longest time.
+        Keys in `brought` are not replaced, so only the first `max_keys` keys of a longer prompt are
+        counted.
         """
         num_requests = self._num_requests
         for key in keys:
@@ -48,7 +50,7 @@ class ReuseFilter:
             brought.add(key)
 
     def _forget_oldest(self, brought: set[OffloadKey]) -> bool:
-        """Forget the oldest key that the request has not brought. False if there is none."""
+        """Forget the oldest key that is not in `brought`. Returns False if there is none."""
         if len(brought) >= self.max_keys:
             return False
         num_requests = self._num_requests
@@ -58,6 +60,6 @@ class ReuseFilter:
         return True
 
     def admitted(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """The keys, of those given, that enough requests have brought."""
+        """Those of the given keys that at least `threshold` requests have brought."""
         num_requests, threshold = self._num_requests, self.threshold
         return [key for key in keys if num_requests.get(key, 0) >= threshold]

@@ -1,11 +1,11 @@
 """The contract: keys, request contexts, results, and the abstract manager, worker and spec.
 
-Everything else in kvtier, every storage tier, and every engine adapter speaks in these terms.
-This module depends on numpy alone: on no tier and on no engine.
+The rest of kvtier, every storage tier and every engine adapter use these types. This module imports
+numpy, but no tier and no engine.
 
-Threads: an `OffloadingManager` lives on the engine's scheduler thread and is called from that
-thread only. An `OffloadingWorker` lives in a worker process (one per rank) and is called from
-that process's main thread. Neither may block its caller.
+Threads: the engine calls an `OffloadingManager` from its scheduler thread only, and an
+`OffloadingWorker` from the main thread of a worker process (one process per rank). No method blocks
+its caller, except `OffloadingWorker.wait` and the `shutdown` methods.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ __all__ = [
 OffloadKey = NewType("OffloadKey", bytes)
 """Names one offloaded block: the block's hash followed by its group index.
 
-Plain bytes on purpose: they hash once, compare in C, and the garbage collector ignores them.
+Plain bytes, because Python caches their hash, compares them in C, and does not track them for
+garbage collection.
 """
 
 _GROUP_IDX_BYTES = 4
@@ -109,7 +110,7 @@ class TierMatcher(NamedTuple):
     locality: Locality | None = None
 
     def matches(self, medium: Medium | None, locality: Locality | None) -> bool:
-        """True if a tier with this medium and locality fits. None means unknown, and fits."""
+        """True if a tier with this medium and locality fits. An unknown one (None) always fits."""
         return (self.medium is None or medium is None or self.medium == medium) and (
             self.locality is None or locality is None or self.locality == locality
         )
@@ -117,7 +118,7 @@ class TierMatcher(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TierFilter:
-    """The tiers that a request may load from. Without matchers: none."""
+    """The tiers below host memory that a request may load from. No matchers: none of them."""
 
     matchers: tuple[TierMatcher, ...] = ()
 
@@ -142,8 +143,8 @@ _T = TypeVar("_T")
 class ReqContext:
     """One request. The engine makes it once, and passes it to every call for this request.
 
-    `set_state` and `get_state` keep values by type: a tier parses a request's hints once, in
-    `on_new_request`, and finds the result in every later call.
+    `set_state` and `get_state` keep one value per type, so that a tier can parse a request's hints
+    once, in `on_new_request`, and read the result in later calls.
     """
 
     req_id: str
@@ -166,22 +167,22 @@ class LookupResult(Enum):
     """Answer of `OffloadingManager.lookup`."""
 
     MISS = auto()
-    """Not there, or not available in time: compute the block."""
+    """Not stored, or not loadable in time: compute the block."""
     HIT = auto()
     """Readable now."""
     HIT_PENDING = auto()
-    """Found and on its way: ask again at the next step."""
+    """Found, but not readable yet: ask again at the next step."""
     RETRY = auto()
-    """Not known yet: ask again at the next step."""
+    """Not known yet whether it is stored: ask again at the next step."""
 
 
 class PrefixLookup(NamedTuple):
     """Answer of `OffloadingManager.lookup_prefix`."""
 
     num_hits: int
-    """Number of leading keys whose blocks are readable now or on their way."""
+    """Number of leading keys that are HIT or HIT_PENDING."""
     is_final: bool
-    """False: some of the keys are still pending, so ask again."""
+    """False if a key is HIT_PENDING or RETRY: ask again at the next step."""
 
 
 class OffloadPolicy(Enum):
@@ -213,7 +214,7 @@ class ScheduleEndContext(NamedTuple):
 
 
 class LoadStoreSpec(ABC):
-    """The places of the blocks on one side of a transfer. The scheduler pickles it for workers."""
+    """Where the blocks on one side of a transfer are. Pickled for the workers."""
 
     @staticmethod
     @abstractmethod
@@ -222,10 +223,10 @@ class LoadStoreSpec(ABC):
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """Blocks named by their index in some array of equal blocks.
+    """Blocks named by their index in an array of blocks of equal size.
 
-    An index of -1 names a block that turned out not to exist; the worker must report a transfer
-    with such an index as failed.
+    An index of -1 stands for a block that does not exist; the worker must report a transfer with
+    such an index as failed.
     """
 
     def __init__(self, block_ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
@@ -350,26 +351,26 @@ class OffloadingStats:
 
 
 class OffloadingManager(ABC):
-    """Keeps track of offloaded blocks. Scheduler thread only; no method blocks.
+    """Keeps track of offloaded blocks. Scheduler thread only; no method but `shutdown` blocks.
 
-    Transfers. `prepare_load` and `prepare_store` hand out places, which stay protected until
-    `complete_load` or `complete_store` with the same request and key. A completion may name its
-    keys in any order. It changes nothing if it matches no open transfer: if it was reported before,
-    names the wrong request, or belongs to a transfer from before a reset.
+    Transfers. `prepare_load` and `prepare_store` return places. The manager reuses a place only
+    after `complete_load` or `complete_store` with the same request and key. A completion may name
+    its keys in any order. A completion that matches no open transfer changes nothing: one that
+    comes twice, names the wrong request, or belongs to a transfer from before a reset.
 
-    Mistakes of the caller do not raise: they are counted and logged, and the answer is the safe
-    one (a miss, no store).
+    A caller's mistake does not raise, except in strict mode (`kvtier.misuse`): it is counted and
+    logged, and the method returns the safe answer (a miss, no store).
     """
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether one block can be loaded. Called at every step while a request waits."""
+        """Return whether one block can be loaded. Called in every step while its request waits."""
 
     def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrefixLookup:
         """Return how many leading keys hit, and whether that is final.
 
-        The scan ends at the first miss. It goes on past a key that is not known yet, so that
-        tiers can start asking for the rest, but such a key ends the count of hits.
+        The scan ends at the first MISS. A RETRY ends the count of hits, but not the scan, so that
+        tiers also start to look for the keys after it.
         """
         num_hits = 0
         counting = True
@@ -389,11 +390,11 @@ class OffloadingManager(ABC):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin the blocks and return where they are, in the order of `keys`.
 
-        Called for keys that were a HIT in the same step.
+        The engine calls it only for keys that were a HIT in the same step.
         """
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Unpin the blocks: the worker has read them, or has given up."""
+        """Unpin the blocks: the worker has read them, or the load has failed."""
         return
 
     @abstractmethod
@@ -403,7 +404,7 @@ class OffloadingManager(ABC):
         """Reserve room for the blocks of `keys`, which are in prompt order.
 
         Leaves out keys that are stored already or not worth storing, and evicts no key of this
-        call. None: nothing can be stored now; offer the keys again later.
+        call. Returns None if nothing can be stored now; the engine then offers the keys again.
         """
 
     def complete_store(
@@ -431,21 +432,21 @@ class OffloadingManager(ABC):
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
         """Record that one engine step computed `num_tokens` prompt tokens in `seconds`.
 
-        `mean_position`: how many tokens of its prompt precede each of them, on average, whether
-        these were computed or cached.
-        Called after a step, by engines that measure it; it takes about a microsecond. Leave out
-        steps that mostly decode. Managers use it to weigh loading against computing.
+        `mean_position`: mean number of tokens, computed or cached, that precede each of them in its
+        prompt. Engines that measure this call it after a step, except after steps that mostly
+        decode; the call takes about a microsecond. Managers use it to decide whether to load a
+        prefix or to let the engine compute it.
         """
         return
 
     def has_pending_work(self) -> bool:
         """True while the engine must keep stepping, even without requests.
 
-        That is while a request waits for something that can still arrive. For work that no request
+        True while a request waits for something that can still arrive. For work that no request
         waits for, such as stores to tiers, it is True only for a bounded time after the engine last
         brought work (a request came or ended, or a store completed), so that an engine can pause,
         sleep and shut down. Transfers then continue without steps; the next call of any method
-        takes in their results.
+        collects their results.
         """
         return False
 
@@ -499,7 +500,7 @@ class CanonicalKVCacheRef:
 
 @dataclass(slots=True)
 class CanonicalKVCaches:
-    """All device caches of one worker, and which of them each KV-cache group consists of."""
+    """All device caches of one worker, and the parts of them that each KV-cache group uses."""
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]

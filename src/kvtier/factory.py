@@ -1,4 +1,4 @@
-"""Finds the class that a name in the configuration stands for."""
+"""Finds the class that a name in the configuration refers to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_NAMED = 5
-"""Most classes that the message about a missing class lists."""
+"""Largest number of classes that the error about a missing class lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Source:
     module_path: str
     class_name: str
     origin: str
-    """Where the class comes from, in words that follow "the tier X is"."""
+    """Where the class comes from, worded to follow "the tier X is" in a message."""
     name: str
     name_key: str
     module_path_key: str | None
@@ -44,10 +44,9 @@ class _Source:
 class ClassRegistry(Generic[T]):
     """Resolves names to classes of one kind. Imports a module only when its class is needed.
 
-    A name is searched for first among the registered names, then among the entry points of
-    installed packages. Last, it is taken as the name of a class in the module that the
-    configuration gives. So neither an installed package nor a module path changes the meaning of a
-    registered name.
+    A name is looked up first among the registered names, then among the entry points of installed
+    packages, and last as a class in the module that the configuration names. So neither an
+    installed package nor a module path changes the meaning of a registered name.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ClassRegistry(Generic[T]):
         """Register `class_name` of `module_path` as `name`. The module is imported when first used.
 
         Registering the same class again changes nothing: engines load their plug-ins more than
-        once. Raises `ValueError` if the name stands for another class or an argument is malformed.
+        once. Raises `ValueError` if the name is taken by another class or an argument is malformed.
         """
         for what, kind, given in (
             (f"{self._kind}'s name", REQUIRED_TEXT, name),
@@ -88,7 +87,7 @@ class ClassRegistry(Generic[T]):
         self._registered[name] = (module_path, class_name)
 
     def resolve(self, name: str, module_path: str | None = None, at: str = "") -> type[T]:
-        """Return the class that `name` stands for, or raise `ConfigError`. Called at engine start.
+        """Return the class that `name` refers to, or raise `ConfigError`. Called at engine start.
 
         `at`: the entry of the configuration that gives both, such as `secondary_tiers[1]`.
         """
@@ -150,7 +149,7 @@ class ClassRegistry(Generic[T]):
         )
 
     def _warn_of_shadowed_entry_points(self, name: str) -> None:
-        # Once per name: reading the installed entry points takes milliseconds.
+        # Checked once per name, because reading the installed entry points takes milliseconds.
         if name in self._names_compared:
             return
         self._names_compared.add(name)
@@ -165,7 +164,7 @@ class ClassRegistry(Generic[T]):
             )
 
     def _entry_points(self) -> EntryPoints:
-        # Imported here, because this import takes longer than all those at the top together.
+        # Imported here, because it takes longer than all imports at the top together.
         from importlib.metadata import entry_points
 
         return entry_points(group=self._entry_point_group)
@@ -212,7 +211,7 @@ def _load(source: _Source) -> object:
 
 def _why_no_module(error: Exception, source: _Source) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    # True if the module itself or a package around it is missing, not a module that it imports.
+    # True if the module itself or a parent package is missing, rather than a module it imports.
     if missing and f"{source.module_path}.".startswith(f"{missing}."):
         return (
             f"There is no module {missing!r} here: install its package in the engine's "

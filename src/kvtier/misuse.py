@@ -1,8 +1,8 @@
-"""Mistakes of callers: counted and logged in production, raised in strict mode.
+"""Records callers' violations of the contract: counted and logged, or raised in strict mode.
 
-In production nothing is raised into the engine: the first mistake of a kind is logged with its key,
-all are counted, and the caller gets the safe answer. In strict mode, which the tests use, a mistake
-raises.
+In production a violation does not raise: the first of each kind is logged with its key, all are
+counted, and the method that was called returns the safe answer. In strict mode, which the tests
+use, a violation raises `ContractViolation`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ STRICT_ENV = "KVTIER_STRICT"
 
 
 class ContractViolation(RuntimeError):
-    """Strict mode only: a caller did something the contract forbids."""
+    """A caller did something that the contract forbids. Raised in strict mode only."""
 
 
 def strict_by_default() -> bool:
-    """True if the environment asks for strict mode (`KVTIER_STRICT=1`)."""
+    """True if the environment sets strict mode (`KVTIER_STRICT=1`)."""
     return os.environ.get(STRICT_ENV, "") not in ("", "0")
 
 
@@ -39,8 +39,12 @@ class MisuseLog:
         return self.counts.total()
 
     def record(self, kind: str, key: object, req_id: str, remedy: str) -> None:
-        """Count one violation. Raises in strict mode; otherwise logs the first of its kind. `key`:
-        None if it does not concern a block."""
+        """Count one violation. Raises `ContractViolation` in strict mode; otherwise logs the first
+        violation of each kind.
+
+        `key`: the key of the block; None if the violation does not concern a block. `remedy`: what
+        the caller should do instead.
+        """
         self.counts[kind] += 1
         if not self._strict and self.counts[kind] > 1:
             return

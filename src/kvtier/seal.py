@@ -1,8 +1,8 @@
 """The seal: a header that identifies a block outside host memory and proves that it is intact.
 
 A seal is `SEAL_BYTES` bytes in front of a block's payload, or beside it. It names the block and
-holds a digest of the payload and a checksum of itself. The reader of a block says which block it
-expects; any other block, and any damaged one, is refused with the reason.
+holds a digest of the payload and a checksum of itself. The reader passes the key that it expects to
+`check`, which refuses any other block and any damaged one, and returns the reason.
 
 Seals are made and checked on a tier's I/O threads, never on the scheduler's, because the digest
 reads every byte. The functions share no state, so any thread may call them.
@@ -44,7 +44,7 @@ class SealFailure(StrEnum):
     """Why a block was refused. `check` finds all but `STALE`, and looks for them in this order."""
 
     NOT_SEALED = "not_sealed"
-    """There is no seal: something else, or nothing, was written here."""
+    """There is no seal here: nothing was written, or something that is not a sealed block."""
     FORMAT = "format"
     """A seal of another version."""
     HEADER = "header"
@@ -54,9 +54,9 @@ class SealFailure(StrEnum):
     KEY = "key"
     """The seal of another block: its key is not the one that was asked for."""
     LENGTH = "length"
-    """The payload is longer or shorter than what was sealed."""
+    """The payload is longer or shorter than the payload that was sealed."""
     DIGEST = "digest"
-    """The payload is not what was sealed."""
+    """The payload differs from the payload that was sealed."""
     STALE = "stale"
     """The right block, but older than the one last stored in this place. Found by the disk tier."""
 
@@ -74,7 +74,7 @@ class Seal:
     """The content of a seal."""
 
     fingerprint: bytes
-    """What `OffloadingConfig.fingerprint` returned in the engine that wrote the block."""
+    """The result of `OffloadingConfig.fingerprint` in the engine that wrote the block."""
     key: OffloadKey
     payload_bytes: int
     digest: bytes

@@ -1,8 +1,8 @@
-"""Finds the objects that still refer to mapped memory. Best effort, for a warning.
+"""Finds the objects that still refer to mapped memory, to name them in a warning. Best effort.
 
-The garbage collector does not track arrays. So the search goes the other way round: it finds the
-objects that the collector tracks, and the running functions, that refer to an array or a memoryview
-of that memory.
+The garbage collector does not track arrays, so it cannot list the arrays of that memory. The search
+instead visits every object that the collector tracks and every running function, and keeps those
+that refer to an array or a memoryview of the memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["describe_holders"]
 _MAX_NAMED = 8
 _MAX_HOPS = 3
 _PLAIN_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# Objects between the memory and its holder. They are not named themselves.
+# Types of objects between the memory and its holder. The warning does not name them.
 _BUFFER_TYPES = ("memoryview", "managedbuffer")
 
 
@@ -38,7 +38,7 @@ def describe_holders(address: int, length: int) -> list[str]:
     """One phrase for each object that refers to memory from `address` to `address + length`.
 
     Slow, because it visits every live object: call it only when a part is still held at shutdown.
-    Reads no attributes of the objects, not even `__class__`: some run code for that, or raise.
+    Reads no attributes of the objects, not even `__class__`, because that may run code or raise.
     """
     running = list(_locals_of_running_functions())
     phrases: dict[str, None] = {}
@@ -70,7 +70,7 @@ def _locals_of_running_functions() -> Iterator[_Local]:
         frame: FrameType | None = innermost
         while frame is not None:
             code = frame.f_code
-            # Variables of a module are found through the module object.
+            # Skips module code: its variables are found through the module object.
             if code.co_flags & inspect.CO_OPTIMIZED and code.co_filename != __file__:
                 place = (
                     f"in {code.co_qualname}() ({code.co_filename}:{frame.f_lineno}, thread "
@@ -85,7 +85,7 @@ def _take_locals(frame: FrameType) -> dict[str, Any]:
     snapshot = frame.f_locals
     values = dict(snapshot)
     if sys.version_info < (3, 13):
-        # Before Python 3.13 the frame keeps the snapshot, which would become a holder itself.
+        # Before Python 3.13 the frame keeps the snapshot, which would itself become a holder.
         snapshot.clear()
     return values
 
@@ -106,7 +106,7 @@ def _address_of(candidate: Any) -> int:
 
 
 def _place(container: Any, held: Any, running: list[_Local]) -> str:
-    """Where `container` is: the plain containers around it, up to an object with a name."""
+    """Describe where `container` is: in which plain containers, up to an object with a name."""
     hops = []
     for _ in range(_MAX_HOPS):
         owner = _owner_of_attributes(container) if type(container) is dict else container
@@ -126,7 +126,7 @@ def _place(container: Any, held: Any, running: list[_Local]) -> str:
 
 def _named_referrer_of(container: Any) -> Any:
     for referrer in gc.get_referrers(container):
-        # Lists and tuples that refer to it may belong to this search.
+        # Lists and tuples are skipped, because they may belong to this search.
         kind = type(referrer)
         if kind is dict or kind not in (FrameType, _Local, *_PLAIN_CONTAINERS):
             return referrer

@@ -37,12 +37,12 @@ _UNALIGNED_SIZES = (1, 17, 4099)
 _SMALL_PAGE_BYTES = 64
 _UNPINNED = "unpinned memory"
 _CHECKED_MIB, _CHECKED_MIB_OF_GPU = 144, 280
-"""Host and GPU memory that the check of the largest pages takes."""
+"""MiB of host memory and of GPU memory that the check of the largest pages takes."""
 _LEAST_MIB = 64
 _NUM_TENSORS = 3
 _FEW_BLOCKS, _MANY_BLOCKS = 24, 8_400
-"""Blocks of a check with large and with small pages. A job copies half of them. Half of
-`_MANY_BLOCKS` is more than one launch of the kernel takes."""
+"""Number of blocks in a check with large pages, and with small pages. A job copies half of them.
+Half of `_MANY_BLOCKS` is more than one launch of the kernel can copy."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,7 +101,7 @@ def _mebibytes(text: str) -> int:
 
 @contextmanager
 def _messages_once() -> Iterator[None]:
-    """Log every message once, although many workers are opened here."""
+    """Log each message once, although the checks open many workers that log the same."""
     seen: set[object] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -197,9 +197,9 @@ def _is_exact(
     open_copies: Callable[..., Copies] | None,
     taken: Counter[str],
 ) -> bool:
-    """True if scattered blocks arrive in their slots, and come back, and no other byte changes.
+    """True if scattered blocks are stored and loaded correctly, and no other byte changes.
 
-    `taken` counts the paths that jobs really took.
+    Adds the paths that the jobs took to `taken`.
     """
     from kvtier.cpu.cuda.streams import StreamCopies
     from kvtier.cpu.cuda.trial import open_trial

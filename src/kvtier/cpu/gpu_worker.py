@@ -43,15 +43,15 @@ class _Job:
 class GPUOffloadingWorker(SlotWorker):
     """Copies blocks between a CUDA device and the shared region, beside the model's kernels.
 
-    Submitting a job hands it to `copies` and returns; events of the device show when it is done,
-    without waiting. Jobs of one direction run in the order in which they were submitted; the two
+    `submit_*` passes a job to `copies` and returns. `get_finished` queries events of the device and
+    does not wait. Jobs of one direction run in the order in which they were submitted; the two
     directions do not wait for each other. Every job begins after all work that was on the calling
-    thread's current stream before it, so a store finds what was computed. The engine must not
+    thread's current stream before it, so a store copies what was computed. The engine must not
     overwrite a store's blocks, nor read a load's, before the job is reported or `wait` returns.
 
-    An invalid job copies nothing and is reported as failed, with the reason in the log.
-    A job that the driver refuses is reported as failed once no copy of it is under way. After a
-    store, its slots hold the pages of that store and zeros; nothing from before is left.
+    An invalid job copies nothing and is reported as failed, with the reason in the log. A job that
+    the driver refuses is reported as failed once none of its copies is under way. After a store,
+    its slots hold the pages of that store and zeros; no earlier bytes are left.
 
     The worker owns `region` from the moment its constructor returns; `shutdown` cleans it up.
     """
@@ -64,8 +64,9 @@ class GPUOffloadingWorker(SlotWorker):
         *,
         open_copies: Callable[[Any, SharedOffloadRegion, ExitStack], Copies] | None = None,
     ) -> None:
-        """`open_copies`: makes the object that copies pages; by default `open_pinned`. Its
-        arguments are the device, the region, and a stack of callbacks for the shutdown."""
+        """`open_copies`: a function that makes the object which copies pages; by default
+        `open_pinned`. Its arguments are the device, the region, and a stack on which it puts
+        callbacks for the shutdown."""
         super().__init__(region)
         tensors = device_tensors(kv_caches)
         region.require_cell_fits([tensor.page_bytes for tensor in tensors], blocks_per_chunk)
@@ -103,14 +104,15 @@ class GPUOffloadingWorker(SlotWorker):
         for jobs in (self._stores, self._loads):
             for job in reversed(jobs):
                 if job.job_id in job_ids:
-                    # When it is done, so are all jobs before it.
+                    # When this job has ended, all jobs before it have ended, too.
                     _wait(job)
                     break
 
     def flush(self) -> None:
         """Return when all submitted jobs are on the device's streams.
 
-        For engines that may unmap their caches: synchronizing the device then covers all jobs.
+        For engines that may unmap their caches: after this call, synchronizing the device waits for
+        all jobs.
         """
         self.copies.flush()
 
@@ -156,7 +158,7 @@ class GPUOffloadingWorker(SlotWorker):
             job = self._start(job_id, device_spec, slot_spec, is_store)
         except Exception as error:
             self._ended.append(_failure(job_id, is_store, error))
-        except BaseException:  # an interrupt: no caller will ask for this job
+        except BaseException:  # an interrupt: the caller does not learn that the job was taken
             self._unreported.discard(job_id)
             raise
         else:
@@ -186,7 +188,7 @@ class GPUOffloadingWorker(SlotWorker):
         return table.grids(transfers, is_store=is_store)
 
     def _collect(self, jobs: deque[_Job]) -> None:
-        """Note the results of ended jobs, in order."""
+        """Move the results of ended jobs to `_ended`, in order."""
         while jobs:
             job = jobs[0]
             try:
@@ -201,10 +203,11 @@ class GPUOffloadingWorker(SlotWorker):
 
 
 def _failure(job_id: int, is_store: bool, error: Exception) -> TransferResult:
-    """The result of a failed job. The reason goes to the log."""
+    """The result of a failed job. Logs the reason."""
     name = "Store" if is_store else "Load"
     if isinstance(error, TransferRefused):
-        # As text: a log handler that keeps records would keep this job's memory with the error.
+        # Logged as text: a handler that keeps records would keep the error, and with it this job's
+        # memory.
         logger.error("%s job %d failed: %s", name, job_id, str(error))
         return TransferResult(job_id, success=False, transfer_size=0)
     logger.error("%s job %d failed", name, job_id, exc_info=error)
@@ -245,8 +248,8 @@ def open_pinned(
 def pin_region(region: SharedOffloadRegion, driver: CudaDriver) -> bool:
     """Pin the whole region for this process's device. Logs a warning and returns False on failure.
 
-    Every rank pins for itself: ranks share the memory, but not their devices' mappings. A rank's
-    cells are in all rows, so each pins the whole region.
+    Every rank must pin it, because ranks share the memory, but not the mappings of their devices. A
+    rank's cells are in all rows, so each rank pins the whole region.
     """
     began = time.perf_counter()
     try:
@@ -292,8 +295,8 @@ def _close(copies: Copies, device: Any) -> None:
     with ExitStack() as steps:
         steps.callback(torch.cuda.set_device, torch.cuda.current_device())
         steps.callback(copies.close)
-        # Runs first, because a thread that has not used the device has no context to free memory
-        # in. `close` runs even if this fails.
+        # Runs first: a thread that has not used the device has no context, and needs one to free
+        # memory. `close` runs even if this fails.
         steps.callback(torch.cuda.set_device, device)
 
 

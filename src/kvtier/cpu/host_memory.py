@@ -1,9 +1,9 @@
 """Checks that this machine has room for a new shared-memory file, before a page is touched.
 
 A shared-memory file that is too large can be made without an error. The process is killed later:
-by SIGBUS when the filesystem is full, by the OOM killer when the memory is. So the limits of the
-filesystem, of the machine and of the control groups are read first, and the error names the
-tightest one and how to raise it.
+by SIGBUS when the filesystem is full, by the OOM killer when memory runs out. So the limits of the
+filesystem, of the machine and of the control groups are read first. The error names the tightest
+limit and how to raise it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class RoomLimit(NamedTuple):
     where: str
     remedy: str
     advisable: int
-    """How much to take without coming close to the limit. Less than `available` where other
-    processes take memory from the same limit."""
+    """Bytes that a user is advised to take. Less than `available` if other processes use memory
+    under the same limit."""
 
 
 class _CgroupFiles(NamedTuple):
     limit: str
     usage: str
     reclaimable: tuple[str, ...]
-    """The lines of memory.stat that count memory which the kernel frees before it kills a process:
-    above all page cache, such as a model's weights."""
+    """The lines of memory.stat that count memory which the kernel frees before it kills a process,
+    mainly page cache, such as the files of a model's weights."""
 
 
 _CGROUP_V2 = _CgroupFiles(
@@ -63,8 +63,8 @@ def require_room(
 ) -> None:
     """Raise `NotEnoughMemory` unless the rows fit in `directory` and in memory.
 
-    `total`: the size of the whole file with a given number of rows. A row must add less than twice
-    `row_bytes`, so that the error does not advise fewer rows than would fit.
+    `total`: returns the bytes that the file still has to allocate for a given number of rows. A row
+    must add less than twice `row_bytes`; otherwise the error would advise fewer rows than fit.
     """
     asked = total(num_rows)
     limits = list(_limits(asked, directory))
@@ -91,8 +91,8 @@ def _limits(asked: int, directory: str) -> Iterator[RoomLimit]:
 
 
 def filesystem_limit(asked: int, directory: str) -> Iterator[RoomLimit]:
-    """The free space of the file system of `directory`, if it has a size limit. The remedy names
-    the size that it needs for `asked` more bytes."""
+    """The free space of the filesystem of `directory`, if it has a size limit. The remedy names the
+    size that the filesystem needs for `asked` more bytes."""
     filesystem = os.statvfs(directory)
     if filesystem.f_blocks == 0:
         return  # a tmpfs mounted without a size limit

@@ -1,5 +1,5 @@
-"""The worker of the primary tier for engines that run on the CPU. Their KV caches, which the code
-calls the device, are in host memory, too."""
+"""The worker of the primary tier for engines that run on the CPU. Their KV caches are in host
+memory, too; the code still calls them the device."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ __all__ = ["HostOffloadingWorker", "PageCopier"]
 logger = logging.getLogger(__name__)
 
 _RUN_BYTES = 1 << 14
-"""Runs of adjacent pages are copied with one call each if their mean size is at least this. Pages
-of shorter runs are gathered, many in one call."""
+"""Smallest mean size of runs, in bytes, for which each run of adjacent pages is copied with a call
+of its own. Pages of shorter runs are gathered, many in one call."""
 _GATHERED_BYTES = 1 << 18
 """Bytes gathered in one call, so that its temporary buffer stays in the processor's cache."""
 
@@ -47,10 +47,10 @@ class HostOffloadingWorker(SlotWorker):
     """Copies in two threads of its own, one for stores and one for loads.
 
     Neither direction waits for the other, and jobs of one direction run in the order in which they
-    were submitted. Jobs are checked in those threads, too: an invalid job copies nothing and is
-    reported as failed, with the reason in the log.
+    were submitted. Those threads also check the jobs: an invalid job copies nothing and is reported
+    as failed, with the reason in the log.
 
-    After a store, its slots hold the pages of that store and zeros; nothing from before is left.
+    After a store, its slots hold the pages of that store and zeros; no earlier bytes are left.
 
     The worker owns `region` from the moment its constructor returns; `shutdown` cleans it up.
     """
@@ -117,7 +117,8 @@ class HostOffloadingWorker(SlotWorker):
             result.transfer_size = self._transfer(device_spec, slot_spec, is_store)
             result.success = True
         except TransferRefused as reason:
-            # As text: a log handler that keeps records would keep this job's memory with the error.
+            # Logged as text: a handler that keeps records would keep the error, and with it this
+            # job's memory.
             logger.error("%s job %d failed: %s", direction, job_id, str(reason))
         except Exception:
             result.transfer_size = None
@@ -131,7 +132,7 @@ class HostOffloadingWorker(SlotWorker):
     def _transfer(
         self, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
     ) -> int:
-        """Copy, and return the number of bytes copied."""
+        """Copy the pages of a job. Returns the number of bytes copied."""
         copier = self._copier
         assert copier is not None
         transfers = plan_transfer(
@@ -150,18 +151,18 @@ class PageCopier:
     """Copies pages between caches in host memory and one rank's cells in the shared region.
 
     A cell holds pages of every canonical tensor, one tensor after the other; each tensor has one
-    page for each device block of the slot. A group uses some of the tensors, and of each page
-    perhaps only the first bytes.
+    page for each device block of the slot. A group uses some of the tensors, and may use only the
+    first bytes of each page.
 
-    Any thread, several at a time as long as they are given different slots and blocks. The GIL
-    is free while bytes are copied.
+    Any thread may call it, and several at once if they use different slots and blocks. The GIL is
+    free while bytes are copied.
     """
 
     def __init__(
         self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int
     ) -> None:
         device = device_pages(kv_caches)
-        # Before views are created: they would outlive the error.
+        # Checked before views are created, because the views would outlive the error.
         region.require_cell_fits([pages.shape[1] for pages in device], blocks_per_chunk)
         self.blocks_per_chunk = blocks_per_chunk
         self.num_slots = region.num_blocks
@@ -205,7 +206,7 @@ class _GroupTensor:
     data_bytes: int
 
     def pieces(self, transfer: GroupTransfer) -> tuple[NDArray[Any], NDArray[Any], Iterable[Piece]]:
-        """The two sides, and the indices of matching elements."""
+        """The device's array, the host's array, and the indices of matching elements in both."""
         device, host = self.device[:, : self.data_bytes], self.host[:, :, : self.data_bytes]
         if transfer.pages_per_run * self.data_bytes >= _RUN_BYTES:
             return device, host, transfer.runs
@@ -215,7 +216,8 @@ class _GroupTensor:
         return device.view(page)[:, 0], host.view(page)[:, :, 0], transfer.portions(portion)
 
     def zero_rest(self, transfer: GroupTransfer) -> None:
-        """Zero the rest of this tensor's part of the slots: padding, and places not stored."""
+        """Zero the bytes of this tensor's part of the slots that the store does not write: padding,
+        and places before `first_place`."""
         if self.data_bytes < self.host.shape[2]:
             self.host[transfer.slots, :, self.data_bytes :] = 0
         self.host[transfer.slots[0], : transfer.first_place] = 0
@@ -227,7 +229,7 @@ class _Group:
     unused: list[NDArray[np.uint8]]
     """The host side of all other tensors."""
     num_blocks: int
-    """Device blocks that every one of its tensors has."""
+    """Number of device blocks in the smallest of its tensors."""
     bytes_per_block: int
 
 

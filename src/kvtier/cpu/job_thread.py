@@ -1,4 +1,4 @@
-"""A thread that runs jobs in order, and does not wait long for the GIL."""
+"""A thread that runs jobs in order, and that gets the GIL quickly beside a busy engine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class _PromptTurns:
     """A context in which a thread waits about 0.1 ms for the GIL, instead of Python's 5 ms.
 
     A thread that moves large blocks needs the GIL for microseconds between two waits for a disk or
-    a device. Beside a busy engine it would wait milliseconds for its turn, while the engine loses
-    only those microseconds. Not for threads that compute.
+    a device. Beside a busy engine it would otherwise wait milliseconds for the GIL each time. The
+    engine loses only the microseconds. Threads that compute must not use this.
 
     The switch interval applies to the whole process. It is restored when the last thread leaves the
-    context. Any thread.
+    context. Any thread may enter.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _PromptTurns:
             self._num_within -= 1
             if self._num_within or self._interval_before is None:
                 return
-            # Do not restore it if other code has changed it meanwhile.
+            # Do not restore the interval if other code has changed it meanwhile.
             if abs(sys.getswitchinterval() - _INTERVAL_S) < _INTERVAL_S / 50:
                 sys.setswitchinterval(self._interval_before)
             self._interval_before = None
@@ -76,7 +76,7 @@ class JobThread:
     def put(self, work: Callable[[], None]) -> None:
         """Add a job. Raises `RuntimeError`, and adds nothing, if the thread cannot be started."""
         if self._thread is None:
-            # A daemon, so that an engine can end without shutting down.
+            # A daemon, so that a process can end without calling `close`.
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
                 self._thread.start()
@@ -86,14 +86,14 @@ class JobThread:
         self._queue.put(work)
 
     def flush(self) -> None:
-        """Return when all jobs that were put before have ended."""
+        """Return when all jobs added before this call have ended."""
         if self._thread is not None:
             done = threading.Event()
             self._queue.put(done.set)
             done.wait()
 
     def close(self) -> None:
-        """Return when all jobs and the thread have ended. Idempotent."""
+        """Wait for all jobs, then end the thread. Idempotent."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -105,10 +105,10 @@ class JobThread:
                 with prompt_turns:
                     work()
             except BaseException:
-                # The thread goes on: callers wait for later jobs.
+                # The thread continues, because callers wait for later jobs.
                 logger.exception(
                     "Thread %s: a job ended with an error that it should have handled. Later jobs "
                     "still run",
                     self._name,
                 )
-            del work  # otherwise the caches that it refers to would live until the next job
+            del work  # otherwise the caches that it refers to would be kept until the next job

@@ -1,4 +1,4 @@
-"""The manager of the primary tier: lookups, loads and stores of an engine."""
+"""The manager of the primary tier: answers an engine's lookups, loads and stores."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ _FIRST_RUN = 16
 """Keys in the first batch of a prompt's lookup. Most lookups end with an early miss."""
 
 NO_BLOCK = -1
-"""The slot number of a missing block in a load spec. It makes the transfer fail."""
+"""Slot number of a missing block in a load spec. A worker fails a transfer that has it."""
 
 
 class CPUOffloadingManager(OffloadingManager):
     """Stores and loads blocks in slots of host memory. Scheduler thread only.
 
-    `slots` owns the slots, `uses` the requests and their uses. No call does I/O or waits, and each
-    takes constant time per block.
+    `slots` keeps the state of every slot; `uses` records which requests use which blocks. No call
+    does I/O or waits, and each takes constant time per block.
 
     A request uses a block when a lookup finds it, when it is loaded or touched, and when it is
-    offered for storing but is stored already. This counts once per (request, key). When a request
-    finishes, its blocks become the most recently used ones.
+    offered for storing but is stored already. These uses count once per (request, key). When a
+    request finishes, its blocks become the most recently used ones.
 
-    Blocks that were computed before a `reset_cache` must not be stored after it: a request that is
-    running at a reset stores nothing until it is preempted, and then computes everything anew.
+    Blocks that were computed before a `reset_cache` must not be stored after it. So a request that
+    is running at a reset stores nothing until it is preempted, after which it computes all its
+    blocks again.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> None:
         """Make a manager of `num_blocks` slots, numbered from 0.
 
-        `strict`: raise when the caller breaks the contract. Default: if KVTIER_STRICT is set.
+        `strict`: raise when the caller breaks the contract. None: only if KVTIER_STRICT is set.
         """
         _require_whole("num_blocks", num_blocks, 1)
         _require_whole("store_threshold", store_threshold, 0)
@@ -81,7 +82,8 @@ class CPUOffloadingManager(OffloadingManager):
         self.misuse = MisuseLog("primary tier", strict)
         self.slots = SlotTable(num_blocks, policy_cls(cache_capacity=num_blocks))
         self.reserve = self.slots.reserve
-        """Slots that stores and promotions leave idle, so that a store can end a quarantine."""
+        """A store or promotion starts only if this number of slots stays out of transfer, so that a
+        later transfer can end a quarantine."""
         self._filter = (
             ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
         )
@@ -147,7 +149,8 @@ class CPUOffloadingManager(OffloadingManager):
     def use_run(
         self, keys: Sequence[OffloadKey], blocks: list[BlockStatus], req_context: ReqContext
     ) -> bool:
-        """A request uses these blocks, in prompt order. Returns True if all are readable."""
+        """Record that a request uses these blocks, given in prompt order. Returns True if all are
+        readable."""
         if keys:
             generations = list(map(_generation_of, blocks))
             self.uses.note_run(keys, generations, self.uses.of(req_context))
@@ -174,7 +177,8 @@ class CPUOffloadingManager(OffloadingManager):
     def _slots_one_by_one(
         self, keys: list[OffloadKey], loading: dict[OffloadKey, int], use: RequestUse
     ) -> LoadStoreSpec:
-        """The spec of a load that names unreadable blocks, or one block twice."""
+        """Return the spec of a load that names unreadable blocks, or one block twice. The keys in
+        `loading` are readable."""
         missing = [key for key in keys if key not in loading]
         self._record_misuse("load of an unreadable block", missing, use, "load only after a HIT")
         found = (self._get(key) if key in loading else None for key in keys)
@@ -240,7 +244,7 @@ class CPUOffloadingManager(OffloadingManager):
     def finish_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool
     ) -> list[BlockStatus]:
-        """`complete_store` that returns the blocks that became readable, in the order of `keys`."""
+        """Do `complete_store`. Returns the blocks that became readable, in the order of `keys`."""
         use = self.uses.of(req_context)
         get = self._get
         ended: list[BlockStatus] = []
@@ -275,11 +279,12 @@ class CPUOffloadingManager(OffloadingManager):
         return admitted
 
     def _num_storable(self, wanted: int, use: RequestUse) -> int | None:
-        """How many of `wanted` new blocks to store, from the head on; None: refuse the store.
+        """How many of `wanted` new blocks to store, from the first one on. None: refuse the store.
 
-        A refused store is offered again, and may succeed then. But a request does not evict its own
-        blocks. If the new blocks would not fit beside them even in an idle tier, waiting does not
-        help, and as many as fit are stored. During a quarantine, too, as many as fit are stored.
+        A refused store may succeed later, when the engine offers the blocks again. But a request
+        does not evict its own blocks. If the new blocks would not fit beside them even in an idle
+        tier, waiting does not help, so as many as fit are stored now. During a quarantine, too, as
+        many as fit are stored.
         """
         slots = self.slots
         num_free = slots.num_free()
@@ -290,7 +295,8 @@ class CPUOffloadingManager(OffloadingManager):
         if use.fills_tier_since == slots.generation:
             return 0
         most_now = self.num_blocks - self.reserve - slots.num_in_transfer()
-        # Counting the request's own blocks takes time, and hardly ever matters.
+        # Try with an estimate first: counting the request's own blocks takes time, and rarely
+        # changes the answer.
         if wanted <= min(num_free + max(slots.num_evictable - len(use.keys), 0), most_now):
             return wanted
         own = [block for key in use.keys if (block := self._get(key)) is not None]
@@ -308,7 +314,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Take slots for new blocks of a request, for `writer` to fill.
 
         Returns the blocks, and the keys that were evicted for them; None if too few blocks could be
-        evicted. `comes_last`: the new blocks follow all earlier ones of the request.
+        evicted. `comes_last`: in the prompt, the new blocks follow all earlier ones of the request.
         """
         slots, policy = self.slots, self.slots.policy
         self.uses.settle()
@@ -324,10 +330,10 @@ class CPUOffloadingManager(OffloadingManager):
         blocks = slots.take(new, writer)
         use.keys.update(dict.fromkeys(new, slots.generation))
         if was_seen:
-            use.seen_at = slots.generation  # none of its earlier blocks was evicted for this
+            use.seen_at = slots.generation  # the request's earlier blocks were not evicted
         policy.insert_run(new, blocks, use.keys, use.context)
         if closes_gap:
-            # They belong between the earlier blocks, not behind them.
+            # In the prompt, the new blocks are between the earlier ones, not after them.
             policy.touch(use.keys, use.context)
         return blocks, evicted
 

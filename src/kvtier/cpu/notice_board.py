@@ -1,9 +1,9 @@
 """Notes from an engine's ranks to its scheduler: which ranks are here, and which stores failed.
 
-An engine may have no way to pass them on. vLLM's offloading connector asserts that every transfer
-succeeds, so a rank must report a failed store as done; and it does not say whether a rank runs on
-this host. Without the notes the scheduler would serve blocks that were never stored. They are in a
-few pages of the region's file, beside the rows.
+An engine may have no other way to pass them on. vLLM's offloading connector asserts that every
+transfer succeeds, so a rank must report a failed store as done, and it does not say whether a rank
+runs on this host. Without the notes, the scheduler would serve blocks that were never stored. The
+notes are in a few pages of the region's file, before the rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["NoticeBoard"]
 
 
 class NoticeBoard:
-    """One process's view of the board. One thread; nothing here waits or does I/O.
+    """One process's view of the board. For one thread; no method waits or does I/O.
 
-    A rank writes a note before it reports the transfer to the engine, and the scheduler reads after
-    that report has arrived. So the board is at least as new as the report.
+    A rank writes a note before it reports the transfer to the engine, and the scheduler reads the
+    board after that report has arrived, so it sees the note.
     """
 
     def __init__(self, memory: mmap.mmap, shape: RegionShape) -> None:
@@ -41,7 +41,7 @@ class NoticeBoard:
     # --- a rank's side ------------------------------------------------------------------------
 
     def sign_in(self, rank: int) -> bool:
-        """Note that this rank uses this memory until it signs out.
+        """Note that this rank uses this memory, until it signs out.
 
         Returns False, and notes nothing, if another process has signed in as the same rank and has
         not signed out. That process may have been killed.
@@ -52,7 +52,7 @@ class NoticeBoard:
         return True
 
     def sign_out(self, rank: int) -> None:
-        """This rank no longer uses this memory."""
+        """Note that this rank no longer uses this memory."""
         self._tallies[rank] = 0
 
     def poison(self, rank: int, slots: Iterable[int]) -> None:
@@ -68,14 +68,15 @@ class NoticeBoard:
         return np.flatnonzero(self._tallies[:world_size] == 0).tolist()
 
     def has_news(self) -> bool:
-        """True if a slot may be poisoned, or a rank has come or gone. Cheap: called for every
-        completion."""
+        """True if a slot may be poisoned, or a rank has signed in or out. The scheduler calls this
+        for every completion, so it is fast."""
         return self._memory[: self._num_bytes_of_tallies] != self._seen
 
     def take_poisoned(self, slots: Iterable[int]) -> set[int]:
-        """Return the slots that are poisoned, and clear their flags: they can be reused.
+        """Return those of `slots` that are poisoned, and clear their flags.
 
-        Call it when every rank has reported the store into these slots, before they are reused.
+        Call it after every rank has reported the store into these slots, and before the slots are
+        reused.
         """
         # The tallies are read before the flags, so that a failure noted in between counts as news.
         tallies = self._tallies.tobytes()
@@ -86,12 +87,12 @@ class NoticeBoard:
         return found
 
     def forget(self) -> None:
-        """Clear all flags. Call it when all stores under way, if any, began before a reset."""
+        """Clear all flags. Call it only if every store under way began before a reset."""
         self._seen = self._tallies.tobytes()
         self._poisoned[:] = 0
 
     def close(self) -> None:
-        """Close the memory. Idempotent."""
+        """Unmap the memory. Idempotent."""
         del self._tallies, self._poisoned
         self._tallies = np.zeros(0, np.uint64)
         self._poisoned = np.zeros(0, np.uint8)

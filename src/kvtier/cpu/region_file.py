@@ -9,14 +9,15 @@ keeps these rules:
   maker lives.
 - The maker keeps the exclusive lock until all bytes are reserved. Joining processes wait for their
   shared lock, which they get when the file is finished or its maker is dead.
-- A process that gets the exclusive lock on an existing file has proof that no process uses it, and
-  removes it. Its bytes are never used again.
+- A process that gets the exclusive lock on an existing file knows that no process uses the file,
+  and removes it. The content of such a file is never used again.
 - A process removes the name only while it holds a lock on the file, so that the name cannot pass to
   another file meanwhile. The lock is exclusive if no process uses the file any more, and shared if
   all processes that will use it have joined.
 
-The lock belongs to a file descriptor that is used for nothing else. A mapping does not keep it, and
-a subprocess does not inherit it. A forked child does, because it maps the region too.
+The lock belongs to one file descriptor, which no mapping shares, so a mapping does not keep the
+lock. A subprocess does not inherit the descriptor. A forked child does, because it also has the
+mapping.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ class RegionShape:
 
     @property
     def num_cells(self) -> int:
-        """Ranks that have room in a row."""
+        """Number of cells in a row, one for each rank."""
         return self.kv_bytes_per_block // self.cpu_page_size
 
     @property
     def board_bytes(self) -> int:
-        """Bytes of the notice board, in whole pages: a number per rank, a flag per slot."""
+        """Bytes of the notice board, in whole pages: 8 bytes per rank and 1 per slot."""
         return -(-(8 * self.num_cells + self.num_blocks) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
@@ -90,7 +91,7 @@ class RegionShape:
 
 
 class RegionFile:
-    """One process's use of a region file, until `leave`. One thread."""
+    """One process's use of a region file, until `leave`. For one thread."""
 
     def __init__(self, path: str, lock_fd: int, shape: RegionShape) -> None:
         self.path = path
@@ -101,7 +102,7 @@ class RegionFile:
     def make_or_join(cls, directory: str, engine_id: str, shape: RegionShape) -> RegionFile:
         """Make or join this engine's region. It is then complete, and locked for this process.
 
-        Waits while another process is making it; if that process dies, this one takes over.
+        Waits while another process is making it; if that process dies, this process makes it.
         Raises `NotEnoughMemory` when the region does not fit, and `ValueError` when it is in use
         with another shape or when another kind of file has its name. Errors leave nothing behind.
         """
@@ -133,8 +134,8 @@ class RegionFile:
         return self._map(_HEADER_BYTES + self._shape.board_bytes, self._shape.rows_bytes)
 
     def _map(self, offset: int, size: int) -> mmap.mmap:
-        # The mapping keeps a descriptor. A newly opened one does not carry the lock, so a mapping
-        # that outlives its region does not keep the file in place.
+        # The mapping keeps a descriptor open. A newly opened descriptor does not carry the lock, so
+        # a mapping that outlives its region does not keep the file locked.
         assert self._lock_fd is not None
         fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -147,22 +148,22 @@ class RegionFile:
     def remove_name(self) -> None:
         """Remove the file's name. Call it when all processes that will use the region have joined.
 
-        The kernel frees the file with its last user, even a killed one, and nothing is left in the
-        directory. A process that asks for the region after this gets a new one.
+        The kernel then frees the file when its last process ends, even if that process is killed.
+        A process that asks for the region after this gets a new one.
         """
         assert self._lock_fd is not None
         if _is_named(self.path, self._lock_fd):
             os.unlink(self.path)
 
     def leave(self) -> None:
-        """End this process's use. The last process to leave removes the file. Idempotent."""
+        """End this process's use. If no other process uses the file, remove it. Idempotent."""
         if self._lock_fd is not None:
             lock_fd, self._lock_fd = self._lock_fd, None
             _give_up(self.path, lock_fd)
 
 
 def reclaim_dead_regions(directory: str) -> int:
-    """Remove the regions that no process uses any more. Returns how many there were.
+    """Remove the regions that no process uses any more. Returns how many were unused.
 
     Files that are not regions, or belong to another user, stay.
     """
@@ -171,7 +172,7 @@ def reclaim_dead_regions(directory: str) -> int:
 
 
 def _file_name(engine_id: str) -> str:
-    """The file name of an engine: a digest, so that no id can leave the directory or clash."""
+    """The name of an engine's file. A digest, so that no id can name a path or another region."""
     digest = hashlib.blake2b(engine_id.encode("utf-8", "surrogatepass"), digest_size=16)
     return f"kvtier-{digest.hexdigest()}.region"
 
@@ -194,14 +195,14 @@ def _join(path: str, engine_id: str, shape: RegionShape) -> int | None:
         _give_up(path, fd)
         raise
     _give_up(path, fd)
-    # Several processes may find the maker dead at the same time, and keep each other from the
-    # exclusive lock. Wait a random time before the next try.
+    # Several processes may find the maker dead at the same time, and block each other from the
+    # exclusive lock. So wait for a random time before the next try.
     time.sleep(random.uniform(0, 0.005))
     return None
 
 
 def _share(path: str, fd: int, engine_id: str, shape: RegionShape) -> bool:
-    """Take the shared lock when the maker is done. False: the file is unused, gone or half made."""
+    """Take the shared lock once the file is made. False: the file is unused, gone or unfinished."""
     if _remove_if_dead(path, fd):
         return False
     fcntl.flock(fd, fcntl.LOCK_SH)
@@ -243,7 +244,7 @@ def _make(directory: str, path: str, engine_id: str, shape: RegionShape) -> int 
     except BaseException:
         _give_up(path, fd)
         raise
-    if not _is_named(path, fd):  # removed by hand, or while the lock became a shared one
+    if not _is_named(path, fd):  # removed by hand, or while the lock was converted
         os.close(fd)
         return None
     return fd
@@ -263,8 +264,8 @@ def _open_nameless(directory: str) -> int:
 def _link(fd: int, path: str) -> bool:
     """Give the nameless file its name. False if the name is taken."""
     try:
-        # With a directory descriptor, even an unused one, Python calls linkat, which can follow the
-        # link to the file. link cannot.
+        # If a directory descriptor is passed, even an unused one, Python calls linkat, which can
+        # follow the link in /proc to the file. It otherwise calls link, which cannot.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
     except FileExistsError:
         return False
@@ -272,7 +273,7 @@ def _link(fd: int, path: str) -> bool:
 
 
 def _require_room(directory: str, engine_id: str, shape: RegionShape, already: int) -> None:
-    """Raise `NotEnoughMemory` unless the file has room. `already`: bytes that it takes now."""
+    """Raise `NotEnoughMemory` unless the file has room. `already`: bytes that it has allocated."""
     require_room(
         directory,
         f"The KV-cache region of engine {engine_id!r}",
@@ -284,7 +285,7 @@ def _require_room(directory: str, engine_id: str, shape: RegionShape, already: i
 
 @contextmanager
 def _explained_lack_of_space(directory: str, engine_id: str, shape: RegionShape) -> Iterator[None]:
-    """Raise `NotEnoughMemory` with figures and remedy if space runs out after the check."""
+    """Turn ENOSPC, raised after the check, into `NotEnoughMemory` with figures and a remedy."""
     try:
         yield
     except OSError as error:
@@ -299,7 +300,7 @@ def _explained_lack_of_space(directory: str, engine_id: str, shape: RegionShape)
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Allocate every byte. The file has its full size only when that is done."""
+    """Allocate every byte. The file gets its full size with the last step."""
     # In steps, because a signal undoes the step that it interrupts.
     for offset in range(0, size, _RESERVE_STEP):
         os.posix_fallocate(fd, offset, min(_RESERVE_STEP, size - offset))

@@ -1,4 +1,4 @@
-"""The shared memory of an engine's scheduler and ranks."""
+"""The memory that an engine's scheduler and ranks share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["SharedOffloadRegion"]
 
 logger = logging.getLogger(__name__)
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap module has no name for it
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python's mmap module does not define it
 _PIECE_BYTES = 1 << 26
 _MAX_THREADS = 8
 
-# Not mmap.madvise: it keeps the GIL, so threads would run one after the other.
+# Not mmap.madvise, which keeps the GIL, so that threads would run one after the other.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -36,17 +36,17 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class SharedOffloadRegion:
     """The slots of the primary tier, in one mapping that every process of the engine shares.
 
-    A slot is a row of `kv_bytes_per_block` bytes. Rank r owns `cpu_page_size` bytes of every row,
-    its cell, from byte `r * cpu_page_size` on. Bytes that no rank owns are zero, and a new region
-    is all zero: bytes of an earlier engine never appear, even under the same id.
+    A slot is a row of `kv_bytes_per_block` bytes. Rank r owns one cell of every row: the
+    `cpu_page_size` bytes from byte `r * cpu_page_size` on. Bytes that no rank owns are zero. A new
+    region is all zero, so it never shows bytes of an earlier engine, even with the same id.
 
     All processes of the engine construct it, in any order and at the same time; the first one
     makes the file. `rank=None` is the scheduler, which has no cell. Each process calls the methods
     from one thread; any thread may use the memory.
 
     When the constructor returns, all memory is reserved and this process's part of it is mapped, so
-    no later access fails or waits for a page fault. It raises `ValueError` for impossible arguments
-    and `NotEnoughMemory` when there is no room, and then leaves nothing behind.
+    no later access fails or waits for a page fault. The constructor raises `ValueError` for
+    impossible arguments and `NotEnoughMemory` if there is no room, and then leaves nothing behind.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class SharedOffloadRegion:
     def create_next_worker_view(self, page_bytes: int) -> NDArray[np.uint8]:
         """The next `page_bytes` bytes of this rank's cell, as an array (num_blocks, page_bytes).
 
-        One call for each canonical tensor, in their order. Rows of the array are `row_bytes`
-        apart.
+        Called once for each canonical tensor, in their order. Rows of the array are `row_bytes`
+        bytes apart.
         """
         if self.rank is None:
             raise RuntimeError(
@@ -117,7 +117,7 @@ class SharedOffloadRegion:
     def require_cell_fits(self, page_bytes: Sequence[int], blocks_per_chunk: int) -> None:
         """Raise `ValueError` if a rank's caches do not fit into its cell.
 
-        `page_bytes`: the page size of each canonical tensor.
+        `page_bytes`: the page size of each canonical tensor, in bytes.
         """
         if blocks_per_chunk < 1:
             raise ValueError(f"blocks_per_chunk={blocks_per_chunk}: a slot holds at least 1 block")
@@ -228,13 +228,13 @@ def _require_possible(shape: RegionShape, rank: int | None) -> None:
 def prefault(address: int, ranges: Iterable[tuple[int, int]]) -> None:
     """Map the pages of all (start, end) byte ranges, counted from the page-aligned `address`.
 
-    No later copy then waits for a page fault. The bytes do not change, even if other processes
-    write them at the same time. Runs in several threads, which have ended when it returns. Raises
+    Later copies then do not wait for page faults. This changes no bytes, even if other processes
+    write them at the same time. Uses up to 8 threads, which have ended when it returns. Raises
     `OSError` if a page cannot be mapped.
     """
     pieces = list(_page_aligned_pieces(ranges))
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))
-    # Each thread gets one share of the list: a task for each piece would cost more.
+    # Each thread gets one share of the list, because one task per piece would cost more.
     shares = [pieces[first::num_threads] for first in range(num_threads)]
     with ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-prefault") as pool:
         for done in [pool.submit(_populate_all, address, share) for share in shares]:
@@ -247,7 +247,7 @@ def _populate_all(address: int, pieces: list[tuple[int, int]]) -> None:
 
 
 def _page_aligned_pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The ranges rounded to pages, neighbours joined, then cut into pieces of bounded size."""
+    """Round the ranges to pages, join adjacent ones, and cut them into pieces of bounded size."""
     joined: list[tuple[int, int]] = []
     for first_byte, end_byte in ranges:
         start = first_byte // mmap.PAGESIZE * mmap.PAGESIZE
@@ -272,6 +272,6 @@ def _populate(address: int, length: int) -> None:
 
 
 def _read_every_page(address: int, length: int) -> None:
-    """For kernels before 5.14. A read maps a page too, and cannot undo another process's write."""
+    """Prefault on kernels before 5.14. A read maps a page and cannot undo another's write."""
     memory = (ctypes.c_ubyte * length).from_address(address)
     np.asarray(memory)[:: mmap.PAGESIZE].max()

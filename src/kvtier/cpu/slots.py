@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 class SlotTable:
     """Which block is in which slot, and which slots can be reused. Scheduler thread only.
 
-    The table alone changes the state of a slot (FREE, WRITING, READY, QUARANTINED), its pins and
-    its generation. Other objects read the counts below.
+    Only the table changes the state of a slot (FREE, WRITING, READY, QUARANTINED), its pins and its
+    generation. Other objects read the counts below.
 
-    A slot that a transfer may still be using is never reused. There are two reasons to take one
-    out of use:
+    A slot that a transfer may still be using is never reused. Such a slot is out of use for one of
+    two reasons:
 
-    - `quarantine`: at a reset, a device transfer may have been using the slot. The slot is freed
+    - `quarantine`: a device transfer may have been using the slot at a reset. The slot is freed
       when a later device transfer ends, because engines flush earlier transfers before they start
       later ones.
     - `held`: a transfer of a lower tier was given up, or was under way at a reset. The slot is
-      freed when that very transfer ends.
+      freed when that transfer ends.
 
     Some slots must stay free for the transfer that ends a quarantine. So no store or promotion
-    starts if more than `num_blocks - reserve` slots would then be in transfer, and during a
-    quarantine, stores and promotions together take at most half of the slots that were free at the
-    reset. When that half is used up, the quarantine ends with the next engine step, but not with
-    the first one after the reset.
+    starts if more than `num_blocks - reserve` slots would then be in transfer. During a quarantine,
+    stores and promotions together take at most half of the slots that were free at the reset. When
+    that half is used up, the quarantine ends at the end of the current engine step, or of the
+    second step after the reset if that is later.
     """
 
     def __init__(self, num_blocks: int, policy: CachePolicy) -> None:
@@ -50,17 +50,18 @@ class SlotTable:
         """The block of a key, readable or not; None if there is none."""
         self._resident = None if overrides_get else policy.blocks
         self.used: list[BlockStatus] = []
-        """Slots that were ever in use, by number. Each object is made when first needed."""
+        """Slots that have been used at least once, by number."""
         self._free: list[BlockStatus] = []
         self.quarantine: dict[BlockStatus, None] = {}
         """Slots that device transfers from before a reset may be using."""
         self.held: dict[BlockStatus, int] = {}
         """Slots out of use, with the number of tier transfers that may be using each."""
         self.allowance = 0
-        """Slots that may be taken until the quarantine ends."""
+        """Slots that stores and promotions may still take before the quarantine ends."""
         self._num_steps_in_quarantine = 0
         self.generation = 0
-        """Grows with every change of content. No two blocks of a key have the same generation."""
+        """Grows when blocks are added or dropped, and when held slots are freed. Two blocks of one
+        key never have the same generation."""
         self.num_writing = 0
         self.num_evictable = 0
         self.num_pinned = 0
@@ -68,11 +69,11 @@ class SlotTable:
     # --- questions ------------------------------------------------------------------------------
 
     def num_free(self) -> int:
-        """Slots that hold nothing and can be taken."""
+        """Number of slots that hold nothing and can be taken."""
         return len(self._free) + self.num_blocks - len(self.used)
 
     def num_in_transfer(self) -> int:
-        """Slots that cannot be evicted: being written, being read, or held."""
+        """Number of slots that cannot be evicted: being written, being read, or held."""
         return self.num_writing + self.num_pinned + len(self.held)
 
     def split(self, offered: dict[OffloadKey, int]) -> tuple[list[OffloadKey], list[BlockStatus]]:
@@ -86,7 +87,7 @@ class SlotTable:
     # --- pins -----------------------------------------------------------------------------------
 
     def pin(self, blocks: Iterable[BlockStatus | None]) -> int:
-        """Pin the blocks that are readable; each is given once. Returns how many are not."""
+        """Pin the readable blocks; no block is given twice. Returns the number of others."""
         newly_pinned: list[BlockStatus] = []
         num_unreadable = 0
         for block in blocks:
@@ -142,7 +143,7 @@ class SlotTable:
             first = len(self.used)
             never_used = [BlockStatus(i) for i in range(first, first + n - len(free))]
             self.used += never_used
-            # The lowest numbers go to the end, where slots are taken from.
+            # Highest number first, because slots are taken from the end of the list.
             free[:0] = reversed(never_used)
         blocks = free[-n:]
         del free[-n:]
@@ -159,7 +160,7 @@ class SlotTable:
         return blocks
 
     def publish(self, written: Sequence[BlockStatus]) -> None:
-        """Make blocks readable, now that they are written."""
+        """Make blocks readable after they were written."""
         for block in written:
             block.ref_cnt = 0
         self.num_writing -= len(written)
@@ -194,12 +195,12 @@ class SlotTable:
             self.held[block] = 1
 
     def hold(self, blocks: Iterable[BlockStatus]) -> None:
-        """Note that a tier transfer is using these slots. Called before `reset`."""
+        """Record that a tier transfer is using these slots. Called before `reset`."""
         for block in blocks:
             self.held[block] = self.held.get(block, 0) + 1
 
     def let_go(self, blocks: Iterable[BlockStatus]) -> None:
-        """A tier transfer that held these slots has ended."""
+        """Free held slots, because the tier transfer that held them has ended."""
         self.generation += 1  # see `_remove`
         for block in blocks:
             self.held[block] -= 1
@@ -222,15 +223,16 @@ class SlotTable:
         self.policy.insert_run(keys, blocks, keys, req_context)
 
     def end_step_in_quarantine(self) -> None:
-        """An engine step has ended during a quarantine."""
+        """Called at the end of each engine step during a quarantine."""
         self._num_steps_in_quarantine += 1
         if self._num_steps_in_quarantine > 1 and not self.allowance:
-            # No store is possible, so none will end the quarantine. But the engine flushes earlier
-            # transfers before it starts later ones, so they have ended by now.
+            # No store is possible, so none will end the quarantine. The transfers from before the
+            # reset have ended by now, because the engine flushes them before it starts later ones.
             self.end_quarantine()
 
     def end_quarantine(self) -> None:
-        """A device transfer that began after the last reset has ended, so all earlier ones have."""
+        """Free the quarantined slots, except held ones. Called when a device transfer that began
+        after the last reset has ended, because all earlier ones have then ended, too."""
         if self.quarantine:
             for block in self.quarantine:
                 if block not in self.held:
@@ -257,7 +259,7 @@ class SlotTable:
             block.writer = block.place = None
         self.policy.clear()
         self.num_writing = self.num_evictable = self.num_pinned = 0
-        # Not all free slots: the other half is kept for another reset.
+        # Half of the free slots: the other half is kept for another reset.
         self.allowance = (self.num_free() + 1) // 2
         self._num_steps_in_quarantine = 0
         return removed

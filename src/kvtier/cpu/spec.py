@@ -73,8 +73,8 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        # Checked here, not in `get_manager`, because a rank makes no manager, and should fail
-        # before it reserves memory.
+        # Checked here, not in `get_manager`, because a rank makes no manager and should fail before
+        # it reserves memory.
         CachePolicyFactory.get_cache_policy_cls(
             config.options.eviction_policy, config.options.cache_policy_module_path
         )
@@ -103,13 +103,13 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> SlotWorker:
         """The worker for this rank's caches, with all its memory reserved.
 
-        Raises, and leaves nothing behind, when the caches are neither in host memory nor on a CUDA
-        device (`TypeError`), when they do not fit the configuration (`ValueError`), when there is
-        no room (`NotEnoughMemory`), or when the NVIDIA driver is missing or too old
+        Raises, and leaves nothing behind, if the caches are neither in host memory nor on a CUDA
+        device (`TypeError`), if they do not fit the configuration (`ValueError`), if there is no
+        room (`NotEnoughMemory`), or if the NVIDIA driver is missing or too old
         (`CudaUnavailable`).
         """
         if self._worker is None:
-            # Checks the caches before gigabytes are reserved for caches that cannot be used.
+            # Checks the caches first, so that no memory is reserved for caches that cannot be used.
             worker_cls = _worker_for(kv_caches)
             region = SharedOffloadRegion(
                 self.config.engine_id,
@@ -131,7 +131,7 @@ def _worker_for(
 ) -> type[HostOffloadingWorker] | type[GPUOffloadingWorker]:
     """The worker class for the memory that the caches are in. Raises if there is none."""
     if is_on_cuda(kv_caches):
-        # Imported here because they need torch, which an engine with such caches has.
+        # Imported here, because they need torch. An engine with CUDA caches has it.
         from kvtier.cpu.cuda.driver import cuda_driver
         from kvtier.cpu.cuda.page_table import device_of, device_tensors
         from kvtier.cpu.gpu_worker import GPUOffloadingWorker

@@ -1,7 +1,8 @@
 """The log of uses: which request has used which block of the primary tier.
 
-An eviction policy orders blocks by use. The log notes every use once per (request, key), keeps a
-request's keys in prompt order, and reports to the policy in batches, before the policy evicts.
+An eviction policy orders blocks by use. The log notes each use once per (request, key), keeps a
+request's keys in prompt order, and reports the uses to the policy in batches, no later than the end
+of the step or the next eviction.
 """
 
 from __future__ import annotations
@@ -56,23 +57,25 @@ class RequestUse:
         self.fresh: list[OffloadKey] = []
         """Uses not yet reported to the policy."""
         self.out_of_order = False
-        """True if a key of `fresh` may be in front of earlier ones in the prompt."""
+        """True if a key of `fresh` may come before earlier ones in the prompt."""
         self.brought: set[OffloadKey] = set()
         """Keys that the reuse filter has counted for this request."""
         self.loading: dict[OffloadKey, int] = {}
-        """Loads under way, by key."""
+        """Number of loads under way, by key."""
         self.num_writing = 0
-        """Blocks that the device is writing for this request."""
+        """Number of blocks that the device is writing for this request."""
         self.announced = False
         self.finished = False
         self.has_loaded = False
-        """True if it holds loaded blocks on the device."""
+        """True if the request has loaded blocks on the device."""
         self.is_stale = False
-        """True if it may hold blocks on the device from before a reset."""
+        """True if the request may have blocks on the device from before a reset."""
         self.first_withheld: OffloadKey | None = None
-        """The first key that it offered while it was stale."""
+        """The first key that the request offered while it was stale; None once the request, no
+        longer stale, has offered that key again."""
         self.fills_tier_since = -1
-        """Generation of the slot table when the request's own blocks left no slot for a new one."""
+        """Generation of the slot table when the request's own blocks left no slot for a new one; -1
+        if that has not happened."""
 
     def bring(self, keys: dict[OffloadKey, int]) -> bool:
         """Merge the keys of a call, in prompt order, with those of earlier calls.
@@ -80,10 +83,10 @@ class RequestUse:
         The values of `keys` are 0. Returns True only in the first of these cases:
 
         - No common key: the keys of the call come last in the prompt.
-        - The call names every earlier key: its order is taken.
-        - It names no new key: nothing changes.
-        - Otherwise: first the earlier keys in front of the first common one, then the keys of the
-          call, then the other earlier keys.
+        - The call names every earlier key: the order of the call is taken.
+        - The call names no new key: nothing changes.
+        - Otherwise: first the earlier keys before the first common one, then the keys of the call,
+          then the other earlier keys.
         """
         known = self.keys
         if known.keys().isdisjoint(keys):
@@ -105,16 +108,16 @@ class RequestUse:
         return False
 
     def is_known_to_have(self, keys: list[OffloadKey], generation: int) -> bool:
-        """True if these are its first keys, and all of its blocks are known to be there.
+        """True if these are the request's first keys, and all its blocks are known to be stored.
 
-        `generation`: that of the slot table now.
+        `generation`: the current generation of the slot table.
         """
         if self.seen_at != generation or not self.all_here:
             return False
         return keys == list(islice(self.keys, len(keys)))
 
     def has_used_behind(self, key: OffloadKey) -> bool:
-        """True if the request has used a block that follows `key` in its prompt."""
+        """True if the request has used a block that comes after `key` in its prompt."""
         for other, generation in reversed(self.keys.items()):
             if generation:
                 return True
@@ -123,16 +126,17 @@ class RequestUse:
         return False
 
     def lose(self, blocks: Iterable[BlockStatus]) -> None:
-        """Blocks that were written for this request are gone."""
+        """Note that blocks that were being written for this request no longer exist."""
         for block in blocks:
             if block.key in self.keys:
                 self.keys[block.key] = 0
 
     def withholds(self, keys: list[OffloadKey]) -> bool:
-        """True if these blocks, offered after a reset, must not be stored or are of no use.
+        """True if these blocks, offered after a reset, must not or need not be stored.
 
-        Blocks of a stale request must not be stored. Once it is no longer stale, blocks are of no
-        use until it offers the first withheld one again: without that, no later one can be used.
+        Blocks of a stale request must not be stored. Once the request is no longer stale, blocks
+        need not be stored until it offers the first withheld block again, because no block after a
+        missing one can be used.
         """
         if not self.is_stale and self.first_withheld in keys:
             self.first_withheld = None
@@ -144,7 +148,7 @@ class RequestUse:
     def end_loads(
         self, keys: Collection[OffloadKey], get: Callable[[OffloadKey], BlockStatus | None]
     ) -> tuple[list[BlockStatus], list[OffloadKey]]:
-        """End loads of these keys. Returns their blocks, and the keys that were not loading."""
+        """End loads of these keys. Returns their blocks, and the keys without a load under way."""
         loading = self.loading
         if (
             isinstance(keys, Set)
@@ -152,7 +156,7 @@ class RequestUse:
             and sum(loading.values()) == len(loading)
         ):
             self.loading = {}
-            # The blocks are pinned, so they are there.
+            # The blocks are pinned, so `get` finds them all.
             return cast("list[BlockStatus]", list(map(get, loading))), []
         ended: list[BlockStatus] = []
         stray: list[OffloadKey] = []
@@ -174,18 +178,18 @@ _NO_REQUEST = RequestUse(ReqContext(""))
 
 
 class UseLog:
-    """Requests, and their uses until these are reported to the policy. Scheduler thread only.
+    """Requests, and their uses until they are reported to the policy. Scheduler thread only.
 
-    A request that was not announced is forgotten when it has no transfers under way and a call is
-    made for another request.
+    A request that was not announced is forgotten at the next call for another request, if it has no
+    transfers under way.
     """
 
     def __init__(self, slots: SlotTable, reuse_filter: ReuseFilter | None) -> None:
         self.filter = reuse_filter
-        """Counts the requests that bring a key; None: every block is worth storing."""
+        """Counts the requests that bring a key; None: every block may be stored."""
         self.unsettled: list[RequestUse] = []
         """Requests with `fresh` keys."""
-        # Calls for one request come in a row: remembering the last one saves a lookup.
+        # Calls for one request come in a row, so remembering the last one saves a lookup.
         self.last_context: ReqContext | None = None
         self.last = _NO_REQUEST
         """The record of `last_context`."""
@@ -196,7 +200,7 @@ class UseLog:
         self._was_reset = False
 
     def __len__(self) -> int:
-        """Requests that are remembered."""
+        """Number of requests that are remembered."""
         return len(self._requests)
 
     def __contains__(self, req_id: str) -> bool:
@@ -213,7 +217,7 @@ class UseLog:
         return use
 
     def announce(self, req_context: ReqContext) -> None:
-        """A request begins."""
+        """Begin the record of a request."""
         use = self._requests.get(req_context.req_id)
         if use is None:
             use = self._requests[req_context.req_id] = RequestUse(req_context)
@@ -224,7 +228,7 @@ class UseLog:
         self.last_context, self.last = req_context, use
 
     def finish(self, req_context: ReqContext) -> None:
-        """A request has ended: its blocks become the most recently used ones."""
+        """End a request. Its blocks become the most recently used ones."""
         use = self.of(req_context)
         self.settle()
         self._policy.on_request_finished(use.keys, req_context)
@@ -234,11 +238,11 @@ class UseLog:
         self.drop_if_done(use)
 
     def remember(self, use: RequestUse) -> None:
-        """The request has a transfer under way: keep its record until that has ended."""
+        """Keep the record of a request, because it has a transfer under way."""
         self._requests[use.context.req_id] = use
 
     def drop_if_done(self, use: RequestUse) -> None:
-        """Drop a request that has finished, or was never announced, and has no transfers."""
+        """Drop a finished or unannounced request if it has no transfers under way."""
         if (use.announced and not use.finished) or use.num_writing or use.loading:
             return
         if self._requests.pop(use.context.req_id, None) is not None and not use.announced:
@@ -248,21 +252,21 @@ class UseLog:
             self.last_context, self.last = None, _NO_REQUEST
 
     def end_step(self, new_req_ids: Collection[str], preempted_req_ids: Collection[str]) -> None:
-        """An engine step has ended: report uses, and let requests store again after a reset."""
+        """Report the uses of a step. After a reset, let new and preempted requests store again."""
         if self.unsettled:
             self.settle()
         for req_id in preempted_req_ids:
             use = self._requests.get(req_id)
-            if use is not None:  # it has lost everything that it had on the device
+            if use is not None:  # a preempted request has lost its blocks on the device
                 use.is_stale = use.has_loaded = False
         if self._was_reset:
             for req_id in new_req_ids:
                 use = self._requests.get(req_id)
                 if use is not None and not use.has_loaded:
-                    use.is_stale = False  # it has computed nothing before the reset
+                    use.is_stale = False  # the request computed nothing before the reset
 
     def reset(self) -> None:
-        """All blocks are gone. What running requests hold on the device is stale."""
+        """Forget all blocks. Blocks that running requests have on the device become stale."""
         self.unsettled = []
         for use in list(self._requests.values()):
             use.keys = {}
@@ -280,7 +284,7 @@ class UseLog:
     # --- uses -----------------------------------------------------------------------------------
 
     def note(self, block: BlockStatus, use: RequestUse) -> None:
-        """The request uses a block for the first time since the block came into its slot."""
+        """Note the request's first use of a block since the block came into its slot."""
         if not use.fresh:
             self._expect_fresh(use)
         if block.key in use.keys:
@@ -289,8 +293,8 @@ class UseLog:
         use.fresh.append(block.key)
 
     def note_all(self, blocks: Iterable[BlockStatus], use: RequestUse) -> None:
-        """`note` for those of the blocks that are not noted yet. There may be thousands, if the
-        device has kept the blocks of a long prompt."""
+        """As `note`, for each block that is not noted yet. Does not call `note`, because there may
+        be thousands of blocks: the device may have kept those of a long prompt."""
         keys = use.keys
         for block in blocks:
             key, generation = block.key, block.generation
@@ -305,7 +309,7 @@ class UseLog:
             use.fresh.append(key)
 
     def note_run(self, keys: Sequence[OffloadKey], generations: list[int], use: RequestUse) -> None:
-        """The request uses the blocks of these keys, at least one, in prompt order."""
+        """Note that the request uses the blocks of these keys: one or more, in prompt order."""
         known = use.keys
         if keys[0] not in known:
             if not use.fresh:
@@ -314,14 +318,14 @@ class UseLog:
             known.update(zip(keys, generations, strict=True))
             use.fresh += keys
             if len(known) < num_known + len(keys):
-                use.out_of_order = True  # it had used some of them before
+                use.out_of_order = True  # the request had used some of them before
         elif list(map(known.get, keys)) != generations:
             self.note_all(cast("list[BlockStatus]", list(map(self._get, keys))), use)
 
     def note_load(
         self, keys: dict[OffloadKey, int], blocks: list[BlockStatus], use: RequestUse
     ) -> None:
-        """The request loads these blocks. Remember its pins for `RequestUse.end_loads`."""
+        """Note that the request loads these blocks, for `RequestUse.end_loads`."""
         if not blocks:
             return
         use.has_loaded = True
@@ -335,7 +339,7 @@ class UseLog:
             for key in keys:
                 loading[key] = loading.get(key, 0) + 1
         if use.keys and next(iter(use.keys)) != blocks[0].key:
-            # Lookups may have begun at the end of the prompt. Loads are in order.
+            # Lookups may have begun at the end of the prompt. Loads are in prompt order.
             use.bring(dict.fromkeys(keys, 0))
             use.out_of_order = True
             if not use.fresh:
@@ -345,8 +349,8 @@ class UseLog:
             self.note_all(blocks, use)
 
     def touch(self, keys: list[OffloadKey], use: RequestUse) -> None:
-        """The request uses the blocks of these keys, in prompt order, and again all that it used
-        before."""
+        """Note and report that the request uses the blocks of these keys, in prompt order, and uses
+        all its earlier blocks again."""
         is_new = self._note_prompt(keys, use) or use.out_of_order
         self.settle()
         if is_new:
@@ -357,8 +361,8 @@ class UseLog:
     def _note_prompt(self, keys: list[OffloadKey], use: RequestUse) -> bool:
         """Note the uses of a prompt. Returns True if there are new ones.
 
-        Engines bring all keys of a prompt in every step. Where nothing has changed since the last
-        step, that costs one comparison of two lists.
+        Engines pass all keys of a prompt in every step. If nothing has changed since the last step,
+        this takes one comparison of two lists.
         """
         generation = self._slots.generation
         if not use.keys:
@@ -396,8 +400,8 @@ class UseLog:
         self.unsettled = []
 
     def _expect_fresh(self, use: RequestUse) -> None:
-        """The request is about to get its first fresh key."""
-        if len(self.unsettled) >= _MAX_UNSETTLED:  # an engine that reports no steps
+        """Add the request to `unsettled`. Called before it gets its first fresh key."""
+        if len(self.unsettled) >= _MAX_UNSETTLED:  # the engine does not report its steps
             self.settle()
         self.unsettled.append(use)
 
@@ -405,7 +409,7 @@ class UseLog:
 def _note_generations(
     known: dict[OffloadKey, int], keys: list[OffloadKey], blocks: list[BlockStatus | None]
 ) -> bool:
-    """Note the generations of blocks that are there. Returns True if one is new."""
+    """Note the generations of the blocks that exist. Returns True if one is new."""
     generations = [block.generation if block is not None else 0 for block in blocks]
     if generations == list(map(known.get, keys)):
         return False

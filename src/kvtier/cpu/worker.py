@@ -54,7 +54,7 @@ class SlotWorker(OffloadingWorker):
 
     @property
     def board(self) -> NoticeBoard:
-        """Where this rank leaves notes for the scheduler. Valid until `shutdown`."""
+        """The board on which this rank writes notes for the scheduler. Valid until `shutdown`."""
         return self._region.board
 
     def submit_store(
@@ -69,7 +69,7 @@ class SlotWorker(OffloadingWorker):
     def _submit(
         self, job_id: int, device_spec: GPULoadStoreSpec, slot_spec: LoadStoreSpec, is_store: bool
     ) -> bool:
-        """Start a job of either direction; `submit_store` and `submit_load` call it."""
+        """Start a store or a load. Called by `submit_store` and `submit_load`."""
 
 
 # --- the plan of a job ----------------------------------------------------------------------------
@@ -108,10 +108,10 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class GroupTransfer:
-    """The part of a transfer that belongs to one group, one entry per device block.
+    """The part of a transfer that belongs to one group.
 
-    Never changed. Not a frozen dataclass, because creating one takes longer than the rest of the
-    plan.
+    Never changed after it is made. Not a frozen dataclass, because creating one takes longer than
+    the rest of the plan.
     """
 
     group_idx: int
@@ -119,7 +119,7 @@ class GroupTransfer:
     blocks: NDArray[np.int64]
     """Device blocks."""
     block_slots: NDArray[np.int64]
-    """The slot of each device block."""
+    """The slot of each device block, in the order of `blocks`."""
     first_place: int
     """The place in the first slot at which the transfer begins."""
     slots: NDArray[np.int64]
@@ -134,20 +134,20 @@ class GroupTransfer:
 
     @cached_property
     def run_starts(self) -> NDArray[np.int64]:
-        """Start indices of runs: pages that are adjacent on the device and in host memory."""
-        # With one page per slot, a run goes on in the next slot; otherwise it ends with the slot.
+        """The index at which each run starts. The pages of a run are adjacent on both sides."""
+        # With one place per slot, a run continues in the next slot; otherwise it ends in its slot.
         slot_step = 1 if self.blocks_per_chunk == 1 else 0
         breaks = (np.diff(self.blocks) != 1) | (np.diff(self.block_slots) != slot_step)
         return np.append(0, np.flatnonzero(breaks) + 1)
 
     @property
     def pages_per_run(self) -> float:
-        """Mean length of a run."""
+        """Mean number of pages in a run."""
         return len(self.blocks) / len(self.run_starts)
 
     @cached_property
     def runs(self) -> list[Piece]:
-        """The transfer as slices, one for each run."""
+        """The transfer as one pair of slices for each run."""
         starts = self.run_starts
         lengths = np.diff(starts, append=len(self.blocks))
         pieces = []
@@ -235,8 +235,8 @@ def plan_transfer(
 
 
 def _require_within(what: str, ids: NDArray[np.int64], count: int) -> None:
-    # As unsigned integers, negative numbers are large. `ids.max()` would be slower: it is a Python
-    # function.
+    # As unsigned integers, negative numbers are large. Not `ids.max()`, which is a Python function
+    # and therefore slower.
     if len(ids) and np.maximum.reduce(ids.view(np.uint64)) >= count:
         outside = ids[(ids < 0) | (ids >= count)]
         raise TransferRefused(f"{what} {outside[0]} is not one of 0 to {count - 1}")
@@ -252,8 +252,8 @@ def _require_storable(
     """Raise `TransferRefused` if a store does not fill its last slot, or names a slot twice.
 
     A key is stored when its last device block is complete, so a store ends at the end of a slot. If
-    an engine left out a block in the middle of a group, all later blocks would be at wrong places.
-    The group would then end before the end of its last slot, or need fewer slots than it names.
+    an engine leaves out a block in the middle of a group, all later blocks get wrong places. The
+    group then ends before the end of its last slot, or needs fewer slots than it names.
     """
     for group_idx, (place, size) in enumerate(zip(first_places, group_sizes, strict=True)):
         if size and (place + size) % blocks_per_chunk:
@@ -266,7 +266,7 @@ def _require_storable(
 
 
 def _has_duplicates(slots: NDArray[np.int64], num_slots: int) -> bool:
-    """True if a slot is named twice. A set is quicker for few slots, an array for many."""
+    """True if a slot is named twice. A set is faster for few slots, an array for many."""
     if len(slots) < 256:
         return len(set(slots.tolist())) != len(slots)
     is_named = np.zeros(num_slots, np.bool_)
@@ -357,6 +357,6 @@ def _as_array(tensor: Any) -> NDArray[Any]:
             f"a canonical tensor is on the device {str(tensor.device)!r}, but this worker copies "
             "within host memory: it takes numpy arrays and torch tensors on the device 'cpu'"
         )
-    # As bytes first: numpy does not have all of torch's types.
+    # Viewed as bytes first, because numpy lacks some of torch's types.
     array: NDArray[Any] = tensor.detach().view(torch.uint8).numpy()
     return array

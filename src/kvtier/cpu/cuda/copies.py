@@ -1,9 +1,10 @@
-"""The interface of objects that copy pages, the choice of the quickest path, and the slow path.
+"""The interface of objects that copy pages, the choice of the fastest path, and the slow path.
 
-Two things can move a page. The copy engines disturb no kernel, but need some time for every page. A
-kernel copies small pages as fast as large ones, but takes some SMs from the model and reaches at
-most 92 to 94 % of the bus, because it uses smaller packets. GB/s of scattered pages on an H200
-(PCIe 5), host to device / device to host; a plain copy reaches 55.2 / 55.1:
+A page can be copied by the GPU's copy engines or by a kernel. The copy engines disturb no kernel,
+but need some time for every page. A kernel copies small pages as fast as large ones, but takes some
+SMs from the model and reaches at most 92 to 94 % of the bus, because it uses smaller packets. GB/s
+of scattered pages on an H200 (PCIe 5), host to device / device to host; a plain copy reaches
+55.2 / 55.1:
 
 | page    | copy engines, 1 stream | 2 streams   | 4 streams   | kernel      |
 |---------|------------------------|-------------|-------------|-------------|
@@ -16,10 +17,10 @@ most 92 to 94 % of the bus, because it uses smaller packets. GB/s of scattered p
 A small job ends before a kernel reaches full speed: 16 pages of 64 KiB take equally long with both.
 
 A kernel that reads or writes host memory occupies its SMs while the copy lasts, and matrix products
-beside it become 2 to 17 % slower, even if it takes few SMs. So where the pages of a block are
-adjacent in its slot, as with an engine that has a tensor for each layer, a kernel only collects
-them in a buffer on the device, which takes some 20 microseconds, and the copy engines move whole
-slots.
+that run at the same time take 2 to 17 % longer, even if the kernel uses few SMs. If the pages of a
+block are adjacent in its slot, as with an engine that has a tensor for each layer, a kernel
+therefore only copies between the pages and a buffer on the device, which takes about 20
+microseconds, and the copy engines copy whole slots between the buffer and host memory.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ LOAD_PRIORITY, STORE_PRIORITY = -1, 0
 """Priorities of streams: high for loads, because requests wait for them; the lowest for stores."""
 
 _ENGINES_FROM_BYTES = 128 << 10
-"""Smallest page size for which the copy engines are quicker than a kernel."""
+"""Smallest page size for which the copy engines are faster than a kernel."""
 _ONE_STREAM_FROM_BYTES = 512 << 10
 """Smallest page size for which the copy engines need no second stream."""
 _SMALL_PAGE_BYTES = 32 << 10
-"""Below this page size a kernel is quicker even for a few pages."""
+"""Below this page size a kernel is faster even for a few pages."""
 _FEW_PAGES = 16
 """Up to this number of pages, a job ends before a kernel or a second stream pays off."""
 _STAGED_RUN_BYTES = range(256 << 10, (16 << 20) + 1)
-"""Adjacent bytes of a slot for which a buffer on the device pays off."""
+"""Values of `run_bytes` for which a buffer on the device pays off."""
 _STAGED_FROM_BYTES = 2 << 20
-"""Smallest job that is copied through a buffer."""
+"""Smallest job, in bytes, that is copied through a buffer."""
 
 
 class CopyPath(Enum):
@@ -90,10 +91,10 @@ class CopyPath(Enum):
 
 
 def choose_path(page_bytes: float, num_pages: int, run_bytes: int) -> CopyPath:
-    """The quickest path for a job.
+    """The fastest path for a job.
 
-    `page_bytes`: mean page size. `run_bytes`: bytes of a block's pages that are adjacent in its
-    slot; 0 if they are not.
+    `page_bytes`: mean page size. `run_bytes`: as in `Grid`, the size of a rank's cell if cells can
+    be copied as a whole; otherwise 0.
     """
     if page_bytes >= _ONE_STREAM_FROM_BYTES:
         return CopyPath.ENGINES
@@ -107,7 +108,7 @@ def choose_path(page_bytes: float, num_pages: int, run_bytes: int) -> CopyPath:
 
 
 class Ticket(ABC):
-    """A job that was started. For the thread that submitted it."""
+    """A job that was started. Used only by the thread that submitted it."""
 
     @abstractmethod
     def is_done(self) -> bool:
@@ -124,11 +125,11 @@ class Ticket(ABC):
 
 
 class Copies(ABC):
-    """Copies pages between the device and host memory. One thread.
+    """Copies pages between the device and host memory. Called by one thread.
 
     Jobs of one direction run in the order in which they were started; the directions do not wait
-    for each other. A job begins when all work has ended that was on torch's current stream before
-    it: a store finds what was computed, and a load overwrites nothing that is still being read.
+    for each other. A job begins after all work that was on torch's current stream before it. So a
+    store copies what was computed, and a load overwrites nothing that is still being read.
     """
 
     @abstractmethod
@@ -159,10 +160,10 @@ class Copies(ABC):
 
 
 class UnpinnedCopies(Copies):
-    """Copies for host memory that could not be pinned: slow, but right.
+    """Copies for host memory that could not be pinned: slow, but correct.
 
-    Each direction has a thread and a stream. With such memory the driver blocks its caller until
-    the copy has ended, and that must not be the engine's thread.
+    With such memory, the driver blocks its caller until the copy has ended. So that it does not
+    block the engine's thread, each direction has a thread and a stream of its own.
     """
 
     def __init__(self, device: Any, driver: CudaDriver) -> None:
@@ -219,7 +220,7 @@ class UnpinnedCopies(Copies):
                 stream.synchronize()
         except BaseException as error:  # the ticket raises it in the submitting thread
             ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            # Copies may be under way, and the caller may reuse the memory after the failure.
+            # Wait for copies under way, because the caller may reuse the memory after a failure.
             with suppress(BaseException), self._driver.beside_captures():
                 stream.synchronize()
         finally:

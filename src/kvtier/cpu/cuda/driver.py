@@ -1,7 +1,7 @@
-"""The calls of NVIDIA's driver that torch does not offer.
+"""The functions of NVIDIA's driver that torch does not offer.
 
-Bound with ctypes, so that arrays of addresses are passed without conversion. NVIDIA's own Python
-bindings take lists, with an object per page.
+They are called through ctypes, which passes arrays of addresses without conversion. NVIDIA's own
+Python bindings take lists, with one object per page.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["CudaDriver", "CudaError", "CudaUnavailable", "cuda_driver"]
 Addresses = NDArray[np.uint64]
 
 _BATCH_SINCE = 12_080
-"""The CUDA version whose signature of `cuMemcpyBatchAsync` is used. Later drivers offer it, too."""
+"""CUDA version whose signature of `cuMemcpyBatchAsync` is used. Later drivers have it, too."""
 _STREAM_ORDER = 1
-"""Sources are read in stream order, not earlier."""
+"""The driver reads sources in stream order, not earlier."""
 _PORTABLE_AND_MAPPED = 0x01 | 0x02
 _RELAXED = 2
 """Capture mode of a thread that ignores the captures of other threads."""
@@ -30,7 +30,7 @@ _SLEEP, _NO_TIMES = 0x01, 0x02
 _NOT_READY = 600
 _LEGACY_STREAM = 0
 _NON_BLOCKING = 0x01
-"""The stream and the legacy default stream do not wait for each other."""
+"""Flag of a stream that does not wait for the legacy default stream, nor the other way round."""
 
 
 class CudaUnavailable(RuntimeError):
@@ -51,10 +51,11 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """The driver. For any thread whose current context is torch's.
+    """The driver. Any thread whose current context is torch's may call it.
 
-    Every call raises `CudaError` if it fails. Calls through `_quick` keep the interpreter lock:
-    getting it back from a busy thread takes longer than such a call, up to some milliseconds.
+    Every method raises `CudaError` if the driver's call fails. Calls through `_quick` keep the
+    interpreter lock, because getting it back from a busy thread can take milliseconds, longer than
+    the call itself.
     """
 
     def __init__(self) -> None:
@@ -81,10 +82,10 @@ class CudaDriver:
     ) -> None:
         """Copy pages with the copy engines, in stream order.
 
-        The arrays are contiguous, and may be reused at once. With memory that is not pinned, the
-        call returns when almost all is copied. `stream` must not be the legacy default stream.
-        `is_quick`: keep the interpreter lock. Only for a few pages in pinned memory, and if the
-        stream has room for them: then the driver does not block.
+        The arrays must be contiguous; the caller may reuse them after the call. With memory that is
+        not pinned, the call returns when almost everything is copied. `stream` must not be the
+        legacy default stream. `is_quick`: keep the interpreter lock. Use it only for a few pages in
+        pinned memory, when the stream has room for them, so that the driver does not block.
         """
         if len(sources) == 0:
             return
@@ -160,8 +161,8 @@ class CudaDriver:
         self.synchronize_stream(_LEGACY_STREAM)
 
     def create_stream(self, priority: int) -> int:
-        """Create a stream of the current device; priority -1 comes before 0. Torch's own streams
-        come from a pool, and may have two users."""
+        """Create a stream on the current device; priority -1 is higher than 0. Torch's own streams
+        are not used, because they come from a pool and may have a second user."""
         stream = ctypes.c_void_p()
         self._check(
             self._library.cuStreamCreateWithPriority(
@@ -192,10 +193,10 @@ class CudaDriver:
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """Let the calling thread query and wait for events while a thread of this process, itself
-        included, captures a CUDA graph. Otherwise the call and the capture would both fail.
+        """Let the calling thread query and wait for events while any thread of this process, also
+        the calling one, captures a CUDA graph. Without this, the call and the capture both fail.
 
-        Events and streams that are used within must not belong to the graph.
+        Events and streams that are used in this context must not belong to the graph.
         """
         mode = ctypes.c_int(_RELAXED)
         self._exchange_capture_mode(mode)
@@ -233,18 +234,18 @@ class CudaDriver:
         return event.value
 
     def destroy_event(self, event: int) -> None:
-        """Destroy an event. Streams that wait for it continue to wait."""
+        """Destroy an event. Streams that wait for it still wait until it is reached."""
         self._check(self._quick.cuEventDestroy_v2(ctypes.c_void_p(event)), "cuEventDestroy")
 
     def record_event(self, event: int, stream: int) -> None:
-        """Record an event behind the work that is on a stream."""
+        """Record an event after the work that is on a stream."""
         self._check(
             self._quick.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream)),
             "cuEventRecord",
         )
 
     def is_reached(self, event: int) -> bool:
-        """True if the last record of an event is reached, or there is none."""
+        """True if the last record of an event is reached, or if it was never recorded."""
         with self.beside_captures():
             code = self._quick.cuEventQuery(ctypes.c_void_p(event))
         if code == _NOT_READY:
@@ -260,7 +261,7 @@ class CudaDriver:
             )
 
     def seconds_between(self, start: int, end: int) -> float:
-        """The time between two events that were created with `is_timed` and are reached."""
+        """Seconds between two events that were created with `is_timed` and are reached."""
         milliseconds = ctypes.c_float()
         with self.beside_captures():
             self._check(

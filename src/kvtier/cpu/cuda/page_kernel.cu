@@ -1,8 +1,8 @@
-// Copies the pages of blocks between device memory and mapped host memory, or a buffer on the
-// device.
+// Copies the pages of KV-cache blocks between device memory and mapped host memory, or between
+// device memory and a buffer on the device.
 //
-// A launch has few blocks of many threads: the loads in flight keep the bus busy, and each block
-// takes an SM that the model's kernels cannot use.
+// To host memory, a launch has few thread blocks of many threads: enough to keep the bus busy, and
+// each thread block takes an SM that the model's kernels cannot use.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -46,7 +46,7 @@ struct Piece {
     u32 bytes;
 };
 
-// Data is not read again, so it should not replace other data in the cache.
+// Does not allocate in L1: the data is not read again, so it should not replace other data there.
 __device__ __forceinline__ Vector load(u64 address) {
     Vector v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store(u64 address, Vector v) {
                  : "memory");
 }
 
-// One warp copies a piece, a multiple of VECTOR_BYTES.
+// Called by one warp for each piece. The size of a piece is a multiple of VECTOR_BYTES.
 __device__ __forceinline__ void copy(Piece piece, u32 lane) {
     u32 at = lane * VECTOR_BYTES;
     for (; at + (UNROLL - 1) * STEP_BYTES < piece.bytes; at += UNROLL * STEP_BYTES) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void copy(Piece piece, u32 lane) {
     for (; at < piece.bytes; at += STEP_BYTES) store(piece.to + at, load(piece.from + at));
 }
 
-// Finds the piece of an item. It has no bytes if the column's pages have fewer pieces.
+// Returns the piece of an item. Its size is 0 if the pages of the column have fewer pieces.
 template <u32 CAPACITY>
 __device__ __forceinline__ Piece find(const Launch<CAPACITY>& launch, u32 item) {
     const Order& order = launch.order;
@@ -94,7 +94,7 @@ __device__ __forceinline__ Piece find(const Launch<CAPACITY>& launch, u32 item) 
             left < order.piece_bytes ? (u32)left : order.piece_bytes};
 }
 
-// A warp finds its next piece before it copies the current one.
+// Each warp computes the addresses of its next piece before it copies the current one.
 template <u32 CAPACITY>
 __device__ __forceinline__ void copy_all(const Launch<CAPACITY>& launch) {
     const u32 lane = threadIdx.x % WARP;
@@ -117,8 +117,8 @@ __device__ __forceinline__ void copy_all(const Launch<CAPACITY>& launch) {
 
 }  // namespace
 
-// Entries are parameters of the launch. The driver copies the whole type, so there are two sizes:
-// most launches have few entries.
+// Entries are parameters of the launch. The driver copies the whole parameter, whatever part of it
+// is used, so there is a smaller kernel for the many launches that have few entries.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS)
     copy_few_blocks(const __grid_constant__ Launch<FEW> launch) {
     copy_all(launch);

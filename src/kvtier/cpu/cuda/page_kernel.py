@@ -1,4 +1,4 @@
-"""The kernel that copies the pages of blocks, compiled at start for the device."""
+"""The kernel that copies the pages of blocks. It is compiled at start, for the device."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ __all__ = [
 ]
 
 _PIECE_BYTES = 4096
-"""Bytes that a warp copies at a time: twice what it has in flight."""
+"""Bytes that a warp copies at a time: twice the bytes that it has in flight."""
 ENTRY_BYTES = 8
 """Bytes of an *entry*: the number of a device block and the number of its slot."""
 _FEW_ENTRIES, MOST_ENTRIES = 64, 4000
-"""Most entries of a small and of a large launch. They are launch parameters, which CUDA limits to
-32,764 bytes."""
+"""Largest numbers of entries of a small and of a large launch. Entries are launch parameters, which
+CUDA limits to 32,764 bytes."""
 _MOST_ITEMS = 1 << 31
-"""Most *items* of a launch. An item is one piece of one page."""
+"""Largest number of *items* of a launch. An item is one piece of one page."""
 
 
 class Threads(NamedTuple):
-    """Threads of a launch. Each block of them takes an SM from the model."""
+    """The thread blocks of a launch, and the threads of each. A thread block takes one SM from the
+    model."""
 
     blocks: int
     of_block: int
 
 
 _DIRECT_LOAD = Threads(4, 512)
-"""For reading host memory. Threads wait for reads, so there are enough of them to cover the latency
-of the bus; more are not faster."""
+"""For reading host memory. Threads wait for reads, so this many are needed to cover the latency of
+the bus; more are not faster."""
 _DIRECT_STORE, _DIRECT_STORE_OF_SMALL = Threads(2, 288), Threads(2, 352)
-"""For writing host memory. Threads do not wait for writes: with more threads than it takes to keep
-the bus busy, writes fill the queues on the way, and the model's kernels take up to five times as
-long (H200).
-Pages below `_SMALL_PAGE_BYTES` need more threads, because each has to be found in the host's page
-tables."""
+"""For writing host memory. Threads do not wait for writes. With more threads than are needed to
+keep the bus busy, writes fill the queues between SMs and bus, and the model's kernels take up to
+five times as long (H200). Pages below `_SMALL_PAGE_BYTES` need more threads, because each page has
+to be found in the host's page tables."""
 _SMALL_PAGE_BYTES = 32 << 10
 _ON_DEVICE = 512
-"""Threads of a block, for copies within the device's memory."""
+"""Threads of a thread block, for copies within the device's memory."""
 
 
 def direct_threads(page_bytes: float, *, is_store: bool) -> Threads:
@@ -65,13 +65,13 @@ class KernelUnavailable(RuntimeError):
 
 
 class Order(NamedTuple):
-    """The parameters of a launch, except its blocks."""
+    """The parameters of a launch, except its entries."""
 
     columns: int
     """Address on the device of `Columns.table`."""
     num_columns: int
     largest: int
-    """Size of the largest page, or more."""
+    """An upper bound of the page size, in bytes."""
     base: int
     """Address of the first slot: in host memory, or in a buffer on the device."""
     row_bytes: int
@@ -90,31 +90,30 @@ class Order(NamedTuple):
 
 
 def max_entries(num_columns: int, largest: int) -> int:
-    """The largest number of entries of one launch: its items are counted with 32 bits.
-
-    `largest`: size of the largest page.
+    """The largest number of entries of one launch. It is limited because the kernel counts items
+    with 32 bits. `largest`: size of the largest page.
     """
     pieces = -(-largest // _PIECE_BYTES)
     return max(1, min(MOST_ENTRIES, _MOST_ITEMS // (num_columns * pieces)))
 
 
 class PageKernel:
-    """The code on the device. Any thread."""
+    """The compiled kernel, loaded on the device. Any thread may use it."""
 
     def __init__(self, driver: CudaDriver, properties: Any, stream: int) -> None:
-        """`properties`: torch's, of the current device; `stream`: any stream of it.
+        """`properties`: torch's properties of the current device; `stream`: any of its streams.
 
         Raises `KernelUnavailable` or `CudaError`.
         """
         self._driver = driver
         self.all_threads = Threads(properties.multi_processor_count, _ON_DEVICE)
-        """All SMs of the device, for short launches."""
+        """One thread block on every SM, for short launches."""
         capability = (properties.major, properties.minor)
         module = driver.load_module(_machine_code(capability, _FEW_ENTRIES, MOST_ENTRIES))
         self._functions = [
             driver.find_function(module, name) for name in ("copy_few_blocks", "copy_many_blocks")
         ]
-        # The first launch loads the code and waits for all running kernels: better now than later.
+        # The first launch loads the code and waits for all running kernels, so it is done at start.
         launcher = self.launcher()
         for count in (_FEW_ENTRIES, MOST_ENTRIES):
             nothing = Order(0, 0, _PIECE_BYTES, 0, 0, 1, False, False)
@@ -139,9 +138,10 @@ class Launcher:
     ) -> None:
         """Copy pages in stream order. Never waits.
 
-        Addresses and sizes are multiples of `ALIGNMENT`. `entries`: the number of each block and of
-        its slot, as unsigned integers of four bytes, for at most `order.max_entries` blocks; the
-        memory may be reused at once. `first_place`: place of the first block in its slot.
+        Addresses and sizes must be multiples of `ALIGNMENT`. `entries`: for each of at most
+        `order.max_entries` blocks, the block number and the slot number, as unsigned integers of
+        four bytes; the caller may reuse this memory after the call. `first_place`: place of the
+        first block in its slot.
         """
         is_many = len(entries) > ENTRY_BYTES * _FEW_ENTRIES
         parameters = self._sizes[is_many]

@@ -29,27 +29,27 @@ __all__ = ["STAGING_BYTES", "Choice", "PageMover", "Plan", "by_size", "by_size_i
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 32 << 20
-"""Size of each of the two buffers that a direction has on the device."""
+"""Size in bytes of each of the two buffers that a direction has on the device."""
 _FIRST_COPIES = 8
-"""Pages of the first call for the copy engines, so that they begin early: the driver takes a
-microsecond or more per page."""
+"""Pages in the first call for the copy engines. They are few, so that the copy engines begin early:
+the driver takes a microsecond or more per page."""
 _MOST_COPIES = 512
-"""Pages of one call for the copy engines."""
+"""Largest number of pages in one call for the copy engines, unless one block has more."""
 _LAUNCH_COPIES = 64
-"""A launch counts as this many queue entries. This is also the largest number of slots that share
-a buffer, because the copies of those slots are counted together with one launch."""
+"""Number of queue entries that a launch counts as. Also the largest number of slots in a buffer,
+because the copies of those slots and one launch are counted together as this number."""
 
 Choice = Callable[[Grid], CopyPath]
 """Chooses the path for a grid."""
 
 
 def by_size(grid: Grid) -> CopyPath:
-    """The quickest path for the pages of a grid."""
+    """The fastest path for the pages of a grid."""
     return choose_path(grid.columns.page_bytes, grid.num_pages, grid.run_bytes)
 
 
 def by_size_if_large(columns: Columns) -> CopyPath:
-    """The quickest path for a large job, if there are a kernel and buffers."""
+    """The fastest path for a large job, if a kernel and buffers are available."""
     return choose_path(columns.page_bytes, sys.maxsize, columns.run_bytes)
 
 
@@ -59,9 +59,9 @@ class Plan(NamedTuple):
     grid: Grid
     path: CopyPath
     entries: memoryview
-    """Blocks and slots for the kernel, if it is used."""
+    """Blocks and slots, in the kernel's format; empty if the path uses no kernel."""
     slots: Addresses
-    """Addresses of the slots, if they are copied through a buffer."""
+    """Addresses of the slots; empty if they are not copied through a buffer."""
 
 
 _NO_ENTRIES = memoryview(b"")
@@ -69,10 +69,11 @@ _NO_SLOTS = np.empty(0, np.uint64)
 
 
 class PageMover:
-    """The streams, buffers and events of one direction. One thread at a time, with this device as
-    its current one.
+    """The streams, buffers and events of one direction. Used by one thread at a time, whose current
+    device is this one.
 
-    The copies of a job are put on the streams in steps, so that another thread can continue them.
+    The copies of a job are put on the streams in steps, between which another thread can
+    take over.
     """
 
     def __init__(
@@ -93,13 +94,14 @@ class PageMover:
         self._tables: dict[Columns, DeviceMemory] = {}
         self._staging: DeviceMemory | None = None
         self._num_staged = 0
-        """Parts that were copied through a buffer so far. The buffers alternate, across jobs."""
+        """Number of parts copied through a buffer so far. It selects the buffer: parts of all jobs
+        alternate between the two."""
         self._forked, self._joined = (Event(driver) for _ in range(2))
         self._filled, self._emptied = ([Event(driver) for _ in range(2)] for _ in range(2))
         self._room = QueueRoom(driver)
         self._computed: Event | None = None
         """The event that the current job waits for."""
-        # Streams come last, because only `close` destroys them: no error may follow.
+        # Streams are made last, because only `close` destroys them: no error may follow.
         priority = STORE_PRIORITY if is_store else LOAD_PRIORITY
         self.stream = driver.create_stream(priority)
         try:
@@ -109,7 +111,7 @@ class PageMover:
             raise
 
     def expect(self, columns: Sequence[Columns]) -> None:
-        """Copy the tables of columns to the device, for the kernel. Before the first job."""
+        """Copy the tables of columns to the device, for the kernel. Called before the first job."""
         if self._kernel is not None:
             for each in filter(len, columns):
                 self._tables[each] = DeviceMemory.of(self._driver, each.table.data)
@@ -120,7 +122,7 @@ class PageMover:
             self._staging = DeviceMemory(self._driver, 2 * STAGING_BYTES)
 
     def free_staging(self) -> None:
-        """Free the buffers. Before the first job, or after the last."""
+        """Free the buffers. Called before the first job, or after the last one."""
         if self._staging is not None:
             self._staging.free()
             self._staging = None
@@ -130,7 +132,7 @@ class PageMover:
         return self._possible(by_size_if_large(columns), columns, columns.run_bytes, 1)
 
     def plan(self, grid: Grid) -> Plan:
-        """Plan the copy of a grid. Any thread, even while another one runs `steps`."""
+        """Plan the copy of a grid. Any thread may call it, even while another runs `steps`."""
         chosen = self._choose(grid)
         path = self._possible(chosen, grid.columns, grid.run_bytes, grid.cell.blocks_per_chunk)
         is_for_kernel = path in {CopyPath.KERNEL, CopyPath.STAGED}
@@ -160,12 +162,12 @@ class PageMover:
                 yield from self._by_kernel(plan)
             else:
                 yield from self._by_engines(plan)
-        if plan is None:  # the events of a job without pages are in the queue, too
+        if plan is None:  # a job without pages still puts its events in the queue
             self._room.await_room(0)
             self._room.add(0, self.stream)
 
     def settle(self) -> None:
-        """Return when no copy is under way."""
+        """Wait until no copy is under way. Does not raise."""
         try:
             self._synchronize()
             self._room.forget()
@@ -174,11 +176,12 @@ class PageMover:
             logger.warning("The CUDA device has failed, and all copies with it: %s", error)
 
     def close(self) -> None:
-        """Release everything on the device. Call it once. Raises if the device has failed."""
+        """Wait for all copies, and release everything on the device. Call it once. Raises if the
+        device has failed."""
         try:
             self._synchronize()
         finally:
-            # Freed explicitly, so that a reference to the worker keeps no memory of the device.
+            # Freed explicitly, so that a reference to the worker keeps no device memory.
             self.free_staging()
             for table in self._tables.values():
                 table.free()
@@ -196,7 +199,7 @@ class PageMover:
     def _possible(
         self, path: CopyPath, columns: Columns, run_bytes: int, blocks_per_chunk: int
     ) -> CopyPath:
-        """`path`, or the next best one if it cannot be used."""
+        """Return `path`, or the next best path if that one cannot be used."""
         if path not in {CopyPath.KERNEL, CopyPath.STAGED}:
             return path
         if self._kernel is None or not columns.is_aligned:
@@ -243,8 +246,8 @@ class PageMover:
     def _staged(self, plan: Plan) -> Iterator[bool]:
         """Copy through the buffers. In a buffer, cells have the same layout as in their slots.
 
-        In a store, the kernel fills a buffer and the copy engines empty it; in a load, the other
-        way round. One buffer is filled while the other is emptied.
+        In a store, the kernel fills a buffer and the copy engines empty it; in a load, the copy
+        engines fill it and the kernel empties it. One buffer is filled while the other is emptied.
         """
         run_bytes, chunk = plan.grid.run_bytes, plan.grid.cell.blocks_per_chunk
         assert self._kernel is not None
@@ -258,8 +261,8 @@ class PageMover:
         in_buffer = [offsets + np.uint64(base) for base in buffers]
         sizes = np.full(slots_at_once, run_bytes, np.uint64)
         filling, emptying = self._second_stream, self.stream
-        # `filling` may start while `emptying` still runs the job before: that job writes nothing
-        # that is read here.
+        # `filling` may start while `emptying` still runs the previous job, because that job writes
+        # nothing that is read here.
         assert self._computed is not None
         self._computed.hold(filling)
         for part in _parts(len(plan.slots), slots_at_once):
@@ -288,8 +291,8 @@ class PageMover:
             yield self._room.is_full(_LAUNCH_COPIES)
 
     def _order(self, grid: Grid, base: int) -> Order:
-        """The parameters of a launch. `base`: address of the slots in host memory, or of a buffer,
-        where cells are adjacent."""
+        """The parameters of a launch. `base`: address of the first cell in host memory, or of a
+        buffer, in which cells are adjacent."""
         cell, columns = grid.cell, grid.columns
         is_packed = base != cell.address
         row_bytes = grid.run_bytes if is_packed else cell.row_bytes
@@ -318,7 +321,7 @@ class PageMover:
         *,
         is_quick: bool = False,
     ) -> None:
-        """`pages`: sources, targets, sizes."""
+        """Copy a part of `pages` (sources, targets, sizes) with the copy engines."""
         sources, targets, sizes = (column[part] for column in pages)
         self._driver.copy_batch(sources, targets, sizes, stream, is_quick=is_quick)
 

@@ -3,9 +3,9 @@
 A page is the part of one device block that is in one canonical tensor. A slot has a *place* for
 each of the device blocks that it combines.
 
-Pure arithmetic: no CUDA call, and no access to memory. What all blocks of a group have in common is
-computed once. A job is then little more than the numbers of its blocks and slots, and a kernel
-computes the addresses of pages itself.
+This module only computes addresses: it makes no CUDA call and accesses no page. Everything that all
+blocks of a group have in common is computed once. A job then consists of little more than the
+numbers of its blocks and slots, from which the kernel computes the addresses of pages.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
 Addresses = NDArray[np.uint64]
 
 ALIGNMENT = 16
-"""Bytes that a thread of the device reads or writes at once."""
+"""Bytes that a thread of the kernel reads or writes at once."""
 _RUN_SHARE = 0.75
-"""Share of a slot that must be pages of the job, for the slot to be copied as a whole."""
+"""Share of a rank's cell that must be data of the group, for cells to be copied as a whole."""
 _SIZES_KEPT = 1 << 10
-"""Blocks for which the sizes of pages are precomputed."""
+"""Largest number of blocks for which an array of page sizes is kept."""
 
 
 class DeviceTensor(NamedTuple):
@@ -49,7 +49,7 @@ class DeviceTensor(NamedTuple):
     address: int
     num_blocks: int
     stride_bytes: int
-    """From one block to the next."""
+    """Bytes from the start of one block to the start of the next."""
     page_bytes: int
 
 
@@ -84,7 +84,7 @@ class HostCell(NamedTuple):
     address: int
     """Address of the cell in the first slot."""
     row_bytes: int
-    """From one slot to the next."""
+    """Bytes from the start of one slot to the start of the next."""
     num_slots: int
     blocks_per_chunk: int
 
@@ -107,7 +107,8 @@ class Columns:
     is_aligned: bool
     """True if all addresses and sizes are multiples of `ALIGNMENT`."""
     run_bytes: int = 0
-    """Size of a rank's cell, if the pages are most of it; otherwise 0."""
+    """Bytes that all tensors together use of a rank's cell, if the group's data is at least
+    `_RUN_SHARE` of them and the number is a multiple of `ALIGNMENT`; otherwise 0."""
 
     def __len__(self) -> int:
         return len(self.table[0])
@@ -142,7 +143,7 @@ class Columns:
 
 
 class Grid(NamedTuple):
-    """Pages that a job copies: the columns of a group, for each of the blocks."""
+    """Pages that a job copies: for each of `blocks`, one page in each of `columns`."""
 
     columns: Columns
     cell: HostCell
@@ -150,8 +151,8 @@ class Grid(NamedTuple):
     slots: NDArray[np.int64]
     """The slot of each block."""
     first_place: int
-    """Place of the first block in its slot. The blocks after it take the places after it. All
-    further slots are filled from place 0 on."""
+    """Place of the first block in its slot. Later blocks take the places after it, and continue at
+    place 0 of the next slot."""
     has_whole_slots: bool
 
     @property
@@ -164,8 +165,8 @@ class Grid(NamedTuple):
 
     @property
     def run_bytes(self) -> int:
-        """Size of a rank's cell, if the pages are most of every cell, so that cells can be copied
-        as a whole; otherwise 0. In a store, later grids zero the rest of each cell."""
+        """`Columns.run_bytes` if cells can be copied as a whole; otherwise 0. In a store, later
+        grids zero the bytes of each cell that are not data of the group."""
         return self.columns.run_bytes if self.has_whole_slots else 0
 
     def entries(self) -> NDArray[np.uint32]:
@@ -176,12 +177,13 @@ class Grid(NamedTuple):
         return pairs
 
     def slot_addresses(self) -> Addresses:
-        """The address of each slot, once. Only for whole slots."""
+        """The address of this rank's cell in each slot, once per slot. Only for whole slots."""
         return self._cells(self.slots[:: self.cell.blocks_per_chunk]).view(np.uint64)
 
     def pages(self, start: int, stop: int) -> Pages:
         """The pages of the blocks from index `start` to `stop`, block by block."""
-        # Signed, like block and slot numbers, so that numpy converts nothing. Addresses fit.
+        # Viewed as signed, like block and slot numbers, so that numpy converts nothing. Addresses
+        # fit in 63 bits.
         device_bases, device_steps, offsets, steps, _ = self.columns.table.view(np.int64)
         blocks, cells = self.blocks[start:stop, None], self._cells(self.slots[start:stop])
         device = blocks * device_steps
@@ -209,9 +211,9 @@ class _Group:
     zeros: list[Columns]
     """Parts of a stored slot without data: padding, and tensors of other groups."""
     unused_places: Columns
-    """Places of a slot that a store leaves out."""
+    """The data pages of places that a store leaves out, to be filled with zeros."""
     num_blocks: int
-    """Device blocks that every one of its tensors has."""
+    """Number of device blocks in the smallest of its tensors."""
 
 
 class PageTable:
@@ -219,8 +221,8 @@ class PageTable:
 
     A cell holds pages of every canonical tensor, one tensor after the other; each tensor has one
     page for each device block of the slot. After a store, its slots hold the pages of that store
-    and zeros. The zeros are copied from `zeros`, an address on the device with as many zero bytes
-    as the largest page has.
+    and zeros. The zeros are copied from `zeros`, the address on the device of at least as many zero
+    bytes as the largest page has.
     """
 
     def __init__(
@@ -257,14 +259,14 @@ class PageTable:
         return max((len(group.data) for group in self._groups), default=0)
 
     def num_bytes(self, group_sizes: Sequence[int]) -> int:
-        """Data bytes of the given number of blocks of each group."""
+        """Number of data bytes in a job with `group_sizes[i]` blocks of group i."""
         return sum(
             size * group.data.bytes_per_block
             for size, group in zip(group_sizes, self._groups, strict=True)
         )
 
     def grids(self, transfers: Sequence[GroupTransfer], *, is_store: bool) -> list[Grid]:
-        """The pages to copy. No grid is empty."""
+        """The pages to copy, in grids, of which none is empty."""
         cell, grids = self._cell, []
         for transfer in transfers:
             group = self._groups[transfer.group_idx]
@@ -299,7 +301,7 @@ def _group(
     zeros: int,
 ) -> _Group:
     data_bytes: dict[int, int] = {}
-    for ref in refs:  # layers that share a tensor share its pages: they are copied once
+    for ref in refs:  # layers that share a tensor share its pages, which are copied once
         data_bytes[ref.tensor_idx] = max(ref.page_size_bytes, data_bytes.get(ref.tensor_idx, 0))
     used = list(data_bytes)
     unused = [t for t in range(len(tensors)) if t not in data_bytes]

@@ -1,4 +1,4 @@
-"""Events, memory and room in the queues of a CUDA device, each with one owner."""
+"""Events and memory of a CUDA device, and a count of the entries in its queues."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ __all__ = ["DeviceMemory", "Event", "QueueRoom"]
 logger = logging.getLogger(__name__)
 
 _MOST_ENTRIES = 2048
-"""Most entries of one direction in the device's queues. On an H200 the queues hold more. When they
-are full, the driver blocks its caller, which may be holding the interpreter lock."""
+"""Largest number of entries that one direction may have in the device's queues. The queues of an
+H200 hold more. If they were full, the driver would block its caller, which may hold the interpreter
+lock."""
 _OF_EVENTS = 8
-"""An estimate of the entries that a part of a job has besides its copies, such as events."""
+"""Estimated number of queue entries of a part of a job besides its copies, such as events."""
 
 
 class Event:
     """A CUDA event whose calls keep the interpreter lock, except `synchronize`.
 
-    Torch's events release it, and a thread that releases it in the middle of a job may wait
-    milliseconds to get it back. Belongs to the device that is current when it is made. Any thread.
+    Torch's events release the lock, and a thread that releases it in the middle of a job may wait
+    milliseconds to get it back. An event belongs to the device that is current when it is made. Any
+    thread may use it.
     """
 
     def __init__(self, driver: CudaDriver, *, is_timed: bool = False) -> None:
@@ -44,7 +46,7 @@ class Event:
         return self._driver.is_reached(self._handle)
 
     def synchronize(self) -> None:
-        """Return when it is reached."""
+        """Return when the last record is reached."""
         self._driver.synchronize_event(self._handle)
 
     def seconds_since(self, start: Event) -> float:
@@ -56,9 +58,9 @@ class Event:
 
 
 class QueueRoom:
-    """Counts the entries of one direction in the device's queues. One thread at a time.
+    """Counts the entries of one direction in the device's queues. Used by one thread at a time.
 
-    A thread waits here, without the interpreter lock, before the queues are full. Otherwise the
+    That thread waits here, without the interpreter lock, before the queues are full. Otherwise the
     driver would block it while it holds the lock.
     """
 
@@ -66,7 +68,7 @@ class QueueRoom:
         self._driver = driver
         self._spare: list[Event] = []
         self._parts: deque[tuple[Event, int]] = deque()
-        """An event behind each part that may still run, and the number of its entries."""
+        """For each part that may still run, the event after it and its number of entries."""
         self._num_entries = 0
 
     def add(self, num_copies: int, stream: int) -> None:
@@ -87,8 +89,8 @@ class QueueRoom:
     def await_room(self, num_copies: int) -> None:
         """Return when there is room for a part of `num_copies`.
 
-        If there is none, wait until half of the entries have ended: the device is busy with the
-        other half for longer than it takes to get the interpreter lock back.
+        If there is none, wait until at most half of `_MOST_ENTRIES` are left. The device takes
+        longer for those than the thread takes to get the interpreter lock back.
         """
         if not self.is_full(num_copies):
             return
@@ -97,7 +99,7 @@ class QueueRoom:
             self._forget_first()
 
     def forget(self) -> None:
-        """Forget all parts, because they have ended."""
+        """Forget all parts. Called when they have ended."""
         self._spare += [event for event, _ in self._parts]
         self._parts.clear()
         self._num_entries = 0
@@ -109,20 +111,21 @@ class QueueRoom:
 
 
 class DeviceMemory:
-    """Memory of the device that is current when it is made. Any thread.
+    """Memory of the device that is current when it is made. Any thread may use it.
 
-    It comes from the driver, not from torch. Memory that torch hands out while an engine makes its
-    KV caches may be treated as part of those, and loses its contents when the engine sleeps (vLLM's
-    sleep mode).
+    It is allocated by the driver, not by torch. An engine may treat memory that torch allocates
+    while it makes its KV caches as part of those caches. Such memory loses its contents when the
+    engine sleeps (vLLM's sleep mode).
     """
 
     def __init__(self, driver: CudaDriver, num_bytes: int) -> None:
-        """Allocate memory with undefined contents. Raises `CudaError`, with the remedy."""
+        """Allocate memory with undefined contents. Raises `CudaError`, with a remedy, if there is
+        too little."""
         self._driver = driver
         try:
             self.address = driver.allocate(num_bytes)
         except CudaError:
-            torch.cuda.empty_cache()  # torch may hold unused memory
+            torch.cuda.empty_cache()  # torch may keep unused memory
             self.address = self._allocate_again(num_bytes)
         self._is_free = False
 
@@ -153,8 +156,8 @@ class DeviceMemory:
             ) from error
 
     def free(self) -> None:
-        """Free memory that is no longer in use. The calling thread must have a context of the
-        device. Idempotent."""
+        """Free the memory, which must no longer be in use. The calling thread must have a context
+        of the device. Idempotent."""
         if self._is_free:
             return
         self._is_free = True

@@ -1,4 +1,4 @@
-"""Copies between the device and pinned memory, on streams of their own."""
+"""Copies pages between the device and pinned host memory, on streams of its own."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ __all__ = ["StreamCopies"]
 logger = logging.getLogger(__name__)
 
 _SMALL_JOB_PAGES = 512
-"""A job of at most this many pages is left to the job thread as a whole. Planning it on the
-engine's thread would only delay that thread: no other thread could run meanwhile, because numpy
-does not release the interpreter lock for arrays this short."""
+"""Largest job, in pages, that the job thread plans. Planning it on the engine's thread would only
+delay that thread: no other thread could run meanwhile, because numpy does not release the
+interpreter lock for arrays this short."""
 _AT_ONCE_S, _AT_ONCE_S_PER_PAGE, _MOST_AT_ONCE_S = 20e-6, 20e-9, 300e-6
-"""How long the engine's thread works on a job whose direction is idle: a constant, an addition per
-page, and the limit. It keeps the device busy until the job thread gets the interpreter lock, which
-takes a while beside a busy engine."""
+"""Seconds that the engine's thread spends on beginning a job whose direction is idle: a constant,
+an addition per page, and the limit. The copies that it begins keep the device busy until the job
+thread gets the interpreter lock, which takes a while beside a busy engine."""
 
 
 class StreamCopies(Copies):
     """Two streams and a job thread for each direction.
 
     The driver takes a microsecond or more per large page, so the job thread calls it, not the
-    engine's thread. The engine's thread records an event that the job waits for. It also plans a
-    large job, and begins it if its direction is idle, so that the device need not wait for the job
-    thread.
+    engine's thread. The engine's thread records an event that the job waits for. It also plans each
+    job of more than `_SMALL_JOB_PAGES` pages, and begins it if its direction is idle, so that the
+    device need not wait for the job thread.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class StreamCopies(Copies):
         kernel: PageKernel | None,
         choose: Choice | None = None,
     ) -> None:
-        """`kernel`: None if there is none; then the copy engines copy everything. `choose`: chooses
-        the `CopyPath` of a `Grid` of pages; by default the quickest."""
+        """`kernel`: if None, the copy engines copy everything. `choose`: returns the `CopyPath` of
+        a `Grid` of pages; by default the fastest path."""
         self._device = device
         self._driver = driver
         self._zeros: DeviceMemory | None = None
@@ -117,10 +117,10 @@ class StreamCopies(Copies):
 
     def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         direction = self._stores if is_store else self._loads
-        # The calls that torch's own compiler uses. `torch.cuda` may take some 50 us.
+        # Torch's compiler uses these calls, too. Those of `torch.cuda` may take some 50 us.
         index = self._device.index
         stream = torch._C._cuda_getCurrentRawStream(index)
-        if torch._C._cuda_getDevice() == index:  # as nearly always
+        if torch._C._cuda_getDevice() == index:  # the usual case
             return direction.start(find, num_pages, stream)
         with torch.cuda.device(self._device):
             return direction.start(find, num_pages, stream)
@@ -151,11 +151,11 @@ class _StreamTicket(Ticket):
         self._direction = direction
         self.events = events
         self.is_handed_over = False
-        """True once all of the job is on the streams, or it was refused. Set last, by the thread
-        that puts it there."""
+        """True once the whole job is on the streams, or has failed. The thread that puts it there
+        sets this last."""
         self.error: Exception | None = None
         self.elapsed_s: float | None = None
-        """None until the job is known to have ended."""
+        """Seconds that the copy took; None until the job is known to have ended."""
 
     def is_done(self) -> bool:
         if self.elapsed_s is None:
@@ -180,9 +180,9 @@ class _StreamTicket(Ticket):
 class _Direction:
     """The jobs under way in one direction.
 
-    The engine's thread calls all methods but those below "the job thread". One thread at a time
-    puts a job on the streams. The engine's thread begins a job only if all jobs before it have
-    ended; `thread` does everything else.
+    The engine's thread calls the methods above "the job thread", and the job thread those below,
+    except where noted. One thread at a time puts jobs on the streams: the engine's thread begins a
+    job only if all jobs before it have ended, and the job thread does everything else.
     """
 
     def __init__(
@@ -213,14 +213,14 @@ class _Direction:
                 self._begin(ticket, steps, num_pages)
         except RuntimeError as error:  # the thread cannot be started
             self._fail(ticket, error)
-        except BaseException as error:  # an interrupt: no thread may wait for this ticket forever
+        except BaseException as error:  # an interrupt: `wait` must not wait for this job forever
             self._thread.flush()
             self._fail(ticket, error)
             raise
         return ticket
 
     def collect(self) -> None:
-        """Mark the jobs that have ended. Raises when the device has failed."""
+        """Mark the jobs that have ended. Raises if the device has failed."""
         while self._under_way and self._under_way[0].is_handed_over:
             ticket = self._under_way[0]
             _, started, ended = ticket.events
@@ -230,7 +230,7 @@ class _Direction:
             ticket.elapsed_s = 0.0 if has_failed else ended.seconds_since(started)
             self._under_way.popleft()
             if not has_failed:
-                # Last: if this is interrupted, no two jobs get the same events.
+                # Done last, so that no two jobs get the same events if this is interrupted.
                 self._spare_events.append(ticket.events)
 
     def flush(self) -> None:
@@ -253,22 +253,22 @@ class _Direction:
                     self._thread.put(lambda: self._finish(ticket, steps))
                     return
         except Exception as error:
-            # On the job thread, because `_fail` waits for the copies that are under way.
+            # Called on the job thread, because `_fail` waits for the copies that are under way.
             failure = error
             self._thread.put(lambda: self._fail(ticket, failure))
         else:
             ticket.is_handed_over = True
 
     def _plans(self, find: FindGrids) -> list[Plan]:
-        """Any thread."""
+        """Plan the copies of a job. Called by either thread."""
         return [self.mover.plan(grid) for grid in find()]
 
     def _steps(self, ticket: _StreamTicket, find_plans: Callable[[], list[Plan]]) -> Iterator[bool]:
-        """Any one thread at a time."""
+        """Put a job on the streams, step by step. Run by one thread at a time."""
         try:
             plans = find_plans()
         except TransferRefused as refusal:
-            # Its frames would keep the job's memory alive.
+            # The traceback's frames would keep the job's memory alive.
             raise refusal.with_traceback(None) from None
         computed, started, ended = ticket.events
         self.mover.wait_for(computed)
@@ -290,7 +290,8 @@ class _Direction:
 
     def _fail(self, ticket: _StreamTicket, error: BaseException) -> None:
         """End a job with an error. First waits until none of its copies is under way and all jobs
-        before it have ended, because the caller may reuse the memory."""
+        before it have ended, because the caller may then reuse the memory. `start` also calls this,
+        on the engine's thread, if the job thread cannot be started or on an interrupt."""
         # The ticket raises it in the submitting thread.
         ticket.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
         try:

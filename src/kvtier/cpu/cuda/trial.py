@@ -1,4 +1,4 @@
-"""A worker with caches of its own, for the checks and measurements of self-test and benchmarks."""
+"""A worker with caches of its own, for the self-test and the benchmarks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Trial:
     def ready(
         self, is_store: bool, blocks: NDArray[np.int64], slots: NDArray[np.int64]
     ) -> Callable[[], int]:
-        """Prepare such a job. Returns a function that starts it and returns its id."""
+        """Prepare a job as for `submit`. Returns a function that starts it and returns its id."""
         self._next_job += 1
         job = self._next_job
         device, host = GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(slots)
@@ -128,14 +128,14 @@ def open_trial(
 
 
 class Bandwidth(NamedTuple):
-    """Median GB/s, from the first call until the last byte is copied."""
+    """Median GB/s, measured from the first call until the last byte is copied."""
 
     load: float
     """To the device."""
     store: float
     """From the device."""
     both: float
-    """The sum of both directions at the same time."""
+    """Both directions at the same time, in sum."""
 
 
 def measure(
@@ -145,10 +145,10 @@ def measure(
     num_bytes: int,
     open_copies: OpenCopies | None = None,
 ) -> Bandwidth:
-    """The bandwidth of the worker with scattered pages, and a few jobs under way.
+    """The bandwidth of the worker with scattered pages, split into several jobs.
 
-    `num_bytes`: copied in each round, rounded down to whole blocks. `open_copies`: as for the
-    worker.
+    `num_bytes`: bytes to copy in each round, rounded down to whole blocks. `open_copies`: as for
+    the worker.
     """
     num_blocks = num_bytes // (page_bytes * num_tensors)
     num_bytes = num_blocks * page_bytes * num_tensors
@@ -194,8 +194,8 @@ def measure_plain_copy(device: Any, num_bytes: int) -> Bandwidth:
 
 
 def _jobs(trial: Trial, is_store: bool) -> Callable[..., list[int]]:
-    """A function that submits jobs which together copy every block `times` times, and returns their
-    ids."""
+    """Return a function that submits jobs which together copy every block `times` times, and that
+    returns the ids of these jobs."""
     order = np.random.default_rng(0)
     shares, slots = (
         np.array_split(order.permutation(trial.num_blocks), _NUM_JOBS) for _ in range(2)
@@ -217,8 +217,8 @@ def _rate(
     device: Any,
     finish: Callable[[Any], object] = lambda _: None,
 ) -> float:
-    """Median GB/s of `start`, which returns when all copies are on the device's streams. `finish`
-    is called with its result after each round, outside the measured time."""
+    """Median GB/s of `start`, which must return when all copies are on the device's streams.
+    `finish` is called with the result of `start` after each round, outside the measured time."""
     seconds = []
     for _ in range(1 + _NUM_ROUNDS):
         torch.cuda.synchronize(device)

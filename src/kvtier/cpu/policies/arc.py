@@ -1,4 +1,5 @@
-"""Adaptive Replacement Cache (Megiddo and Modha, FAST 2003); blocks of a request stay together."""
+"""ARC, the Adaptive Replacement Cache (Megiddo and Modha, FAST 2003), which keeps the blocks of one
+request together."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ _Pair: TypeAlias = "tuple[OffloadKey, BlockStatus]"
 
 
 class ARCCachePolicy(RunKeepingPolicy):
-    """Balances recency (`t1`) against frequency (`t2`): evicted keys that come back decide.
+    """Balances recency (`t1`) against frequency (`t2`) by the evicted keys that are stored again.
 
-    `t1` holds blocks that one request has used, `t2` those that several have. `b1` and `b2`
-    keep the keys that were evicted from them. A store of a key in `b1` shows that `t1` was too
-    small, one of a key in `b2` that `t2` was: `target_t1_size` moves accordingly, and the block
-    enters `t2`, because it was used twice. As in the paper, `t1` and `b1` together hold at most as
-    many keys as the cache has blocks, and all four lists at most twice as many.
+    `t1` holds blocks that one request has used, `t2` blocks that several requests have used. `b1`
+    and `b2` hold the keys that were evicted from `t1` and `t2`. A store of a key in `b1` shows that
+    `t1` was too small, so `target_t1_size` grows; a store of a key in `b2` shows that `t2` was too
+    small, so it shrinks. In both cases the block enters `t2`, because it was used twice. As in the
+    paper, `t1` and `b1` together hold at most as many keys as the cache has blocks, and all four
+    lists at most twice as many.
 
-    A request counts once for each block, even if it asks for the block several times.
+    A request counts once for each block, even if it uses the block several times.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -77,7 +79,7 @@ class ARCCachePolicy(RunKeepingPolicy):
             self.t1.append_new(owner, new)
         self._bound_ghosts()
         if overtakes and len(brought) > len(keys):
-            # Blocks that the request used before are in other runs: make them as recent as the new.
+            # Blocks that the request used before are in other runs. Make them as recent as these.
             self.touch(brought, req_context)
 
     def remove(self, key: OffloadKey) -> None:
@@ -100,7 +102,7 @@ class ARCCachePolicy(RunKeepingPolicy):
             block = self.blocks.get(key)
             if block is None or block.place is run1 or block.place is run2:
                 continue
-            # Blocks that the request stored itself have not been used by another one.
+            # Blocks that this request stored stay in `t1`: no other request has used them.
             move(key, block, run1 if block.place is former1 else run2)
         for former, run in ((former1, run1), (former2, run2)):
             if former is not None:
@@ -174,9 +176,9 @@ class ARCCachePolicy(RunKeepingPolicy):
     def _replace(self, from_t1: list[_Pair], from_t2: list[_Pair], n: int) -> int:
         """Decide how many of `n` victims come from `t1`, and add their keys to `b1` and `b2`.
 
-        `from_t1`, `from_t2`: candidates, in order of eviction. Incoming keys are taken tail first,
-        from the end of the prompt to its start. The first ones taken get free slots; each of the
-        last `n` replaces a block.
+        `from_t1`, `from_t2`: candidates, in order of eviction. Incoming keys are handled from the
+        end of the prompt to its start. The first ones get free slots; each of the last `n` replaces
+        a block.
         """
         incoming = self._incoming
         self._incoming = ()
@@ -189,10 +191,10 @@ class ARCCachePolicy(RunKeepingPolicy):
     def _replace_for_new(
         self, from_t1: list[_Pair], from_t2: list[_Pair], n: int, room: int
     ) -> int:
-        """`_replace_one_by_one` in one go, for keys that are in neither `b1` nor `b2`.
+        """Do `_replace_one_by_one` in one pass, for keys that are in neither `b1` nor `b2`.
 
-        The target does not move, and all blocks enter `t1`. So `t2` gives blocks until `t1` is
-        over its target, and from then on `t1` does.
+        The target does not change, and all new blocks enter `t1`. So blocks are evicted from `t2`
+        until `t1` is larger than its target, and from `t1` after that.
         """
         below_target = int(self.target_t1_size) + 1 - len(self.t1) - room
         num_from_t2 = min(n, max(below_target, 0), len(from_t2))
@@ -210,7 +212,7 @@ class ARCCachePolicy(RunKeepingPolicy):
         incoming: Sequence[OffloadKey],
         room: int,
     ) -> int:
-        """The paper's procedure, one block after the other, tail first."""
+        """The paper's procedure, for one key after the other, from the end of the prompt."""
         b1, b2, capacity = self.b1, self.b2, self.cache_capacity
         t1_size, t2_size = len(self.t1), len(self.t2)
         num_from_t1 = num_from_t2 = 0

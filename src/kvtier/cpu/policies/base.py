@@ -1,8 +1,8 @@
-"""The contract of an eviction policy: it decides which block leaves first.
+"""The contract of an eviction policy, which decides which block is evicted first.
 
 The manager owns slots, reference counts and events; a policy owns the order of blocks. A policy
-author implements `insert`, `remove`, `touch`, `evict` and `clear`; all other methods have defaults
-that call those. All calls come from the scheduler thread.
+must implement `insert`, `remove`, `touch`, `evict` and `clear`; all other methods have defaults.
+The manager calls a policy on the scheduler thread only.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 WRITING = -1
 """`ref_cnt` of a slot whose block is being written."""
 FREE = -2
-"""`ref_cnt` of a slot that holds nothing."""
+"""`ref_cnt` of a slot that holds no block and can be taken."""
 QUARANTINED = -3
-"""`ref_cnt` of a slot that holds nothing, but that a transfer may still be using."""
+"""`ref_cnt` of a slot that holds no block, but that a transfer may still be using."""
 
 
 class SlotState(Enum):
@@ -41,7 +41,7 @@ _NO_KEY: OffloadKey = b""  # type: ignore[assignment]
 class BlockStatus:
     """One slot of the primary tier and the block in it.
 
-    There is one object per slot for as long as the manager lives. `generation` grows each time
+    Each slot has one object, which the manager keeps until it ends. `generation` grows each time
     the slot gets another block. Two blocks of one key never have the same generation.
     """
 
@@ -55,9 +55,9 @@ class BlockStatus:
         self.key: OffloadKey = _NO_KEY
         """The key of the block in the slot, or of the one that was in it last."""
         self.place: Any = None
-        """For the policy alone: where it keeps this block."""
+        """Where the policy keeps this block. Only the policy uses it."""
         self.writer: object = None
-        """For the manager alone: the request or tier transfer that may complete the write."""
+        """The request or tier transfer that may complete the write. Only the manager uses it."""
 
     @property
     def is_ready(self) -> bool:
@@ -76,9 +76,8 @@ class BlockStatus:
 class CachePolicy(ABC):
     """The order of eviction of the blocks of one cache.
 
-    Keys that are passed together belong to one request and are in prompt order. Within a request
-    the head of the prefix is worth the most, because no block after a missing one can be used. So
-    the head should leave last.
+    Keys that are passed together belong to one request and are in prompt order. No block after a
+    missing one can be used, so a policy should evict the first blocks of a request last.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -100,7 +99,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """A request uses these blocks. Keys that are not resident are ignored."""
+        """Note that a request uses these blocks. Keys that are not resident are ignored."""
 
     @abstractmethod
     def evict(
@@ -113,21 +112,21 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all blocks, pinned or not, and everything learnt from them."""
+        """Forget all blocks, pinned or not, and all statistics about them."""
 
     def mark_evictable(self, key: OffloadKey) -> None:
-        """The block's `ref_cnt` has become 0."""
+        """Called when the block's `ref_cnt` has become 0."""
         return
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
-        """The block's `ref_cnt` is no longer 0."""
+        """Called when the block's `ref_cnt` is no longer 0."""
         return
 
-    # The manager calls the methods below with a whole batch at a time.
+    # The methods below get a whole batch at a time. Most of their defaults call those above.
 
     def on_store_miss(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """A request is about to store these blocks. `evict` follows if there are too few slots; its
-        `protected` keys are then all keys of the request."""
+        """Called before a request stores these blocks. If too few slots are free, `evict` is called
+        next, with all keys of the request as `protected`."""
         return
 
     def insert_run(
@@ -153,27 +152,28 @@ class CachePolicy(ABC):
         brought: Collection[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        """A request uses these blocks for the first time.
+        """Note that a request uses these blocks for the first time.
 
-        In its prompt they follow the blocks that it used before; `brought` is as in `insert_run`.
+        In the prompt they follow the blocks that the request used before. `brought`: as in
+        `insert_run`.
         """
         self.touch(brought, req_context)
 
     def renew(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request uses its blocks again. `keys`: all keys of the request, in prompt order. An
-        earlier call has passed the same keys in the same order."""
+        """Note that a request uses all its blocks again. `keys`: all keys of the request, in prompt
+        order. An earlier call has passed the same keys in the same order."""
         self.touch(keys, req_context)
 
     def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request has ended. `keys`: all keys of the request, in prompt order."""
+        """Called when a request has ended. `keys`: all its keys, in prompt order."""
         self.renew(keys, req_context)
 
     def pinned(self, blocks: Iterable[BlockStatus]) -> None:
-        """The `ref_cnt` of these blocks is no longer 0."""
+        """Called when the `ref_cnt` of these blocks is no longer 0."""
         for block in blocks:
             self.mark_non_evictable(block.key)
 
     def unpinned(self, blocks: Iterable[BlockStatus]) -> None:
-        """The `ref_cnt` of these blocks has become 0."""
+        """Called when the `ref_cnt` of these blocks has become 0."""
         for block in blocks:
             self.mark_evictable(block.key)

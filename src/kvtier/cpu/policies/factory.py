@@ -17,7 +17,7 @@ def _load_policy_base() -> type[CachePolicy]:
 
 
 class CachePolicyFactory:
-    """Finds the policy that `eviction_policy` and `cache_policy_module_path` name.
+    """Finds the policy class that `eviction_policy` and `cache_policy_module_path` name.
 
     Further policies come from entry points of the group `kvtier.policies`.
     """
@@ -32,12 +32,12 @@ class CachePolicyFactory:
 
     @classmethod
     def register_cache_policy(cls, name: str, module_path: str, class_name: str) -> None:
-        """Register a name for a class of `module_path`, which is imported when first needed."""
+        """Register `class_name` of `module_path` as `name`. See `ClassRegistry.register`."""
         cls._registry.register(name, module_path, class_name)
 
     @classmethod
     def get_cache_policy_cls(cls, name: str, module_path: str | None = None) -> type[CachePolicy]:
-        """The class of a policy. Raises `ConfigError` if there is none of that name."""
+        """The class of the policy `name`. Raises `ConfigError` if there is none."""
         return cls._registry.resolve(name, module_path)
 
 

@@ -1,4 +1,4 @@
-"""Least recently used; blocks of a request stay together."""
+"""LRU (least recently used); blocks of one request stay together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LRUCachePolicy(RunKeepingPolicy):
-    """Evicts the block whose last use is the longest ago; within a request, from the tail."""
+    """Evicts the blocks that were not used for longest; within a request, the last one first."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -42,7 +42,7 @@ class LRUCachePolicy(RunKeepingPolicy):
         had_run = self._order.run_of(req_context.req_id) is not None
         self._order.append_new(req_context.req_id, new)
         if not had_run and len(brought) > len(keys):
-            # Blocks that the request used before are in other runs: make them as recent as the new.
+            # Blocks that the request used before are in other runs. Make them as recent as these.
             self.touch(brought, req_context)
 
     def remove(self, key: OffloadKey) -> None:

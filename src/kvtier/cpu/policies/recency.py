@@ -3,9 +3,9 @@
 A plain LRU list moves single blocks, so the order within a request depends on the order of
 calls: after a prompt is stored in two steps, its tail is more recent than its head. Here the unit
 of recency is a *run*: the blocks of one request, in prompt order. Runs are ordered by age; eviction
-takes the oldest run and, within it, the tail first. A request that stores more blocks appends
-them to its run; one that uses another request's blocks moves them into its own. Each of these
-takes constant time per block, and moving a whole run takes constant time.
+takes the oldest run and, within it, the last block first. A request that stores more blocks appends
+them to its run; a request that uses another request's blocks moves them into its own run. Each of
+these takes constant time per block, and moving a whole run takes constant time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _MAX_JOINED = 64
-"""Largest number of blocks of a run that was joined from two."""
+"""Largest number of blocks in a run that was joined from two runs."""
 
 
 class Run:
-    """The blocks that one request used last, in prompt order."""
+    """Blocks of one request, in prompt order. Runs of finished requests may be joined."""
 
     __slots__ = ("age", "blocks", "idle", "num_dead", "owner", "recency", "scattered")
 
@@ -48,8 +48,8 @@ class RecencyList:
     """Runs from the least to the most recently used one."""
 
     def __init__(self) -> None:
-        # Not a plain dict: deleting the oldest entry again and again leaves dead entries at its
-        # start, and every access to the oldest would walk over them.
+        # Not a plain dict: repeatedly deleting the oldest entry leaves dead entries at the start,
+        # which every access to the oldest entry would have to skip.
         self._runs: OrderedDict[Run, None] = OrderedDict()
         self._by_owner: dict[str, Run] = {}
         self._clock = 0
@@ -71,7 +71,7 @@ class RecencyList:
         return self._by_owner.get(owner)
 
     def open_run(self, owner: str | None) -> Run:
-        """The run of a request; if it has none, a new one, the most recent of all."""
+        """The run of a request. If it has none, a new run, which is the most recent one."""
         run = self._by_owner.get(owner) if owner is not None else None
         if run is None:
             self._clock += 1
@@ -82,7 +82,7 @@ class RecencyList:
         return run
 
     def reopen_run(self, owner: str) -> tuple[Run, Run | None]:
-        """A new run for a request, the most recent of all, and the run it had until now."""
+        """Return a new run for a request, which is the most recent one, and its former run."""
         former = self._by_owner.pop(owner, None)
         if former is not None:
             former.owner = None
@@ -103,8 +103,8 @@ class RecencyList:
     ) -> bool:
         """Make `run` the most recent one if its blocks are the last of these keys, in this order.
 
-        The blocks of the other keys move into it; its own are not touched one by one. Returns False
-        if they are not the last.
+        The blocks of the other keys move into the run; its own blocks are not moved one by one.
+        Returns False, and changes nothing, if its blocks are not the last of these keys.
         """
         num_own = len(run.blocks)
         if num_own >= len(keys) or list(run.blocks) != keys[len(keys) - num_own :]:
@@ -118,9 +118,9 @@ class RecencyList:
     ) -> bool:
         """Give a request without a run the run of a finished request, and make it the most recent.
 
-        Only if the blocks of that run are a contiguous part of these keys, in this order; otherwise
-        returns False. The blocks of the other keys move into the run. This makes a prompt that
-        comes again, or continues, cheap: the blocks of the run itself are not moved one by one.
+        This is done only if the blocks of that run are a contiguous part of these keys, in this
+        order; otherwise returns False. The blocks of the other keys move into the run. Its own
+        blocks are not moved one by one, so a prompt that is repeated or continued costs little.
         """
         for anchor in (0, len(keys) // 2) if keys else ():
             block = blocks.get(keys[anchor])
@@ -138,7 +138,7 @@ class RecencyList:
         return False
 
     def _enter(self, run: Run, owner: str) -> None:
-        """Give a run without an owner, of this list or another one, to a request."""
+        """Make a request the owner of a run that has none. The run may be in another list."""
         if run.recency is not self:
             del run.recency._runs[run]
             run.recency._size -= len(run.blocks)
@@ -155,8 +155,8 @@ class RecencyList:
         behind: Sequence[OffloadKey],
         blocks: Mapping[OffloadKey, BlockStatus],
     ) -> None:
-        """Move blocks into a run, in front of its own and behind them. The run then holds all
-        blocks that its request uses."""
+        """Move blocks into a run, before and after its own. The run then holds all blocks that its
+        request uses."""
         num_own = len(run.blocks)
         move_all(before, blocks, run)
         if len(run.blocks) > num_own:
@@ -173,14 +173,15 @@ class RecencyList:
         self._runs.move_to_end(run)
 
     def retire(self, owner: str) -> None:
-        """The request has finished. A later request of the same id starts another run."""
+        """End the run of a finished request. A later request with the same id starts a new run."""
         run = self._by_owner.pop(owner, None)
         if run is not None:
             run.owner = None
             self._join_with_older(run)
 
     def _join_with_older(self, run: Run) -> None:
-        """Join two small adjacent runs, because a run takes more memory than a block."""
+        """Join the most recent run with the one before it, if both are small and the older has no
+        owner. A run takes more memory than a block."""
         newest_first = reversed(self._runs)
         if next(newest_first) is not run:
             return
@@ -191,7 +192,7 @@ class RecencyList:
             return
         for block in older.blocks.values():
             block.place = run
-        run.blocks.update(older.blocks)  # behind its own, so that older blocks leave first
+        run.blocks.update(older.blocks)  # after its own, so that the older blocks are evicted first
         run.idle += older.idle
         run.num_dead += older.num_dead
         del self._runs[older]
@@ -206,9 +207,9 @@ class RecencyList:
     def append_new(self, owner: str | None, blocks: dict[OffloadKey, BlockStatus]) -> None:
         """Append new blocks, which are in no run and cannot be evicted yet, to the request's run.
 
-        The run becomes the most recent one. But if other runs may hold blocks that the request uses
-        (`scattered`), it would overtake them. Then it stays in its place until the request
-        finishes.
+        The run becomes the most recent one, unless it is `scattered`: it would then become more
+        recent than the request's blocks in other runs. A scattered run keeps its place until the
+        request touches its blocks or finishes.
         """
         run = self.open_run(owner)
         for block in blocks.values():
@@ -283,8 +284,8 @@ class RecencyList:
         run.idle -= i - start
         run.num_dead += i - start
         if run.num_dead > len(members):
-            # Deleted entries stay in a dictionary until it is copied: every later `select` would
-            # walk over them.
+            # Deleted entries stay in a dictionary until it is copied, and every later `select`
+            # would have to skip them.
             run.blocks = dict(members)
             run.num_dead = 0
         return i
@@ -308,8 +309,8 @@ def move(key: OffloadKey, block: BlockStatus, target: Run) -> None:
 def move_all(
     keys: Iterable[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus], target: Run
 ) -> None:
-    """`move` for the resident blocks of these keys that are not in `target`. Adjacent blocks of one
-    run are accounted for together."""
+    """As `move`, for the resident blocks of these keys that are not in `target`. The counts of a
+    run are updated once for adjacent blocks of that run."""
     find, moved = blocks.get, target.blocks
     source, left, num_idle, num_moved = target, moved, 0, 0
     for key in keys:
@@ -346,7 +347,7 @@ def _account(source: Run, target: Run, num_moved: int, num_idle: int) -> None:
 
 
 class RunKeepingPolicy(CachePolicy):
-    """Base of policies that keep blocks in runs: every run counts its evictable blocks."""
+    """Base of policies that keep blocks in runs. Every run counts its evictable blocks."""
 
     def mark_evictable(self, key: OffloadKey) -> None:
         self.blocks[key].place.idle += 1
