@@ -12,7 +12,8 @@ _NEEDED = ("typer", "rich")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. `argv`: without the program's name."""
+    """Run the command and return its exit code. `argv`: the arguments without the program's name;
+    by default, those of this process."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         print(

@@ -16,8 +16,8 @@ from kvtier.cli.vllm_config.app import InGivenOrder, vllm_config
 __all__ = ["app", "run"]
 
 _HELP = """
-kvtier keeps the KV cache of an LLM engine: blocks are copied from the device to host memory and to
-the tiers below, and come back faster than they could be computed again.
+kvtier keeps the KV cache of an LLM engine. It copies blocks from the device to host memory and to
+the tiers below, and loads them again if that is faster than computing them.
 
 Start here; it needs no GPU and no download, and takes about half a minute of processor
 time:
@@ -75,7 +75,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         app(args=None if argv is None else list(argv), prog_name="kvtier")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:  # before the command began
+    except KeyboardInterrupt:  # before the command has started
         return 128 + signal.SIGINT
     except OSError as error:  # the help could not be written; commands handle this themselves
         from kvtier.cli.output import end_of_output, note

@@ -54,10 +54,10 @@ def note(text: str) -> None:
 
 
 def end_of_output(error: OSError) -> Exception:
-    """Return the exception to raise for an error of standard output. Discards what is still
-    buffered."""
+    """Return the exception to raise after standard output has failed with `error`. Discards what is
+    still buffered."""
     if sys.stdout is not None:
-        # Otherwise the interpreter fails once more when it flushes the buffer at exit.
+        # Otherwise the interpreter's flush at exit would fail, too.
         with suppress(OSError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):

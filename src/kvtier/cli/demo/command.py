@@ -1,4 +1,4 @@
-"""`kvtier demo`, from checked settings to an exit code."""
+"""Runs `kvtier demo` with checked settings, prints the result, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_demo(settings: DemoSettings, *, as_json: bool) -> int:
-    """Run, print, and return the exit code. Standard output gets only the result."""
+    """Run the demo, print the result, and return the exit code. Standard output gets only the
+    result."""
     report = Report(settings)
     try:
         with Interruption() as interruption:
@@ -98,8 +99,8 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Records SIGINT and SIGTERM. Nothing is interrupted until `check`, which is called between
-    steps of the engine, raises. So setup and shutdown are never cut short. Used on the main thread
+    """Records SIGINT and SIGTERM. The demo calls `check` between steps of the engine, and `check`
+    raises `Interrupted`. So setup and shutdown are never cut short. Used on the main thread
     only."""
 
     def __init__(self) -> None:

@@ -83,7 +83,8 @@ class LiveDisplay:
 
 
 def _columns(width: int) -> list[ProgressColumn]:
-    """The columns that fit: the bar is left out first; count and time always stay."""
+    """Return the columns that fit into `width` characters. The bar is left out first, then the
+    note."""
     columns: list[ProgressColumn] = [
         SpinnerColumn(finished_text="+"),
         TextColumn("{task.description}"),
@@ -98,7 +99,7 @@ def _columns(width: int) -> list[ProgressColumn]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Tables, remarks, and the verdict."""
+    """Print the tables, the remarks and the verdict."""
     if report.phases:
         _print_table(console, "First token", _first_tokens(report.phases))
         _print_table(console, "Where the blocks came from", _places(report.phases))
@@ -134,7 +135,8 @@ def _print_table(console: Console, title: str, table: Table) -> None:
 
 
 def _table(*titles: str) -> Table:
-    """The first column is text, the others are numbers. No cell is wrapped or cut off."""
+    """Return a table without rows. The first column is text, the others are numbers. No cell is
+    wrapped or cut off."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for place, title in enumerate(titles):
         table.add_column(title, justify="right" if place else "left", no_wrap=True)

@@ -38,8 +38,8 @@ _DOOMED_TIER: dict[str, Any] = {
 }
 _DOOMED, _OTHER = 0, 1
 _SPARE_PROMPTS = 16
-"""Extra room in host memory, in prompts, because a dead tier may hold up to a quarter of all
-slots."""
+"""Extra room in host memory, as a number of prompts, because a dead tier may hold up to a quarter
+of all slots."""
 _MAX_REQUESTS = 10
 """The dead tier must be cut off within this many requests. Its breaker opens after three missed
 deadlines."""
@@ -298,8 +298,8 @@ class _Outcome:
 
 
 def _forget(server: OffloadingServer, source: Source) -> list[str]:
-    """Empty the places that would be asked before host memory or a tier, if that is the source.
-    Returns a problem if blocks are left there."""
+    """Empty the caches that an engine asks before `source`: the device cache and, before a tier,
+    host memory. Returns a problem if blocks are left in host memory."""
     if source is Source.HOST:
         server.drop_device_cache()
     if source is Source.TIER and (num_left := server.flush_host_memory()):

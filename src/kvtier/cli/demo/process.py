@@ -1,7 +1,7 @@
-"""Runs an engine of the demo in a process of its own. Both sides of the connection are here.
+"""Runs an engine of the demo in a process of its own. This module has the code of both processes.
 
 The demo sends an `EngineTask` over a connection and receives `Message`s. If the demo ends early,
-the connection closes: then the process ends as well, and removes the files of the demo.
+the connection closes. The engine's process then ends too, and removes the files of the demo.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
 
 _POLL_S = 0.1
 _PATIENCE_S = 60.0
-"""Time for the process to end once its connection is closed, which it notices between two engine
-steps."""
+"""Seconds that the process has to end after its connection was closed. It notices that between two
+engine steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTask:
-    """What an engine does: serve these prompts one after the other, and end."""
+    """The task of an engine: serve these prompts one after the other, and end."""
 
     model: ModelConfig
     prompts: Sequence[Prompt]
@@ -120,8 +120,8 @@ def _serve(task: EngineTask, demo: Connection) -> None:
 # --- in the demo -------------------------------------------------------------------------------
 
 
-# Not `-m`, with which the classes of sent objects would belong to `__main__`: the demo could not
-# find them there.
+# Not `-m`: the classes of sent objects would then belong to `__main__`, where the demo could not
+# find them.
 _PROGRAM = f"from {EngineTask.__module__} import main; raise SystemExit(main())"
 
 
@@ -185,7 +185,7 @@ def _process(
         try:
             yield process, connection
         finally:
-            connection.close()  # makes the process end, unless it has ended
+            connection.close()  # this makes the process end
             try:
                 process.wait(_PATIENCE_S)
             except subprocess.TimeoutExpired:

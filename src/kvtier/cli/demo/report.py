@@ -1,4 +1,4 @@
-"""What the demo found: the rows of its report, and how answers are judged."""
+"""The report of the demo: its rows, and the checks of answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PhaseRow:
     identical: bool
     """True if every token and logit equals that of a run without offloading."""
     problems: list[str] = field(default_factory=list)
-    """Prompts that did not come from where they should have."""
+    """A sentence for each way in which prompts did not come from where they should have."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -191,7 +191,7 @@ class Source(Enum):
 
 
 class Offloader(Protocol):
-    """An offloading engine, as far as `row_of` needs it."""
+    """The attributes of an offloading engine that `row_of` reads."""
 
     @property
     def block_bytes(self) -> int: ...
@@ -202,7 +202,7 @@ class Offloader(Protocol):
 
 
 def is_identical(served: Served, references: References) -> bool:
-    """True if the tokens are equal, and the logits equal to the last bit."""
+    """True if the tokens equal those without offloading, and the logits do so to the last bit."""
     right = references[served.prompt].result
     return served.result.token_ids == right.token_ids and _bits(served.result) == _bits(right)
 
@@ -274,7 +274,8 @@ def row_of(
 
 
 class OperatorLog(logging.Handler):
-    """A context that keeps kvtier's warnings for the report, away from the display."""
+    """A context that collects the warnings of kvtier for the report, and keeps them off the
+    terminal."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

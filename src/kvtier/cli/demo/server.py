@@ -1,6 +1,6 @@
 """The engines and tiers of the demo.
 
-An engine serves one prompt at a time, and counts where its blocks came from.
+Each engine serves one prompt at a time, and counts where the blocks of the prompt came from.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ __all__ = ["DoomedTier", "OffloadingServer", "RequestStuck", "Served", "Server"]
 
 _PATIENCE_S = 60.0
 _PATIENCE_S_PER_TOKEN = 0.05
-"""A request is stuck if it takes longer than `_PATIENCE_S` and this for each of its tokens. Slow
-machines need far less."""
+"""A request is stuck if it takes longer than `_PATIENCE_S` plus this many seconds for each token of
+its prompt. Slow machines need far less."""
 
 
 class RequestStuck(RuntimeError):
-    """A request did not end, or its blocks did not reach the tiers in time. No tier may keep a
-    request from ending."""
+    """A request did not end in time, or its blocks did not reach the tiers in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,12 @@ class Served:
     result: RequestResult
     first_token_s: float
     host_blocks: int = 0
-    """Blocks loaded from host memory, except those that a tier had just brought there."""
+    """Blocks loaded from host memory, except those that were loaded from a tier for this
+    request."""
     tier_blocks: tuple[int, ...] = ()
-    """Blocks loaded from each tier."""
+    """For each tier, the number of blocks loaded from it."""
     late_loads: tuple[int, ...] = ()
-    """Loads of each tier that missed their deadline."""
+    """For each tier, the number of loads that missed their deadline."""
 
     @property
     def device_blocks(self) -> int:
@@ -132,8 +132,8 @@ class OffloadingServer(Server):
         *,
         spare_prompts: int = 0,
     ) -> None:
-        """`spare_prompts`: extra room in host memory, in units of the longest prompt, for slots
-        that a dead tier does not give back."""
+        """`spare_prompts`: extra room in host memory, for this many of the longest prompt: a dead
+        tier does not give back its slots."""
         self._tiers = tiers
         self._spare_prompts = spare_prompts
         super().__init__(model, prompts, check)
@@ -230,8 +230,8 @@ def _deadline(num_tokens: int) -> float:
 
 
 class DoomedTier(ExampleSecondaryTierManager):
-    """The example tier, until `kill`. From then on it accepts every job and reports none, not even
-    those that it had begun: the worst way for a tier to fail."""
+    """An example tier that can be killed. After `kill`, it accepts every job and reports none as
+    finished, not even jobs that it had begun: the worst way for a tier to fail."""
 
     def __init__(
         self,

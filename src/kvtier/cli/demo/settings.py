@@ -39,8 +39,8 @@ _LEAST_TOKENS = 2 * BLOCK_TOKENS
 _MOST_TOKENS = ModelConfig().max_tokens - NEW_TOKENS
 _MOST_REQUESTS = 64
 _CACHE_TOKENS = 65_536
-"""The most tokens of all prompts together. Their KV takes 128 MiB on the device, and host memory
-has room for at least twice that."""
+"""Largest number of tokens of all prompts and answers together. Their KV takes 128 MiB on the
+device, and host memory has room for at least twice that."""
 
 
 class WrongSetting(ValueError):
@@ -101,7 +101,7 @@ class DemoSettings:
 
     @property
     def prompts_by_length(self) -> list[Prompt]:
-        """One for each of `lengths`."""
+        """One prompt for each of `lengths`."""
         return [self._prompt(_MOST_REQUESTS + n, n) for n in self.lengths]
 
     def _prompt(self, index: int, num_tokens: int) -> Prompt:
@@ -110,7 +110,8 @@ class DemoSettings:
 
 
 def engine_config(model: ModelConfig, prompts: Sequence[Prompt]) -> EngineConfig:
-    """Return an engine whose device cache has room for all prompts and their generated tokens."""
+    """Return the configuration of an engine whose device cache has room for all prompts and their
+    generated tokens."""
     num_groups = len(model.groups)
     # Steps of 512 tokens are efficient. A window needs blocks for two such steps.
     config = EngineConfig(token_budget=512)

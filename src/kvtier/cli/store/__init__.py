@@ -1,1 +1,1 @@
-"""`kvtier store`: what a tier keeps on disk, listed, counted, verified and cleared."""
+"""`kvtier store`: lists, counts, verifies and clears what a tier keeps on disk."""

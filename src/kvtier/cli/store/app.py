@@ -61,14 +61,14 @@ blocks; 130: ended by Ctrl-C, and the findings until then are printed.
 """
 
 _CLEAR_HELP = """
-Make every block unfindable, for running and for later engines.
+Clear a store: afterwards no engine finds any of its blocks.
 
 Disk tier: if an engine has the file open, the command asks it to clear, which takes about a second;
 otherwise the command clears the file itself. The bytes stay in the file until they are overwritten:
 to delete them, end the engine and remove the file.
 
-Fs tier: the command removes the files, also while engines run. It leaves alone what a live engine
-has stored since a reset of its cache: no other engine can find those blocks.
+Fs tier: the command removes the files, also while engines run. It does not remove what a live
+engine has stored since a reset of its cache: no other engine can find those blocks.
 
 Exit code 0: cleared; 1: not confirmed, or an engine did not respond in time; 2: neither --yes nor a
 terminal to ask on; 130: ended by Ctrl-C; what was removed until then stays removed.
@@ -78,8 +78,8 @@ _GC_HELP = """
 Tidy up the directory of an fs tier.
 
 Reclaims what dead engines left, counts all blocks again, and removes namespaces that no live engine
-uses and that were not used for an hour, after it has shown them and asked. Engines may run; while
-it counts, they store nothing.
+uses and that were not used for an hour. It shows these namespaces and asks before it removes them.
+Engines may run meanwhile, but store nothing while the command counts.
 
 \b
     kvtier store gc /mnt/shared/kv --dry-run           look only
@@ -95,14 +95,14 @@ _INIT_HELP = """
 Make a directory the root of an fs tier, or make an emptied one a root again.
 
 Engines create a missing directory when they start. A directory that is emptied or removed while
-they run may be a mount that is missing, so they do not recreate it: run this to confirm that it is
-meant to be there, and they use it again within seconds.
+they run may be a missing mount, so they do not recreate it. Run this command to confirm that the
+directory is the right one: engines then use it again within seconds.
 
 Existing blocks stay. A directory that holds other things is refused. Root acts as the user who owns
 the directory.
 
-Exit code 0: it is a root now; 1: an engine kept the ledger locked for too long; 2: it cannot be
-one, or no permission.
+Exit code 0: the directory is a root now; 1: an engine kept the ledger locked for too long; 2: the
+directory cannot become a root, or no permission.
 """
 
 store_app = typer.Typer(
@@ -132,7 +132,7 @@ _Namespace = Annotated[
 def _ls(
     path: _Path,
     limit: Annotated[
-        int, typer.Option(metavar="N", help="At most this many; 0: all.", min=0)
+        int, typer.Option(metavar="N", help="List at most N blocks; 0: all.", min=0)
     ] = 100,
     namespace: _Namespace = None,
     sort: Annotated[
@@ -184,7 +184,7 @@ def _verify(
 @store_app.command("clear", help=_CLEAR_HELP)
 def _clear(
     path: _Path,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait for engines.", min=0.1)
     ] = 30.0,
@@ -230,7 +230,7 @@ def _gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing; show what would be removed.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     json: _Json = False,
 ) -> None:
     def work() -> int:
@@ -296,7 +296,7 @@ def _checked_age(given: str) -> int:
 
 
 class DurationError(ValueError):
-    """Not a length of time. The message says what to write instead."""
+    """The text is not a length of time. The message says what to write instead."""
 
 
 def parse_duration(text: str) -> int:
@@ -319,7 +319,7 @@ def _checked_timeout(given: float) -> float:
 
 
 def _end_with(path: str, work: Callable[[], int]) -> None:
-    """Run the command and exit with its code. Every error is explained in one sentence."""
+    """Run the command and exit with its code. Prints one sentence for an error."""
     try:
         code = _exit_code(path, work)
     except KeyboardInterrupt:

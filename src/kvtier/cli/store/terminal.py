@@ -1,4 +1,4 @@
-"""What `kvtier store` says besides its result: questions, progress, warnings, refusals."""
+"""What `kvtier store` prints besides its result: questions, progress, warnings, refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ _LONG_S = 60.0
 
 
 def require_terminal(remedy: str) -> None:
-    """Raise `InspectionRefused` if standard input is no terminal: then nobody can answer."""
+    """Raise `InspectionRefused` if standard input is not a terminal, so that no user can answer.
+    `remedy`: which options to add."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise InspectionRefused(f"there is no terminal to ask whether you are sure: add {remedy}")
 
@@ -57,9 +58,9 @@ def is_confirmed(question: str) -> bool:
 
 @contextmanager
 def shown_progress(max_rate: int | None) -> Iterator[inspection.Progress]:
-    """Yields a function to call with the bytes done and the total. Shows a bar on standard error,
-    if that is a terminal, and removes it at the end. Prints an estimate first if reading at
-    `max_rate` bytes per second takes more than a minute."""
+    """Yield a function to call with the bytes done and the total. Shows a bar on standard error, if
+    that is a terminal, and removes it at the end. Prints an estimate of the time first, if reading
+    at `max_rate` bytes per second takes more than a minute."""
 
     def say_how_long(done: int, total: int) -> None:
         if max_rate is not None and not done and total / max_rate > _LONG_S:
@@ -79,7 +80,7 @@ def shown_progress(max_rate: int | None) -> Iterator[inspection.Progress]:
 
 @contextmanager
 def shown_count() -> Iterator[inspection.Progress]:
-    """The same for numbers of blocks."""
+    """Yield a function to call with the blocks done and the total. Shows the same bar."""
     with _bar(MofNCompleteColumn()) as show:
         yield show
 
@@ -106,7 +107,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """Print the log's warnings like the command's own messages."""
+    """Print warnings that kvtier logs in the form of the command's own messages."""
     handler = _Notes(logging.WARNING)
     logger = logging.getLogger("kvtier")
     logger.addHandler(handler)

@@ -21,7 +21,7 @@ Print the flag that makes vLLM use kvtier, and check it against this machine.
     kvtier vllm-config --cpu 8GiB --set store_threshold=2 --json | jq .ok
     kvtier vllm-config --cpu 8GiB --disk /mnt/nvme/kv.slab:200GiB --model MODEL > serve.sh
 
-Standard output gets only the flags, quoted for a shell: paste them behind `vllm serve MODEL`. With
+Standard output gets only the flags, quoted for a shell: paste them after `vllm serve MODEL`. With
 --model, it gets the whole command. Standard error gets the findings: vLLM, shared memory, host
 memory, limits, and each tier's directory. The checks change nothing. Run it in vLLM's environment,
 as the engine's user, and in its container.
@@ -43,7 +43,7 @@ _ORDER = "kvtier.cli.vllm_config.order"
 class InGivenOrder(TyperCommand):
     """A command that keeps the order of repeated options.
 
-    The parser alone knows the order: the command's function gets one list for each option.
+    Only the parser knows the order, because the command's function gets one list for each option.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -104,7 +104,7 @@ def vllm_config(
     ] = None,
     blocks_per_chunk: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Device blocks of one offloaded block."),
+        typer.Option(metavar="N", help="Number of device blocks in one offloaded block."),
     ] = None,
     settings: Annotated[
         list[str] | None,

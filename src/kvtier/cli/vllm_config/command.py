@@ -1,7 +1,6 @@
-"""`kvtier vllm-config`, from its options to an exit code.
+"""Runs `kvtier vllm-config`: validates the options, checks this machine, and prints the flag.
 
-The keys are validated by the code that an engine runs at start; then this machine is checked; then
-the flag and the findings are printed.
+Keys are validated by the code that an engine runs at start.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _NAME = "kvtier vllm-config"
 _SHOWN = {Status.OK: "ok", Status.WARNING: "WARNING", Status.PROBLEM: "PROBLEM"}
 T = TypeVar("T")
 _LEAST_BLOCK = mmap.PAGESIZE
-"""The smallest possible block. Only the engine knows the real size."""
+"""Bytes of the smallest possible block. Only the engine knows the real size."""
 
 
 def run_vllm_config(
@@ -104,7 +103,7 @@ def run_vllm_config(
 def _answer(
     requested: RequestedConfig, model: str | None, is_plain: bool, world_size: int, is_checked: bool
 ) -> Answer:
-    """Return what is to be printed. Raises `WrongOption` or `ConfigError`."""
+    """Run the checks and return what to print. Raises `WrongOption` or `ConfigError`."""
     config = transfer_config(requested.extra_config(), is_plain=is_plain)
     machine = Machine()
     with _warnings_of_kvtier() as said:
@@ -131,7 +130,8 @@ def _answer(
 
 @contextmanager
 def _warnings_of_kvtier() -> Iterator[list[Finding]]:
-    """A context that collects the warnings which an engine would log at start."""
+    """A context that collects the warnings that kvtier logs, as findings. An engine would log them
+    at start."""
     said: list[Finding] = []
 
     class Listener(logging.Handler):
@@ -201,7 +201,7 @@ class Answer:
         return json.dumps(document, indent=2)
 
     def remarks(self) -> Iterator[str]:
-        """The findings for people: one line each, and one for the remedy."""
+        """Yield the findings as text: one line for each, and one for its remedy."""
         width = max((len(finding.name) for finding in self.findings), default=0)
         for finding in self.findings:
             yield f"{_SHOWN[finding.status]:7}  {finding.name:{width}}  {finding.found}"
@@ -284,7 +284,7 @@ def _checked_tier(planned: PlannedTier, options: OffloadingOptions) -> CheckedTi
 def _require_values(
     own: DiskOptions | FsOptions, config: TierConfig, options: OffloadingOptions
 ) -> None:
-    """Check values that a tier itself checks only once it starts."""
+    """Check values that a tier itself checks only when it starts."""
     try:
         if isinstance(own, FsOptions):
             own.require_room_for(_LEAST_BLOCK)
@@ -364,7 +364,7 @@ def _of_tier(tier: CheckedTier, disks: DiskChecks) -> Iterator[Finding]:
 
 
 def _shared_paths(tiers: list[CheckedTier]) -> Iterator[Finding]:
-    """Find tiers that have the same path."""
+    """Yield a finding for each tier whose path another tier has already."""
     taken: dict[str, str] = {}
     for tier in tiers:
         options = tier.options

@@ -49,7 +49,7 @@ class Finding:
     name: str
     status: Status
     found: str
-    """The state of things, in a sentence of its own."""
+    """What the check found, without the remedy."""
     remedy: str = ""
     """What to do. Empty if nothing is to be done."""
 
@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the checks look. Tests give other paths."""
+    """The files and variables that the checks read. Tests give other paths."""
 
     shared_memory: Path = Path("/dev/shm")
     devices: Path = Path("/dev")
@@ -150,8 +150,9 @@ def _judged(name: str, asked: int, limit: RoomLimit, where: str, left_over: int)
 
 
 def _bytes_of_regions(machine: Machine) -> int:
-    """Return the bytes of shared memory that kvtier engines hold, both running and killed ones. A
-    lock would tell them apart, but a check must not take a lock that an engine waits for."""
+    """Return the bytes of shared memory that kvtier engines hold, including engines that were
+    killed. A lock would tell them apart, but a check must not take a lock that an engine may be
+    waiting for."""
     total = 0
     for path in machine.shared_memory.glob(_REGIONS):
         try:
@@ -162,7 +163,7 @@ def _bytes_of_regions(machine: Machine) -> int:
 
 
 def check_memlock(cpu_bytes: int, machine: Machine) -> Finding:
-    """Check how much memory a process may lock.
+    """Check whether this process may lock enough memory for the host-memory tier.
 
     NVIDIA's driver pins host memory regardless of the limit: with 64 KiB allowed, and without any
     capability, `cuMemHostRegister` pins a GiB (measured with driver 580). Drivers of other vendors

@@ -76,7 +76,7 @@ def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
 
 
 def _unescaped(text: str) -> str:
-    """Replace octal numbers by characters. The kernel's table has them for blanks, tabs, line ends
+    """Replace octal escapes by characters. The kernel's table has them for blanks, tabs, line ends
     and backslashes."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
 
@@ -192,8 +192,8 @@ def _slab(at: str, path: Path, max_bytes: int | None) -> Finding:
 
 
 def _bytes_needed(path: Path, max_bytes: int) -> int:
-    """Return the bytes that the slab, the file of a disk tier, will still allocate, if its blocks
-    keep their size."""
+    """Return how many more bytes the slab, the file of a disk tier, will allocate. Assumes that the
+    size of its blocks stays the same."""
     try:
         with SlabReader(path) as reader:
             stored, has = reader.superblock, reader.file.allocated_bytes

@@ -1,4 +1,4 @@
-"""Checks of the vLLM that will read the flag, found without importing it."""
+"""Checks of the installed vLLM that will read the flag. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Environment:
 
     prefix: Path
     distribution: str | None
-    """The name of the package that has vLLM. None if there is none."""
+    """The name of the installed package that contains vLLM. None if vLLM is not installed."""
     version: str
     has_kvtier: bool
 
@@ -82,16 +82,17 @@ def _read(prefix: Path, folders: list[str], *, has_kvtier: bool) -> Environment:
 
 
 def _distributions(name: str, folders: list[str]) -> Iterator[metadata.Distribution]:
-    """Yield the installed packages of this name. Folders without a version are left out: they
-    remain when files are removed by hand."""
+    """Yield the installed packages of this name. Skips folders without a version, which remain when
+    a package's files are removed by hand."""
     for found in metadata.distributions(name=name, path=folders):
         if found.metadata["Version"]:
             yield found
 
 
 def _interpreter(command: Path, path: str | None) -> Path | None:
-    """Return the interpreter of a script. The first line names it. If its path is too long for
-    that, the first line names a shell, and the second line is a shell command that runs it."""
+    """Return the interpreter that the first line of a script names. If the interpreter's path is
+    too long for that line, the first line names a shell, and the second is a shell command that
+    runs the interpreter."""
     try:
         with command.open("rb") as file:
             match = _SHEBANG.match(file.read(4096))
@@ -131,8 +132,8 @@ def interpreter_to_use(machine: Machine) -> str | None:
 
 
 def missing_variables(machine: Machine) -> dict[str, str]:
-    """Return environment variables that are not set, and without which no other process finds the
-    blocks."""
+    """Return the environment variables that are not set here and without which no other process
+    finds the blocks, with the values to give them."""
     version = installed_version(machine)
     if version is None or release_of(version) >= FIRST_WITH_FIXED_HASHES:
         return {}
