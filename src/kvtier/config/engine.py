@@ -31,7 +31,7 @@ class AttentionKind(StrEnum):
     SLIDING_WINDOW = "sliding_window"
     """The last `window_tokens` tokens."""
     CHUNKED_LOCAL = "chunked_local"
-    """The tokens since the last multiple of `window_tokens`."""
+    """The tokens from the last position that is a multiple of `window_tokens`."""
     STATE_SPACE = "state_space"
     """No tokens: the layer keeps a state instead."""
     UNKNOWN = "unknown"
@@ -52,15 +52,15 @@ class OffloadingGroupConfig:
     layer_names: tuple[str, ...]
     """The layers, in the order of their data in a block."""
     group_id: int = 0
-    """The group index inside the keys of this group's blocks. Unique among the groups."""
+    """The group index in the keys of this group's blocks. Unique among the groups."""
     kind: AttentionKind = AttentionKind.FULL
     window_tokens: int | None = None
-    """Set for the kinds that have a window, and only for them."""
+    """Tokens of the window. Set for the kinds that have a window, and None for all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadingModelConfig:
-    """Which weights computed the cache, and in which type."""
+    """Which weights computed the cache, and the cache's element type."""
 
     name: str
     dtype: str
@@ -72,18 +72,18 @@ class OffloadingModelConfig:
     """Other settings that change the computed values or their layout, in the engine's own words:
     RoPE overrides, quantization, the engine's release."""
     unknown_because: str | None = None
-    """Why `weights_revision` is None: one clause, for the message of a tier that will not start."""
+    """Why `weights_revision` is None: one clause, for the error of a tier that refuses to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadingCacheConfig:
-    """How tokens become keys and offloaded blocks."""
+    """How many tokens a block hash covers, and how many device blocks an offloaded block has."""
 
     tokens_per_hash: int
-    """Tokens that one block hash stands for."""
+    """Tokens that one block hash covers."""
     blocks_per_chunk: int = 1
-    """Device blocks that make up one offloaded block. If the user sets `blocks_per_chunk` or
-    `block_size`, that replaces the engine's value."""
+    """Device blocks in one offloaded block. If the user sets `blocks_per_chunk` or `block_size`,
+    that replaces the engine's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class OffloadingParallelConfig:
     rank: int = 0
     """0 on the scheduler side."""
     world_size: int = 1
-    """Ranks that each hold a part of every block."""
+    """Number of ranks. Each holds a part of every block."""
     tp_size: int = 1
     pp_size: int = 1
     pcp_size: int = 1
@@ -105,8 +105,8 @@ class OffloadingParallelConfig:
 
 
 def with_plain_ints(part: D) -> D:
-    """Return `part` with numpy's integers replaced by Python's, which do not overflow and which
-    JSON can write."""
+    """Return `part` with numpy's integers replaced by Python's, which do not overflow and can be
+    written as JSON."""
     plain: dict[str, Any] = {}
     for field in fields(part):
         value = getattr(part, field.name)
@@ -120,7 +120,7 @@ def with_plain_ints(part: D) -> D:
 
 
 def _parse_attention_kind(value: object) -> AttentionKind:
-    # A text such as "full" is refused as well, because kinds are compared by identity.
+    # A text such as "full" is also refused, because kinds are compared by identity.
     if not isinstance(value, AttentionKind):
         raise Unfit("Give a member of AttentionKind, such as AttentionKind.FULL")
     return value
@@ -167,14 +167,14 @@ _INDEX = whole_number(0)
 
 
 def part_problems(config: OffloadingConfig) -> list[Problem]:
-    """Return the parts of the engine's description that are of the wrong class."""
+    """Return a problem for each part of the engine's description that has the wrong class."""
     refusals = [kind.refusal(part, getattr(config, part)) for part, kind in _PARTS.items()]
     return [problem for problem in refusals if problem is not None]
 
 
 def engine_problems(config: OffloadingConfig) -> list[Problem]:
-    """Return all problems with the engine's values, once `part_problems` has found none. Does not
-    look at `options`."""
+    """Return all problems with the engine's values. Call it only if `part_problems` found none.
+    Does not check `options`."""
     return [*_field_problems(config), *_group_problems(config), *_rank_problems(config.parallel)]
 
 
@@ -194,8 +194,8 @@ def _field_problems(config: OffloadingConfig) -> Iterator[Problem]:
         ("parallel.pp_size", parallel.pp_size, _COUNT),
         ("parallel.pcp_size", parallel.pcp_size, _COUNT),
         ("parallel.dcp_size", parallel.dcp_size, _COUNT),
-        # May exceed the size, because engines may configure each replica of a dense model as if it
-        # were the only one.
+        # The index may exceed the size, because engines may configure each replica of a dense model
+        # as if it were the only one.
         ("parallel.data_parallel_index", parallel.data_parallel_index, _INDEX),
         ("parallel.data_parallel_size", parallel.data_parallel_size, _COUNT),
     ]

@@ -1,4 +1,4 @@
-"""Why a configuration is refused, in messages that an operator can act on and that hold no secret.
+"""Errors of a configuration, in messages that tell the operator what to do and that hold no secret.
 
 `describe`, `printable` and `without_secrets` make text from outside safe for messages and logs.
 """
@@ -19,9 +19,9 @@ _SECRET = (
     r"|(?:access|account|api|private|shared)_?key|token\b|\bsas\b|\bsig"
 )
 _SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
-# "key" may be a password or a sort key: its value is hidden if it is long enough for a secret.
+# "key" may name a password or a sort key. Its value is hidden if it is long enough for a secret.
 _MAYBE_SECRET_KEY = re.compile(r"key\b", re.IGNORECASE)
-# Secrets inside a text, such as a JSON object that shell quoting has turned into one string.
+# Secrets inside a text, for example in a JSON object that shell quoting has turned into a string.
 _SECRET_IN_TEXT = re.compile(
     rf"""((?:(?:{_SECRET})\w*|key)["']*\s*[:=]\s*["']*)[^\s"',}}]+""", re.IGNORECASE
 )
@@ -48,10 +48,10 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration cannot work. Raised before anything is allocated or opened.
+    """The configuration cannot be used. Raised before anything is allocated or opened.
 
-    Carries every problem that was found, so that correcting them takes few rounds. A tier checks
-    the values of its own keys later, when it starts; it leaves nothing open if it refuses them.
+    Carries every problem that was found, so that a user can correct them together. A tier checks
+    the values of its own keys later, when it starts; if it refuses them, it leaves nothing open.
     """
 
     def __init__(self, *problems: Problem) -> None:
@@ -66,14 +66,14 @@ class ConfigError(ValueError):
 
 
 def describe(value: object, key: str = "") -> str:
-    """Return the value of `key` as a message may show it: short, on one line, without secrets."""
+    """Return the value of `key` as text for a message: short, on one line, without secrets."""
     text = json.dumps(_redacted(value, key), default=_unknown_to_json, ensure_ascii=False)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line, with control characters escaped. For text from outside, such as a
-    file name or an engine's name in a file, before it goes to a log or a terminal."""
+    """Return `text` on one line, with control characters escaped. Used for text from outside, such
+    as a file name or an engine's name in a file, before it goes to a log or a terminal."""
     if text.isprintable():
         return text
     return "".join(
@@ -83,7 +83,7 @@ def printable(text: str) -> str:
 
 
 def without_secrets(text: str, options: Mapping[str, object]) -> str:
-    """Return `text` without the secrets of `options`. A tier wrote it, and may have quoted them."""
+    """Return `text`, a tier's message, without the secrets of `options` that it may quote."""
     for secret in sorted(_secrets_in(options, ""), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
     return _without_marked_secrets(text)

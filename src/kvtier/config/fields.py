@@ -1,4 +1,4 @@
-"""How a key of the configuration is declared, and the kinds of values that a key may hold.
+"""The declaration of a configuration key, and the kinds of values that a key may have.
 
 A key is declared once, as a field of a frozen dataclass:
 
@@ -7,8 +7,8 @@ A key is declared once, as a field of a frozen dataclass:
         path: str = key(TEXT, "The shelf's directory.", example='"/mnt/shelf"')
         boards: int = key(whole_number(1), "Boards of the shelf.", default=3)
 
-`kvtier.config.reader` parses a mapping by such a class. The pages under docs/ show the same
-declarations; `tests/config/test_documentation.py` compares the two.
+`kvtier.config.reader` parses a mapping according to such a class. The pages under docs/ list the
+same keys; `tests/config/test_documentation.py` compares them with the declarations.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ REQUIRED: Any = object()
 """Marks a key that has no default, so that the user must set it."""
 
 _ONE_DAY_MS = 86_400_000
-"""The longest timeout. A larger number is probably in the wrong unit, or is meant as "never"."""
+"""Longest timeout, in ms. A larger number probably has the wrong unit, or is meant as "never"."""
 
 
 class Unfit(Exception):
-    """A value does not fit its kind. The message is the remedy: a sentence without a full stop."""
+    """A value does not fit its kind. The message is the remedy, without a full stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Kind(Generic[T]):
     """One kind of value."""
 
     allowed: str
-    """The values that fit, in words that follow "allowed:"."""
+    """The values that fit, worded to follow "allowed:" in a message."""
     parse: Callable[[object], T]
     """Returns the typed value, or raises `Unfit`."""
 
@@ -64,7 +64,7 @@ class Key:
     help: str = ""
     """What the key sets: one sentence, as the documentation shows it."""
     default: Any = REQUIRED
-    """The parsed value that is used if the user leaves the key out."""
+    """The parsed value to use if the user leaves the key out."""
     null_is_default: bool = False
     """True if a JSON null means the default. It always does if the default is None."""
     example: str = ""
@@ -106,7 +106,7 @@ def declared_keys(options: type[Any]) -> dict[str, Key]:
 
 
 def whole_number(minimum: int) -> Kind[int]:
-    """An int, or an integer of numpy, of at least `minimum`. True and "8" are refused."""
+    """An int or a numpy integer of at least `minimum`. True and "8" are refused."""
 
     def parse(value: object) -> int:
         number = as_int(value)
@@ -120,7 +120,7 @@ def whole_number(minimum: int) -> Kind[int]:
 
 
 def whole_number_up_to(maximum: int, advice: str = "") -> Kind[int]:
-    """An int from 1 to `maximum`. `advice` follows the remedy for larger numbers."""
+    """An int from 1 to `maximum`. `advice`: text to append to the remedy for larger numbers."""
 
     def parse(value: object) -> int:
         number = whole_number(1).parse(value)
@@ -145,7 +145,7 @@ def number_between(lowest: float, highest: float, allowed: str) -> Kind[float]:
 
 def absolute_path(allowed: str, remedy: str) -> Kind[Path]:
     """An absolute path, as a text or a `Path`. `remedy`: what to write instead of a value that is
-    no path; a relative path has a remedy of its own."""
+    not a path; for a relative path the remedy is fixed."""
 
     def parse(value: object) -> Path:
         text = str(value) if isinstance(value, Path) else value

@@ -47,12 +47,12 @@ class OffloadingConfig:
     """Distinct for every running engine, data-parallel replicas included."""
     model: OffloadingModelConfig
     cache: OffloadingCacheConfig
-    """`blocks_per_chunk` is the user's value, if there is one."""
+    """Its `blocks_per_chunk` is the user's value, if the user set one."""
     parallel: OffloadingParallelConfig
     extra_config: Mapping[str, Any] = field(repr=False)
     """The user's mapping as given; read `options` instead. Not in `repr`: it may hold passwords."""
     kv_cache_layout: str | None = None
-    """The engine's name for the order of dimensions inside a block."""
+    """The engine's name for the order of dimensions in a block."""
     enable_kv_cache_events: bool = False
     options: OffloadingOptions = field(init=False)
     """`extra_config`, parsed."""
@@ -76,7 +76,7 @@ class OffloadingConfig:
 
     @property
     def engine_config(self) -> Any:
-        """The object that the engine passes on to its spec and tiers; kvtier does not read it."""
+        """The user's `engine_config`, for the engine's own spec or tiers. kvtier ignores it."""
         return self.options.engine_config
 
     @property
@@ -92,24 +92,24 @@ class OffloadingConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Offloaded blocks that fit in the CPU budget; at least 1."""
+        """Number of offloaded blocks that fit in `cpu_bytes_to_use`; at least 1."""
         return self.options.cpu_bytes_to_use // self.row_bytes
 
     def fingerprint(self, epoch: bytes = b"") -> bytes:
         """Return a digest that differs whenever one key could stand for different bytes.
 
-        Tiers put it before a key, or into a block's seal. It covers the model and its weights,
-        the namespace, the cache's layout, groups and sizes, and how a block is spread over
-        ranks. It does not cover the engine's id, rank and replica, nor budgets, policies, tiers and
-        events. It is equal in every process and on every machine of the same page size.
+        Tiers put it before a key, or into a block's seal. It covers the model and its weights, the
+        namespace, the cache's layout, groups and sizes, and how a block is spread over ranks. It
+        does not cover the engine's id, rank and replica, nor budgets, policies, tiers and events.
+        It is equal in all processes, and on all machines with the same page size.
 
-        `epoch` separates blocks computed before a `reset_cache` from blocks computed after it; take
-        it from `new_epoch`. It is empty as long as the cache has not been reset.
+        `epoch` separates blocks computed before a `reset_cache` from blocks computed after it. It
+        is a result of `new_epoch`, or empty while the cache has not been reset.
 
         Any thread may call this. It takes tens of microseconds.
         """
         encoded = json.dumps(self._identity(epoch), sort_keys=True, separators=(",", ":"))
-        # A cryptographic digest: nobody can choose a namespace that collides with another one.
+        # A cryptographic digest, so that no user can choose a namespace that collides with another.
         digest = blake2b(encoded.encode("ascii"), digest_size=FINGERPRINT_BYTES, person=b"kvtier")
         return digest.digest()
 
@@ -137,7 +137,7 @@ class OffloadingConfig:
         """Return everything that the fingerprint covers. It is encoded as JSON, which quotes texts,
         so that no two different identities have the same encoding."""
         model, cache, parallel = self.model, self.cache, self.parallel
-        # Left out where it is empty, so that fingerprints from before it existed stay the same.
+        # Left out if it is empty, so that fingerprints made before this field existed stay valid.
         variant = [model.variant] if model.variant else []
         return {
             "format_version": _FORMAT_VERSION,
@@ -148,7 +148,7 @@ class OffloadingConfig:
             "tokens_per_hash": cache.tokens_per_hash,
             "blocks_per_chunk": cache.blocks_per_chunk,
             "worker_kv_bytes_per_block": self.worker_kv_bytes_per_block,
-            # Depends on the machine's page size, which decides the padding of a stored block.
+            # Depends on the machine's page size, which determines the padding of a stored block.
             "row_bytes": self.row_bytes,
             "parallel": [
                 parallel.world_size,
@@ -199,16 +199,17 @@ class OffloadingConfig:
 
 
 def new_epoch() -> bytes:
-    """Return a name, never used before, for the time after a `reset_cache`.
+    """Return a new name for the time after a `reset_cache`.
 
-    It is random rather than a counter, because another engine, or this one after a restart, could
-    count to the same number with other weights.
+    It is random, not a counter, because another engine, or this one after a restart, could count to
+    the same number with other weights.
     """
     return os.urandom(_EPOCH_BYTES)
 
 
 def _resolve_blocks_per_chunk(config: OffloadingConfig, options: OffloadingOptions) -> int:
-    """Return the device blocks of one offloaded block: the user's value, or the engine's."""
+    """Return the number of device blocks in one offloaded block: the user's value, or the
+    engine's."""
     if options.blocks_per_chunk is not None:
         return options.blocks_per_chunk
     if options.block_size is None:
@@ -239,7 +240,7 @@ def _resolve_blocks_per_chunk(config: OffloadingConfig, options: OffloadingOptio
 
 
 def _require_one_block(config: OffloadingConfig) -> None:
-    """Raise `ConfigError` unless the CPU budget holds at least one offloaded block."""
+    """Raise `ConfigError` unless `cpu_bytes_to_use` holds at least one offloaded block."""
     budget, row_bytes = config.options.cpu_bytes_to_use, config.row_bytes
     if budget >= row_bytes:
         return

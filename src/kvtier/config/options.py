@@ -1,7 +1,7 @@
-"""The keys that a user may set. Each is declared once, and parsed by its declaration.
+"""The keys that a user may set. Each is declared once, and parsed according to its declaration.
 
 `OffloadingOptions` declares the keys at the top of the user's object, `TierConfig` those that every
-entry of `secondary_tiers` may have. A tier's own keys are declared beside the tier.
+entry of `secondary_tiers` may have. A tier declares its own keys in its own package.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VLLM_ONLY_KEYS = {
     "canonical_layout": "kvtier stores blocks in the layout of the engine's own cache",
     "backpressure": "kvtier bounds a slow tier by its timeouts and its max_pinned_share",
 }
-"""Keys of vLLM 0.32's offloading that have no effect in kvtier, each with the reason."""
+"""Keys of vLLM 0.32's own offloading that have no effect in kvtier, each with the reason."""
 
 VLLM_ONLY_TIER_KEYS = {"backpressure": VLLM_ONLY_KEYS["backpressure"]}
 """The same, inside an entry of `secondary_tiers`."""
@@ -74,7 +74,7 @@ def _parse_locality(value: object) -> Locality:
 
 
 def _parse_threshold(value: object) -> int:
-    # vLLM writes 0 for "no threshold", which is the same as 1.
+    # vLLM uses 0 for "no threshold", which means the same as 1.
     return whole_number(0).parse(value) or 1
 
 
@@ -89,7 +89,7 @@ _THRESHOLD = Kind(whole_number(0).allowed, _parse_threshold)
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """One entry of `secondary_tiers`: the keys that all tiers share, and the tier's own."""
+    """One entry of `secondary_tiers`: the keys that all tiers share, and the tier's own keys."""
 
     type: str = key(
         _TIER_TYPE,
@@ -97,7 +97,7 @@ class TierConfig:
         remedy_if_missing=f"Write {_SAMPLE_ENTRY}, or the name of an installed tier",
     )
     position: int = 0
-    """Place in lookup order, from 0."""
+    """Index in lookup order, from 0."""
     module_path: str | None = key(
         MODULE_PATH, "Module that holds the tier class named by `type`.", default=None
     )
@@ -221,7 +221,7 @@ class OffloadingOptions:
         """Parse the user's keys, or raise `ConfigError` with every problem in them.
 
         Checks everything that does not depend on the engine; `OffloadingConfig` checks the rest.
-        Later changes to `extra_config` do not reach the result.
+        Later changes to `extra_config` do not change the result, except in `engine_config`.
         """
         _require_object(extra_config)
         reader = OptionReader(_without_vllm_only(extra_config, VLLM_ONLY_KEYS, at=""))
@@ -255,7 +255,7 @@ TIER_KEYS = tuple(declared_keys(TierConfig))
 def read_secondary_tiers(extra_config: Mapping[str, Any]) -> tuple[TierConfig, ...]:
     """Return the tiers of a user's configuration, in lookup order, or raise `ConfigError`.
 
-    All other keys are ignored. Metrics use this: they need the tiers before the rest is parsed.
+    All other keys are ignored. Used to define metrics, before the other keys are parsed.
     """
     _require_object(extra_config)
     reader = OptionReader(extra_config)
@@ -340,7 +340,7 @@ def _refuse_contradictions(reader: OptionReader, options: OffloadingOptions) -> 
             "Set eviction_policy to the class's name",
         )
     if options.secondary_tiers and options.spec_name == CPU_SPEC:
-        # Refused: otherwise the engine would silently store nothing in the user's tiers.
+        # Otherwise the engine would silently store nothing in the user's tiers.
         reader.refuse(
             "spec_name",
             f'"{TIERING_SPEC}", since there are secondary_tiers: {CPU_SPEC} has none',

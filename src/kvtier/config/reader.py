@@ -1,4 +1,4 @@
-"""Reads the configuration that a user wrote, as a file, a text or a mapping.
+"""Reads the configuration that a user wrote, from a file, a text or a mapping.
 
 `OptionReader` reads a mapping key by key and collects every problem in it.
 """
@@ -22,10 +22,10 @@ _REQUIRED = "This key is required: add it"
 
 
 class OptionReader:
-    """Reads one mapping. The known keys are those that the caller has asked for.
+    """Reads one mapping. The keys that the caller reads are the known keys.
 
-    A value that does not fit is recorded in `problems` and read as None, whatever the declared
-    type: call `raise_problems` before using the values.
+    A value that does not fit is recorded in `problems` and read as None, even if the declared type
+    excludes None. So call `raise_problems` before you use the values.
     """
 
     def __init__(self, options: Mapping[str, object], at: str = "") -> None:
@@ -39,7 +39,7 @@ class OptionReader:
         return self._options.get(key) is not None
 
     def required(self, key: str, kind: Kind[T], remedy: str = _REQUIRED) -> T:
-        """Read a key that must be there. `remedy`: what to do if it is missing."""
+        """Read a key that must be present. `remedy`: what to do if it is missing."""
         self._asked.add(key)
         if not self.has(key):
             typo = nearest(key, map(str, self.unread()))
@@ -53,7 +53,7 @@ class OptionReader:
         return self._parse(key, kind) if self.has(key) else None
 
     def get(self, key: str, kind: Kind[T], default: T) -> T:
-        """Read a key that may be missing, but not null."""
+        """Read a key that may be missing, but must not be null."""
         self._asked.add(key)
         if key not in self._options:
             return default
@@ -63,7 +63,7 @@ class OptionReader:
         return default
 
     def declared(self, name: str, key: Key) -> Any:
-        """Read a key as it is declared."""
+        """Read a key according to its declaration."""
         if key.is_required:
             return self.required(name, key.kind, key.remedy_if_missing or _REQUIRED)
         if key.default is None:
@@ -79,7 +79,7 @@ class OptionReader:
         self.problems.append(Problem(self._prefix + key, given, allowed, remedy))
 
     def unread(self) -> dict[str, object]:
-        """Return the keys that were not asked for, with their values."""
+        """Return the keys that have not been read, with their values."""
         return {key: value for key, value in self._options.items() if key not in self._asked}
 
     def refuse_unread(
@@ -89,10 +89,11 @@ class OptionReader:
         where: str = "elsewhere",
         known_remedies: Mapping[str, str] | None = None,
     ) -> None:
-        """Record every key that was not asked for as a problem, with the known key nearest to it.
+        """Record a problem for every key that has not been read, and suggest the nearest known key.
 
-        `elsewhere`: keys that belong to another place, which `where` names.
-        `known_remedies`: what to do about keys that users are known to put here by mistake.
+        `remedy`: what to do if no known key is near. `elsewhere`: keys that belong to another
+        place, which `where` names. `known_remedies`: what to do about keys that users often put
+        here by mistake.
         """
         known = sorted(self._asked)
         other = tuple(elsewhere)
@@ -143,7 +144,7 @@ class TierOptions:
     def parse(cls, given: Mapping[str, object]) -> Self:
         """Check and convert the keys of an entry, or raise `ConfigError` with all problems.
 
-        Does not look at the machine: a configuration may be checked on another one.
+        Does not check this machine, because a configuration may be checked on another one.
         """
         reader = OptionReader(given)
         values = {name: reader.declared(name, key) for name, key in declared_keys(cls).items()}
@@ -165,12 +166,12 @@ class TierOptions:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant, or None. Case does not matter."""
+    """Return the known name that the user probably meant, or None. Ignores case."""
     # Imported here, because most configurations have no typo in them.
     from difflib import get_close_matches
 
     spelled = {other.lower(): other for other in known}
-    # A little stricter than the default: "max_blocks" does not mean "block_size".
+    # The cutoff is stricter than the default, so that "max_blocks" does not match "block_size".
     matches = get_close_matches(name.lower(), spelled, n=1, cutoff=0.65)
     if not matches:
         # The user may remember only a part of the name, such as "tiers".
@@ -237,7 +238,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Of two equal keys, Python's JSON would silently keep the last; its TOML refuses them.
+    # Python's JSON parser silently keeps the last of two equal keys; its TOML parser refuses them.
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:

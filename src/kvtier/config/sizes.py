@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: `8589934592`, `"8GiB"`, `"512 MiB"`, `"1.5GB"`."""
+"""Byte sizes as users write them: `8589934592`, `"8GiB"`, `"512 MiB"`, `"1.5GB"`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _SHOWN = ("KiB", "MiB", "GiB", "TiB")
 _UNITS = {unit.lower(): size for unit, size in (_BINARY | _DECIMAL | {"B": 1, "": 1}).items()}
 
 LARGEST_SIZE = 2**63 - 1
-"""No computer addresses more memory than this, so a larger size has the wrong unit."""
+"""Largest accepted size, in bytes. No computer addresses more memory than this, so a larger size
+probably has the wrong unit."""
 _SHAPE = re.compile(r"(\d{1,19})(?:\.(\d{1,18}))? *([A-Za-z]*)", re.ASCII)
 
 
 class SizeError(ValueError):
-    """Not a size. The message says what to write instead: a sentence without a full stop."""
+    """The value is not a size. The message says what to write instead, without a full stop."""
 
 
 def as_int(value: object) -> int | None:
@@ -34,7 +35,7 @@ def as_int(value: object) -> int | None:
 
 
 def parse_size(value: object, *, may_be_zero: bool = False) -> int:
-    """Return the number of bytes that `value` stands for: a number of bytes, or a text with a unit.
+    """Return the number of bytes in `value`, which is a number of bytes or a text with a unit.
 
     Fractions of a byte are dropped, so that "1.1TiB" and an engine's `1.3 * 2**30` are accepted.
     """
@@ -54,7 +55,7 @@ def parse_size(value: object, *, may_be_zero: bool = False) -> int:
 
 
 def format_size(size: int) -> str:
-    """Return `size` as a text that `parse_size` reads back: exact, in the largest binary unit that
+    """Return `size` as an exact text that `parse_size` can read, in the largest binary unit that
     divides it."""
     for unit, scale in reversed(_BINARY.items()):
         if size and size % scale == 0:
@@ -63,7 +64,7 @@ def format_size(size: int) -> str:
 
 
 def as_size(num_bytes: float, digits: int = 3) -> str:
-    """Return a size for people to read, such as "62.5 MiB". It is rounded down to about `digits`
+    """Return a size as text for a message, such as "62.5 MiB". It is rounded down to about `digits`
     digits, so that free space and limits are never overstated."""
     amount, unit = float(num_bytes), "B"
     for larger in _SHOWN:

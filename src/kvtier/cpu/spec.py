@@ -24,14 +24,15 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
         MetricKind.GAUGE, "Blocks in the primary tier that can be read now."
     ),
     "kvtier_cpu_writing_blocks": MetricDefinition(
-        MetricKind.GAUGE, "Blocks on their way from the device into the primary tier."
+        MetricKind.GAUGE, "Blocks that the device or a tier below is writing into the primary tier."
     ),
     "kvtier_cpu_pinned_blocks": MetricDefinition(
         MetricKind.GAUGE, "Readable blocks that cannot be evicted because they are being read."
     ),
     "kvtier_cpu_quarantined_slots": MetricDefinition(
         MetricKind.GAUGE,
-        "Slots out of use: a transfer that was given up may still be using them.",
+        "Slots out of use: a transfer from before a reset, or one that was given up, may still be "
+        "using them.",
     ),
     "kvtier_cpu_stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored."),
     "kvtier_cpu_promoted_blocks": MetricDefinition(
@@ -50,7 +51,9 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
         MetricKind.COUNTER, "Blocks not stored because too few requests had them in their prompts."
     ),
     "kvtier_cpu_truncated_blocks": MetricDefinition(
-        MetricKind.COUNTER, "Blocks not stored because the prompt is larger than the tier."
+        MetricKind.COUNTER,
+        "Blocks not stored because the prompt is larger than the tier, or than the slots that a "
+        "reset left.",
     ),
     "kvtier_cpu_stale_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because they may be from before a reset."

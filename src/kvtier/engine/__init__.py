@@ -1,7 +1,7 @@
 """A reference engine: a small, real transformer in numpy with a scheduler and a paged cache.
 
-It shows how an engine drives `kvtier.connector`. The end-to-end tests compare its tokens and logits
-with and without offloading: they must have the same bits.
+It shows how an engine calls `kvtier.connector`. The end-to-end tests compare its tokens and logits
+with and without offloading; they must be bit-equal.
 
     model, config = ModelConfig(), EngineConfig()
     offloading = offloading_config(model, config, {"cpu_bytes_to_use": "1GiB"}, "my-engine")

@@ -1,4 +1,4 @@
-"""Allocates device blocks to requests, and finds prefixes that are on the device already."""
+"""Allocates device blocks to requests, and finds prefixes that are already on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BlockManager", "BlockPool"]
 
 class BlockPool:
     """The device blocks of one KV-cache group, with reference counts. An unused block keeps its
-    content until it is reused; the one unused for longest is reused first."""
+    content until it is allocated again; the block unused for longest is allocated first."""
 
     def __init__(self, first_id: int, num_blocks: int) -> None:
         self._num_users = dict.fromkeys(range(first_id, first_id + num_blocks), 0)
@@ -25,12 +25,12 @@ class BlockPool:
 
     @property
     def num_unused(self) -> int:
-        """Blocks that could be allocated."""
+        """Number of blocks that can be allocated."""
         return len(self._unused)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found by their hash, used or not."""
+        """Number of blocks, used or not, that `find` can return."""
         return len(self._block_of)
 
     def find(self, block_hash: bytes) -> int | None:
@@ -44,21 +44,22 @@ class BlockPool:
         self._num_users[block] += 1
 
     def allocate(self) -> int:
-        """Return an unused block, which must exist, with one user. Its content is dropped."""
+        """Take an unused block, give it one user, and return it. The block's earlier content can no
+        longer be found. The caller makes sure that there is an unused block."""
         block, _ = self._unused.popitem(last=False)
         self._forget(block)
         self._num_users[block] = 1
         return block
 
     def cache(self, block: int, block_hash: bytes) -> None:
-        """Let `find` return this block, which is in use, unless another has the same content."""
+        """Let `find` return this used block, unless another block has the same content."""
         if block not in self._hash_of and block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove a user from each block. Blocks that are then unused and have no hash are reused
-        first; those with a hash join the end of the queue, in the order given."""
+        """Remove one user from each block. Blocks that are then unused are allocated again: those
+        without a hash before all others, those with a hash last, in the order given."""
         for block in blocks:
             self._num_users[block] -= 1
             if not self._num_users[block]:
@@ -98,16 +99,16 @@ class BlockManager:
 
     @property
     def num_unused_blocks(self) -> tuple[int, ...]:
-        """For each group, blocks without a user."""
+        """For each group, the number of blocks without a user."""
         return tuple(pool.num_unused for pool in self._pools)
 
     @property
     def num_cached_blocks(self) -> tuple[int, ...]:
-        """For each group, blocks that can be found by their hash, used or not."""
+        """For each group, the number of blocks, used or not, that can be found by their hash."""
         return tuple(pool.num_cached for pool in self._pools)
 
     def fits(self, num_tokens: int) -> bool:
-        """True if a request of `num_tokens` tokens can run alone."""
+        """True if a request of `num_tokens` tokens fits on the device while no other one runs."""
         return all(
             group.window is not None or -(-num_tokens // tokens) <= num
             for group, tokens, num in zip(
@@ -118,8 +119,8 @@ class BlockManager:
     # --- prefixes -------------------------------------------------------------------------------
 
     def match_prefix(self, request: Request) -> int:
-        """Return how many leading tokens are on the device in all groups. A request's last token
-        never counts."""
+        """Return how many leading tokens are on the device in all groups. The request's last token
+        is never counted, because the model has to compute it."""
         end = (request.num_tokens - 1) // self._alignment * self._alignment
         shorter = True
         while shorter and end:
@@ -209,7 +210,7 @@ class BlockManager:
             request.num_cached_blocks[group_idx] = num_full
 
     def leave_behind(self, request: Request) -> None:
-        """Release the blocks that no token from `num_computed_tokens` on attends to."""
+        """Release blocks to which no token from `num_computed_tokens` on attends."""
         for group_idx, table in enumerate(request.block_tables):
             needed_from = self._groups[group_idx].first_needed_token(request.num_computed_tokens)
             first = needed_from // self._block_tokens[group_idx]
@@ -224,7 +225,7 @@ class BlockManager:
     def release(self, request: Request) -> None:
         """Release all blocks of a request. Cached blocks can still be found."""
         for group_idx, table in enumerate(request.block_tables):
-            # The end of a prompt is worth less than its head, so it is reused first.
+            # The blocks at the end are reused first, because none can be found without the head.
             self._pools[group_idx].release(b for b in reversed(table) if b != NO_DEVICE_BLOCK)
             table.clear()
             request.num_cached_blocks[group_idx] = 0
@@ -235,6 +236,6 @@ class BlockManager:
         return tuple(allocated)
 
     def drop_cache(self) -> None:
-        """Forget all prefixes."""
+        """Make all cached prefixes unfindable. Blocks in use stay in use."""
         for pool in self._pools:
             pool.drop_cache()

@@ -22,8 +22,8 @@ def first_block_ids(engine: EngineConfig) -> tuple[int, ...]:
 
 
 def array_page_bytes(model: ModelConfig, engine: EngineConfig) -> list[int]:
-    """Return, for each array of a rank, the bytes of one page: one block in one layer. Where groups
-    have pages of different sizes, the largest counts."""
+    """Return, for each array of a rank, the bytes of one page: one block in one layer. If groups
+    have pages of different sizes, this is the largest."""
     num_arrays = max(len(group.layers) for group in model.groups)
     return [
         max(
@@ -36,16 +36,16 @@ def array_page_bytes(model: ModelConfig, engine: EngineConfig) -> list[int]:
 
 
 def _page_bytes(model: ModelConfig, engine: EngineConfig, tokens: int) -> int:
-    """Return the bytes that one rank holds of `tokens` tokens in one layer."""
+    """Return how many bytes one rank holds for `tokens` tokens in one layer."""
     return tokens * model.kv_bytes_per_token_and_layer // engine.world_size
 
 
 class KVCache:
-    """Each rank holds its share of the KV heads, in arrays of its own.
+    """The caches of all ranks. Each rank holds its share of the KV heads, in arrays of its own.
 
-    All groups live in the same arrays, each in its own range of blocks: the n-th layer of every
-    group is in array n. So an offloaded block is as large as a block of one group, not of all. A
-    page is one block in one layer; those of a group with smaller blocks are padded.
+    All groups share these arrays, each with its own range of blocks: the n-th layer of every group
+    is in array n. So an offloaded block is as large as a block of one group, not of all groups
+    together. A page is one block in one layer; pages of a group with smaller blocks are padded.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
@@ -84,7 +84,8 @@ class KVCache:
         keys: Array,
         values: Array,
     ) -> None:
-        """Write keys and values, (tokens, KV heads, head_dim), of the tokens from `start` on.
+        """Write the keys and values of the tokens from `start` on; both are arrays (tokens, KV
+        heads, head_dim).
 
         `place`: the layer's index in its group.
         """
@@ -107,10 +108,10 @@ class KVCache:
         present: tuple[int, int],
         wanted: tuple[int, int],
     ) -> tuple[Array, Array]:
-        """Return the keys and the values of the `wanted` positions, each (KV heads, positions,
-        head_dim). `present`, `wanted`: the first position, and the one after the last.
+        """Return the keys and the values of the `wanted` positions, each as an array (KV heads,
+        positions, head_dim). `present`, `wanted`: the first position, and the one after the last.
 
-        Positions outside of `present` are zeros, whatever the blocks hold there.
+        For positions outside of `present`, zeros are returned, not the content of the blocks.
         """
         block_tokens = self._block_tokens[group_idx]
         start, end = max(present[0], wanted[0]), min(present[1], wanted[1])

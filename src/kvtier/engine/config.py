@@ -8,7 +8,7 @@ from math import gcd, lcm
 __all__ = ["VOCABULARY", "EngineConfig", "LayerGroup", "ModelConfig"]
 
 VOCABULARY = 258
-"""The 256 bytes of UTF-8, and the two special tokens of `kvtier.engine.request`."""
+"""Number of tokens: 256 byte values, and the two special tokens of `kvtier.engine.request`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer. Equal configurations compute equal bits on one machine."""
+    """A decoder-only transformer. On one machine, equal configurations give bit-equal results."""
 
     num_layers: int = 4
     hidden: int = 256
@@ -41,7 +41,7 @@ class ModelConfig:
     tied: bool = False
     """True if the output head is the embedding matrix, transposed and scaled."""
     max_tokens: int = 8192
-    """Most tokens of one request, prompt and output together."""
+    """Largest number of tokens of one request, prompt and output together."""
     rope_base: float = 10_000.0
     seed: int = 0
 
@@ -92,23 +92,23 @@ class EngineConfig:
     block_tokens: tuple[int, ...] = (16,)
     """Tokens of one device block, for each KV-cache group."""
     num_blocks: tuple[int, ...] = (1024,)
-    """Device blocks, for each KV-cache group."""
+    """Number of device blocks, for each KV-cache group."""
     token_budget: int = 512
-    """Tokens that one step computes at most, over all requests."""
+    """Largest number of tokens that one step computes, over all requests."""
     max_running: int = 16
-    """Requests that run, or load, at the same time."""
+    """Largest number of requests that run or load at the same time."""
     world_size: int = 1
-    """Ranks that share the KV heads."""
+    """Number of ranks, each with an equal share of the KV heads."""
 
     @property
     def tokens_per_hash(self) -> int:
-        """Tokens of one hash, such that every block of every group ends where a hash ends."""
+        """Tokens of one hash. Chosen so that every block of every group ends where a hash ends."""
         return gcd(*self.block_tokens)
 
     @property
     def alignment(self) -> int:
-        """A cached prefix is a multiple of this many tokens, so that it ends with a block in every
-        group."""
+        """The length of a cached prefix is a multiple of this number of tokens, so that the prefix
+        ends at the end of a block in every group."""
         return lcm(*self.block_tokens)
 
     def check_against(self, model: ModelConfig) -> None:
@@ -132,7 +132,7 @@ class EngineConfig:
         for group, tokens, blocks in zip(groups, self.block_tokens, self.num_blocks, strict=True):
             if group.window is None:
                 continue
-            # Room for the window, for the tokens of the step before, and for those of the step.
+            # Room for the window, for the tokens of the previous step, and for those of this step.
             needed = -(-(group.window + 2 * self.token_budget) // tokens) + 2
             if blocks < needed:
                 raise ValueError(

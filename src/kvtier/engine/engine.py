@@ -1,4 +1,4 @@
-"""The engine: accepts requests, and steps until they have their tokens."""
+"""The engine: accepts requests, and runs steps until every request has its tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
-# Pause after a step that computed nothing, so that transfers get the processor.
+# Seconds to sleep after a step that computed nothing, so that transfers get the processor.
 _IDLE_S = 0.0002
 
 
 class Engine:
-    """Runs on one thread and decodes greedily. A connector does not change the tokens.
+    """Runs on one thread and decodes greedily. A connector does not change the resulting tokens.
 
-    `step` and `Scheduler.schedule` show how an engine drives a connector.
+    `step` and `Scheduler.schedule` show how an engine calls a connector.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Engine:
         self.blocks = BlockManager(model_config.groups, engine_config)
         self._connector = connector
         self._untaken: list[RequestResult] = []
-        """Results of other requests that ended during `generate`; `step` returns them."""
+        """Results of other requests that ended during `generate`. The next `step` returns them."""
         hooks = None if connector is None else connector.scheduler
         self._scheduler = Scheduler(engine_config, self.blocks, hooks)
         self._num_arrivals = 0
@@ -134,7 +134,7 @@ class Engine:
     # --- steps ----------------------------------------------------------------------------------
 
     def step(self) -> list[RequestResult]:
-        """Compute some tokens. Returns the results of requests that have finished."""
+        """Run one step. Returns the results of the requests that have finished."""
         untaken, self._untaken = self._untaken, []
         step = self._scheduler.schedule()
         connector = self._connector
@@ -184,8 +184,8 @@ class Engine:
         keep_logits: bool = False,
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> list[RequestResult]:
-        """Serve all prompts together, and return their results in order. The next `step` returns
-        the results of other requests that finish meanwhile."""
+        """Run steps until all prompts have their results, and return these in order. The next
+        `step` returns the results of other requests that finish meanwhile."""
         ids = [
             self.add_request(
                 prompt,
@@ -208,7 +208,8 @@ class Engine:
         return [results[request_id] for request_id in ids]
 
     def drain(self, timeout_s: float = 60.0) -> bool:
-        """Step until no request and no transfer is left. False if that took too long."""
+        """Run steps until no request and no transfer is left. Returns False if that takes longer
+        than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.has_requests or self._has_transfers:
             if time.monotonic() > deadline:
@@ -227,18 +228,18 @@ class Engine:
         return [] if self._connector is None else list(self._connector.scheduler.take_events())
 
     def drop_device_cache(self) -> None:
-        """Forget all prefixes on the device. Offloaded blocks stay, and requests run on."""
+        """Forget all cached prefixes on the device. Offloaded blocks and requests stay."""
         self.blocks.drop_cache()
 
     def reset_cache(self) -> None:
         """Make everything computed so far unreachable, on the device and in all tiers that
-        `reset_scope` covers. Requests start again."""
+        `reset_scope` covers. Requests that are running or loading start again."""
         self._scheduler.reset()
         if self._connector is not None:
             self._connector.scheduler.reset_cache()
 
     def load_weights(self, seed: int) -> None:
-        """Load other weights, and reset the cache, which the old weights computed."""
+        """Load other weights, and reset the cache, whose content the old weights computed."""
         self.model = Model(replace(self.model.config, seed=seed))
         self.reset_cache()
 

@@ -18,7 +18,7 @@ _NEVER = np.float32(-np.inf)
 
 
 class KeyRange(NamedTuple):
-    """Positions [start, end), in whole key tiles."""
+    """Positions [start, end). Both are multiples of `key_tile`."""
 
     start: int
     end: int
@@ -27,9 +27,9 @@ class KeyRange(NamedTuple):
 class Attention:
     """Attention that adds the same numbers in the same order, whether keys were computed or loaded.
 
-    Keys are read in tiles of `key_tile` tokens, at positions that are multiples of it. The position
-    of a query tile alone decides which key tiles it reads. Keys that a row must not see get the
-    weight 0, so it does not matter whether they have been computed yet.
+    Keys are read in tiles of `key_tile` tokens that start at multiples of `key_tile`. Which key
+    tiles a query tile reads depends only on the position of the query tile. Keys that a row must
+    not see get the weight 0, so it does not matter whether they have been computed yet.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -69,7 +69,7 @@ class Attention:
         )
         scores = np.matmul(by_kv_head, keys.reshape(tiled).swapaxes(-1, -2))
         by_row = scores.reshape(kv_heads, -1, sharing, TILE, self.key_tile)
-        # Products are always of the whole tile. The rest is done row by row, for `rows` alone.
+        # Matrix products always use the whole tile. Everything else is computed for `rows` only.
         is_whole = rows == slice(0, TILE)
         wanted = by_row if is_whole else by_row[:, :, :, rows].copy()
         self._mask(wanted, group, first_position, rows)
@@ -81,14 +81,14 @@ class Attention:
             by_row[:, :, :, rows] = wanted
         sums = _sum_over_tiles(np.matmul(scores, values.reshape(tiled)))
         attended = np.zeros((kv_heads, sharing, TILE, dim), np.float32)
-        # A sum of zeros may be -0.0 because of keys that a row must not see: adding 0 makes it 0.0.
+        # Keys that a row must not see may turn a sum of zeros into -0.0. Adding 0 makes it 0.0.
         attended[:, :, rows] = sums.reshape(attended.shape)[:, :, rows] / totals[
             ..., None
         ] + np.float32(0)
         return attended.transpose(2, 0, 1, 3).reshape(TILE, -1, dim)
 
     def _mask(self, scores: Array, group: LayerGroup, first_position: int, rows: slice) -> None:
-        """Give the lowest score to keys that a row must not see.
+        """Set the score of keys that a row must not see to minus infinity.
 
         `scores`: (KV heads, key tiles, heads of a KV head, rows, keys of a tile).
         """
@@ -162,13 +162,14 @@ class Rope:
         self._half = config.head_dim // 2
         frequencies = config.rope_base ** (-np.arange(self._half) / self._half)
         # One table for all positions, because the bits of a cosine may depend on its index in the
-        # array that is computed.
+        # array that numpy computes.
         angles = np.arange(padded_tokens)[:, None] * frequencies
         self._cos = np.cos(angles).astype(np.float32)
         self._sin = np.sin(angles).astype(np.float32)
 
     def turn(self, heads: Array, first_positions: list[int]) -> Array:
-        """Rotate `heads`, (tiles, TILE, heads, head_dim). `first_positions`: one for each tile."""
+        """Rotate `heads`, an array (tiles, TILE, heads, head_dim). `first_positions`: one for each
+        tile."""
         rows = heads.shape[1]
         positions = np.asarray(first_positions)[:, None] + np.arange(rows)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
@@ -179,9 +180,9 @@ class Rope:
 class Model:
     """Computes the KV of tokens into a cache, and the logits of the next token.
 
-    Every K, V and logit has the same bits however the tokens are split into spans, whatever else
-    is in the batch, and whether the KV before them was computed or loaded. See
-    `kvtier.engine.weights`.
+    The bits of every key, value and logit depend only on the tokens and the weights: not on how the
+    tokens are split into spans, on the other spans of the batch, or on whether earlier KV was
+    computed or loaded. See `kvtier.engine.weights`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -252,7 +253,7 @@ class Model:
         queries: Array,
         attended: Array,
     ) -> None:
-        """Write the attention of `queries` into `attended`. Both are (tiles, TILE, heads,
+        """Write the attention of `queries` into `attended`. Both are arrays (tiles, TILE, heads,
         head_dim)."""
         group: LayerGroup = self.config.groups[group_idx]
         ranges = [
@@ -293,7 +294,7 @@ def _rms_norm(hidden: Array, weight: Array) -> Array:
 
 
 def _silu(gate: Array) -> Array:
-    # exp(-gate) may overflow to infinity, and then the result is 0, as it should be.
+    # exp(-gate) may overflow to infinity. The result is then 0, which is correct.
     with np.errstate(over="ignore"):
         silu: Array = gate / (1 + np.exp(-gate))
     return silu

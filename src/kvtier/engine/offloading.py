@@ -1,6 +1,6 @@
-"""The connector as the engine calls it, and how it is made from the engine's configuration.
+"""The connector as the engine calls it, and functions that make it from the engine's configuration.
 
-Its two halves, for the scheduler and for the workers, are in `kvtier.connector`.
+The two halves of the connector, for the scheduler and for the workers, are in `kvtier.connector`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def offloading_config(
     *,
     enable_kv_cache_events: bool = False,
 ) -> OffloadingConfig:
-    """Join this engine's description with the user's keys. The result is that of rank 0."""
+    """Combine this engine's description with the user's keys into the configuration of rank 0."""
     engine.check_against(model)
     return OffloadingConfig(
         groups=tuple(
@@ -136,9 +136,10 @@ def _revision(model: ModelConfig) -> str:
 
 
 def make_connector(config: OffloadingConfig) -> Connector:
-    """Make both halves; all ranks are in this process. The engine shuts them down.
+    """Make both halves of the connector, with all ranks in this process. The engine must shut them
+    down.
 
-    Raises what the spec raises if a tier cannot start or if there is not enough memory.
+    Raises the spec's error if a tier cannot start or if there is not enough memory.
     """
     ranks = range(config.parallel.world_size)
     scheduler_spec, *worker_specs = [

@@ -1,4 +1,4 @@
-"""One request: from text to token ids and hashes, and from its arrival to its result."""
+"""One request: its tokens, block hashes and state, from its arrival to its result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 BOS = 256
-"""The token that begins every text. The ids below it are the bytes of UTF-8."""
+"""The token that begins every text. Ids below it are bytes of the text in UTF-8."""
 EOS = 257
 
 HASH_BYTES = 16
@@ -46,7 +46,7 @@ def decode(token_ids: Iterable[int]) -> str:
 
 
 def extend_chain(chain: list[bytes], token_ids: Sequence[int], tokens_per_hash: int) -> None:
-    """Append the hashes of all full blocks of `tokens_per_hash` tokens that `chain` lacks.
+    """Append to `chain` the hashes that it lacks, one for every `tokens_per_hash` tokens.
 
     Each hash covers the hash before it and its own tokens, so it stands for all tokens up to its
     end. It is the same in every process and on every machine.
@@ -61,9 +61,9 @@ class RequestState(Enum):
     """The state of a request."""
 
     WAITING = auto()
-    """It has no blocks."""
+    """The request has no device blocks."""
     LOADING = auto()
-    """It has blocks, and the connector is writing into them."""
+    """The request has device blocks, and the connector is loading into them."""
     RUNNING = auto()
     FINISHED = auto()
 
@@ -87,10 +87,10 @@ class RequestResult:
     """The logits of each generated token; None if they were not asked for."""
     finish_reason: FinishReason
     time_to_first_token_s: float | None
-    """Seconds from the request's arrival; None if no token was generated."""
+    """Seconds from the request's arrival to its first token; None if no token was generated."""
     num_prompt_tokens: int
     num_device_tokens: int
-    """Prompt tokens found in the device's own cache when the request first ran."""
+    """Prompt tokens found in the device's own cache when the request was first admitted."""
     num_loaded_tokens: int
     """Tokens that the connector has loaded."""
     num_computed_tokens: int
@@ -120,13 +120,13 @@ class Request:
     """Tokens whose KV is on the device, in all groups."""
     block_tables: tuple[list[int], ...] = field(init=False)
     num_cached_blocks: list[int] = field(init=False)
-    """For each group, blocks that have been entered into the device's prefix cache."""
+    """For each group, the number of leading blocks already offered to the device's prefix cache."""
     num_external_tokens: int = 0
-    """Tokens being loaded."""
+    """Tokens that the connector is loading."""
     is_stale: bool = False
-    """True if the cache was reset while it was loading."""
+    """True if the cache was reset while the request was loading."""
     is_new: bool = True
-    """True until it runs, and again after a preemption."""
+    """True until the request runs, and again after a preemption."""
     logits: list[Array] = field(default_factory=list)
     arrived_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None

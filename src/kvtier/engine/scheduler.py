@@ -24,7 +24,7 @@ _BY_ARRIVAL = attrgetter("arrival")
 
 
 class ScheduledTokens(NamedTuple):
-    """A request, and how many of its tokens the step computes."""
+    """A request, and the number of its tokens that the step computes."""
 
     request: Request
     num_tokens: int
@@ -36,12 +36,13 @@ class Step:
 
     work: list[ScheduledTokens]
     plan: StepPlan
-    """The same, for the connector."""
+    """The same work, described for the connector."""
 
 
 class Scheduler:
-    """Schedules older requests first. The oldest can take the blocks of younger ones, and makes
-    progress in every step unless it is loading, so every request ends."""
+    """Schedules older requests first. Every request ends, because the oldest one can take the
+    blocks of younger ones by preempting them, and so makes progress in every step unless it is
+    loading."""
 
     def __init__(
         self, config: EngineConfig, blocks: BlockManager, hooks: SchedulerHooks | None
@@ -52,7 +53,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._loading: dict[str, Request] = {}
-        """Includes aborted requests whose blocks a load is still writing."""
+        """Requests that are loading, and aborted requests into whose blocks a load still writes."""
         self._preempted: list[str] = []
 
     @property
@@ -83,7 +84,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the tokens of the next step, and allocate blocks for them."""
         work = self._schedule_running()
-        if not self._preempted:  # otherwise a preempted request would take its blocks back at once
+        if not self._preempted:  # a request preempted in this step would take its blocks back
             work += self._admit(self._config.token_budget - sum(n for _, n in work))
         new = [request.request_id for request, _ in work if request.is_new]
         for request, _ in work:
@@ -103,7 +104,7 @@ class Scheduler:
         for request in list(self._running):
             if not budget:
                 break
-            if request.state is not RequestState.RUNNING:  # preempted for an older one
+            if request.state is not RequestState.RUNNING:  # preempted above, for an older request
                 break
             num_tokens = min(budget, request.num_tokens - request.num_computed_tokens)
             end = request.num_computed_tokens + num_tokens
@@ -166,8 +167,8 @@ class Scheduler:
         insort(self._running, request, key=_BY_ARRIVAL)
 
     def planned(self, step: Step) -> None:
-        """Release the blocks that fell out of their window. Called after the connector was offered
-        all blocks of the plan."""
+        """Release the blocks that are now outside their group's window. Called after the connector
+        has been offered all blocks of the plan."""
         for request, _ in step.work:
             self._blocks.leave_behind(request)
 
@@ -197,15 +198,15 @@ class Scheduler:
                 self._run(request)
             else:
                 # With sliding-window attention, the shorter prefix may need blocks that were not
-                # loaded, because its window begins earlier. So the request starts over, and finds
+                # loaded, because its window begins earlier. So the request starts again, and finds
                 # the loaded blocks in the device's cache.
                 self._wait(request)
 
     # --- ends -----------------------------------------------------------------------------------
 
     def end(self, request: Request) -> None:
-        """End a request that has finished or is aborted, and release its blocks. If a load is
-        writing into them, they are released when the load is reported."""
+        """End a request that has finished or is aborted, and release its blocks. Blocks into which
+        a load still writes are released when the connector reports the load."""
         last = on_device(request) if request.state is RequestState.RUNNING else None
         if self._hooks is not None:
             self._hooks.request_finished(request.request_id, last)
@@ -217,7 +218,8 @@ class Scheduler:
         request.state = RequestState.FINISHED
 
     def reset(self) -> None:
-        """Drop everything computed so far: all requests start again from their tokens."""
+        """Drop everything computed so far. Running and loading requests start again from their
+        tokens."""
         self._blocks.drop_cache()
         for request in self._loading.values():
             request.is_stale = True
@@ -244,7 +246,7 @@ class Scheduler:
 
 
 def on_device(request: Request) -> ScheduledRequest:
-    """Describe what a request has on the device now."""
+    """Describe a request's current blocks and computed tokens for the connector."""
     return ScheduledRequest(
         request_id=request.request_id,
         block_ids=tuple(tuple(table) for table in request.block_tables),

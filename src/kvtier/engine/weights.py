@@ -1,10 +1,10 @@
-"""Weights from a seed, and matrix products in which no row depends on another, to the last bit.
+"""Weights made from a seed, and matrix products in which no bit of a row depends on other rows.
 
 BLAS chooses its kernel, and with it the order of additions, by the shape of a product, and splits
 large products between threads. So every product here consists of calls of one fixed shape: `TILE`
-rows, padded if there are fewer, and a panel of columns small enough for one thread. Then a row has
-the same result whatever the other rows hold, as long as it has the same place in its tile. That
-holds for tokens: the token at position p is always row p % TILE of its tile.
+rows, padded if there are fewer, and a panel of columns small enough for one thread. The result of a
+row then depends on that row and its place in the tile, but not on the other rows. A token always
+has the same place: the token at position p is row p % TILE of its tile.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = [
 Array = NDArray[np.float32]
 
 TILE = 32
-"""Rows of every product: tokens at positions [k * TILE, (k + 1) * TILE)."""
+"""Number of rows in every product: the tokens at positions [k * TILE, (k + 1) * TILE)."""
 
-# OpenBLAS stays in the calling thread as long as rows * columns * summands is at most this.
+# OpenBLAS uses only the calling thread if rows * columns * summands is at most this number.
 _ONE_THREAD = 1 << 18
 _FEWEST, _MOST = 8, 64
 
@@ -39,9 +39,9 @@ _FEWEST, _MOST = 8, 64
 def columns_per_call(rows: int, summands: int) -> int:
     """Return the number of columns, a power of two, with which a product runs on one thread.
 
-    `summands`: how many numbers each element of the product is the sum of. If rows * summands is
-    over 32,768 (for one tile: over 1,024 summands), there is no such number. Then the fewest
-    columns are used, and OPENBLAS_NUM_THREADS=1 in the environment keeps BLAS to one thread.
+    `summands`: number of summands in each element of the product. If rows * summands is over 32,768
+    (for one tile: over 1,024 summands), no number is small enough. The result is then `_FEWEST`,
+    and OPENBLAS_NUM_THREADS=1 must be set in the environment to keep BLAS on one thread.
     """
     fitting = max(_FEWEST, min(_MOST, _ONE_THREAD // (rows * summands)))
     return 1 << (fitting.bit_length() - 1)
@@ -61,20 +61,21 @@ class Product:
         )
 
     def __call__(self, tiles: Array) -> Array:
-        """Return the product, (tiles, TILE, columns), of `tiles`, (tiles, TILE, summands)."""
+        """Return the product, an array (tiles, TILE, columns). `tiles`: an array (tiles, TILE,
+        summands)."""
         panels = np.matmul(np.ascontiguousarray(tiles)[:, None], self._panels)
         joined: Array = panels.transpose(0, 2, 1, 3).reshape(len(tiles), TILE, -1)
         return joined[..., : self._columns]
 
 
-# Queries and keys are larger than the rest, so that attention is sharp: one wrong block of the
-# cache then changes the logits, and in most cases the tokens.
+# Factor of the query and key weights. It makes attention sharp, so that one wrong block of the
+# cache changes the logits, and in most cases the tokens.
 _SHARPNESS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Matrices have a row for every input and a column for every output."""
+    """The weights of one layer. Matrices have a row per input and a column per output."""
 
     attention_norm: Array
     query: Array
@@ -100,7 +101,7 @@ class Weights:
 
 
 def make_weights(config: ModelConfig) -> Weights:
-    """Make the weights of a configuration: the same in every process."""
+    """Make the weights of a configuration. They are the same in every process."""
     generator = np.random.default_rng(config.seed)
 
     def matrix(inputs: int, outputs: int, size: float = 1.0) -> Array:
