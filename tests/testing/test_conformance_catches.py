@@ -177,8 +177,8 @@ PLAIN = [
     Case(broken.HoldsTheLockDuringIO, "calls_do_not_wait", "lookup"),
     Case(broken.LoadsBehindStores, "loads_do_not_wait_behind_stores", "must not wait behind"),
     Case(broken.LoadsAndStoresInOnePool, "loads_do_not_wait_behind_stores", "after most of them"),
-    Case(broken.GivesNone, "stored_blocks_come_back", "a list, an empty one if nothing has ended"),
-    Case(broken.GivesNoEvents, "stored_blocks_come_back", "empty one if nothing has come or gone"),
+    Case(broken.GivesNone, "stored_blocks_come_back", "a list, an empty one if no job has ended"),
+    Case(broken.GivesNoEvents, "stored_blocks_come_back", "empty one if no block was stored"),
     Case(broken.NotSetUp, "stored_blocks_come_back", "NotSetUp has no fingerprint and no rows"),
     Case(broken.NotSetUp, "shutdown_of_an_unused_tier_returns", "super().__init__(offloading_spec"),
     Case(broken.KnowsOnlyItsRequests, "calls_in_any_order_do_not_raise", "raised KeyError"),
@@ -316,14 +316,14 @@ def test_a_check_with_slow_storage_is_not_skipped(check: str) -> None:
 @pytest.mark.parametrize("returned", [None, 7, ExampleSecondaryTierManager])
 def test_a_make_tier_that_returns_no_tier_is_caught(returned: Any) -> None:
     words = complaint_of(Kit(lambda *_: returned), "stored_blocks_come_back")
-    assert f"make_tier returned {returned!r}: let it return the tier" in words
+    assert f"make_tier returned {returned!r}: return the tier" in words
 
 
 def test_a_capacity_that_is_too_small_for_the_checks_is_refused() -> None:
     class TooSmallKit(Kit):
         capacity_blocks: ClassVar[int | None] = 3
 
-    with pytest.raises(ValueError, match=r"capacity_blocks = 3: .* keeps 4 blocks at least"):
+    with pytest.raises(ValueError, match=r"capacity_blocks = 3: .* keeps at least 4 blocks"):
         TooSmallKit(small(ExampleSecondaryTierManager)).test_nothing_to_do_is_reported()
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from kvtier.base import GPULoadStoreSpec, LoadStoreSpec, TransferResult
 
 NO_DEVICE_BLOCK = -1
-"""Entry of a block table for a block that the request has given back: it has left the window
-of its group's attention."""
+"""Entry of a block table for a block that the request no longer holds, because the block has left
+the attention window of its group."""
 
 
 class EngineRequest(Protocol):
@@ -51,8 +51,8 @@ class PrefixMatch(NamedTuple):
     """Tokens after the computed ones that can be loaded. At least one token of the request is left
     to be computed."""
     is_pending: bool
-    """True if the answer is not known yet, or blocks are on their way. Leave the request waiting,
-    and ask again in the next step."""
+    """True if the manager does not know the answer yet, or is still promoting blocks. Leave the
+    request waiting, and ask again in the next step."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class ScheduledRequest:
     request_id: str
     block_ids: tuple[Sequence[int], ...]
     """For each group, the request's device blocks by position in the prompt; `NO_DEVICE_BLOCK` for
-    those that it has given back."""
+    blocks that it no longer holds."""
     num_computed_tokens: int
     """Tokens whose KV is complete on the device before the step runs, in all groups."""
 
@@ -76,13 +76,13 @@ class StepPlan:
     """Requests that run for the first time, or for the first time since they were preempted."""
     preempted_req_ids: Collection[str] = ()
     allocated_block_ids: tuple[Collection[int], ...] = ()
-    """For each group, device blocks that were given to a request in this step. Transfers that still
-    read them for another request have to end first."""
+    """For each group, device blocks that the engine gave to a request in this step. The workers
+    first wait for stores that still read these blocks for another request."""
 
 
 MIN_PREFILL_TOKENS = 64
-"""Fewest prompt tokens of a step whose duration is used to measure prefill. Steps with fewer mostly
-decode."""
+"""A step is used to measure prefill only if it computes at least this number of prompt tokens, not
+counting one token of each request. Other steps mostly decode."""
 
 
 class ComputedTokens(NamedTuple):
@@ -98,10 +98,12 @@ class Prefill(NamedTuple):
 
     num_tokens: int
     mean_position: float
+    """Tokens of the prompt that precede each of these tokens, on average."""
 
 
 def prefill_in(computed: Iterable[ComputedTokens]) -> Prefill | None:
-    """The prefill in a step; None if there is too little of it to measure."""
+    """The prompt tokens that a step computes; None if there are too few to measure
+    (`MIN_PREFILL_TOKENS`). A request with a single token in the step counts as decoding."""
     num_tokens = num_requests = 0
     sum_of_positions = 0.0
     for first, count in computed:
@@ -132,8 +134,8 @@ class ConnectorMetadata:
     stores: list[TransferOrder] = field(default_factory=list)
     """Stores to start."""
     wait_for: list[int] = field(default_factory=list)
-    """Stores to wait for, which may be of this step: their device blocks were given to other
-    requests."""
+    """Stores to wait for, including stores of this step, because their device blocks were given to
+    other requests."""
     loads: list[TransferOrder] = field(default_factory=list)
     """Loads to start."""
 
@@ -143,8 +145,8 @@ class LoadedRequest(NamedTuple):
 
     request_id: str
     num_computed_tokens: int
-    """Tokens of the request that are on the device now. After a failed load, those from before it:
-    the engine computes the rest."""
+    """Tokens of the request that are valid on the device now. After a failed load: the tokens from
+    before the load. After a reset: 0. The engine computes the rest."""
 
 
 @dataclass(slots=True)

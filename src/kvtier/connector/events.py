@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventTranslator", "KVCacheEvent"]
 
 _MAX_TOKENS = 1 << 22
-"""How many tokens to keep at most for self-describing events. Each takes eight bytes."""
+"""Most tokens kept for self-describing events, eight bytes each. The oldest are dropped first; the
+event for a block whose tokens were dropped is not self-describing."""
 
 
 @dataclass(slots=True)
@@ -38,12 +39,12 @@ class BlockStored:
 
     block_hashes: list[bytes]
     group_indices: list[int]
-    """The KV-cache group of each block: blocks of several groups may share an event."""
+    """The KV-cache group of each block. Blocks of several groups may share an event."""
     medium: Medium
     locality: Locality | None = None
     block_size: int = 0
-    """Tokens of one block. 0 unless the event is self-describing: blocks of different groups may
-    differ in size."""
+    """Tokens of the block. 0 unless the event is self-describing, because blocks of different
+    groups may differ in size."""
     parent_block_hash: bytes | None = None
     """Self-describing events: hash of the block before; None at the start of a prompt."""
     token_ids: list[int] = field(default_factory=list)

@@ -134,8 +134,8 @@ class DeviceRange(NamedTuple):
 
 
 def device_range(state: RequestGroupState, start: int, end: int) -> DeviceRange:
-    """What to load of a group so that a request with `start` tokens on the device can continue
-    at `end`."""
+    """The blocks of a group to load, so that a request that has `start` tokens on the device can
+    compute the token at position `end`."""
     geometry = state.geometry
     first_token = max(start, geometry.first_needed_token(end))
     first_block = first_token // geometry.tokens_per_block
@@ -149,10 +149,11 @@ class Match(NamedTuple):
     """How much of a request can be loaded."""
 
     end: int
-    """Tokens, from the start of the request, that can be on the device after a load. There is
-    no match if this is not more than the tokens that are there already."""
+    """Tokens, from the start of the request, that can be on the device after a load. There is no
+    match if the device has at least this number already."""
     is_pending: bool
-    """True while some of these blocks are not known, or not readable, yet."""
+    """True if the manager does not know yet whether it has some of these blocks, or if some of them
+    are not readable yet."""
 
 
 class Matcher:
@@ -166,8 +167,8 @@ class Matcher:
         """The longest match that begins at `start` tokens and ends at `limit` at the latest.
 
         Groups that need all earlier tokens come first, because no other group can match beyond
-        their end. A group with a window may shorten the match, and then the others have to fit the
-        shorter one.
+        their end. A group with a window may shorten the match. Then all other groups have to match
+        up to the new end.
         """
         prefixes = [group for group in state.group_states if group.geometry.is_prefix]
         end, is_pending = self._match_prefixes(prefixes, state, start, self._aligned(limit))
@@ -183,7 +184,7 @@ class Matcher:
             if end == before:
                 return Match(end, is_pending or windows_pending)
             if is_pending:
-                # The pending blocks may lie behind the new end: ask again without them.
+                # The pending blocks may be after the new end, so ask again without them.
                 end, is_pending = self._match_prefixes(prefixes, state, start, end)
         return Match(end, is_pending)
 
@@ -222,7 +223,7 @@ class Matcher:
             for chunk in range(end // per_chunk - 1, needed // per_chunk - 1, -1):
                 result = self._manager.lookup(group.keys[chunk], state.req_context)
                 if result is LookupResult.MISS:
-                    # Every window that includes this block fails, whatever is still pending.
+                    # No window that includes this block can be loaded, even if others are pending.
                     end, is_pending = self._aligned(chunk * per_chunk), False
                     break
                 is_pending = is_pending or result is not LookupResult.HIT
@@ -261,7 +262,7 @@ def take_offers(
     """The chunks that have become complete since the last offer, in prompt order, and for each
     group the number of chunks that need no further offer.
 
-    Chunks that were loaded are left out, and so are chunks of which a block has left the window.
+    Leaves out chunks that were loaded, and chunks that have a block outside the window.
     """
     offers, num_offered = [], []
     tokens = min(scheduled.num_computed_tokens, limit)
@@ -280,7 +281,7 @@ def take_offers(
                 end = (chunk + 1) * geometry.tokens_per_chunk
                 offers.append(Offer(end, place, group.keys[chunk], blocks))
         num_offered.append(num_complete)
-    # By position, not by group: the head of the prompt is worth the most in all groups.
+    # Sort by position, not by group: in every group, the start of the prompt is worth the most.
     offers.sort(key=lambda offer: (offer.end, offer.place))
     return offers, num_offered
 
@@ -288,8 +289,8 @@ def take_offers(
 def prepare_store(
     manager: OffloadingManager, offers: list[Offer], state: RequestOffloadState
 ) -> Store | None:
-    """Ask the manager for slots. None: it cannot store now. The store has no keys if nothing needs
-    to be copied."""
+    """Ask the manager for slots. Returns None if it cannot store now, and a store without keys if
+    no block needs to be copied."""
     output = manager.prepare_store([offer.key for offer in offers], state.req_context)
     if output is None:
         return None

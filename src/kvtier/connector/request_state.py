@@ -40,7 +40,7 @@ class RequestGroupState:
     loaded: range = range(0)
     """Chunks that were loaded: they are not offered for storing."""
     num_described: int = 0
-    """Chunks whose tokens the event translator has."""
+    """Chunks whose tokens the event translator has seen."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +57,12 @@ class RequestOffloadState:
     hints: RequestHints = field(init=False)
     group_states: tuple[RequestGroupState, ...] = field(init=False)
     stores_hits: bool = False
-    """True if blocks that it has loaded are offered for storing as well."""
+    """True if blocks that the request has loaded are offered for storing as well."""
     has_failed_load: bool = False
-    """True once a load has failed: the request computes its blocks itself."""
+    """True once a load has failed: the request computes its blocks, until it is preempted."""
     is_on_device: bool = False
-    """True while the engine runs it, or loads for it; False again after a preemption."""
+    """True once the engine runs the request or loads blocks for it; False again after a
+    preemption."""
     is_loading: bool = False
     """True while the engine waits for the end of a load."""
     num_jobs: int = 0
@@ -72,7 +73,7 @@ class RequestOffloadState:
         params = self.req.kv_transfer_params
         self.hints = parse_hints(params)
         if not isinstance(params, Mapping):
-            params = None  # not readable, so tiers do not get it
+            params = None  # not a mapping: tiers could not read it
         self.req_context = ReqContext(
             self.req.request_id,
             params,
@@ -91,8 +92,9 @@ class RequestOffloadState:
                 state.keys.append(key)
 
     def loads(self, start: int, end: int) -> None:
-        """Note that the tokens from `start` to `end` are loaded, and so need not be stored. Tokens
-        before `start` are offered: the device's own cache may be the only place that has them."""
+        """Note that the tokens from `start` to `end` are loaded, so they are not offered for
+        storing (unless `stores_hits`). Tokens before `start` are offered: maybe only the device's
+        own cache has them."""
         if not self.stores_hits:
             for state in self.group_states:
                 size = state.geometry.tokens_per_chunk
@@ -112,7 +114,7 @@ class RequestOffloadState:
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What the user wants for one request."""
+    """The user's settings for one request."""
 
     skip: bool = False
     """Neither load nor store anything for this request."""
@@ -127,15 +129,16 @@ _NONE = RequestHints()
 _KEYS = ("skip", "max_offload_tokens", "kv_load_tiers", "max_load_tokens")
 """Hints that kvtier reads, and `max_load_tokens`, which vLLM reads itself."""
 _MAX_KEY_LENGTH = 32
-"""Longer keys are not compared with `_KEYS`: a client chooses them, and comparing takes time."""
+"""Longer keys are not compared with `_KEYS`. A client chooses the keys, and comparing long keys
+takes time."""
 
 
 def parse_hints(params: Mapping[str, Any] | None) -> RequestHints:
     """Read the hints in a request's `kv_transfer_params`. Never raises.
 
     Both the connector of this package and the plug-in for vLLM call it, once per request. A value
-    that cannot be read is ignored with a warning. Keys that are not hints are for tiers; a key that
-    looks like a misspelt hint is warned about.
+    that cannot be read is ignored with a warning. Keys that are not hints are for tiers. A key that
+    looks like a misspelt hint causes a warning.
     """
     if not params:
         return _NONE
@@ -204,8 +207,8 @@ _warned_topics: set[str] = set()
 
 
 def _warn(topic: str, given: object, what: str, *, name: str | None = None) -> None:
-    """Log a warning once per topic, later ones at DEBUG: a client could fill the log. `name`: the
-    key to show, if it is not the topic."""
+    """Log the first warning about a topic, and later ones at DEBUG, because otherwise a client
+    could fill the log. `name`: the key to show, if it is not the topic."""
     level = logging.DEBUG if topic in _warned_topics else logging.WARNING
     _warned_topics.add(topic)
     key = topic if name is None else name

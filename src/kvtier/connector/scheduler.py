@@ -73,7 +73,8 @@ class ConnectorJob:
 
 
 class OffloadingConnectorScheduler:
-    """Turns what an engine schedules into loads and stores. Engine's scheduler thread only.
+    """Turns what an engine schedules into loads and stores. Called on the engine's scheduler thread
+    only.
 
     The order of calls in one step:
 
@@ -129,8 +130,8 @@ class OffloadingConnectorScheduler:
     def on_new_request(self, request: EngineRequest) -> None:
         """Announce a request. Call it before any other method for this request.
 
-        Raises `ValueError` if the last load of a request with the same id was not reported yet: the
-        end of that load would be mistaken for one of the new request.
+        Raises `ValueError` if the load of an earlier request with the same id was not reported yet:
+        the engine would take the end of that load for the end of a load of the new request.
         """
         former = self._states.get(request.request_id)
         if former is not None and former.is_loading:
@@ -162,7 +163,7 @@ class OffloadingConnectorScheduler:
         if end <= start:
             return PrefixMatch(0, is_pending=False)
         if self._is_being_loaded(state, start, end):
-            # Another request is loading some of it: soon the device's own cache has that.
+            # Another request is loading some of these blocks: soon the device's own cache has them.
             return PrefixMatch(0, is_pending=True)
         return PrefixMatch(end - start, is_pending=False)
 
@@ -197,8 +198,8 @@ class OffloadingConnectorScheduler:
         num_computed_tokens: int,
         num_external_tokens: int,
     ) -> None:
-        """The engine has admitted a request, with device blocks for all of its computed and matched
-        tokens: start its load. `block_ids`: as in `ScheduledRequest`."""
+        """Start the load of a request that the engine has admitted. The request has device blocks
+        for all of its computed and matched tokens. `block_ids`: as in `ScheduledRequest`."""
         state = self._announced(request.request_id)
         if state is None:
             if num_external_tokens:  # the engine waits for the end of this load
@@ -231,7 +232,8 @@ class OffloadingConnectorScheduler:
     def request_finished(self, request_id: str, last: ScheduledRequest | None = None) -> None:
         """A request has ended or was aborted. Call it before its device blocks are given away.
 
-        `last`: its device blocks now. Without it, blocks computed in the last step are not stored.
+        `last`: the request's device blocks now. Without it, blocks that were computed in the last
+        step are not stored.
         """
         state = self._states.get(request_id)
         if state is None:
@@ -257,7 +259,8 @@ class OffloadingConnectorScheduler:
                 state.is_on_device = True
                 self._offer(state, scheduled)
         self._fence(plan)
-        # Like preempted requests, those that waited at a reset have no old block on the device.
+        # Requests that waited at a reset have no block from before it on the device. So they may
+        # store again, like preempted requests.
         preempted = {*plan.preempted_req_ids, *self._reset_req_ids}
         self._reset_req_ids = []
         self.manager.on_schedule_end(ScheduleEndContext(plan.new_req_ids, preempted))
@@ -265,7 +268,7 @@ class OffloadingConnectorScheduler:
         return metadata
 
     def _offer(self, state: RequestOffloadState, scheduled: ScheduledRequest) -> None:
-        """Store the blocks that the request has computed since its last offer."""
+        """Start a store of the blocks that the request has computed since the last call."""
         if state.hints.skip:
             return
         self._update_keys(state)
@@ -290,7 +293,8 @@ class OffloadingConnectorScheduler:
         return limit if most is None else min(limit, most)
 
     def _fence(self, plan: StepPlan) -> None:
-        """Have the workers wait for stores that read device blocks given to another request."""
+        """Make the workers wait for stores that read device blocks which were given to another
+        request."""
         waiting: dict[int, None] = {}
         for blocks in plan.allocated_block_ids:
             for block in blocks:
@@ -299,7 +303,7 @@ class OffloadingConnectorScheduler:
         self._metadata.wait_for += waiting
 
     def update_connector_output(self, outputs: Iterable[WorkerOutput]) -> list[LoadedRequest]:
-        """Take the reports of the workers, and return the loads that have ended."""
+        """Record what the workers report, and return the loads that have ended on all ranks."""
         loaded, self._dropped = self._dropped, []
         for output in outputs:
             for result in output.finished:
@@ -315,7 +319,7 @@ class OffloadingConnectorScheduler:
     def note_model_run(self, computed: Iterable[ComputedTokens], seconds: float) -> None:
         """The model has computed these tokens in `seconds`. Call it after each run of the model.
 
-        From this the manager decides whether loading a prefix is faster than computing it. Without
+        The manager uses it to decide whether loading a prefix is faster than computing it. Without
         these calls, the manager estimates the cost of computing from the rate of stores.
         """
         prefill = prefill_in(computed)
@@ -368,8 +372,9 @@ class OffloadingConnectorScheduler:
     # --- the whole cache ------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Forget all blocks: nothing computed before is valid any more. Never waits: at the start
-        of the next step the workers wait for transfers under way, whose results are not used.
+        """Forget all blocks, because nothing that was computed before is valid any more. Does not
+        wait: the workers wait for the transfers under way at the start of the next step. The
+        results of these transfers are not used.
 
         Blocks that running requests have on the device are not stored. The engine preempts these
         requests (`StepPlan.preempted_req_ids`), or lets them end with the blocks they have.

@@ -14,8 +14,8 @@ __all__ = ["OffloadingConnectorWorker"]
 
 
 class OffloadingConnectorWorker:
-    """Carries out the transfers that the scheduler half has decided, for one rank. Called on the
-    worker's main thread. In every step: `start_kv_transfers`, the model, `get_finished`.
+    """Carries out, for one rank, the transfers that the scheduler half has planned. Called on the
+    worker's main thread. The order in every step: `start_kv_transfers`, the model, `get_finished`.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
@@ -42,10 +42,10 @@ class OffloadingConnectorWorker:
                 self._refuse(job_id)
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """Start the step's stores early, and wait for those that must have ended.
+        """Start the step's stores early, and wait for stores whose device blocks were given away.
 
-        For engines that overwrite blocks of preempted requests before `start_kv_transfers`, which
-        does the rest.
+        For engines that overwrite blocks of preempted requests before they call
+        `start_kv_transfers`. That call, with the same metadata, then starts the loads only.
         """
         self._save(metadata)
         self._saved = metadata
@@ -71,7 +71,7 @@ class OffloadingConnectorWorker:
             self._worker.shutdown()
 
     def _refuse(self, job_id: int) -> None:
-        # The scheduler waits for an answer from every rank.
+        # Report it as failed: the scheduler half waits for a report from every rank.
         self._refused.append(TransferResult(job_id, success=False))
 
     def _the_worker(self) -> OffloadingWorker:

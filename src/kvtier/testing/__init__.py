@@ -1,4 +1,4 @@
-"""For authors of tiers: the conformance kit, and faults to inject into any tier.
+"""For authors of tiers: the conformance kit, and a wrapper that injects faults into any tier.
 
 A tier conforms if a test class such as this one passes:
 
@@ -6,7 +6,7 @@ A tier conforms if a test class such as this one passes:
         def make_tier(self, spec, view):
             return MyTier(offloading_spec=spec, primary_kv_view=view, tier_type="my")
 
-Only the kit needs pytest, and imports it on first use. See docs/writing-a-tier.md.
+Only the kit (`TierConformance`) needs pytest. See docs/writing-a-tier.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Damage to blocks where a tier keeps them: what a broken disk, wire or neighbour would do."""
+"""Damages blocks in a tier's storage, as a broken disk, network or other engine could."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Damage(StrEnum):
 
 
 class BackingBytes(Protocol):
-    """Reads and writes the stored bytes of a tier from outside. Written by the tier's author.
+    """Reads and writes the stored bytes of a tier directly. The tier's author implements it.
 
-    A block is its seal followed by its payload, however the tier lays them out. Called while the
-    tier does not use that block.
+    A block is its seal followed by its payload, even if the tier stores them apart. The kit calls
+    these methods while the tier does not use the block.
     """
 
     def read(self, fingerprint: bytes, key: OffloadKey) -> bytes:
         """Return the stored bytes of this block, or raise `KeyError`."""
 
     def write(self, fingerprint: bytes, key: OffloadKey, block: bytes) -> None:
-        """Replace the stored bytes of this block without the tier's knowledge. A shorter block is
-        stored as it is; where blocks have a fixed length, the rest reads as zeros."""
+        """Replace the stored bytes of this block; the tier does not notice. A shorter block is
+        stored as it is. If blocks have a fixed length, the rest reads as zeros."""
 
 
 def inflict(

@@ -22,36 +22,36 @@ class InjectedFault(Exception):
 
 
 class FaultKind(StrEnum):
-    """What goes wrong. A tier with the first two alone still keeps the contract."""
+    """What goes wrong. A tier that has only DELAY and REORDER still keeps the contract."""
 
     DELAY = "delay"
-    """A job is carried out at once and reported late; a lookup is answered RETRY."""
+    """A job is carried out at once and reported late. For a lookup: one key is answered RETRY."""
     REORDER = "reorder"
-    """The results of one poll come in another order."""
+    """One call of `get_finished_jobs` returns its results in another order."""
     DROP = "drop"
     """A job is carried out (late, if the fault has a time) and never reported."""
     DUPLICATE = "duplicate"
     """A job is reported twice, the second time late if the fault has a time."""
     FAIL = "fail"
-    """A job is carried out and reported as failed. A load leaves noise in its slots."""
+    """A job is carried out and reported as failed. A load leaves random bytes in its slots."""
     PARTIAL = "partial"
-    """Some of the job's blocks fail as with FAIL. A job of one block fails."""
+    """Some of the job's blocks fail as with FAIL. A job of one block fails as a whole."""
     LATE_WRITE = "late_write"
-    """A job is accepted, carried out long after it was submitted, and reported then."""
+    """A job is accepted, and carried out and reported only after the delay of the fault."""
     HANG = "hang"
-    """A job is accepted, but neither carried out nor reported before `FaultyTier.recover`. As a
-    fault of `drain_jobs` or `shutdown`: the call does not return before that."""
+    """A job is accepted, but neither carried out nor reported before `FaultyTier.recover`. For
+    `drain_jobs` and `shutdown`: the call does not return before `recover`."""
     RAISE = "raise"
     """The call raises and has no effect, except that `shutdown` still shuts the tier down."""
     RAISE_AFTER = "raise_after"
-    """The job is accepted, carried out and reported, but its submission raised."""
+    """The submission raises, but the job is carried out and reported."""
     UNKNOWN_JOB = "unknown_job"
     """A job is reported that was never submitted."""
     GARBAGE = "garbage"
     """The call returns a value of another type, or a list that contains one. Results of jobs are
     not lost, but may come later."""
     CORRUPT = "corrupt"
-    """A stored block of the load is damaged before it is read."""
+    """A stored block is damaged before the load reads it."""
 
 
 _JOB_FAULTS = frozenset(
@@ -100,18 +100,18 @@ class Fault:
 
     method: str
     call: int
-    """The number of the call of this method, from 0."""
+    """Number of the call of this method, counted from 0."""
     kind: FaultKind
-    """A member of `FaultKind`, or its value as a text."""
+    """A member of `FaultKind`. The constructor also takes its value, a string."""
     polls: int = 0
-    """Calls of `get_finished_jobs` that a late result waits for."""
+    """Delay in calls of `get_finished_jobs`."""
     seconds: float = 0.0
-    """Seconds, by the schedule's clock, that a late result waits for as well."""
+    """Delay in seconds of the schedule's clock. A late job or result waits for both delays."""
     damage: Damage = Damage.FLIP
     """How a fault of kind CORRUPT damages the block."""
 
     def __post_init__(self) -> None:
-        # Kinds are compared by identity, and a text equals its member but is not identical to it.
+        # Kinds are compared with `is`, which a string with the same value would not pass.
         object.__setattr__(self, "kind", _member(FaultKind, "kind", self.kind))
         object.__setattr__(self, "damage", _member(Damage, "damage", self.damage))
         allowed = FAULTS_OF.get(self.method)
@@ -119,7 +119,7 @@ class Fault:
             raise ValueError(f"method {self.method!r}: choose one of {', '.join(FAULTS_OF)}")
         if self.kind not in allowed:
             raise ValueError(
-                f"a fault {str(self.kind)!r} of {self.method}: it can have "
+                f"{self.method} cannot have a fault of kind {str(self.kind)!r}: choose one of "
                 f"{', '.join(sorted(allowed))}"
             )
 
@@ -177,7 +177,8 @@ class FaultSchedule:
         return drawn or any(fault.kind is kind for fault in self._planned.values())
 
     def next_fault(self, method: str) -> Fault | None:
-        """Return the fault of this call of `method`, or None. Called once per call."""
+        """Return the fault of the next call of `method`, or None. `FaultyTier` calls this once for
+        each call of the tier."""
         call = self._calls[method]
         self._calls[method] += 1
         drawn = self._draw(method, call)

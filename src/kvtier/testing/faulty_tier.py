@@ -37,8 +37,8 @@ _GARBAGE: tuple[Any, ...] = ("garbage", None, 7, object())
 class FaultyTier(SecondaryTierManager):
     """Passes every call on to `tier`, except where `schedule` has a fault.
 
-    Faults happen on the thread of the caller, so with a tier that has no threads everything is
-    deterministic. The fault of a job is drawn when it is submitted.
+    It has no threads: faults happen on the caller's thread. So if `tier` has no threads either,
+    every run is the same. The fault of a job is drawn when the job is submitted.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FaultyTier(SecondaryTierManager):
         backing: BackingBytes | None = None,
     ) -> None:
         """`backing`: access to the stored bytes of `tier`; needed for faults of kind `corrupt`."""
-        # The base's constructor is not called: the wrapped tier has everything that it sets up.
+        # Does not call the base's constructor: the wrapped tier has what that would set up.
         self.tier = tier
         self.schedule = FaultSchedule() if schedule is None else schedule
         if self.schedule.can_have(FaultKind.CORRUPT) and backing is None:
@@ -57,7 +57,7 @@ class FaultyTier(SecondaryTierManager):
                 "the schedule has faults of kind 'corrupt', which need access to the stored bytes: "
                 "give `backing`"
             )
-        # The base's is a class method, which cannot reach the wrapped tier.
+        # The base's version is a class method, which cannot reach the wrapped tier.
         self.build_metric_definitions = tier.build_metric_definitions  # type: ignore[method-assign]
         self.injected: list[Fault] = []
         """Every fault so far, in order. `FaultSchedule(faults=injected)` repeats them."""
@@ -172,8 +172,8 @@ class FaultyTier(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
-        """Carry out all jobs; the next poll has their results, also late ones. Waits for jobs that
-        hang, until `recover` or `shutdown`."""
+        """Carry out all jobs. The next poll has their results, including those that were late. If
+        a job hangs, wait for `recover` or `shutdown`."""
         fault = self._fault_of("drain_jobs")
         if fault is not None:
             self._answering.clear()
@@ -236,7 +236,8 @@ class FaultyTier(SecondaryTierManager):
         return ask() if fault is None else cast("T", _garbage_of(fault))
 
     def _fault_of(self, method: str) -> Fault | None:
-        """Return the fault of a call that does not concern jobs; raise if that is the fault."""
+        """Return the fault of a call that does not concern jobs. Raises `InjectedFault` for the
+        kind RAISE."""
         fault = self.schedule.next_fault(method)
         if fault is not None:
             self.injected.append(fault)

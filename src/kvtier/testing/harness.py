@@ -46,8 +46,8 @@ __all__ = ["SampleSpec", "TierHarness", "sample_spec"]
 _TOKENS_PER_BLOCK = 16
 _TIER_ANSWERS = (LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY)
 _EMPTY_IF = {
-    "get_finished_jobs": "nothing has ended",
-    "take_events": "nothing has come or gone",
+    "get_finished_jobs": "no job has ended",
+    "take_events": "no block was stored or removed",
 }
 _SET_BY_THE_BASE = ("fingerprint", "rows", "tier_type")
 _FIRST_PAUSE_S = 0.0001
@@ -55,7 +55,7 @@ _LONGEST_PAUSE_S = 0.005
 
 
 class SampleSpec(OffloadingSpec):
-    """A spec with a configuration and no engine, which is enough for a tier."""
+    """A spec that has a configuration but no engine. A tier needs no more than that."""
 
     def get_manager(self) -> OffloadingManager:
         raise NotImplementedError("a tier under test has no manager above it")
@@ -67,7 +67,7 @@ class SampleSpec(OffloadingSpec):
 def sample_spec(row_bytes: int, num_blocks: int, namespace: str, engine_id: str) -> SampleSpec:
     """Return a spec with two KV-cache groups and rows of `row_bytes`, a multiple of the page size.
 
-    `namespace` identifies the weights, so that a tier which outlives the process accepts it. Specs
+    `namespace` identifies the weights, so a tier that outlives the process accepts the spec. Specs
     with the same `namespace` and `row_bytes` have the same fingerprint.
     """
     config = OffloadingConfig(
@@ -93,10 +93,10 @@ class TierHarness:
 
     The payload of every block is a function of its key. When a job is reported, the harness checks
     that the job exists and was not reported before, that a load wrote exactly the bytes of each
-    block that it names, and that a store did not change its slots. Then it poisons the job's slots
-    and watches them until the end.
+    block that it names, and that a store did not change its slots. Then the harness fills the job's
+    slots with a fixed pattern.
 
-    On leaving, every job must have been reported, and no free slot may have changed.
+    When the context ends, every job must have been reported, and no free slot may have changed.
     """
 
     def __init__(
@@ -108,22 +108,23 @@ class TierHarness:
         patience_s: float = 20.0,
         namespace: str | None = None,
     ) -> None:
-        """`row_bytes`: a multiple of the page size, as the rows of a real primary tier are.
-        `namespace`: that of an earlier harness, to find its blocks; None: one of its own."""
+        """`row_bytes`: a multiple of the page size, like the rows of a real primary tier.
+        `namespace`: the namespace of an earlier harness, to find its blocks. None: a new one."""
         if row_bytes < 1 or row_bytes % mmap.PAGESIZE:
             raise ValueError(
                 f"row_bytes = {row_bytes}: give a multiple of the page size, {mmap.PAGESIZE} bytes"
             )
         self.namespace = uuid.uuid4().hex if namespace is None else namespace
         self.patience_s = patience_s
-        """Seconds after which the harness treats a call or a job as hanging."""
+        """Seconds to wait for a lookup, a job, `drain_jobs` or `shutdown` before the harness
+        fails."""
         self.spec = sample_spec(row_bytes, num_slots, self.namespace, engine_id=uuid.uuid4().hex)
         self.fingerprint = self.spec.config.fingerprint()
         """The fingerprint of new jobs."""
         self.slots = LentSlots(num_slots, row_bytes)
         self.ledger = JobLedger(self.slots)
         self.events: list[OffloadingEvent] = []
-        """All events of the tier."""
+        """All events that the tier has returned."""
         self.longest_call_s: dict[str, float] = {}
         """Seconds of the longest call on the scheduler's thread, by method."""
         self._num_polls = 0
@@ -137,7 +138,7 @@ class TierHarness:
 
     @staticmethod
     def keys(count: int, start: int = 0, group_idx: int = 0) -> list[OffloadKey]:
-        """Return the keys of `count` blocks in prompt order. Equal arguments give equal keys."""
+        """Return keys of `count` blocks, in prompt order. Equal arguments give equal keys."""
         numbers = range(start, start + count)
         return [make_offload_key(b"block-%026d" % number, group_idx) for number in numbers]
 
@@ -193,14 +194,14 @@ class TierHarness:
         return self._submit(self._new_job(keys, is_promotion=True))
 
     def wait_for(self, *jobs: TransferJob) -> list[Report]:
-        """Step until these jobs are reported."""
+        """Step until these jobs are reported, and return their reports."""
         reports = self.ledger.reports
         self._step_until(
             lambda: all(job.job_id in reports for job in jobs),
             lambda: (
                 f"{self.ledger.describe_unreported()} not reported within {self.patience_s} s. "
-                "Every submitted job is reported exactly once, also when there was nothing to do, "
-                "when there was no room, and when it failed"
+                "Report every submitted job exactly once, also when there was nothing to do, when "
+                "there was no room, and when the job failed"
             ),
         )
         return [reports[job.job_id] for job in jobs]
@@ -235,9 +236,9 @@ class TierHarness:
         try:
             self.call("submit_load" if job.is_promotion else "submit_store", job)
         except JobNotBegun:
-            # This is its report: no other may follow, and its slots are free.
+            # The exception is the job's report: no other may follow, and the slots are free.
             self.ledger.accept(JobResult(job.job_id, False), self._num_polls)
-        # Most requests end while their jobs are under way.
+        # End the request at once: in an engine, most requests end while their jobs are under way.
         self.call("on_request_finished", job.req_context)
         return job
 
@@ -366,12 +367,12 @@ def _usable(tier: object) -> SecondaryTierManager:
     """Return the tier that `make_tier` returned, or raise `AssertionError` if it is not one."""
     if not isinstance(tier, SecondaryTierManager):
         raise AssertionError(
-            f"make_tier returned {tier!r}: let it return the tier, which is made by a class "
-            "derived from SecondaryTierManager"
+            f"make_tier returned {tier!r}: return the tier, an instance of a subclass of "
+            "SecondaryTierManager"
         )
     missing = [name for name in _SET_BY_THE_BASE if not hasattr(tier, name)]
     if missing:
-        with suppress(Exception):  # its constructor may have started threads
+        with suppress(Exception):  # the constructor may have started threads
             tier.shutdown()
         raise AssertionError(
             f"{type(tier).__name__} has no {' and no '.join(missing)}: call "

@@ -1,4 +1,4 @@
-"""Faults of jobs and of the blocks that a tier keeps."""
+"""Injects faults into jobs, and damages the blocks that a tier keeps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class HeldBack(Generic[T]):
-    """A queue whose items become due after a number of polls and of seconds."""
+    """A queue. An item becomes due when a number of polls and a number of seconds have passed."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -25,7 +25,7 @@ class HeldBack(Generic[T]):
         self._held: list[tuple[int, float, T]] = []
 
     def put(self, item: T, polls: int = 0, seconds: float = 0.0) -> None:
-        """Add `item`. Without polls and seconds it is due at the next `take_due`."""
+        """Add `item`. By default, it is due at the next `take_due`."""
         self._held.append((self._polls + polls, self._clock() + seconds, item))
 
     def count_poll(self) -> None:
@@ -57,7 +57,7 @@ _MAX_REMEMBERED = 64
 
 
 class BitRot:
-    """Damages stored blocks. Remembers the last stored keys, because a swap needs two."""
+    """Damages stored blocks. Remembers the last stored keys, because a swap needs two blocks."""
 
     def __init__(self, backing: BackingBytes) -> None:
         self._backing = backing
@@ -70,8 +70,8 @@ class BitRot:
             del self._stored[next(iter(self._stored))]
 
     def damage_one_of(self, job: TransferJob, fault: Fault) -> bool:
-        """Damage one block that the load will read. Returns False if none of them is stored, or if
-        there is no other block to swap it with."""
+        """Damage one block that the load will read. Returns False if no block of the load is
+        stored, or if a swap finds no second block."""
         kept = [key for key in job.keys if self._is_kept(job.fingerprint, key)]
         if not kept:
             return False
@@ -104,32 +104,31 @@ class _FaultyJob(NamedTuple):
 
 
 def random_of(fault: Fault) -> Random:
-    """Return a generator that gives the same numbers whenever this fault happens."""
+    """Return a random generator that gives the same numbers for the same fault in every run."""
     return Random(f"{fault.method}/{fault.call}/{fault.kind}")
 
 
 class JobFaults:
     """Passes jobs on to the tier and results back, and applies the faults of the jobs.
 
-    Runs on the thread of its caller. It invents no result: the tier has carried out every job that
-    is reported.
+    Runs on the caller's thread. It reports only jobs that the tier has carried out.
     """
 
     def __init__(self, tier: SecondaryTierManager, schedule: FaultSchedule) -> None:
         self._tier = tier
         self._faulty_jobs: dict[int, _FaultyJob] = {}
-        """Jobs with a fault that were passed on to the tier, by id."""
+        """Jobs with a fault that the tier has not reported yet, by id."""
         self._late_jobs: HeldBack[_FaultyJob] = HeldBack(schedule.clock)
         self._late_results: HeldBack[JobResult] = HeldBack(schedule.clock)
         self._hung: list[TransferJob] = []
 
     @property
     def any_hangs(self) -> bool:
-        """True if a job does not end before `let_go`."""
+        """True while a job hangs: it is not passed on before `let_go`."""
         return bool(self._hung)
 
     def submit(self, job: TransferJob, fault: Fault | None) -> None:
-        """Pass a job on: now, later, or not before `let_go`."""
+        """Pass a job on to the tier: now, at a later poll, or not before `let_go`."""
         if fault is not None and fault.kind is FaultKind.HANG:
             self.hang(job)
         elif fault is not None and _is_carried_out_late(fault):
@@ -142,7 +141,7 @@ class JobFaults:
         self._hung.append(job)
 
     def let_go(self) -> None:
-        """Pass on, at the next poll, the jobs that hang."""
+        """Pass the hanging jobs on to the tier at the next poll."""
         for job in self._hung:
             self._late_jobs.put(_FaultyJob(job, None))
         self._hung.clear()
@@ -159,7 +158,7 @@ class JobFaults:
         return [*self._harvest(), *self._late_results.take_due()]
 
     def put_back(self, results: list[JobResult]) -> None:
-        """Report these at the next poll instead."""
+        """Report these results at the next poll instead."""
         for result in results:
             self._late_results.put(result)
 

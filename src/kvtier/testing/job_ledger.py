@@ -1,4 +1,4 @@
-"""The slots that are lent to jobs of a tier, and a ledger of the jobs and their results."""
+"""Slots that a test lends to the jobs of a tier, and a ledger of the jobs and their results."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _POISON = bytes([0xA5, 0x5A, 0xC3, 0x3C])
 class LentSlots:
     """The slots of a primary tier, which are lent to jobs. Used on one thread.
 
-    Slots are page-aligned rows in one memory mapping. A slot that is not lent holds poison: a fixed
-    pattern of bytes. So a load that writes nothing is detected, and so is a write into a slot
-    before it is lent or after it was taken back.
+    Slots are page-aligned rows in one memory mapping. A slot that is not lent holds poison, a fixed
+    pattern of bytes. It reveals a load that writes nothing, and a write into a slot that is not
+    lent.
     """
 
     def __init__(self, num_slots: int, row_bytes: int, seed: int = 0) -> None:
@@ -77,8 +77,8 @@ class LentSlots:
         self._mapping[slot * self.row_bytes : (slot + 1) * self.row_bytes] = content
 
     def close(self) -> list[str]:
-        """Unmap the slots. If objects still refer to them, they stay mapped, and descriptions of
-        these objects are returned."""
+        """Unmap the slots. Returns descriptions of the objects that still refer to them; if there
+        are any, the slots stay mapped."""
         self.is_closed = True
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         with suppress(BufferError):  # an array still refers to it, and so to the mapping
@@ -94,8 +94,8 @@ class LentSlots:
 
 
 def payload_of(key: OffloadKey, num_bytes: int) -> bytes:
-    """Return the content of the block of `key`: noise, the same in every process. A wrong byte is
-    detected wherever it appears."""
+    """Return the content of the block of `key`: random bytes that depend on the key alone, and are
+    the same in every process. So a wrong byte or a block in a wrong slot is detected."""
     return np.random.Generator(np.random.SFC64(xxh3_64_intdigest(key))).bytes(num_bytes)
 
 
@@ -110,13 +110,13 @@ class Report:
     """One result, and the poll that returned it."""
 
     poll: int
-    """Number of the call of `get_finished_jobs`."""
+    """Number of the call of `get_finished_jobs` that returned the result."""
     job: TransferJob
     result: JobResult
 
     @property
     def moved(self) -> set[OffloadKey]:
-        """The keys that the tier reports as moved, or as there already."""
+        """The keys that the tier reports as moved, or as present already."""
         if self.result.success:
             return set(self.job.keys)
         return set(self.result.successful_keys or ())
@@ -125,7 +125,7 @@ class Report:
 class JobLedger:
     """Records every job and every result, and compares results with the slots.
 
-    When a job is reported, its slots are taken back and poisoned.
+    When a job is reported, the ledger takes its slots back, which poisons them.
     """
 
     def __init__(self, slots: LentSlots) -> None:
@@ -174,8 +174,8 @@ class JobLedger:
                 )
             elif key in report.moved:
                 state = (
-                    "holds what free slots hold: it was not written, or the block was read from "
-                    "its slot after the store was reported"
+                    "holds the pattern of free slots: either it was not written, or the tier read "
+                    "the block from the slot of a store after the store was reported"
                     if slots.is_poison(slot)
                     else "holds other bytes"
                 )
@@ -187,7 +187,7 @@ class JobLedger:
                 )
 
     def describe_unreported(self) -> str:
-        """Return the unreported jobs as the beginning of a sentence."""
+        """Return the beginning of a sentence about the unreported jobs, up to "was" or "were"."""
         names = [describe(job) for job in self.unreported.values()]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"{shown} {'was' if len(names) == 1 else 'were'}"

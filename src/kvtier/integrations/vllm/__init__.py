@@ -1,21 +1,21 @@
-"""kvtier as a plug-in for stock vLLM: two ways to plug in, both loaded by name.
+"""kvtier as a plug-in for stock vLLM. There are two ways to plug in; vLLM loads both by name.
 
-The recommended one is a connector:
+The recommended way is a connector:
 
     vllm serve MODEL --kv-transfer-config '{
       "kv_connector": "KVTierConnector", "kv_role": "kv_both",
       "kv_connector_module_path": "kvtier.integrations.vllm",
       "kv_connector_extra_config": {"cpu_bytes_to_use": "8GiB"}}'
 
-The plain one is a spec for vLLM's own `OffloadingConnector` (`spec_name`, `spec_module_path`).
+The other way is a spec for vLLM's own `OffloadingConnector` (`spec_name`, `spec_module_path`).
 
-Which blocks a request loads and stores, and when device blocks may be reused, is decided by vLLM's
-own connector in both cases; kvtier answers its lookups and moves the blocks. So
-`kvtier.connector`, which decides the same for engines without a connector, is not used here, apart
-from the hints of a request and the measurement of prefill.
+In both cases, vLLM's own connector decides which blocks a request loads and stores, and when device
+blocks may be reused. kvtier answers its lookups and moves the blocks. `kvtier.connector` decides
+the same for engines without a connector; this package uses only its code that reads a request's
+hints and measures prefill.
 
 Importing this package does not import vLLM: the classes load on first use. Commands that run
-without vLLM use the facts about its releases below.
+without vLLM use the constants and functions below.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ SUPPORTED = ((0, 26), (0, 28), (0, 32))
 with one warning; a release that lacks a name that kvtier needs is refused (`vllm_api`)."""
 
 FIRST_WITH_FIXED_HASHES = (0, 32)
-"""Before this release, block hashes are random unless `PYTHONHASHSEED` is set. For advice where no
-vLLM runs; the plug-in inspects the running vLLM instead (`vllm_api.draws_hash_root`)."""
+"""Before this release, block hashes are random unless `PYTHONHASHSEED` is set. Used for advice
+where no vLLM runs; the plug-in inspects the running vLLM instead (`vllm_api.draws_hash_root`)."""
 
 
 def release_of(version: str) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """vLLM's configuration, in kvtier's terms.
 
-vLLM gives an offloading spec only a part of its configuration. A connector gets all of it. What
-kvtier needs of the rest is collected in `EngineFacts`, and travels to the spec inside the extra
-configuration, under a key that no user can write because it is not a string.
+vLLM gives an offloading spec only a part of its configuration, and a connector all of it.
+`KVTierConnector` collects what else kvtier needs in `EngineFacts`, and passes it to the spec inside
+the extra configuration, under a key that no user can write because it is not a string.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SPEC = {
 
 
 class _FactsKey:
-    """The key of the facts, equal to no other key."""
+    """The type of the key under which the facts are stored. It equals no other key."""
 
     def __repr__(self) -> str:
         return "kvtier's engine facts"
@@ -52,20 +52,22 @@ _KEY = _FactsKey()
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a connector adds to the configuration that vLLM gives a spec, in the same process."""
+    """What `KVTierConnector` adds to the configuration that vLLM gives a spec. The spec is in the
+    same process."""
 
     identity: ModelIdentity | None = None
-    """Which model this is; None in a worker's process, which does not need it."""
+    """The model that the engine has loaded; None in a worker's process, which does not need it."""
     full_attention_groups: frozenset[int] = frozenset()
     """Groups whose blocks are of use only together with all blocks before them."""
     has_random_hashes: bool = False
     """True if no other process will compute the same block hashes."""
     longest_prompt: int | None = None
-    """`--max-model-len`; None in a worker's process."""
+    """`--max-model-len`, in tokens; None in a worker's process."""
     may_sleep: bool = True
-    """True if vLLM may unmap its caches."""
+    """True if vLLM may unmap its device caches (sleep mode)."""
     fatal_because: str | None = None
-    """Why a load that fails for good stops the engine; None: vLLM computes the blocks."""
+    """Why a load that fails after all retries stops the engine. None: it does not, because vLLM
+    computes the blocks."""
     engine: vllm_api.VllmConfig | None = field(default=None, repr=False, compare=False)
     """vLLM's whole configuration, for tiers that want it; None in a worker's process."""
 
@@ -75,8 +77,8 @@ def engine_facts(
 ) -> EngineFacts:
     """Collect the facts. Called once, in the scheduler's process.
 
-    Reads all weight files of a local model if there are secondary tiers and the user has given no
-    `cache_namespace`.
+    If there are secondary tiers and the user has given no `cache_namespace`, reads all weight files
+    of a local model whose digests are not remembered.
     """
     options = OffloadingOptions.from_extra_config(
         vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -105,7 +107,7 @@ def with_facts(vllm_config: vllm_api.VllmConfig, facts: EngineFacts) -> vllm_api
 
 
 def with_spec(vllm_config: vllm_api.VllmConfig) -> vllm_api.VllmConfig:
-    """A copy of the configuration that names kvtier's spec, to ask it for its metrics."""
+    """A copy of the configuration that names kvtier's spec, so that vLLM asks it for metrics."""
     return _with_extra_config(vllm_config, {})
 
 
@@ -119,7 +121,7 @@ def facts_in(extra_config: Mapping[Any, Any]) -> tuple[EngineFacts | None, dict[
 def _with_extra_config(
     vllm_config: vllm_api.VllmConfig, added: Mapping[Any, Any]
 ) -> vllm_api.VllmConfig:
-    # Copied, because the original is shared in this process, also with workers.
+    # Make a copy, because other objects in this process share the original, workers included.
     changed, transfer = copy.copy(vllm_config), copy.copy(vllm_config.kv_transfer_config)
     transfer.kv_connector_extra_config = _SPEC | transfer.kv_connector_extra_config | dict(added)
     changed.kv_transfer_config = transfer
@@ -130,11 +132,11 @@ def config_from_vllm(
     config: vllm_api.OffloadingConfig, users_keys: Mapping[str, Any], facts: EngineFacts | None
 ) -> OffloadingConfig:
     """The configuration of kvtier for this engine. Raises `ConfigError`. Called while the engine
-    starts, on every rank.
+    starts, on the scheduler's side and on every rank.
 
     Without `facts`, the weights and the attention kind of a group are unknown. So a tier that
-    outlives the process asks for `cache_namespace`, and a miss in a tier does not end the search
-    for blocks of its group. Neither matters to host memory.
+    outlives the process requires `cache_namespace`, and a miss in a tier does not end the search
+    for blocks of its group. Host memory needs neither.
     """
     parallel = config.parallel
     return OffloadingConfig(
@@ -168,8 +170,8 @@ def config_from_vllm(
 def _group_from_vllm(
     group: vllm_api.OffloadingGroupConfig, number: int, facts: EngineFacts | None
 ) -> OffloadingGroupConfig:
-    # A sliding window is declared as UNKNOWN: depending on where the prompt ends, vLLM needs more
-    # blocks than the window has. vLLM decides how far to look, and kvtier does not limit it.
+    # Declare a sliding window as UNKNOWN, so that kvtier does not limit how far vLLM searches:
+    # depending on where the prompt ends, vLLM needs more blocks than the window has.
     is_full = facts is not None and number in facts.full_attention_groups
     return OffloadingGroupConfig(
         tokens_per_block=group.tokens_per_block,

@@ -6,8 +6,9 @@
 
 vLLM's connector schedules all transfers: it matches prefixes, chooses the blocks to store, and
 keeps device blocks from being reused while they are copied. `KVTierConnector` only adds to it. It
-passes on to kvtier what vLLM does not tell a spec, measures how fast the engine computes prompts,
-and reports failed loads to vLLM.
+passes on to kvtier what vLLM does not tell a spec, checks the configuration before the engine
+starts, measures how fast the engine computes prompts, reports failed loads to vLLM, and ends the
+engine if its server was killed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _OLD_RELEASE = (
 )
 
 _ORPHANS_PATIENCE_S = 5.0
-"""Seconds to wait for an engine that is ending because its server was killed."""
+"""Seconds to wait for an earlier engine to end whose server was killed."""
 
 
 class KVTierConnector(vllm_api.OffloadingConnector):
@@ -82,7 +83,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             )
             super().__init__(changed, role, kv_cache_config)
         if is_scheduler:
-            # vLLM reads this later. By default it ends a request whose load has failed.
+            # vLLM reads this setting later. Its default ends a request whose load has failed.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._loading: dict[str, frozenset[int]] = {}
             """Device blocks that loads are filling, by request."""
@@ -106,8 +107,8 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         metrics = super().build_prom_metrics(
             changed, metric_types, labelnames, per_engine_labelvalues
         )
-        # A counter has no series before it is first increased. A rate over a series that begins
-        # with its first event misses that event, and "never" looks like "not exported".
+        # Export every counter as 0. Otherwise it has no series before it is first increased: then a
+        # rate misses the first increase, and a counter that is 0 looks like one that is missing.
         zeros = vllm_api.OffloadingConnectorStats()
         definitions = KVTierOffloadingSpec.build_metric_definitions(
             changed.kv_transfer_config.kv_connector_extra_config
@@ -121,13 +122,13 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # With CUDA graphs, vLLM asks this before it loads weights: the earliest time to refuse.
+        # With CUDA graphs, vLLM calls this before it loads weights: the earliest time to refuse.
         _refuse_early(extra_config)
         return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: vllm_api.VllmConfig) -> str | None:
-        # Without CUDA graphs, this is the first thing that vLLM asks.
+        # Without CUDA graphs, this is the first method that vLLM calls.
         _refuse_early(vllm_config.kv_transfer_config.kv_connector_extra_config)
         layout: str | None = super().get_required_kvcache_layout(vllm_config)
         return layout
@@ -148,7 +149,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 
     def on_new_request(self, request: vllm_api.Request) -> None:
         super().on_new_request(request)
-        # With `max_load_tokens`, a load may end before the prompt does.
+        # Not with `max_load_tokens`, because then a load may end before the prompt does.
         if "max_load_tokens" not in (request.kv_transfer_params or ()):
             self._manager.expect_prompt(request.request_id, request.num_prompt_tokens)
 
@@ -173,9 +174,9 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         return events
 
     def reset_cache(self) -> bool | None:
-        # After a reset, the next step tells the workers to wait for the jobs of that reset. vLLM
-        # asserts that this step has come before another reset. An idle engine takes no steps, so
-        # the jobs are set aside during the call, and still go to the workers with the next step.
+        # After a reset, the next step tells the workers to wait for the jobs that were under way.
+        # vLLM asserts that no second reset comes before that step, but an idle engine takes no
+        # steps. So set the jobs aside during the call; they still go to the workers.
         scheduler = self.connector_scheduler
         unsent = scheduler._current_batch_jobs_to_flush
         scheduler._current_batch_jobs_to_flush = set()
@@ -184,7 +185,8 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         return done
 
     def _end_loads(self, output: vllm_api.KVConnectorOutput) -> None:
-        """Let requests load nothing more after a failed load, and forget ended loads."""
+        """Make requests whose load has failed load nothing more, and forget the loads that have
+        ended."""
         invalid = output.invalid_block_ids
         failed = set(getattr(output, "failed_recving", None) or ())
         if invalid:
@@ -199,7 +201,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
     # --- worker side --------------------------------------------------------------------------
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        # Copied before vLLM forgets the jobs that have ended.
+        # Copy it, because the next call makes vLLM forget the jobs that have ended.
         requests: dict[int, str] = dict(self.connector_worker._load_jobs)
         sent, received = super().get_finished(finished_req_ids)
         worker = self.connector_worker.worker
@@ -213,10 +215,10 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Report the requests whose load has failed. They compute their whole prompt, because they
-        cannot continue at their first failed block.
+        cannot continue at the first failed block.
 
-        Releases of vLLM that accept such reports call this instead of `get_finished`, and the
-        method of the base class calls `get_finished`.
+        Releases of vLLM that accept such reports call this method instead of `get_finished`. The
+        base class's method calls `get_finished`.
         """
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving.update(self._failed_requests)
@@ -224,7 +226,8 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Device blocks whose load has failed: vLLM computes from the first of them on."""
+        """Device blocks whose load has failed. vLLM computes the prompt from the first of them
+        on."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -232,7 +235,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 # --- how fast the engine computes prompts ---------------------------------------------------------
 
 _MAX_STEPS_UNDER_WAY = 256
-"""Steps that are remembered: more than an engine with pipeline stages has under way."""
+"""Most steps that are remembered. An engine with pipeline stages has fewer under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +246,11 @@ class _Step:
 
 class PrefillClock:
     """Measures how fast the engine computes prompts, for the decision to load or to compute.
-    Scheduler thread only. For a step that only decodes, the measurement takes well under a
-    microsecond.
+    Scheduler thread only.
 
-    vLLM may schedule the next step before the output of the current one comes back. So the duration
-    of a step is the time from its scheduling, or from the end of the step before if that is later,
-    to its output.
+    vLLM may schedule a step before the output of the previous step comes back. So a step begins
+    when it is scheduled or when the previous step ends, whichever is later, and ends when its
+    output comes back.
     """
 
     def __init__(
@@ -256,7 +258,8 @@ class PrefillClock:
         note_prefill: Callable[[int, float, float], None],
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`note_prefill` gets the number of prompt tokens, their mean position, and seconds."""
+        """`note_prefill` gets the number of prompt tokens of a step, their mean position, and the
+        duration of the step in seconds."""
         self._note_prefill = note_prefill
         self._now = now
         self._under_way: deque[_Step | None] = deque(maxlen=_MAX_STEPS_UNDER_WAY)
@@ -296,8 +299,8 @@ class PrefillClock:
 
 def _refuse_early(extra_config: dict[str, Any]) -> None:
     """Raise `ConfigError` for a wrong key, and `TierStartError` if a slab (the file of a disk tier)
-    is held by an engine whose server has ended. Called before the engine is made, in any of its
-    processes, maybe more than once."""
+    is held by an engine whose server has ended. vLLM calls this before it makes the engine, in any
+    of its processes, maybe more than once. The tiers themselves report wrong values, later."""
     with log_why_it_cannot_start():
         tiers = OffloadingOptions.from_extra_config(extra_config).secondary_tiers
         for planned in SecondaryTierFactory.plan_secondary_tiers(tiers):

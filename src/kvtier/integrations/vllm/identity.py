@@ -2,21 +2,21 @@
 outlives the process, or that other machines reach.
 
 - The *revision*: which weights were loaded, as a commit of the hub or a digest of all local files.
-  Where that is not certain there is no revision but a reason, and a lasting tier asks the user for
-  `cache_namespace`.
+  If kvtier cannot be certain, it records the reason instead of a revision, and a lasting tier
+  requires `cache_namespace`.
 - The *variant*: everything else that decides which KV-cache bytes a prompt gets (`variant.py`).
 - The *root of the block hashes*. vLLM chains a block's hash to the hash of the block before, and
-  the first one to a root that every process makes by hashing a seed. The root is random for hash
-  algorithms that vLLM considers too weak for a known seed, and in earlier releases whenever
-  `PYTHONHASHSEED` is not set. With different roots all answers are right, but no process finds
-  another's blocks: a tier that is written at every start and never read only wears out a disk. So
-  lasting tiers are refused with a random root.
+  the first block's hash to a root that every process makes by hashing a seed. Without
+  `PYTHONHASHSEED`, the root is random for hash algorithms that vLLM considers too weak for a known
+  seed, and in earlier releases for all algorithms. With different roots all answers are right, but
+  no process finds another's blocks: a lasting tier would be written but never read. So kvtier
+  refuses lasting tiers with a random root.
 
 Revision and variant are part of the fingerprint. The root is not: it does not change the bytes that
 a key stands for, it is not known when tiers start, and with a random root every start would leave
 behind a namespace whose blocks no later engine evicts.
 
-Nothing here imports vLLM when it is loaded.
+Importing this module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Which model an engine has loaded. Engines share blocks if they agree in this."""
+    """The model that an engine has loaded. Engines with equal identities can share blocks."""
 
     revision: str | None
     """`hub:` and a commit, or `files:` and a digest. None: the weights are not known."""
     unknown_because: str | None
-    """Why there is no revision, in one clause."""
+    """Why there is no revision, in one clause; None if there is one."""
     variant: str
     """Everything else that decides which KV-cache bytes a prompt gets. Stable across processes."""
 
@@ -75,8 +75,8 @@ def identity_of(vllm_config: Any, *, digest_files: bool) -> ModelIdentity:
     """Identify the model that an engine has loaded.
 
     Called once in the scheduler's process while the engine starts, after the workers have loaded
-    the weights. `digest_files`: True if local files may be read in full, which takes a while the
-    first time. Does not raise for any configuration or file system state.
+    the weights. `digest_files`: True if local files may be read in full. The first time, that takes
+    a while. Does not raise for any configuration or state of the file system.
     """
     variant = variant_of(vllm_config)
     try:
@@ -114,6 +114,7 @@ _NOT_FILES = {
     "modelexpress": "the weights come from other engines (load_format is modelexpress)",
     "npcache": "load_format npcache keeps its own copy of the weights",
 }
+"""Load formats that take weights from elsewhere, and what to tell the user."""
 _LOADING_ONLY = frozenset(
     {
         "concurrency",
@@ -125,10 +126,10 @@ _LOADING_ONLY = frozenset(
         "pattern",
     }
 )
-"""Keys of `model_loader_extra_config` that do not bring in other weights."""
+"""Keys of `model_loader_extra_config` that do not change which weights are loaded."""
 
 _LINK_SLACK_S = 2.0
-"""A downloaded file may be newer than the link to it by this much."""
+"""Seconds by which a downloaded file may be newer than the link to it."""
 
 
 def _revision_of(vllm_config: Any, digest_files: bool) -> str:
@@ -177,7 +178,7 @@ def _refuse_other_loaders(load: Any) -> None:
     load_format = load.load_format
     if load_format in _NOT_FILES:
         raise UnknownWeightsError(_NOT_FILES[load_format])
-    # Not imported here: a plug-in that replaces a loader has imported vLLM's module already.
+    # Do not import vLLM's module: a plug-in that replaces a loader has imported it already.
     module = sys.modules.get("vllm.model_executor.model_loader")
     loader = getattr(module, "_LOAD_FORMAT_TO_MODEL_LOADER", {}).get(load_format)
     is_vllms = loader is None or loader.__module__.startswith("vllm.")
@@ -241,8 +242,8 @@ def _is_commit(text: object) -> bool:
 
 
 def _is_snapshot(folder: Path) -> bool:
-    """True for a commit in a hub cache. vLLM replaces the name of a model by this folder when it
-    is offline."""
+    """True if this folder is a commit in a hub cache. When vLLM is offline, it replaces the name of
+    a model by such a folder."""
     return (
         _is_commit(folder.name)
         and folder.parent.name == "snapshots"
@@ -251,8 +252,8 @@ def _is_snapshot(folder: Path) -> bool:
 
 
 def _is_as_downloaded(snapshot: Path) -> bool:
-    """True if all files are as the hub client wrote them: links to files that are named after
-    their content and were not written to after the link was made."""
+    """True if all files are as the hub client wrote them: links to files that have a digest as
+    their name and were not written to after the link was made."""
     blobs = snapshot.parent.parent / "blobs"
     for path in model_files(snapshot).values():
         if not path.is_symlink():
@@ -271,7 +272,7 @@ def _hub_revision(model: Any, load: Any, digest_files: bool) -> str:
         raise UnknownWeightsError("ModelScope does not say which commit it has given")
     hub = import_module("huggingface_hub.constants")
     cache = Path(getattr(load, "download_dir", None) or hub.HF_HUB_CACHE)
-    # Resolved like the path of a local folder, so that both give the same revision.
+    # Resolve it like the path of a local folder, so that both give the same revision.
     repository = (cache / f"models--{model.model.replace('/', '--')}").resolve()
     revision = str(getattr(model, "revision", None) or "main")
     commit = revision if _is_commit(revision) else _commit_of_branch(repository, revision)
@@ -306,10 +307,11 @@ def _commit_of_branch(repository: Path, branch: str) -> str:
 
 
 def _engine_process_started() -> float | None:
-    """The earliest time at which weights may have been loaded; None: not known.
+    """The earliest time at which weights may have been loaded, in seconds since the epoch; None:
+    not known.
 
-    vLLM starts a process for each engine. Without one (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), this
-    process may have written the weights before it loaded them.
+    vLLM normally starts a process for each engine. With `VLLM_ENABLE_V1_MULTIPROCESSING=0` it does
+    not, and this process may have written the weights before it loaded them.
     """
     return None if multiprocessing.parent_process() is None else _process_started()
 
@@ -329,9 +331,9 @@ class HashSeed:
     """The text that a process hashes to get its root."""
 
     given: str | None
-    """`PYTHONHASHSEED`."""
+    """The value of `PYTHONHASHSEED`; None: it is not set."""
     default: str | None
-    """The seed of this vLLM if `PYTHONHASHSEED` is not set; None: it has none."""
+    """The seed that this vLLM uses if `PYTHONHASHSEED` is not set; None: it draws a random one."""
 
     @property
     def text(self) -> str | None:

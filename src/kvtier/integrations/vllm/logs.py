@@ -25,8 +25,8 @@ _LOGGED = "_kvtier_has_logged"
 class _ThroughVllm(logging.Handler):
     """Passes records on to vLLM's handlers, each with `kvtier: ` before its text.
 
-    vLLM's format shows the name of a file, which other packages may have as well, and not the name
-    of the logger: without the mark, a log could not be searched for lines of kvtier.
+    vLLM's format shows the name of a file, which another package may have too, but not the name of
+    the logger. Without the prefix, nobody could search a log for kvtier's lines.
     """
 
     def __init__(self, handlers: Sequence[logging.Handler]) -> None:
@@ -45,8 +45,8 @@ class _ThroughVllm(logging.Handler):
 def log_through_vllm() -> None:
     """Log with vLLM's handlers and level, unless the logger `kvtier` is configured already.
 
-    vLLM configures logging only for itself: of other loggers, only warnings would appear, without
-    time or level.
+    vLLM configures logging only for itself: other loggers would show only warnings, without time or
+    level.
     """
     ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
     if ours.handlers or ours.level != logging.NOTSET:
@@ -59,10 +59,10 @@ def log_through_vllm() -> None:
 
 @contextmanager
 def log_why_it_cannot_start() -> Iterator[None]:
-    """Log an exception that ends the start of an engine, once, in one line with the remedy.
+    """Log an exception that keeps an engine from starting: once, in one line, with the remedy.
 
-    vLLM shows it only as the end of a traceback, followed by further exceptions. vLLM may call
-    kvtier before it makes any of kvtier's objects, so this sets up the log as well.
+    vLLM shows the exception only at the end of a traceback that further exceptions follow. This
+    also sets up the log, because vLLM may call kvtier before it makes any of kvtier's objects.
     """
     log_through_vllm()
     try:
@@ -80,8 +80,8 @@ def log_banner(
     manager: CPUOffloadingManager | TieringOffloadingManager,
     longest_prompt: int | None,
 ) -> None:
-    """Log once, when an engine has started, the release and the capacity of each tier. Warn about
-    tiers that cannot hold a prompt of `longest_prompt` tokens, if that is known."""
+    """Log the release and the capacity of each tier. Warn about tiers that cannot hold a prompt of
+    `longest_prompt` tokens; None: not known. Called once, when an engine starts."""
     tiers: list[tuple[str, int | None]] = [("host memory", config.num_blocks)]
     if isinstance(manager, TieringOffloadingManager):
         tiers += [(tier.tier_type, tier.capacity_blocks) for tier in manager.secondary_tiers]

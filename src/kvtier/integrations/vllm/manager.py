@@ -1,6 +1,6 @@
-"""The adapter between vLLM's scheduler and a kvtier manager: it maps the types of one to the other.
+"""The adapter between vLLM's connector and a kvtier manager: it maps the types of one to the other.
 
-What is kept between two calls of vLLM is in `manager_state`. vLLM's connector calls the
+The classes in `manager_state` hold what is kept between two calls. vLLM's connector calls the
 adapter on the scheduler thread. It calls `lookup` for every block of every waiting request at every
 step, so `lookup` does as little as possible.
 """
@@ -37,7 +37,7 @@ from kvtier.integrations.vllm.manager_state import (
 from kvtier.integrations.vllm.metrics import BLOCK_BYTES, FAILED_LOADS, MetricReporter
 from kvtier.tiering.manager import TieringOffloadingManager
 
-# Names of this module are cheaper to reach than attributes of an enum class.
+# A global of this module takes less time to look up than an attribute of an enum class.
 _HIT = LookupResult.HIT
 _MISS = LookupResult.MISS
 _VLLM_HIT = vllm_api.LookupResult.HIT
@@ -72,7 +72,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     ) -> None:
         """`board`: where the ranks record failed stores. `metrics`: all metrics of the manager and
         of this adapter. `has_groups`: the model has more than one KV-cache group. `check_hashes`:
-        called until it answers True, before the first request is served; may raise."""
+        called before the first request, again until it returns True; may raise."""
         self._manager = manager
         self._lookup = manager.lookup  # bound once, for the hot path
         self._tiering = manager if isinstance(manager, TieringOffloadingManager) else None
@@ -83,7 +83,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         """The requests that have not finished."""
         self._hits: Iterator[OffloadKey] | None = None
         self._others: Iterator[vllm_api.LookupResult] | None = None
-        """`PrefixAnswers` for the prefix that vLLM is looking up, if it is."""
+        """`_hits` and `_others` are the `PrefixAnswers` for the prefix that vLLM is looking up;
+        both are None outside of such a lookup."""
         self._sources = LoadSources()
         self._store_failures = StoreFailures(board, primary.slots_of)
         self._metrics = MetricReporter(manager, metrics, {BLOCK_BYTES: block_bytes})
@@ -100,17 +101,17 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._requests[req_id].context.num_prompt_tokens = num_tokens
 
     def give_up_loading(self, req_id: str) -> None:
-        """Make a request compute, because a load of it has failed. Otherwise it would be offered
-        the same blocks again, and might never end."""
+        """Answer MISS to all further lookups of a request, because a load of it has failed.
+        Otherwise it would load the same blocks again, and might never end."""
         state = self._requests.get(req_id)
-        if state is None or state.load_context is not None:  # count once, however many ranks fail
+        if state is None or state.load_context is not None:  # count once, even if many ranks fail
             self._metrics.count(FAILED_LOADS, 1)
         if state is not None:
             state.load_context = None
 
     def begin_prefix(self, keys: list[OffloadKey], req_context: vllm_api.ReqContext) -> None:
-        """Prepare the answers for these keys, which vLLM looks up one by one, up to the first miss,
-        until `end_prefix`."""
+        """Prepare the answers for these keys. vLLM then looks the keys up one by one, up to the
+        first miss, and `end_prefix` follows."""
         context = state_of(req_context).load_context
         if keys and context is not None:
             self._hits, self._others = prefix_answers(self._manager, keys, context)
@@ -143,8 +144,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         return _VLLM_UNDECIDED[result]
 
     def get_load_source(self, key: OffloadKey, req_context: vllm_api.ReqContext) -> Any:
-        """vLLM's word for the place from which this block came. vLLM asks for all blocks of a load,
-        one by one, when it prepares the load."""
+        """vLLM's name for the place from which this block came. vLLM calls this for all blocks of
+        a load, one by one, when it prepares the load."""
         source = vllm_api.CacheHitSource
         if self._tiering is None:
             return source.HOST
@@ -160,7 +161,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> object:
-        """Prepare a load, and report the part of the prompt before it as used."""
+        """Prepare a load. If it does not begin at the start of the prompt, also report the prompt's
+        blocks as used, unless that was done before."""
         self._metrics.has_news = True
         state = state_of(req_context)
         self._report_head(state, keys, req_context)
@@ -185,7 +187,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
             return None
         keys_to_store, spec = output.keys_to_store, output.store_spec
         if self._has_groups:
-            # vLLM offers blocks group by group, and expects the answer in the same order.
+            # vLLM gives the keys group by group, and expects the answer in the same order.
             slots = dict(zip(keys_to_store, _slots_of(spec), strict=True))
             keys_to_store = [key for key in keys if key in slots]
             spec = CPULoadStoreSpec([slots[key] for key in keys_to_store])
@@ -218,7 +220,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         return vllm_api.RequestOffloadingContext(policy=_VLLM_POLICIES[answer.policy])
 
     def on_request_finished(self, req_context: vllm_api.ReqContext) -> None:
-        """Report the blocks that the request used, if vLLM does not, and then its end."""
+        """Report the blocks that the request used, if this vLLM does not, and the request's end."""
         self._metrics.has_news = True
         state = state_of(req_context)
         self._requests.pop(req_context.req_id, None)
@@ -233,12 +235,12 @@ class ManagerAdapter(vllm_api.OffloadingManager):
             self._metrics.note_tier_jobs(self._tiering.job_count)
 
     def has_pending_work(self) -> bool:
-        # Checked here, too, because a server asks this right after the start of its engine, before
-        # there are requests.
+        # Check here, too, because vLLM's server calls this right after the start of the engine,
+        # before the first request.
         self._require_shared_hashes()
         if self._manager.has_pending_work():
             return True
-        # Ask for one more step, so that vLLM's metrics show the end of the last jobs.
+        # Request one more step, so that vLLM's metrics show the end of the last jobs.
         return self._tiering is not None and self._metrics.lacks(self._tiering.job_count)
 
     def take_events(self) -> Iterable[vllm_api.OffloadingEvent]:
@@ -276,7 +278,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         keys: Collection[OffloadKey],
         req_context: vllm_api.ReqContext,
     ) -> None:
-        """Report the prompt's blocks as used, unless that was done or `keys` begin the prompt."""
+        """Report the prompt's blocks as used, unless that was done before or `keys` begin the
+        prompt."""
         if not state.head_is_reported:
             head = state.head_to_report(keys, req_context)
             if head:

@@ -37,25 +37,27 @@ logger = logging.getLogger(__name__)
 
 
 class RequestState:
-    """A request of vLLM, in kvtier's terms. vLLM's own context carries it as `kvtier`."""
+    """A request of vLLM, in kvtier's terms. It is kept in vLLM's own context, as the attribute
+    `kvtier`."""
 
     __slots__ = ("context", "head_is_reported", "load_context", "may_store")
 
     def __init__(self, context: ReqContext, *, skips: bool) -> None:
         self.context = context
         self.load_context = None if skips else context
-        """The same context while the request may load; None once it has to compute."""
+        """`context` while the request may load; None once it must compute its blocks."""
         self.may_store = not skips
         self.head_is_reported = vllm_api.REPORTS_USE
         """True once kvtier knows that the first blocks of the prompt are used. vLLM finds blocks on
-        the device without asking kvtier. If kvtier were not told of their use, they would age in
-        host memory and be evicted before the blocks behind them, which are useless without them."""
+        the device without a call to kvtier. Unless the adapter reports their use, host memory
+        evicts them before the later blocks of the prompt, which are useless without them."""
 
     def head_to_report(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> list[OffloadKey]:
-        """The prompt's keys, which the caller reports as used; none if `keys`, which are used now,
-        begin the prompt. Call it only while `head_is_reported` is False; it sets that to True."""
+        """The prompt's keys, for the caller to report as used. None of them if `keys`, which the
+        request uses now, begin the prompt. Call it only while `head_is_reported` is False; it sets
+        that to True."""
         self.head_is_reported = True
         if vllm_api.begins_prompt(keys, req_context):
             return []
@@ -63,8 +65,8 @@ class RequestState:
 
 
 def new_state(req_context: vllm_api.ReqContext) -> RequestState:
-    """Make the state of a request, and leave it in vLLM's own context for later calls."""
-    # vLLM's own parser is not used: it allows every tier if no entry of `kv_load_tiers` is valid.
+    """Make the state of a request, and keep it in vLLM's own context for later calls."""
+    # Do not use vLLM's parser: it allows every tier if no entry of `kv_load_tiers` is valid.
     hints = parse_hints(req_context.kv_transfer_params)
     context = ReqContext(req_context.req_id, req_context.kv_transfer_params, hints.load_tiers)
     state = RequestState(context, skips=hints.skip)
@@ -87,7 +89,7 @@ class PrefixAnswers(NamedTuple):
     hits: Iterator[OffloadKey]
     """Keys of readable blocks, in the order in which vLLM looks them up."""
     others: Iterator[vllm_api.LookupResult] | None
-    """Answers to all other lookups; None: the manager answers them."""
+    """Answers to all other lookups, in order; None: the adapter asks the manager."""
 
 
 def prefix_answers(
@@ -96,12 +98,12 @@ def prefix_answers(
     """Ask the manager once for these keys, which vLLM is about to look up one by one, up to the
     first miss.
 
-    Thousands of keys cost less at once than one by one. And kvtier can decide at once whether
-    loading the hits takes longer than computing them. With lookups one by one, the request would
-    wait a whole engine step for that decision.
+    One call for thousands of keys takes less time than a call for each. The manager can also decide
+    at once whether loading the hits takes longer than computing them; with single lookups, the
+    request would wait a whole engine step for that decision.
     """
     misses = repeat(vllm_api.LookupResult.MISS)
-    # Most prompts are new: then the first key is a miss, and so are all others.
+    # Most prompts are new. If the first key is a miss, vLLM looks no further.
     if manager.lookup(keys[0], context) is LookupResult.MISS:
         return PrefixAnswers(iter(()), misses)
     num_hits, is_final = manager.lookup_prefix(keys, context)
@@ -112,17 +114,17 @@ def prefix_answers(
 
 
 _LOOP = "_maximal_prefix_lookup"
-"""vLLM's loop over the keys of a prompt, which ends with the first miss. The same in all tested
-releases, apart from additional arguments at the end."""
+"""The method of vLLM's scheduler that looks up the keys of a prompt one by one, up to the first
+miss. It is the same in all tested releases, apart from additional arguments at the end."""
 
 
 def announce_prefix_lookups(scheduler: Any, manager: ManagerAdapter) -> None:
-    """Have vLLM's scheduler call `begin_prefix` with the keys of a prefix before it looks them up
-    one by one. Called by the connector, once.
+    """Make vLLM's scheduler call `begin_prefix` with the keys of a prefix before it looks them up
+    one by one. `KVTierConnector` calls this once.
 
-    vLLM has no hook for this, so its loop is wrapped on this one object. In a release without the
-    loop, keys are looked up one by one, with the same answers. The alternative, to compute the keys
-    from the hashes of the request, would compute and keep every key of a prompt twice.
+    vLLM has no hook for this, so this wraps the method `_LOOP` of this one object. In a release
+    without that method, keys are looked up one by one, with the same answers. The alternative, to
+    compute the keys from the hashes of the request, would compute and keep every key twice.
     """
     one_by_one: Callable[..., int | None] | None = getattr(scheduler, _LOOP, None)
     if one_by_one is None:
@@ -145,15 +147,15 @@ def announce_prefix_lookups(scheduler: Any, manager: ManagerAdapter) -> None:
 
 
 class LoadSources:
-    """The tiers that the blocks of one request came from. vLLM asks block by block, one request
-    after the other."""
+    """The tiers that the blocks of one request came from. vLLM asks for all blocks of one request
+    before it asks for those of the next."""
 
     __slots__ = ("req_context", "tiers")
 
     def __init__(self) -> None:
         self.req_context: vllm_api.ReqContext | None = None
         self.tiers: Mapping[OffloadKey, SecondaryTierManager] = {}
-        """By block; blocks that were in host memory are left out."""
+        """The tier of each block, without blocks that were in host memory already."""
 
 
 # --- stores that failed on a rank ---------------------------------------------------------------
@@ -162,8 +164,9 @@ class LoadSources:
 class StoreFailures:
     """Stores that failed on a rank, as the ranks record them on the notice board.
 
-    vLLM's connector asserts that every transfer succeeds. So a worker reports a failed store as
-    done, after it has recorded the slots as poisoned (`worker.py`); here they are found again.
+    vLLM's connector asserts that every transfer succeeds. So a worker first records the slots of a
+    failed store as poisoned, and then reports the store as done (`worker.py`). This class reads
+    these records.
     """
 
     def __init__(
@@ -175,21 +178,23 @@ class StoreFailures:
         self._board = board
         self._slots_of = slots_of
         self._num_storing = 0
-        """Blocks that are being stored, without those from before a reset."""
+        """Number of blocks that are being stored, without stores from before a reset."""
 
     def begin(self, num_blocks: int) -> None:
         """Note that a store of this number of blocks has begun."""
         self._num_storing += num_blocks
 
     def end(self, keys: Collection[OffloadKey], success: bool) -> set[OffloadKey]:
-        """Note that the store of these blocks has ended. Returns those that failed on a rank."""
+        """Note that the store of these blocks has ended. Returns the blocks whose store failed on a
+        rank, unless `success` is False: then all of them have failed."""
         self._num_storing -= len(keys)
         if not success or not self._board.has_news():
             return set()
         slots = self._slots_of(keys)
         poisoned = self._board.take_poisoned(slots.values())
         if not self._num_storing:
-            self._board.forget()  # flags of stores from before a reset, whose end is not reported
+            # Clear the records of stores from before a reset: vLLM does not report their end.
+            self._board.forget()
         return {key for key, slot in slots.items() if slot in poisoned}
 
     def reset(self) -> None:

@@ -1,5 +1,4 @@
-"""kvtier's metrics in vLLM's metrics endpoint: those that the plug-in adds, and how all are
-reported."""
+"""kvtier's metrics in vLLM's metrics endpoint: defines those of the plug-in, and reports all."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ DEFINITIONS = {
 _REPORT_ALL_EVERY_S = 1.0
 _POLL_TIERS_EVERY_S = 0.02
 """Seconds between reports while tiers have jobs. An engine whose requests wait for tiers keeps
-stepping, and every microsecond spent here is taken from the threads that move the blocks."""
+stepping, and a report takes interpreter time from the threads that move the blocks."""
 
 
 def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMetadata:
-    """The definition as vLLM's metrics endpoint wants it."""
+    """The definition in vLLM's type."""
     if definition.kind is MetricKind.COUNTER:
         return vllm_api.OffloadingCounterMetadata(definition.documentation)
     if definition.kind is MetricKind.GAUGE:
@@ -49,8 +48,8 @@ def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMet
 class MetricReporter:
     """Reports changes of metrics to vLLM. Scheduler thread only.
 
-    vLLM asks for a report at every step. In most steps nothing is stored or loaded, and then a
-    report must cost nothing. Reports are sent to another process, so they leave out values that
+    vLLM calls `report` at every step. In most steps nothing is stored or loaded, and then `report`
+    must take hardly any time. vLLM sends reports to another process, so they leave out values that
     have not changed.
     """
 
@@ -71,11 +70,11 @@ class MetricReporter:
             for name, definition in definitions.items()
             if definition.kind is MetricKind.COUNTER
         ]
-        """All counters until the first report, which has them as 0. Without `KVTierConnector`,
-        nothing else shows a counter before it is first increased."""
+        """All counters until the first report, which contains them as 0; then empty. Without
+        `KVTierConnector`, vLLM would show no counter before it is first increased."""
         self._undeclared: set[str] = set()
         self._last: dict[str, float] = {}
-        """The gauges that were reported last."""
+        """The last reported value of each gauge."""
         self._counted: Counter[str] = Counter()
         self._now = now
         self._report_all_at = 0.0
@@ -83,12 +82,13 @@ class MetricReporter:
         self._tier_jobs = JobCount(0, 0, 0)
         """Jobs of tiers at the last `note_tier_jobs`."""
         self.has_news = True
-        """True if metrics may have changed since the last report. The manager's adapter sets it."""
+        """True if metrics may have changed since the last report. The manager's adapter sets it,
+        too."""
         self.tiers_are_busy = False
-        """True while metrics may change at any time, even if vLLM calls nothing."""
+        """True while tiers have jobs: metrics may then change between two calls of vLLM."""
 
     def count(self, name: str, n: int) -> None:
-        """Increase a counter of the plug-in's own."""
+        """Increase a counter of the plug-in (`DEFINITIONS`)."""
         self._counted[name] += n
         self.has_news = True
 

@@ -1,8 +1,8 @@
-"""Which kinds of models are served; other kinds are refused when the engine starts.
+"""Decides which kinds of models kvtier serves. It refuses other kinds when the engine starts.
 
-A kind is served if a test has run such a model with kvtier and got the answers of vLLM alone. Other
-kinds may work, or may give wrong answers without any error: a block of a state-space layer, for
-example, holds a state and not tokens. So they are refused, unless the user sets
+A kind is *proven* if a test has run such a model with kvtier and got the answers of vLLM alone.
+Other kinds may work, or may give wrong answers without an error. For example, a block of a
+state-space layer holds a state, not tokens. So kvtier refuses them, unless the user sets
 `allow_unproven_models`.
 """
 
@@ -40,8 +40,7 @@ _WORDS = {
     "SlidingWindowMLASpec": "multi-head latent attention (MLA) with a window",
     "UniformTypeKVCacheSpecs": "layers whose caches differ in size",
 }
-"""Words for a message, by the name of vLLM's class. Classes that later releases add are shown by
-name."""
+"""Words for a message, by the name of vLLM's class. A message shows any other class by its name."""
 
 
 def is_full_attention(spec: vllm_api.KVCacheSpec) -> bool:
@@ -68,8 +67,8 @@ def specs_in(kv_cache_config: vllm_api.KVCacheConfig) -> Iterator[vllm_api.KVCac
 
 
 def layer_specs(vllm_config: vllm_api.VllmConfig) -> Iterator[vllm_api.KVCacheSpec]:
-    """The cache specs of all layers. For a worker, which has loaded the model, but does not get
-    the groups from vLLM."""
+    """The cache specs of all layers. Called in a worker, which has loaded the model but does not
+    get the groups from vLLM."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
         describe = getattr(layer, "get_kv_cache_spec", None)
         spec = None if describe is None else describe(vllm_config)
@@ -80,7 +79,7 @@ def layer_specs(vllm_config: vllm_api.VllmConfig) -> Iterator[vllm_api.KVCacheSp
 def unproven_kinds(
     vllm_config: vllm_api.VllmConfig, specs: Iterable[vllm_api.KVCacheSpec]
 ) -> list[str]:
-    """The kinds in this model that no test has served, in words."""
+    """The unproven kinds of layers and speculation in this model, in words."""
     # Subclasses do not count as proven: they may lay out or look up their blocks differently.
     names = {type(spec).__name__ for spec in specs if type(spec) not in _PROVEN_SPECS}
     kinds = [_WORDS.get(name, f"layers of vLLM's kind {name}") for name in sorted(names)]
@@ -92,7 +91,7 @@ def unproven_kinds(
 
 def require_proven(kinds: list[str], extra_config: Mapping[str, Any], *, warn: bool) -> None:
     """Raise `ConfigError` if there are unproven kinds and the user does not allow them. `warn`: log
-    that they are allowed; only one process of an engine does."""
+    a warning if they are allowed; set in one process of an engine only."""
     if not kinds:
         return
     what = " and ".join(kinds)

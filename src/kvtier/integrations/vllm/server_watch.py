@@ -1,7 +1,7 @@
 """Ends an engine whose server was killed, so that its tiers are released.
 
-vLLM's engine is a process of its own. It does not notice when the server that started it is killed:
-it waits for requests forever and keeps the slab, the file of its disk tier, locked, so that a new
+vLLM's engine is a process of its own. It does not notice when the server that started it is killed.
+It waits for requests forever, and keeps the slab (the file of its disk tier) locked, so a new
 server cannot use the slab.
 """
 
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class ServerWatch:
-    """Waits in a thread for the end of the server's process, and then ends this process as vLLM's
-    server would: with SIGTERM, on which vLLM shuts the engine down in order."""
+    """Waits in a thread for the end of the server's process, and then sends SIGTERM to this
+    process, as vLLM's server would. On SIGTERM, vLLM shuts the engine down in order."""
 
     def __init__(self, server_pid: int) -> None:
         """Raises `OSError` if processes cannot be watched here, or if the server has ended."""
         self._pid = server_pid
-        # PR_SET_PDEATHSIG would not do: its signal comes when the thread that started this process
-        # ends. Nor would a pipe do: other processes may inherit its other end.
+        # PR_SET_PDEATHSIG is not enough: it signals the end of the thread that started this
+        # process. A pipe is not enough either: other processes may inherit its other end.
         self._server = os.pidfd_open(server_pid)
         self._wake, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._run, name="kvtier-server-watch", daemon=True)
@@ -41,10 +41,10 @@ class ServerWatch:
     @classmethod
     def of_this_engine(cls, vllm_config: vllm_api.VllmConfig) -> ServerWatch | None:
         """A watch on the parent process, if only the parent can reach this engine; else None. If
-        the parent has ended already, killed while the model was loaded, this engine ends at once.
+        the parent was killed while the model was loaded, this engine ends at once.
 
-        With several servers or replicas, and with a front end that is another program, the parent
-        only starts the other processes, which may continue without it.
+        With several servers or replicas, or a front end that is another program, the parent only
+        starts the other processes, which may continue without it.
         """
         parent, engine = multiprocessing.parent_process(), multiprocessing.current_process()
         if (
@@ -56,9 +56,9 @@ class ServerWatch:
             or "VLLM_RUST_FRONTEND_PATH" in os.environ
         ):
             return None
-        # The process id of a server that has ended may have been reused, so the parent's id is
-        # compared. With a fork server in between, the server is not the parent: only its id is
-        # known.
+        # Check that the server is still this process's parent: after its end, another process may
+        # have its id. With a fork server in between, the server is not the parent, and its id is
+        # all that is known.
         if not isinstance(engine, ForkServerProcess) and os.getppid() != parent.pid:
             _end_this_engine(parent.pid)
             return None
@@ -78,7 +78,7 @@ class ServerWatch:
             _end_this_engine(self._pid)
 
     def close(self) -> None:
-        """Stop watching. May be called again."""
+        """Stop watching. A second call does nothing."""
         if self._waker < 0:
             return
         os.close(self._waker)
@@ -91,7 +91,7 @@ class ServerWatch:
 def _end_this_engine(server_pid: int) -> None:
     logger.error(
         "the server that started this engine, process %d, has ended without ending the engine: "
-        "requests can no longer reach it, so it ends now and releases its tiers",
+        "requests can no longer reach the engine, so it ends now and releases its tiers",
         server_pid,
     )
     os.kill(os.getpid(), signal.SIGTERM)

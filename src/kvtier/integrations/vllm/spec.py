@@ -1,4 +1,4 @@
-"""The class that vLLM loads by name: it makes a kvtier spec, and hands out manager and worker."""
+"""The class that vLLM loads by name: it makes a kvtier spec, a manager and the workers."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ _PLAIN_CONNECTOR = (
 
 
 def kvtier_spec_cls(extra_config: Mapping[str, Any]) -> type[CPUOffloadingSpec]:
-    """The kvtier spec for the user's keys. Other engines select it with `spec_name`, but here vLLM
-    itself uses that key."""
+    """The class of kvtier's spec for the user's keys. Other engines name it with the key
+    `spec_name`, which vLLM itself uses."""
     return TieringOffloadingSpec if extra_config.get("secondary_tiers") else CPUOffloadingSpec
 
 
 class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
     """kvtier's host memory and the tiers below it, as a spec of vLLM's.
 
-    vLLM makes one in every worker and calls `get_worker`, and then one on the scheduler side and
-    calls `get_manager`. If engine and worker are one process, there are still two.
+    vLLM makes one in every worker and calls `get_worker`. Then it makes one on the scheduler side
+    and calls `get_manager`. If engine and worker are one process, there are still two.
     """
 
     @classmethod
     def build_metric_definitions(
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, vllm_api.OffloadingMetricMetadata]:
-        """Called by the exporter of vLLM's metrics, maybe in a process without a spec."""
+        """All metrics of kvtier. Called by vLLM's exporter of metrics, maybe in a process that has
+        no spec."""
         _, users_keys = facts_in(extra_config)
         definitions = kvtier_spec_cls(users_keys).build_metric_definitions(users_keys)
         return {
@@ -69,7 +70,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
         self._worker: WorkerAdapter | None = None
 
     def get_manager(self) -> ManagerAdapter:
-        """The manager, with all tiers started. The ranks have their workers by now.
+        """The manager, with all tiers started. vLLM calls this after `get_worker` on all ranks.
 
         Raises `ConfigError` and leaves nothing behind if kvtier's own spec refuses the
         configuration, if a rank does not share this process's memory, or if a tier outlives the
@@ -96,13 +97,14 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
 
     @property
     def _fatal_because(self) -> str | None:
-        """Why a load that fails for good stops the engine; None: vLLM computes the blocks."""
+        """Why a load that fails after all retries stops the engine. None: it does not, because vLLM
+        computes the blocks."""
         return _PLAIN_CONNECTOR if self._facts is None else self._facts.fatal_because
 
     def _require_proven_model(self) -> None:
-        """Refuse unproven models with vLLM's own connector; `KVTierConnector` has done so before.
+        """Refuse unproven models in vLLM's own connector. `KVTierConnector` refuses them earlier.
 
-        Only in a worker: on the scheduler side, vLLM gives a spec no description of the model.
+        Called only in a worker: on the scheduler side, vLLM does not describe the model to a spec.
         """
         vllm_config = vllm_api.get_current_vllm_config_or_none()
         if self._facts is None and vllm_config is not None:
@@ -113,15 +115,15 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             )
 
     def _flush_of(self, worker: OffloadingWorker) -> Callable[[], None] | None:
-        """A call that hands all jobs to the device; None if the engine never sleeps."""
+        """A function that hands all jobs to the device; None if the engine never sleeps."""
         facts = self._facts
         may_sleep = vllm_api.may_sleep() if facts is None else facts.may_sleep
         return getattr(worker, "flush", None) if may_sleep else None
 
     @property
     def _has_random_hashes(self) -> bool:
-        """True if no other process will compute the same block hashes, as far as can be known
-        before vLLM has made their root."""
+        """True if it is known, before vLLM has made the root of the block hashes, that no other
+        process will compute the same hashes."""
         facts = self._facts
         return vllm_api.draws_hash_root(None) if facts is None else facts.has_random_hashes
 
@@ -134,8 +136,8 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             if file is None:
                 raise _missing(config, range(config.parallel.world_size))
             at_the_end.callback(file.leave)
-            # All ranks have joined, or the engine does not start. Without its name, the memory is
-            # freed with the last process that uses it, however the processes end.
+            # By now all ranks have joined, or the engine does not start. Once the name is removed,
+            # the memory is freed when the last process that uses it ends, even by `kill -9`.
             at_the_end.callback(file.remove_name)
             if tiers and self._has_random_hashes:
                 raise random_root_error(tiers, vllm_api.default_hash_seed())
@@ -159,7 +161,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
 
 def _check_hash_root(tiers: Sequence[str]) -> bool:
     """Log the root of the block hashes, or raise `ConfigError` if it is random. Returns False if
-    vLLM has not made the root yet: it makes the manager first."""
+    vLLM has not made the root yet; vLLM makes the manager before it."""
     root = vllm_api.hash_root()
     if root is None:
         return False

@@ -1,8 +1,8 @@
 """The variant of a model: all that decides which KV-cache bytes a prompt gets, except the weights.
 
-That is the configuration in effect with its overrides (RoPE, data types, quantization), and the
+It covers the configuration in effect with its overrides (RoPE, data types, quantization), and the
 platform. A setting counts unless it is known to have no effect: at worst, engines that could share
-blocks do not. Attributes that a release of vLLM lacks are skipped. The text is part of the
+blocks do not. Attributes that a release of vLLM lacks are ignored. The variant is a string in the
 fingerprint, so it must be the same in every process.
 """
 
@@ -171,8 +171,8 @@ def _plugins() -> list[str]:
 
 
 def _device() -> str:
-    """Platform and kind of device. vLLM chooses the attention backend by it, and with the backend
-    the layout of pages; its CPU backend chooses by the instruction set."""
+    """Platform and kind of device: they decide which attention backend vLLM chooses, and so the
+    layout of pages. In vLLM's CPU backend, the instruction set decides."""
     import torch
     from vllm.platforms import current_platform
 
@@ -201,8 +201,9 @@ def _called(owner: Any, method: str) -> Any:
 
 
 def _max_model_len(model: Any) -> object:
-    """The longest prompt: some models choose their RoPE or their attention by it. If vLLM fits it
-    to the memory ("auto"), that happens after the model is built, so the number has no effect."""
+    """The longest prompt in tokens, which decides the RoPE or attention of some models. If vLLM
+    fits it to the memory, it does so after it builds the model, so the number has no effect:
+    "auto"."""
     if getattr(model, "original_max_model_len", None) == -1:
         return "auto"
     return getattr(model, "max_model_len", None)
@@ -216,16 +217,16 @@ def _transformers_release(model: Any) -> str | None:
 
 
 def _scales(vllm_config: Any) -> object:
-    """The engine's id, which is new for every engine, if it derives scales of its own; else
-    None."""
+    """The id of the engine, which no other engine has, if the engine derives scales of its own;
+    else None."""
     if not has_scales_of_its_own(vllm_config):
         return None
     return getattr(getattr(vllm_config, "kv_transfer_config", None), "engine_id", None)
 
 
 def _draft(vllm_config: Any) -> object:
-    """The configuration of a draft model, whose layers share blocks with the model's own. Its
-    weights do not count: proposed tokens are verified, so answers are right with any draft."""
+    """The configuration of a draft model, because its layers share blocks with those of the model.
+    Its weights do not count: vLLM verifies the tokens that the draft model proposes."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft is vllm_config.model_config:
@@ -239,8 +240,8 @@ def _draft(vllm_config: Any) -> object:
 
 
 def _environment() -> dict[str, str]:
-    """Environment variables with an effect. Only those of vLLM itself: a cluster may set others
-    with similar names."""
+    """Environment variables with an effect. Only vLLM's own variables count, because a cluster may
+    set others with similar names."""
     from vllm import envs
 
     known = getattr(envs, "environment_variables", {})
@@ -252,13 +253,14 @@ def _environment() -> dict[str, str]:
 
 
 _MAX_NAMED_FILE = 16 << 20
-"""If a setting names a file of at most this many bytes, the file's content counts, not its name."""
+"""If a setting is the path of a file of at most this number of bytes, the file's content counts
+instead of the path."""
 
 
 def _stable(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """The value as JSON types, the same in every process: no addresses, no order of sets.
+    """The value as JSON types, the same in every process: without addresses, and with sets sorted.
 
-    `within`: the ids of the objects around it, because objects may refer back to their owners.
+    `within`: the ids of the objects that contain the value, to detect a reference back to one.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -304,9 +306,10 @@ def _stable_key(key: Any, within: tuple[int, ...]) -> str:
 
 
 def _stable_item(key: Any, value: Any, within: tuple[int, ...]) -> Any:
-    """The value of one key. If it names a small file, the content of the file counts."""
+    """The value of one key. For the path of a small file: a digest of the file's content."""
     if key == "auto_map":
-        # Without the repository of the code, which is here only if the model was given by name.
+        # Leave out the repository of the code: it is here only if the user named the model by its
+        # repository, not by a folder.
         return sorted(text.rpartition("--")[2] for text in texts_in(value))
     if isinstance(value, str) and str(key).endswith(("_file", "_path")):
         path = Path(value)

@@ -1,14 +1,14 @@
 """Every name of vLLM that kvtier uses, and every difference between the releases of vLLM.
 
-First come the names that all supported releases have; a release that lacks one is refused with a
-message. Then comes what differs:
+First come the names that all supported releases have. kvtier refuses a release that lacks one, with
+a message. Then come the differences:
 
 | what | 0.26 | 0.28 | 0.32 |
 |---|---|---|---|
 | offer new blocks only | `BLOCK_LEVEL` | `BLOCK_LEVEL` | `CHUNK_LEVEL` (since 0.30) |
 | a tier's medium in events | text, `FS` for storage | enum | enum |
 | name of the tier in an event | no field | no field | `ownership` |
-| number of a KV-cache group | its place | its place | `group_id` (since 0.30) |
+| number of a KV-cache group | its index | its index | `group_id` (since 0.30) |
 | number of data-parallel replicas | unknown | in the configuration | in the configuration |
 | blocks that a request used | vLLM calls `touch` | vLLM calls `touch` | no call (since 0.31) |
 | position of a key in the prompt | unknown | unknown | in the context (since 0.31) |
@@ -16,8 +16,8 @@ message. Then comes what differs:
 | failed load, except with a single full-attention group | no report | no report | by request |
 | source of cached tokens | not asked for | not asked for | `get_load_source` |
 
-A difference is found by inspecting the vLLM that is running, never by its version number, so that
-releases between the tested ones and later ones can work.
+kvtier detects a difference by inspecting the vLLM that is running, not by its version number, so
+that releases between and after the tested ones can work.
 """
 
 from __future__ import annotations
@@ -158,14 +158,14 @@ __all__ = [
 ]
 
 METRIC_PREFIX = "vllm:"
-"""Prefix of every metric. vLLM shows only names with this prefix, and removes only these when an
-engine ends; a second engine in the same process would fail to register any other name again."""
+"""Prefix of every metric. vLLM shows only names with this prefix. It also removes only these when
+an engine ends, so a second engine in the same process could not register any other name again."""
 
 _warned = False
 
 
 def may_sleep() -> bool:
-    """True if vLLM's sleep mode is on, or if this cannot be known. Called in a worker while vLLM
+    """True if vLLM's sleep mode is on or kvtier cannot find out. Called in a worker while vLLM
     hands over its caches."""
     config = get_current_vllm_config_or_none()
     return True if config is None else getattr(config.model_config, "enable_sleep_mode", True)
@@ -193,7 +193,7 @@ BLOCK_LEVEL_POLICY: OffloadPolicy = (
 """vLLM's name for `OffloadPolicy.BLOCK_LEVEL`."""
 
 MEDIA: dict[Medium, Any] = (
-    # Earlier releases have no enum, and no name for storage but that of their own tier.
+    # Earlier releases have no enum, and their only name for storage is that of their own tier.
     {Medium.CPU: "CPU", Medium.STORAGE: "FS"}
     if VllmMedium is None
     else {Medium.CPU: VllmMedium.CPU, Medium.STORAGE: VllmMedium.STORAGE}
@@ -210,24 +210,26 @@ def owner_in_event(tier: str | None) -> dict[str, Any]:
 
 
 REPORTS_USE = not hasattr(ReqContext("any"), "_offload_key_positions")
-"""True if vLLM's scheduler calls `touch` with the blocks that a request used, including those on
-the device. Later releases do not; they record the position of each key in the context instead."""
+"""True if vLLM's scheduler calls `touch` with the blocks that a request used, including blocks on
+the device. Later releases record the position of each key in the context instead."""
 
 REPORTS_FAILED_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fields__
-"""True if a connector can have a request compute its whole prompt after a failed load. Every
-release accepts a set of device blocks, given by number, and computes from the first of them on.
-That is right only for full attention, and only if no other group shares the numbers."""
+"""True if a connector can report requests whose load has failed; vLLM then computes their whole
+prompt. Every release accepts the numbers of failed device blocks, and computes from the first of
+them on. That is right only for full attention, and only if there is no other group."""
 
 
 def keys_in_prompt_order(req_context: ReqContext) -> list[OffloadKey]:
-    """All keys of the request by position, then by group. Only if not `REPORTS_USE`."""
+    """All keys of the request, sorted by position, then by group. Call it only if `REPORTS_USE` is
+    False."""
     positions: dict[OffloadKey, int] = req_context._offload_key_positions
     # vLLM adds keys group by group, so that a stable sort by position keeps the groups' order.
     return sorted(positions, key=positions.__getitem__)
 
 
 def begins_prompt(keys: Collection[OffloadKey], req_context: ReqContext) -> bool:
-    """True if the first of these keys is the first of the prompt. Only if not `REPORTS_USE`."""
+    """True if the first of these keys is the first key of the prompt. Call it only if `REPORTS_USE`
+    is False."""
     positions: dict[OffloadKey, int] = req_context._offload_key_positions
     return next(iter(keys), None) == next(iter(positions), None)
 
@@ -235,7 +237,7 @@ def begins_prompt(keys: Collection[OffloadKey], req_context: ReqContext) -> bool
 def in_prompt_order(keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
     """Keys of a request, which vLLM gives group by group, sorted by position in the prompt.
 
-    Releases without positions: the groups are assumed to cover the same part of the prompt.
+    In releases without positions, this assumes that all groups cover the same part of the prompt.
     """
     if not REPORTS_USE:
         positions: dict[OffloadKey, int] = req_context._offload_key_positions
@@ -256,11 +258,11 @@ def group_id(group: OffloadingGroupConfig, place: int) -> int:
 
 
 def data_parallel_size(config: OffloadingConfig) -> int:
-    """The number of data-parallel replicas; for a dense model, a lower bound of it.
+    """The number of data-parallel replicas; for a dense model, a lower bound.
 
     vLLM gives each replica of a dense model a data-parallel size of 1, and older releases have no
-    such field. The replica's index is still there, and so is the end of its engine id, which
-    distinguishes the first of several replicas from a single engine.
+    such field. So this also reads the index of the replica and the end of its engine id, which
+    tells the first of several replicas from a single engine.
     """
     size: int = getattr(config.parallel, "data_parallel_size", 1)
     index: int = config.parallel.data_parallel_index
@@ -269,15 +271,15 @@ def data_parallel_size(config: OffloadingConfig) -> int:
 
 
 def default_hash_seed() -> str | None:
-    """The text that this vLLM hashes to get the root of its block hashes if `PYTHONHASHSEED` is not
-    set, for cryptographic algorithms. None: it draws a random root."""
+    """The text that this vLLM hashes to get the root of its block hashes, if `PYTHONHASHSEED` is
+    not set and the algorithm is cryptographic. None: this vLLM draws a random root."""
     seed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
     return seed
 
 
 def draws_hash_root(algorithm: str | None) -> bool:
     """True if the root of this process's block hashes will be random, so that no other process
-    computes the same hashes. Can be asked before vLLM has made the root.
+    computes the same hashes. May be called before vLLM has made the root.
 
     `algorithm`: vLLM's name of its hash algorithm. Without `PYTHONHASHSEED`, later releases draw a
     root only for algorithms that are not cryptographic. None (not known) counts as cryptographic.
@@ -291,9 +293,9 @@ def draws_hash_root(algorithm: str | None) -> bool:
 
 
 def hash_root() -> HashRoot | None:
-    """The root of this process's block hashes: a prompt's first block has it in place of the hash
-    of a block before. None while an engine starts and has not made it; it is there before the first
-    request."""
+    """The root of this process's block hashes. In the hash of a prompt's first block, it takes the
+    place of the hash of the block before. None until vLLM has made it, which is after the manager
+    and before the first request."""
     value: bytes | None = getattr(kv_cache_utils, "NONE_HASH", None)
     if value is None:
         return None

@@ -1,8 +1,9 @@
 """Which files of a model's folder decide what it computes, and one digest of all their bytes.
 
-Every byte is read: a change of one row of one weight gives another digest. Reading a large model
+Every byte is read, so a change of one row of one weight gives another digest. Reading a large model
 takes a while, so the digest of each file is remembered under the file's path, size, times and
-inode. Called while an engine starts, on its main thread; the threads used here end with the call.
+inode. Called while an engine starts, on its main thread. The threads of this module end before the
+call returns.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ _SEGMENT = 64 << 20
 """Bytes of a segment, which one thread reads. Files are split into segments so that all threads
 have work even if a model is a single file."""
 _READ = 1 << 20
-"""Bytes of one read: they are still in the processor's cache when they are hashed."""
+"""Bytes of one read. The number is small, so they are still in the processor's cache when they are
+hashed."""
 _MAX_THREADS = 16
 
 _RACY_NS = 2_000_000_000
@@ -74,7 +76,7 @@ the same time stamp, so its digest is not remembered."""
 
 
 class UnknownWeightsError(Exception):
-    """The weights cannot be identified; the text is one clause that says why."""
+    """The weights cannot be identified. The message is one clause that gives the reason."""
 
 
 def model_files(folder: Path) -> dict[str, Path]:
@@ -134,8 +136,8 @@ class _State:
 class DigestMemory:
     """Digests of files, kept in a small file in the user's cache folder.
 
-    It only saves time: if it is missing, damaged or not writable, weights are read again. If two
-    engines write at the same time, the entries of one may be lost.
+    If the file is missing, damaged or not writable, weights are read again. If two engines write at
+    the same time, the entries of one may be lost.
     """
 
     def __init__(self, path: Path | None, max_entries: int = 4096) -> None:
@@ -168,8 +170,8 @@ class DigestMemory:
         self._added[_memory_key(path, state)] = digest
 
     def save(self) -> None:
-        """Write the added digests, and keep those that others have written meanwhile. Never
-        raises."""
+        """Write the added digests, and keep those that other engines have written meanwhile. A
+        failure is logged, not raised."""
         if self._path is None or not self._added:
             return
         entries = self._read() | self._added
@@ -187,7 +189,7 @@ class DigestMemory:
                 raise
         except OSError as error:
             logger.info(
-                "the digest of the weights could not be saved, and the next start reads them "
+                "the digest of the weights could not be saved, so the next start reads the weights "
                 "again: %s",
                 error,
             )
@@ -218,9 +220,9 @@ def digest_of_files(
 ) -> str:
     """A digest of the names and bytes of files: 32 hexadecimal digits, independent of the folder.
 
-    `unchanged_since`: the earliest time at which an engine may have loaded the files. Raises
-    `UnknownWeightsError` if a file has changed since then, changes while it is read, or cannot be
-    read.
+    `unchanged_since`: the earliest time at which an engine may have loaded the files, in seconds
+    since the epoch; None: not known. Raises `UnknownWeightsError` if a file has changed since then,
+    changes while it is read, or cannot be read.
     """
     try:
         states = {name: _State.of(path) for name, path in files.items()}
@@ -272,7 +274,8 @@ def _read_and_remember(
 
 
 def _read_all(files: Mapping[str, Path], states: Mapping[str, _State]) -> dict[str, str]:
-    """Digest files in several threads. Raises if a file is not in the state given in `states`."""
+    """Digest files in several threads. Raises `UnknownWeightsError` if a file is not in the state
+    given in `states`."""
     threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(threads):
@@ -303,7 +306,8 @@ def _read_all(files: Mapping[str, Path], states: Mapping[str, _State]) -> dict[s
 
 
 def _read_segment(path: Path, start: int, expected: _State, buffer: memoryview) -> bytes:
-    """The digest of one segment. Raises if the file is not as expected before and after."""
+    """The digest of one segment. Raises `UnknownWeightsError` if the file is not in the expected
+    state before or after the read."""
     digest = xxhash.xxh3_128()
     end = min(start + _SEGMENT, expected.size)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,13 +1,13 @@
 """The adapter between vLLM's model runner and a kvtier worker.
 
-vLLM's connector asserts that every transfer succeeds. This is what happens to one that fails:
+vLLM's connector asserts that every transfer succeeds. So a failed transfer is handled as follows:
 
-- A **store**: the worker records its slots as poisoned on the notice board, then reports it as
-  done. The scheduler side finds the record before the blocks become readable, and drops them
-  (`manager_state.StoreFailures`).
-- A **load** is tried again. If it still fails, `KVTierConnector` has vLLM compute those device
-  blocks. vLLM's own connector cannot do that: there the load raises, and the engine stops with the
-  reason. Device blocks of a failed load are never used as if they were loaded.
+- A **store**: the worker records its slots as poisoned on the notice board, then reports the store
+  as done. The scheduler side finds the record before the blocks become readable, and drops the
+  blocks (`manager_state.StoreFailures`).
+- A **load** is tried again, at most twice. If it still fails, `KVTierConnector` makes vLLM compute
+  those device blocks. vLLM's own connector cannot do that: there `get_finished` raises, and the
+  engine stops with the reason. vLLM never uses the device blocks of a failed load as loaded blocks.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class LostLoad:
-    """A load that has failed for good."""
+    """A load that has failed after all retries."""
 
     job_id: int
     device_blocks: frozenset[int]
-    """All blocks that it should have filled. Their content is unknown."""
+    """All device blocks of the load. Their content is unknown."""
 
 
 class WorkerAdapter(vllm_api.OffloadingWorker):
@@ -88,13 +88,13 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
         fatal_because: str | None,
         flush: Callable[[], None] | None,
     ) -> None:
-        """`fatal_because`: why vLLM cannot compute the blocks of a load that has failed for good,
-        and the remedy; for such a load, `get_finished` raises `TransferFailedError` with this text.
-        None: vLLM can compute them, and the caller takes such loads with `take_lost_loads` after
-        every `get_finished`.
+        """`fatal_because`: why vLLM cannot compute the blocks of a load that has failed after all
+        retries, and the remedy. For such a load, `get_finished` raises `TransferFailedError` with
+        this text. None: vLLM can compute the blocks, and the caller takes such loads with
+        `take_lost_loads` after every `get_finished`.
 
-        `flush`: hands all jobs to the device. Called at the end of every step, because a sleeping
-        vLLM waits for the device and then unmaps the caches. None: not needed.
+        `flush`: hands all jobs to the device. Called at the end of every step, because before vLLM
+        sleeps, it waits for the device and then unmaps the caches. None: not needed.
         """
         self._flush = flush
         self._worker = worker
@@ -104,7 +104,7 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, LoadStoreSpec] = {}
         self._refused: list[int] = []
-        """Jobs that the worker did not accept: they have failed."""
+        """Jobs that the worker did not accept. They count as failed."""
         self._lost: list[LostLoad] = []
 
     @property
@@ -158,7 +158,7 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
         return results
 
     def take_lost_loads(self) -> list[LostLoad]:
-        """Loads among the last results of `get_finished` that have failed for good."""
+        """The loads that have failed after all retries, since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -167,7 +167,7 @@ class WorkerAdapter(vllm_api.OffloadingWorker):
         for job_id in job_ids:
             load = self._loads.get(job_id)
             if load is not None:
-                # Its device blocks may belong to another request as soon as this returns.
+                # The load's device blocks may belong to another request as soon as this returns.
                 load.retries_left = 0
         self._worker.wait(job_ids)
 

@@ -21,51 +21,53 @@ _NUM_SLOTS = 96
 
 
 class ConformanceHooks:
-    """Everything that an author may override. Only `make_tier` is required."""
+    """Settings and methods that the author may override. Only `make_tier` is required."""
 
     capacity_blocks: ClassVar[int | None] = None
-    """The most blocks that the tier of `make_tier` keeps, at least 4. None means more than 1000.
-    Give a small number in at least one test class, because the checks of a full tier need it."""
+    """Most blocks that the tier of `make_tier` keeps, at least 4. None means more than 1000. In at
+    least one test class, give a small number and a tier that keeps no more: the checks of a full
+    tier need it."""
     survives_restart: ClassVar[bool] = False
     """True if a second tier with the same spec finds the blocks of a first one."""
     call_limit_s: ClassVar[float] = 0.1
-    """Longest call on the scheduler's thread, in seconds; the engine treats a longer one as a
-    failure. A call that neither copies nor waits takes microseconds."""
+    """Seconds that a call on the scheduler's thread may take. An engine counts a call of more than
+    0.1 s as a failure. A call that neither copies nor waits takes microseconds."""
     patience_s: ClassVar[float] = 20.0
-    """Seconds after which the kit treats a call or a job as hanging."""
+    """Seconds to wait for a lookup, a job, `drain_jobs` or `shutdown` before the check fails."""
     settle_s: ClassVar[float] = 0.05
-    """Seconds for which the kit watches for something that must not happen."""
+    """Seconds to wait before the kit checks that a tier which has ended has changed no slot."""
     row_bytes: ClassVar[int] = 8192
     """The size of a block: a multiple of the page size."""
 
     def make_tier(self, spec: OffloadingSpec, view: memoryview) -> SecondaryTierManager:
-        """Return a new tier. Called several times in one test; the earlier tier is shut down before
-        the next call. Blocks that an earlier tier left behind must do no harm."""
+        """Return a new tier. The kit calls it several times in one test, after it has shut down the
+        earlier tier. The new tier must work even if the storage still has earlier blocks."""
         raise NotImplementedError(
-            "write `def make_tier(self, spec, view)` in your test class, and return your tier "
+            "write `def make_tier(self, spec, view)` in your test class, and return your tier, "
             "made with offloading_spec=spec, primary_kv_view=view and a tier_type"
         )
 
     def backing(self, tier: SecondaryTierManager) -> BackingBytes | None:
-        """Return access to the stored bytes of the tier, or None; then seals are not checked."""
+        """Return access to the stored bytes of the tier. If this returns None, the kit does not
+        check seals."""
         return None
 
     def slow_backend(self, tier: SecondaryTierManager) -> AbstractContextManager[object] | None:
-        """Return a context inside which the tier's storage answers slowly, or not at all. If this
-        returns None, the checks that need it run at the storage's normal speed and are shown as
-        skipped when they pass."""
+        """Return a context in which the tier's storage answers slowly, or not at all. If this
+        returns None, the checks that need it run at the storage's normal speed, and pytest shows
+        them as skipped when they pass."""
         return None
 
     # --- for the checks ------------------------------------------------------------------------
 
     def harness(self, namespace: str | None = None, num_slots: int = _NUM_SLOTS) -> TierHarness:
-        """Return a harness around a tier of `make_tier`."""
+        """Return a harness with a new tier from `make_tier`."""
         capacity = self.capacity_blocks
         if capacity is not None and capacity < _LEAST_CAPACITY:
             raise ValueError(
-                f"capacity_blocks = {capacity}: the checks need a tier that keeps "
-                f"{_LEAST_CAPACITY} blocks at least. Make a larger one, or leave it None if the "
-                "tier keeps more than 1000"
+                f"capacity_blocks = {capacity}: the checks need a tier that keeps at least "
+                f"{_LEAST_CAPACITY} blocks. Make a larger tier, or leave capacity_blocks None if "
+                "it keeps more than 1000"
             )
         return TierHarness(
             self.make_tier,
@@ -84,7 +86,8 @@ class ConformanceHooks:
         return self.slow_backend(tier) or nullcontext()
 
     def skip_if_not_slowed(self, tier: SecondaryTierManager) -> None:
-        """Show a passed check as skipped if it proves little without `slow_backend`."""
+        """Skip if there is no `slow_backend`. Called when a check has passed that proves little
+        without it."""
         if self.slow_backend(tier) is None:
             pytest.skip(
                 "no hook `slow_backend`: the check passed at the storage's normal speed; write the "

@@ -22,8 +22,8 @@ class RoundTripChecks(ConformanceHooks):
     def test_stored_blocks_come_back(self) -> None:
         """Blocks stored by several jobs are found and can be loaded, in any order and grouping.
 
-        Slots are lent in random order, and hold a fixed pattern before a load. So a block in the
-        wrong slot is detected, and so is one that was not written at all.
+        The harness lends slots in random order, and fills them with a fixed pattern before a load.
+        That reveals a block in the wrong slot, and a block that was not written at all.
         """
         with self.harness() as harness:
             keys = harness.keys(self.fitting(60))
@@ -68,7 +68,7 @@ class RoundTripChecks(ConformanceHooks):
             )
 
     def test_loading_takes_nothing_away(self) -> None:
-        """A block can be loaded repeatedly: several requests want the same prefix."""
+        """A block can be loaded repeatedly, because several requests may have the same prefix."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(4))
             harness.wait_for(harness.store(keys))
@@ -91,8 +91,8 @@ class RoundTripChecks(ConformanceHooks):
             demand(report.result.success, "two groups' blocks with the same hashes do not load")
 
     def test_storing_twice_keeps_the_block(self) -> None:
-        """A block that is stored again stays readable, during the store and after it. The store is
-        reported as successful: the block is there."""
+        """A block that is stored again stays readable, during the second store and after it. The
+        second store is reported as successful."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(4))
             harness.wait_for(harness.store(keys))
@@ -112,12 +112,12 @@ class RoundTripChecks(ConformanceHooks):
 
 
 class ReportingChecks(ConformanceHooks):
-    """A job that is never reported pins slots of the primary tier forever. A job that is reported
-    twice, or too early, gives one slot to two jobs."""
+    """Checks of reports. A job that is never reported pins slots of the primary tier forever. If a
+    job is reported twice or too early, two jobs may use the same slot."""
 
     def test_a_load_names_exactly_what_arrived(self) -> None:
-        """If some blocks of a load are missing, the others arrive and are named, and the load has
-        failed. Otherwise one lost block would cost a whole prefix."""
+        """If the tier lacks some blocks of a load, it loads and names the others, and reports the
+        load as failed. Otherwise one lost block would cost a whole prefix."""
         with self.harness() as harness:
             present = harness.keys(self.fitting(4))
             absent = harness.keys(len(present), start=1000)
@@ -137,8 +137,8 @@ class ReportingChecks(ConformanceHooks):
             )
 
     def test_a_load_of_unknown_blocks_fails(self) -> None:
-        """A load of blocks that are not there is reported as failed: they may have been evicted
-        since they were a HIT."""
+        """A load of blocks that the tier does not have is reported as failed. This happens if
+        blocks are evicted after they were a HIT."""
         with self.harness() as harness:
             (report,) = harness.wait_for(harness.load(harness.keys(3)))
             demand(
@@ -147,8 +147,8 @@ class ReportingChecks(ConformanceHooks):
             )
 
     def test_nothing_to_do_is_reported(self) -> None:
-        """A store of blocks that are all there already is reported like any other. Its slots are
-        pinned until then."""
+        """A store of blocks that the tier has already is reported like any other, because its slots
+        are pinned until then."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(4))
             harness.wait_for(harness.store(keys))
@@ -159,7 +159,7 @@ class ReportingChecks(ConformanceHooks):
             )
 
     def test_a_job_without_blocks_is_reported(self) -> None:
-        """A job of no blocks is reported, too."""
+        """A job without blocks is reported, too."""
         with self.harness() as harness:
             harness.wait_for(harness.store([]), harness.load([]))
 
@@ -182,10 +182,11 @@ class ReportingChecks(ConformanceHooks):
                 )
             for key in kept:
                 (report,) = harness.wait_for(harness.load([key]))
-                demand(report.result.success, "a block of a full tier is a HIT and does not load")
+                demand(report.result.success, "a block of a full tier is a HIT but does not load")
 
     def test_stores_in_flight_stay_within_the_capacity(self) -> None:
-        """Many stores at once, of more blocks than fit, do not exceed the capacity together."""
+        """If many stores of more blocks than fit are in flight together, the tier still keeps at
+        most `capacity_blocks` blocks."""
         capacity = self.capacity_blocks
         if capacity is None:
             pytest.skip("capacity_blocks is None: give it in a test class with a small tier")
@@ -202,8 +203,8 @@ class ReportingChecks(ConformanceHooks):
             )
 
     def test_many_jobs_are_each_reported_once(self) -> None:
-        """A hundred jobs of both kinds, with blocks that are there and some that are not: every
-        one is reported, none twice."""
+        """Each of a hundred stores and loads is reported exactly once, whether or not the tier has
+        the blocks of the loads."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(20))
             for number in range(100):
@@ -218,8 +219,8 @@ class DrainChecks(ConformanceHooks):
     """`drain_jobs` is called before the slots are taken away, so no job may outlast it."""
 
     def test_drain_ends_every_job(self) -> None:
-        """After `drain_jobs`, every job has ended, and the next poll has all results that were not
-        polled before, none of them twice. Nothing is written into a slot any more."""
+        """After `drain_jobs`, every job has ended. The next poll returns all results that were not
+        returned before, each once. The tier writes into no slot any more."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(12))
             harness.wait_for(harness.store(keys))
@@ -233,7 +234,7 @@ class DrainChecks(ConformanceHooks):
             harness.demand_slots_untouched()
 
     def test_drain_without_jobs_returns(self) -> None:
-        """Without jobs there is nothing to wait for and nothing to report."""
+        """Without jobs, `drain_jobs` returns, and no job is reported."""
         with self.harness() as harness:
             harness.drain()
             demand(not harness.ledger.reports, "a job was reported though none was submitted")
@@ -247,8 +248,8 @@ class SealChecks(ConformanceHooks):
 
     @pytest.mark.parametrize("how", list(Damage))
     def test_a_damaged_block_is_refused(self, how: Damage) -> None:
-        """A block whose stored bytes were changed is reported as failed and counted in
-        `take_seal_failures`; the other blocks of the job arrive."""
+        """A load does not name a block whose stored bytes were changed, is reported as failed, and
+        loads the other blocks. `take_seal_failures` counts the changed block."""
         with self.harness() as harness:
             backing = self._backing_or_skip(harness)
             for case in range(self.fitting(3 * _MOST_CASES) // 3):
@@ -263,8 +264,8 @@ class SealChecks(ConformanceHooks):
                 )
                 demand(
                     report.moved == set(keys) - damaged,
-                    f"one block was damaged ({how}), and other blocks of the same load were "
-                    "refused with it",
+                    f"intact blocks of a load were refused with its damaged blocks ({how}): name "
+                    "the intact ones in successful_keys",
                 )
                 refused = harness.call("take_seal_failures").total()
                 demand(
@@ -274,8 +275,8 @@ class SealChecks(ConformanceHooks):
                 )
 
     def test_a_refused_block_can_be_stored_again(self) -> None:
-        """A block that was refused can be stored again and then loaded. If it stayed a HIT, every
-        request for it would wait in vain for a load."""
+        """A block that was refused can be stored again and then loaded. If the tier kept the
+        damaged block as a HIT, every load of it would fail."""
         with self.harness() as harness:
             backing = self._backing_or_skip(harness)
             keys = harness.keys(3)

@@ -1,4 +1,4 @@
-"""A tier starts, ends, and leaves nothing behind."""
+"""Checks that a tier starts and ends, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class LifetimeChecks(ConformanceHooks):
-    """The primary tier owns the slots, and unmaps them once its tiers are shut down."""
+    """Checks of start and shutdown. The primary tier unmaps the slots once the tiers are shut
+    down."""
 
     def test_the_view_is_free_after_shutdown(self) -> None:
-        """After `shutdown` the tier holds no part of the primary tier's memory: not a row, not an
-        array made of one. Otherwise it could not be unmapped."""
+        """After `shutdown` the tier holds no row of the primary tier's memory, and no array made
+        from a row. Otherwise the memory could not be unmapped."""
         with self.harness() as harness:
             _use(harness, self.fitting(8))
             harness.drain()
@@ -37,8 +38,8 @@ class LifetimeChecks(ConformanceHooks):
             )
 
     def test_no_slot_changes_after_shutdown(self) -> None:
-        """`shutdown` may come while jobs are under way. It returns, and after that nothing is
-        written into a slot."""
+        """`shutdown` may be called while jobs are under way. It returns, and after that the tier
+        writes into no slot."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(12))
             harness.wait_for(harness.store(keys))
@@ -51,8 +52,7 @@ class LifetimeChecks(ConformanceHooks):
             harness.demand_slots_untouched()
 
     def test_shutdown_twice_is_harmless(self) -> None:
-        """A second `shutdown` is harmless. It happens when a start fails half-way: the start shuts
-        down the tiers that it has made, and the engine shuts them down again."""
+        """A second `shutdown` returns and does not raise."""
         with self.harness() as harness:
             _use(harness, self.fitting(4))
             harness.drain()
@@ -67,9 +67,9 @@ class LifetimeChecks(ConformanceHooks):
     def test_no_thread_or_descriptor_is_left(self) -> None:
         """After `shutdown` the tier's threads have ended and its files and connections are closed.
 
-        The first tier is made because a process opens some things once and keeps them; the second
-        one is checked. Both objects are kept, as an engine keeps its tiers: a thread that ends only
-        when its tier is garbage-collected counts as left behind.
+        Only the second tier is checked: with the first one, the process may open descriptors that
+        it keeps. The test keeps both objects, as an engine does, so a thread that ends only when
+        its tier is garbage-collected counts as left behind.
         """
         kept = [self._live_once()]
         threads, tasks, descriptors = set(threading.enumerate()), _count(_TASKS), _descriptors()
@@ -90,8 +90,8 @@ class LifetimeChecks(ConformanceHooks):
         demand(more_tasks <= 0, f"{name} leaves {more_tasks} native threads after shutdown")
 
     def test_blocks_survive_a_restart(self) -> None:
-        """With `survives_restart`, a second tier with the same configuration finds the blocks of
-        the first, and loads them."""
+        """With `survives_restart`, a second tier with the same configuration finds and loads the
+        blocks of the first."""
         if not self.survives_restart:
             pytest.skip("survives_restart is False: this tier forgets everything at shutdown")
         with self.harness() as first:
@@ -121,7 +121,7 @@ def _count(folder: Path) -> int:
 
 
 def _descriptors() -> set[str]:
-    """Return the open descriptors with their targets, without the one that lists them."""
+    """Return the open descriptors with their targets, except the one opened to list them."""
     found = set()
     for name in os.listdir(_DESCRIPTORS):
         try:

@@ -1,4 +1,4 @@
-"""Checks of lookups, and of the namespaces in which they find blocks."""
+"""Checks of lookups, and of the namespaces in which lookups find blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class LookupChecks(ConformanceHooks):
     """Lookups agree with each other, with events and with stored blocks."""
 
     def test_lookup_batch_agrees_with_lookup(self) -> None:
-        """`lookup_batch` gives what `lookup` would, key by key, at least up to the first MISS."""
+        """`lookup_batch` answers for each key what `lookup` answers, at least up to the first
+        MISS."""
         with self.harness() as harness:
             present = harness.keys(self.fitting(6))
             absent = harness.keys(3, start=1000)
@@ -40,8 +41,8 @@ class LookupChecks(ConformanceHooks):
                 )
                 demand(
                     len(batch) == len(asked) or batch[-1:] == [LookupResult.MISS],
-                    f"lookup_batch gave {len(batch)} answers for {len(asked)} keys, and the last "
-                    "is no MISS: answers may end at the first MISS only",
+                    f"lookup_batch gave {len(batch)} answers for {len(asked)} keys, but the last "
+                    "one is not a MISS: leave out answers only after the first MISS",
                 )
                 names = [answer.name for answer in batch], [answer.name for answer in single]
                 demand(
@@ -64,20 +65,20 @@ class LookupChecks(ConformanceHooks):
                 demand(not strange, f"known_keys named {strange}, which are not stored")
 
     def test_a_lookup_is_no_promise_and_no_obstacle(self) -> None:
-        """A key that was a MISS is a HIT once it has been stored: earlier answers do not last."""
+        """A key that was a MISS is a HIT once it has been stored: the tier forgets the MISS."""
         with self.harness() as harness:
             (key,) = harness.keys(1)
             demand(harness.look_up(key) is LookupResult.MISS, "an empty tier answered HIT")
             harness.wait_for(harness.store([key]))
             demand(
                 harness.look_up(key) is LookupResult.HIT,
-                "a block is a MISS after it was stored, as it was before: forget the answer of an "
-                "earlier lookup when a block is stored",
+                "a block is still a MISS after it was stored: forget the answer of an earlier "
+                "lookup when a block is stored",
             )
 
     def test_missing_names_no_block_that_is_there(self) -> None:
-        """`missing` names only blocks that it was asked for, each once, and none that is kept or
-        being stored, because the blocks that it names are stored again."""
+        """`missing` names only blocks that it was asked for, each once. It names no block that the
+        tier keeps or is storing, because the engine stores the named blocks again."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(8))
             present, coming = keys[:2], keys[2:]
@@ -85,7 +86,7 @@ class LookupChecks(ConformanceHooks):
             harness.wait_for(harness.store(present))
             with self.slowed(harness.tier):
                 job = harness.store(coming)
-                # Twice, because a tier may check which blocks it has only after their first use.
+                # Ask twice: a tier may find out which blocks it has only after their first use.
                 for _ in range(2):
                     self._demand_absent([*present, *coming, *absent], absent, harness)
                     harness.step()
@@ -110,12 +111,13 @@ class LookupChecks(ConformanceHooks):
         demand(
             set(named) <= set(absent),
             f"missing named {len(set(named).difference(absent))} blocks that are kept or being "
-            "stored: they would be stored again with every use",
+            "stored: the engine would store them again at every use",
         )
 
     def test_events_tell_what_lookups_tell(self) -> None:
-        """A tier that emits events emits all of them: the blocks that they leave in the tier are
-        those that are a HIT. Routers rely on events to find the engine that has the blocks."""
+        """A tier that emits events emits all of them: the blocks that are in the tier according to
+        its events are those that are a HIT. Routers use events to find the engine that has a
+        block."""
         with self.harness() as harness:
             keys = harness.keys(2 * self.fitting(20))
             for start in range(0, len(keys), 4):
@@ -127,8 +129,8 @@ class LookupChecks(ConformanceHooks):
             self._demand_agreement(harness, keys)
 
     def test_events_that_nobody_takes_are_not_recorded(self) -> None:
-        """While `enable_kv_events` is False the tier records no events: they are not collected, and
-        would accumulate."""
+        """While `enable_kv_events` is False the tier records no events: the engine does not take
+        them, so they would accumulate."""
         with self.harness() as harness:
             harness.tier.enable_kv_events = False
             keys = harness.keys(self.fitting(8))
@@ -158,11 +160,11 @@ def _present(harness: TierHarness) -> set[OffloadKey]:
     for event in harness.events:
         demand(
             tier.medium is None or event.medium == tier.medium,
-            f"an event names the medium {event.medium}, and the tier's own is {tier.medium}",
+            f"an event names the medium {event.medium}, but the tier's is {tier.medium}",
         )
         demand(
             event.locality == tier.locality,
-            f"an event names the locality {event.locality}, and the tier's own is {tier.locality}",
+            f"an event names the locality {event.locality}, but the tier's is {tier.locality}",
         )
         if event.removed:
             demand(
@@ -180,10 +182,10 @@ def _new_fingerprint() -> bytes:
 
 
 class EpochChecks(ConformanceHooks):
-    """A fingerprint names a namespace. The same key in another one is another block."""
+    """A fingerprint names a namespace. The same key in another namespace is another block."""
 
     def test_blocks_of_another_fingerprint_are_not_found(self) -> None:
-        """A block is found and loaded under the fingerprint it was stored under, and no other."""
+        """A block is found and loaded only under the fingerprint under which it was stored."""
         with self.harness() as harness:
             own, others = harness.fingerprint, _new_fingerprint()
             mine, theirs = harness.keys(2)
@@ -201,7 +203,7 @@ class EpochChecks(ConformanceHooks):
             demand(not report.moved, "a load got a block that is kept under another fingerprint")
 
     def test_another_model_finds_nothing(self) -> None:
-        """A tier for another configuration finds no block of this one, though both may use the
+        """A tier with another configuration finds no block of the first tier, even if both use the
         same storage."""
         with self.harness() as first:
             keys = first.keys(3)
@@ -216,8 +218,8 @@ class EpochChecks(ConformanceHooks):
             demand(not report.moved, "a load got another configuration's block")
 
     def test_a_new_epoch_hides_earlier_blocks(self) -> None:
-        """After `begin_epoch`, blocks stored before are a MISS, and blocks stored later are kept as
-        usual, also those with the same keys."""
+        """After `begin_epoch`, blocks stored before are a MISS. Blocks stored later are kept as
+        usual, including blocks with the same keys."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(4))
             harness.wait_for(harness.store(keys))

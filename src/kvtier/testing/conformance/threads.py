@@ -1,4 +1,4 @@
-"""Calls on the scheduler's thread never wait and never raise, and jobs may overlap."""
+"""Checks that calls on the scheduler's thread do not wait or raise, and that jobs may overlap."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ _NUM_STORES = 64
 
 
 class CallChecks(ConformanceHooks):
-    """The engine calls every method but `drain_jobs` and `shutdown` between two steps, so a slow
-    call delays all requests."""
+    """The engine calls every method except `drain_jobs` and `shutdown` on the scheduler's thread,
+    so a slow call delays all requests."""
 
     def test_calls_do_not_wait(self) -> None:
         """No call waits for the storage. With the hook `slow_backend`, the storage does not answer
         while the calls are made.
 
-        A call has to be slow in each of three rounds to count, because the machine may be busy.
+        A method fails the check only if it is slow in each of three rounds, because the machine
+        may be busy.
         """
         slow: dict[str, float] = {}
         for number in range(_ROUNDS_OF_CALLS):
@@ -117,8 +118,8 @@ class CallChecks(ConformanceHooks):
             demand(report.result.success, "blocks do not load after these calls")
 
     def test_every_figure_is_defined(self) -> None:
-        """`build_metric_definitions` defines every metric that `get_stats` reports: the metrics
-        endpoint is set up from the definitions."""
+        """`build_metric_definitions` defines every metric that `get_stats` reports, because the
+        metrics endpoint is set up from the definitions."""
         with self.harness() as harness:
             keys = harness.keys(2)
             harness.wait_for(harness.store(keys), harness.load(keys))
@@ -138,11 +139,11 @@ class CallChecks(ConformanceHooks):
 
 
 class ConcurrencyChecks(ConformanceHooks):
-    """Jobs that are in flight together."""
+    """Checks of jobs that are in flight together."""
 
     def test_overlapping_jobs_bring_the_right_bytes(self) -> None:
         """With many stores and loads of the same blocks in flight, every block that a load reports
-        is right to the byte, and every block that a store reports can be loaded in the end."""
+        has the right bytes, and every block that a store reports can be loaded at the end."""
         chance = Random(1)
         with self.harness() as harness:
             keys = harness.keys(self.fitting(24))
@@ -165,8 +166,8 @@ class ConcurrencyChecks(ConformanceHooks):
             )
 
     def test_stores_of_one_block_at_once_keep_it(self) -> None:
-        """Several stores of the same new blocks, in flight together, are each reported, and the
-        blocks are there."""
+        """If several stores of the same new blocks are in flight together, each is reported, and
+        the blocks can be loaded."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(4))
             with self.slowed(harness.tier):
@@ -180,12 +181,13 @@ class ConcurrencyChecks(ConformanceHooks):
             )
 
     def test_loads_do_not_wait_behind_stores(self) -> None:
-        """A load that is submitted after many stores ends before most of them: a request waits for
-        the load, and none for the stores.
+        """A load that is submitted after many stores can end before them: a request waits for the
+        load, but no request waits for the stores.
 
-        No time is measured. Each round submits many stores and then one load, and counts only if
-        most stores are still unreported right after that. A fast tier may have hardly any such
-        round; the hook `slow_backend` makes it slow enough.
+        The check measures no time. Each round submits many stores and then one load, and counts
+        only if at least half of the stores are still unreported right after that. The check fails
+        if at least three rounds count, and the load overtook half of the remaining stores in none
+        of them. With a fast tier too few rounds may count; the hook `slow_backend` prevents that.
         """
         with self.harness(num_slots=2 * _NUM_STORES + 2) as harness:
             (wanted,) = harness.keys(1)
@@ -201,8 +203,8 @@ class ConcurrencyChecks(ConformanceHooks):
             self.skip_if_not_slowed(harness.tier)
 
     def _load_overtakes_stores(self, harness: TierHarness, number: int) -> bool | None:
-        """Return whether the load was reported before half of the stores that were left when it was
-        submitted, or None if too few were left."""
+        """Return True if the load was reported before at least half of the stores that were
+        unreported when it was submitted. None if too few were unreported."""
         (wanted,) = harness.keys(1)
         start = 100 * (number + 1)
         with self.slowed(harness.tier):

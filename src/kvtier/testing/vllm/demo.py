@@ -9,9 +9,9 @@ Two engines run the same prompts, one engine after the other. The plain one comp
 then takes it from its own device cache. The offloading one computes each prompt, forgets its
 device cache, and takes the prompt from host memory.
 
-Tokens must be the same everywhere. Logprobs must be the same to the last bit where the same number
-of tokens was computed: a sum over 2,000 tokens and a sum over 8 tokens and a cache are rounded
-differently, with or without kvtier.
+All answers to a prompt must have the same tokens. Two answers for which the engines computed the
+same number of tokens must also have the same logprobs, to the last bit. Otherwise the rounding
+differs, with or without kvtier: sums are made in another order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvtier.testing.vllm.in_process import (
 from kvtier.testing.vllm.tiny_model import LLAMA, MAX_TOKENS, random_prompts
 
 _WARM_UP_TOKENS = 5 * BLOCK_TOKENS
-"""Upper bound on the tokens of a prompt that only warms up the engine."""
+"""Most tokens of a prompt that only warms up the engine."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,9 +121,9 @@ class _PlainAnswers:
     """Answers of stock vLLM alone, in the order of the prompts."""
 
     cold: list[Answer]
-    """Everything computed."""
+    """The engine computed the whole prompts."""
     device: list[Answer]
-    """The prompts came from its device cache."""
+    """The prompts came from the engine's device cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class _OffloadedAnswers:
     """Answers of vLLM with kvtier, in the order of the prompts."""
 
     cold: list[Answer]
-    """Everything computed."""
+    """The engine computed the whole prompts."""
     warm: list[Answer]
     """The device cache was empty, so the prompts came from host memory."""
 
@@ -148,12 +148,13 @@ class Comparison:
     """Prompt tokens that came from host memory."""
     prompts_from_host: int
     seconds_cold: float
-    """Median time to first token of the offloading engine, everything computed."""
+    """Median seconds to the first token, if the offloading engine computed the whole prompt."""
     seconds_device: float
-    """Median time to first token of the plain engine, from its device cache."""
+    """Median seconds to the first token, if the plain engine took the prompt from its device
+    cache."""
     seconds_warm: float
-    """Median time to first token of the offloading engine, from host memory; infinite if nothing
-    came from there."""
+    """Median seconds to the first token, if the offloading engine took the prompt from host memory;
+    infinite if it never did."""
 
     @property
     def good(self) -> bool:
@@ -203,7 +204,7 @@ def _run_offloaded(
 
 
 def _warm_up(engine: InProcessEngine) -> None:
-    """Run two short prompts: the first requests of a process are slow."""
+    """Run two short prompts, because the first requests of a process are slow."""
     for index, prompt in enumerate(random_prompts(2, 4 * BLOCK_TOKENS, "for warming up")):
         assert len(prompt) <= _WARM_UP_TOKENS
         engine.generate(f"warm-up-{index}", prompt)
@@ -248,7 +249,8 @@ def _compare(
 
 
 def _same_as_plain(answer: Answer, references: Sequence[Answer]) -> bool:
-    """True if the plain engine gave the same logprobs when it computed as many tokens."""
+    """True if the plain engine gave the same logprobs when it computed the same number of
+    tokens."""
     return any(
         answer.logprobs == reference.logprobs
         for reference in references

@@ -1,8 +1,9 @@
-"""Runs stock vLLM in this process, by default on the CPU. The caller runs each engine step, and
-nothing is left behind.
+"""Runs stock vLLM in this process. The caller runs each engine step. The defaults suit vLLM's CPU
+build.
 
 The demo, the tests and the benchmarks use it. Importing this module does not import vLLM. Call
-`contain`, or enter `contained_environment`, before vLLM is imported.
+`contain`, or enter `contained_environment`, before vLLM is imported: then vLLM writes only into one
+folder, which `contained_environment` removes at the end.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ BLOCK_TOKENS = 32
 
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # For bit-identical results: with more threads, the order of sums varies.
+    # One thread gives bit-identical results: with more, the order of sums varies.
     "OMP_NUM_THREADS": "1",
-    # Compiling a few small functions takes 15 s and a C++ compiler.
+    # Otherwise vLLM compiles a few small functions, which takes seconds and needs a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -96,14 +97,14 @@ class Answer:
     logprobs: list[float]
     """Logprobs of the chosen tokens."""
     cached_tokens: int
-    """Prompt tokens that came from any cache, and so were not computed."""
+    """Prompt tokens that came from a cache of any kind and were not computed."""
     time_to_first_token: float
     """Seconds since the request was added; infinite if there was no token."""
 
 
 def _keep_all_figures(engine: Any) -> None:
-    """Record the metrics of steps without a token, which vLLM before 0.28 drops when it runs
-    offline."""
+    """Record the metrics of steps that return no token. vLLM before 0.28 drops them when it runs
+    without a server."""
 
     def get_output() -> Any:
         outputs = get_any_output()
@@ -130,7 +131,7 @@ class InProcessEngine:
     ) -> None:
         """Start an engine. `kvtier`: kvtier's extra config; None: vLLM alone.
 
-        `device_blocks`: None for as many as fit. `engine_args` override what is set here.
+        `device_blocks`: None for as many as fit. `engine_args` override the settings below.
         """
         from vllm import LLM, __version__
         from vllm.config import KVTransferConfig
@@ -142,8 +143,8 @@ class InProcessEngine:
         own_args: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "enforce_eager": True,
-            # By itself, vLLM would round to 16 bits, which can turn a tiny difference into a large
-            # one.
+            # vLLM's default is a 16-bit type, whose rounding can turn a tiny difference into a
+            # large one.
             "dtype": "float32",
             "block_size": BLOCK_TOKENS,
             "num_gpu_blocks_override": device_blocks,
@@ -217,8 +218,8 @@ class InProcessEngine:
         """Run one engine step: schedule, compute, and collect the outputs."""
         outputs = self._engine.step()
         if not outputs:
-            # vLLM's server also pauses if nothing was computed: threads that move blocks need the
-            # interpreter lock.
+            # Pause, as vLLM's server does if nothing was computed: threads that move blocks need
+            # the interpreter lock.
             time.sleep(0.001)
         for output in outputs:
             answer = self._answers[output.request_id]
@@ -244,12 +245,12 @@ class InProcessEngine:
             self.step()
 
     def settle(self, timeout: float = 120.0) -> None:
-        """Step until all transfers have ended, stores in particular. Raises `TimeoutError`, which
-        names the work that is left.
+        """Step until all transfers have ended, including stores. After `timeout` seconds, raises
+        `TimeoutError`, which names the work that is left.
 
         vLLM hands a store to the worker one step after the blocks were computed, and takes steps
         without requests only while the connector reports pending work. Tiers may work for longer,
-        so this calls the manager's `on_schedule_end` for steps that vLLM does not take.
+        so this method then calls the manager's `on_schedule_end` itself.
         """
         from kvtier.base import ScheduleEndContext
 
@@ -328,7 +329,8 @@ class InProcessEngine:
         self._llm.wake_up()
 
     def reset_all(self, *, running: bool = False) -> bool:
-        """Empty the device cache and every tier. `running`: preempt running requests."""
+        """Empty the device cache and every tier. `running`: preempt running requests first. Returns
+        False if vLLM could not reset its cache."""
         return bool(
             self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
         )

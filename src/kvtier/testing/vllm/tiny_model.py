@@ -3,12 +3,12 @@ seconds.
 
     python -m kvtier.testing.vllm.tiny_model DIR
 
-vLLM can invent weights itself (`load_format="dummy"`), but those are so small that attention
-hardly changes the result, and a wrong KV cache would go unnoticed. The weights here have the size
-of trained ones, and attention is sharp: one wrong block changes the logprobs, and in most cases
-the tokens.
+vLLM can make random weights itself (`load_format="dummy"`), but those are so close to zero that
+attention hardly changes the result, and a wrong KV cache would go unnoticed. The weights here are
+about as large as trained ones, and attention is sharp: one wrong block changes the logprobs, and in
+most cases the tokens.
 
-The vocabulary is made-up words, one token each, so that a server accepts text.
+The vocabulary consists of made-up words, one token each, so a server can take a prompt as text.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _UNKNOWN, _BEGIN, _END = "<unk>", "<s>", "</s>"
 _TAIL_TOKENS = 8
 
 WORDS = (_UNKNOWN, _BEGIN, _END, *(f"w{number}" for number in range(3, VOCABULARY)))
-"""The text of every token, by its number. Any other word is read as the first one."""
+"""The text of every token, by token number. The tokenizer reads any other word as `<unk>`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class TinyModel:
     neutral_norm: float
     """The weight that leaves a normalised value unchanged."""
     cache_tensors: int
-    """Number of layer caches in one device block. Groups of layers share them."""
+    """Number of layer caches in one device block. KV-cache groups share them."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every weight, as in a checkpoint of that architecture."""
@@ -218,8 +218,8 @@ def random_prompts(
 ) -> list[list[int]]:
     """Return prompts without a common prefix, each of at least `tokens` tokens.
 
-    Each prompt ends a few tokens after the end of an offloaded block. So the device cache and
-    host memory serve the same part of it, and the rest is computed in the same way.
+    Each prompt ends a few tokens after the end of an offloaded block. So the device cache and host
+    memory serve the same part of the prompt, and the engine computes the same rest.
     """
     chunk = BLOCK_TOKENS * blocks_per_chunk
     length = -(-tokens // chunk) * chunk + _TAIL_TOKENS
