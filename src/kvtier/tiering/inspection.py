@@ -1,10 +1,9 @@
 """The contract behind `kvtier store`: how a tier shows its storage to people, without an engine.
 
-A tier that keeps blocks where they outlive the process offers a `TierInspector`: it lists the
-blocks, counts them, verifies, clears and tidies up. `kvtier store` finds the inspector by asking
-every registered and installed tier whether it owns the location, and prints what the inspector
-answers. The command has no code for any tier, so a tier from another package gets the command for
-free.
+A tier whose blocks outlive the process offers a `TierInspector`, which lists, counts, verifies and
+clears the blocks, and removes garbage. `kvtier store` asks the registered and installed tiers in
+turn until one owns the location, and prints what its inspector returns. The command has no code for
+any single tier, so it works with tiers from other packages, too.
 
 Everything here runs in the process of the command, on its main thread, and may wait for storage.
 Engines may use the same storage at the same time.
@@ -61,7 +60,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
-"""Called with the amount that is done and the total, in bytes or blocks."""
+"""Called with the amount done and the total amount, both in bytes or both in blocks."""
 
 WHAT_TO_GIVE = (
     "give the path of a slab file, the `path` of a disk tier, or the `root_dir` of an fs tier"
@@ -71,14 +70,14 @@ _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 class InspectionRefused(Exception):
-    """The operation is impossible. The message says why, and the remedy."""
+    """The operation is impossible. The message names the reason and the remedy."""
 
 
 class InspectionTimedOut(Exception):
     """An engine did not respond or release its lock in time. The message says what happens next."""
 
 
-# --- what an inspector answers -----------------------------------------------------------------
+# --- what an inspector returns -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +85,14 @@ class Report:
     """The result of one operation, for programs and for people."""
 
     document: Mapping[str, Any]
-    """Printed as JSON by `--json`."""
+    """What the command prints as JSON with `--json`."""
     lines: Sequence[str] = ()
-    """Printed otherwise. Empty: one line for each key of the document."""
+    """What the command prints without `--json`. Empty: one line for each key of `document`."""
     is_complete: bool = True
     """False if Ctrl-C ended the operation early."""
 
     def text(self) -> Iterable[str]:
-        """The lines for people."""
+        """The lines to print without `--json`."""
         return self.lines or [f"{key:<12}{value}" for key, value in self.document.items()]
 
 
@@ -114,26 +113,26 @@ class StoredBlock:
 
     key: OffloadKey
     namespace: str
-    """The fingerprint in hexadecimal, or as many leading digits as are known."""
+    """The fingerprint in hexadecimal, or its first digits if the rest is unknown."""
     place: int | str
-    """Where the block is: a slot number, a file name."""
+    """Where the block is: a slot number, or a file's path below the location."""
     num_bytes: int
     stored_ns: int | None
     """When it was stored, in nanoseconds since 1970. None if unknown."""
     rank: int
-    """Position by last use among all blocks; 1 is the most recent."""
+    """Position among all blocks of the storage by last use; 1 is the most recently used."""
     used_ns: int | None = None
     """When it was last used, in nanoseconds since 1970. None if only the rank is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Blocks of a storage."""
+    """The blocks that `TierInspector.blocks` has found."""
 
     num_blocks: int
-    """Number of blocks that match, without the limit."""
+    """Number of matching blocks, including those beyond the limit."""
     blocks: Iterator[StoredBlock]
-    """Read lazily. A block that leaves in the meantime may be missing."""
+    """Read lazily. Blocks that are evicted or removed meanwhile may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +140,7 @@ class Damage:
     """A block that no engine would accept."""
 
     place: int | str
+    """As in `StoredBlock`."""
     key: OffloadKey | None
     """None if the block cannot be identified."""
     reason: str
@@ -152,13 +152,13 @@ class Scrub:
 
     num_good: int = 0
     num_gone: int = 0
-    """Blocks that left or were overwritten during the scrub."""
+    """Blocks that were removed or overwritten during the scrub."""
     num_forbidden: int = 0
-    """Blocks that this user may not read. An engine of another user may."""
+    """Blocks that this user may not read. An engine that runs as another user may."""
     num_bytes: int = 0
     """Bytes read."""
     total_bytes: int = 0
-    """Bytes to read in all."""
+    """Total of bytes to read."""
     is_complete: bool = True
     """False if Ctrl-C ended the scrub early."""
     is_certain: bool = True
@@ -167,7 +167,7 @@ class Scrub:
     seconds: float = 0.0
     damaged: list[Damage] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Damage to the storage itself rather than to one block."""
+    """Sentences that describe damage to the storage itself rather than to one block."""
 
     @property
     def is_sound(self) -> bool:
@@ -176,6 +176,7 @@ class Scrub:
 
     @property
     def is_damaged(self) -> bool:
+        """True if a block or the storage itself is damaged."""
         return bool(self.damaged or self.remarks)
 
     def reasons(self) -> Counter[str]:
@@ -186,18 +187,19 @@ class Scrub:
 class GarbageCollection(ABC):
     """One run of `kvtier store gc`, made by `TierInspector.find_garbage`.
 
-    The command calls `tidy_up`, asks the user `question` unless `--yes` was given, then calls
-    `remove` or `keep`, and finally `report`. A dry run calls `report` alone.
+    The command calls `tidy_up`. If there is a `question`, it prints `candidate_lines`, asks the
+    user, and calls `remove` or `keep`; with `--yes` it calls `remove` without asking. Finally it
+    calls `report`. A dry run calls only `report`.
     """
 
     question: str | None = None
     """Asks the user to confirm the removal. None: there is nothing to remove."""
     is_complete: bool = True
-    """False once Ctrl-C has ended the run early."""
+    """False if Ctrl-C has ended the run early."""
 
     @abstractmethod
     def candidate_lines(self) -> Iterable[str]:
-        """Shown before the question: what would be removed, what is kept, and why."""
+        """The lines to print before the question: what would be removed, what is kept, and why."""
 
     @abstractmethod
     def tidy_up(self) -> None:
@@ -210,7 +212,8 @@ class GarbageCollection(ABC):
 
     @abstractmethod
     def keep(self, *, is_interrupted: bool) -> None:
-        """Keep all candidates: the user declined, or pressed Ctrl-C at the question."""
+        """Keep all candidates, because the user declined. `is_interrupted`: the user pressed Ctrl-C
+        instead."""
 
     @abstractmethod
     def report(self) -> Report:
@@ -223,20 +226,20 @@ class GarbageCollection(ABC):
 class TierInspector(ABC):
     """One tier's storage at one location. A context manager; used by one thread.
 
-    A subclass implements `figures` and `blocks`, and of the other operations those that make sense
-    for its storage; the rest are refused. Every operation may raise `InspectionRefused` or
-    `OSError`. Ctrl-C arrives as `KeyboardInterrupt`; an operation that must finish a step first
-    uses `deferred_interrupts`.
+    A subclass implements `figures`, `blocks`, and those other operations that make sense for its
+    storage. By default, `verify`, `count`, `clear` and `find_garbage` raise `InspectionRefused`.
+    Every operation may raise `InspectionRefused` or `OSError`. Ctrl-C raises `KeyboardInterrupt`;
+    an operation that must finish a step first uses `deferred_interrupts`.
     """
 
     kind: str
-    """One word for this kind of storage: `kind` in JSON documents."""
+    """One word for this kind of storage, such as "slab": `kind` in JSON documents."""
     location: str
-    """The location as it is printed."""
+    """The location, as the command prints it."""
     place_name: str = "place"
-    """What a block's `place` is called: a column heading and a key in JSON documents."""
+    """Name of a block's `place`, such as "slot": a column heading, and a key in JSON documents."""
     is_place_short: bool = True
-    """True if places fit into a table. Otherwise the table shows the last use instead."""
+    """True if `ls` shows the place in its table. Otherwise it shows the last use instead."""
 
     def __enter__(self) -> Self:
         return self
@@ -260,12 +263,12 @@ class TierInspector(ABC):
     @abstractmethod
     def blocks(self, namespace: str | None, order: Order, limit: int | None) -> Listing:
         """The blocks that an engine would find. `namespace`: the first hexadecimal digits of a
-        fingerprint, or None for all. `limit`: the number of blocks to return, or None for all."""
+        fingerprint; None: all namespaces. `limit`: the most blocks to return; None: all."""
 
     def verify(self, namespace: str | None, max_rate: int | None, on_progress: Progress) -> Scrub:
-        """Read every block and check its seal. `max_rate`: bytes per second. Reports bytes to
-        `on_progress`. Ctrl-C ends it early with a partial result. `kvtier.tiering.scrubber` has
-        a base class for this."""
+        """Read every block and check its seal. `max_rate`: bytes per second; None: no limit.
+        Reports bytes to `on_progress`. Ctrl-C ends it early with a partial result.
+        `kvtier.tiering.scrubber` has a base class for this."""
         raise self._unsupported("be verified")
 
     def count_engines(self) -> int:
@@ -277,15 +280,15 @@ class TierInspector(ABC):
         raise self._unsupported("be cleared")
 
     def clear(self, namespace: str | None, patience_s: float, on_progress: Progress) -> Report:
-        """Make every block, or those of one namespace, unfindable for current and later engines.
-        Waits at most `patience_s` seconds for engines, then raises `InspectionTimedOut`. Reports
-        blocks to `on_progress`."""
+        """Clear all blocks, or those of one namespace: no running or later engine finds them any
+        more. Waits up to `patience_s` seconds for engines, then raises `InspectionTimedOut`.
+        Reports blocks to `on_progress`."""
         raise self._unsupported("be cleared")
 
     def find_garbage(self, namespaces: Sequence[str], older_than_s: int) -> GarbageCollection:
-        """Find what engines left behind and no longer use. Changes nothing. `namespaces`: consider
-        only fingerprints that begin with one of these; empty: all. `older_than_s`: consider only
-        what was not used for this many seconds."""
+        """Find what no live engine uses. Changes nothing. `namespaces`: consider only fingerprints
+        that begin with one of these; empty: all. `older_than_s`: consider only namespaces that were
+        not used for this many seconds."""
         raise self._unsupported("be garbage-collected")
 
     def _unsupported(self, operation: str) -> InspectionRefused:
@@ -295,17 +298,17 @@ class TierInspector(ABC):
 
 
 def open_inspector(location: str) -> TierInspector:
-    """The inspector of the tier that owns `location`. Built-in tiers are asked first, then those
-    from entry points. Raises `InspectionRefused` or `OSError`, with the reason of the first tier
-    that gave one."""
+    """The inspector of the first tier that owns `location`. Built-in tiers are asked first, then
+    those from entry points. If none owns it, raises the first `InspectionRefused` or `OSError` that
+    a tier has raised, or else an `InspectionRefused`."""
     return _first_answer(
         location, lambda tier_cls: tier_cls.open_inspector(location), "no tier keeps blocks"
     )
 
 
 def init_storage(location: str) -> Report:
-    """Make storage for a tier at `location`. The first tier that can, does. Raises
-    `InspectionRefused`, `InspectionTimedOut` or `OSError`."""
+    """Make storage at `location` with the first tier that can do so. Raises `InspectionRefused`,
+    `InspectionTimedOut` or `OSError`."""
     return _first_answer(
         location, lambda tier_cls: tier_cls.init_storage(location), "no tier can make storage"
     )
@@ -327,7 +330,7 @@ def _first_answer(
 
 
 def _tier_classes() -> Iterator[type[SecondaryTierManager]]:
-    """Yield the classes of all known tiers. Imports each only when it is needed."""
+    """Yield the classes of all known tiers. Imports each one when it is reached."""
     for name in SecondaryTierFactory.known_types():
         try:
             tier_cls = SecondaryTierFactory.get_secondary_tier_cls({"type": name})
@@ -341,13 +344,13 @@ def _tier_classes() -> Iterator[type[SecondaryTierManager]]:
 
 
 def local_path(location: str) -> Path | None:
-    """`location` as a path of this machine's file systems; None if it is a URL."""
+    """`location` as a path on this machine; None if it is a URL."""
     return None if _URL.match(location) else Path(location)
 
 
 def matching_namespaces(names: Sequence[str], wanted: str) -> list[str]:
-    """The names that begin with `wanted`, in upper or lower case. Raises `InspectionRefused` if
-    none does."""
+    """The names that begin with `wanted`, which may be in upper case. Raises `InspectionRefused` if
+    there is none."""
     found = [name for name in names if name.startswith(wanted.lower())]
     if not found:
         raise InspectionRefused(
@@ -359,9 +362,9 @@ def matching_namespaces(names: Sequence[str], wanted: str) -> list[str]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Record the first Ctrl-C instead of raising `KeyboardInterrupt`. Yields a function that
-    returns True once Ctrl-C was pressed; call it between two steps. A second Ctrl-C interrupts at
-    once. Changes nothing if the caller handles or ignores SIGINT. Main thread only."""
+    """A context that records the first Ctrl-C instead of raising `KeyboardInterrupt`. Yields a
+    function that returns True once Ctrl-C was pressed; call it between two steps. A second Ctrl-C
+    raises at once. If SIGINT is ignored or has another handler, that stays. Main thread only."""
     is_pressed = threading.Event()
 
     def record(_number: int, _frame: FrameType | None) -> None:
@@ -369,7 +372,7 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # SIGINT is ignored or handled by the caller
+    if before is not signal.default_int_handler:  # SIGINT is ignored, or has another handler
         yield is_pressed.is_set
         return
     signal.signal(signal.SIGINT, record)
@@ -380,7 +383,7 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def as_age(seconds: float) -> str:
-    """An age in the largest unit that gives at least 2: "47 h", then "2 d"."""
+    """An age in the largest unit of which there are at least two: "47 h", but "2 d" for 48 h."""
     for length, unit in _AGES:
         if seconds >= 2 * length:
             return f"{int(seconds // length)} {unit}"
@@ -388,7 +391,7 @@ def as_age(seconds: float) -> str:
 
 
 def as_time(time_ns: int) -> str:
-    """Nanoseconds since 1970 as ISO 8601 in UTC, to the millisecond."""
+    """Nanoseconds since 1970 as a time in ISO 8601, in UTC, with milliseconds."""
     try:
         moment = datetime.fromtimestamp(time_ns / 1e9, UTC)
     except (OverflowError, ValueError, OSError):  # out of range: a damaged or foreign header

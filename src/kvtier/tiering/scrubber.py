@@ -1,4 +1,4 @@
-"""Reads and verifies every block of a storage: the part that all inspectors share."""
+"""Base class for `TierInspector.verify`: reads and checks every block of a storage."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["UNREADABLE", "RateLimit", "Scrubber", "Verdict"]
 T = TypeVar("T")
 
 UNREADABLE = "unreadable"
-"""The `reason` of a block that the storage fails to read."""
+"""`Verdict.reason` of a block that cannot be read from the storage."""
 _NUM_THREADS = 4
 _LONGEST_NAP_S = 0.1
 
 
 class RateLimit:
-    """Delays reads to keep below a rate. Used by one thread."""
+    """Delays reads to stay below a rate. Used by one thread."""
 
     def __init__(self, bytes_per_s: int | None) -> None:
         """`bytes_per_s`: None for no limit."""
@@ -33,8 +33,8 @@ class RateLimit:
         self._free_at = time.monotonic()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Wait before reading `num_bytes`, for as long as they take at the allowed rate, so that
-        the rate holds from the first byte. An idle period earns no credit for later reads."""
+        """Call this before reading `num_bytes`. Waits as long as they take at the allowed rate, so
+        the rate holds from the first byte. Idle time does not allow faster reads later."""
         if self._bytes_per_s is None:
             return
         self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
@@ -44,17 +44,18 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found in one place. Without a reason or a flag: a good block."""
+    """What was found in one place of the storage. Without `reason` and with no flag set, it is a
+    good block."""
 
     place: int | str
     key: OffloadKey | None
-    """The block that is or should be there. None if it cannot be identified."""
+    """The block that is there or should be there. None if it cannot be identified."""
     reason: str | None = None
-    """Why the block is damaged."""
+    """What is wrong with a damaged block."""
     is_empty: bool = False
-    """There is no block here, and none is missing."""
+    """There is no block in this place, and none should be there."""
     is_gone: bool = False
-    """The block left before it was read."""
+    """The block was removed or overwritten before it was read."""
     is_forbidden: bool = False
     """This user may not read the block."""
 
@@ -74,8 +75,8 @@ class Scrubber:
         verdicts: Iterable[Verdict],
         look_again: Callable[[list[Verdict]], list[Verdict]],
     ) -> Scrub:
-        """Count the verdicts as they come. `look_again` checks the damaged blocks a second time and
-        returns those that are still damaged. Ctrl-C ends the pass early."""
+        """Count verdicts until there are no more. `look_again` checks the damaged blocks a second
+        time, and returns those that are still damaged. Ctrl-C ends the pass early."""
         started = time.monotonic()
         scrub = self._scrub
         scrub.total_bytes = total_bytes
@@ -107,8 +108,8 @@ class Scrubber:
         bytes_of: Callable[[T], int],
         check: Callable[[T], list[Verdict]],
     ) -> Iterator[Verdict]:
-        """Run `check` for each piece on a thread pool. Yields verdicts in the order of the
-        pieces."""
+        """Run `check` for each piece on a pool of threads, at the limited rate. Yields verdicts in
+        the order of the pieces. `bytes_of`: number of bytes that `check` reads for a piece."""
         in_flight: deque[tuple[int, Future[list[Verdict]]]] = deque()
         with ThreadPoolExecutor(_NUM_THREADS, "kvtier-scrub") as pool:
             try:
@@ -130,7 +131,7 @@ class Scrubber:
         return verdicts
 
     def _buffer(self, num_bytes: int) -> memoryview:
-        """Page-aligned memory, one buffer for each thread of the pool."""
+        """`num_bytes` of page-aligned memory. Each thread of the pool has its own."""
         memory: memoryview | None = getattr(self._buffers, "memory", None)
         if memory is None or len(memory) < num_bytes:
             memory = self._buffers.memory = memoryview(mmap.mmap(-1, num_bytes))

@@ -1,4 +1,4 @@
-"""The file of a slab: synchronous reads and writes, locks, space, and the pages that describe it.
+"""The file of a slab: synchronous reads and writes, locks, space, and the pages before the slots.
 
 A slab is the one file of a disk tier. It is divided into equal slots, one for each block.
 
@@ -63,10 +63,10 @@ class NotAFile(Exception):
 
 
 class SlabFile:
-    """An open file. Any thread; calls may wait for the disk."""
+    """An open slab file. Any thread may call any method; calls may wait for the disk."""
 
     def __init__(self, path: Path, flags: int) -> None:
-        """`flags`: as for `os.open`."""
+        """Open the file. `flags`: as for `os.open`. Raises `NotAFile` or `OSError`."""
         self.path = path
         # O_NONBLOCK, so that opening a pipe by mistake does not wait for its other end.
         self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, _MODE)
@@ -77,15 +77,16 @@ class SlabFile:
         _open_files.add(self)
 
     def use_o_direct(self) -> bool:
-        """Bypass the page cache from now on. Returns False if the file system does not allow it.
-        The file must have at least one page."""
+        """Bypass the page cache from now on. Returns False if the file system does not support it.
+        The file must be at least one page long."""
         self.is_direct = set_o_direct(self.fd)
         return self.is_direct
 
     # --- bytes ---------------------------------------------------------------------------------
 
     def read(self, offset: int, length: int) -> bytes:
-        """Read `length` bytes, or fewer at the end of the file. Both arguments in whole pages."""
+        """Read `length` bytes, or fewer at the end of the file. Both arguments are multiples of
+        `PAGE_BYTES`."""
         parts = []
         with mmap.mmap(-1, min(max(length, PAGE_BYTES), _LONGEST_IO)) as memory:
             done = 0
@@ -100,14 +101,14 @@ class SlabFile:
         return b"".join(parts)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Write whole pages."""
+        """Write `data`, which is whole pages, at `offset`."""
         with mmap.mmap(-1, max(len(data), PAGE_BYTES)) as memory:
             memory[: len(data)] = data
             with memoryview(memory) as view, view[: len(data)] as source:
                 self.write_aligned(offset, source)
 
     def write_aligned(self, offset: int, data: memoryview) -> None:
-        """Write whole pages from page-aligned memory."""
+        """Like `write`, for page-aligned memory, which needs no copy."""
         done = 0
         while done < len(data):
             with data[done:] as rest:
@@ -117,7 +118,8 @@ class SlabFile:
         os.fdatasync(self.fd)
 
     def is_at_its_path(self) -> bool:
-        """False if the path names another file or none. True if that cannot be determined."""
+        """True if the path still names this file, or if that cannot be determined. False if it
+        names another file or none."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
@@ -128,8 +130,9 @@ class SlabFile:
     def is_locked(self) -> bool:
         """True if another process on this machine, in any container, holds the exclusive lock.
 
-        Takes a shared lock and releases it at once: nothing else shows locks across containers. The
-        lock is shared because NFS refuses an exclusive one on a file opened for reading.
+        Takes a shared lock and releases it at once, because nothing else shows locks held in other
+        containers. The lock is shared because NFS refuses an exclusive lock on a file that is open
+        for reading only.
         """
         try:
             fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -150,7 +153,8 @@ class SlabFile:
         return os.fstat(self.fd).st_blocks * 512
 
     def data_bytes(self, start: int, end: int) -> int:
-        """Bytes in this range that are not holes. If the file system cannot tell, all of them."""
+        """Number of bytes from `start` to `end` that are not holes. If the file system cannot tell,
+        the size of the whole range."""
         total = 0
         while start < end:
             try:
@@ -167,7 +171,8 @@ class SlabFile:
         return total
 
     def allocate(self, length: int) -> None:
-        """Allocate every byte up to `length`. On failure the file has its former size."""
+        """Allocate disk space for every byte up to `length`. If that fails, restores the file's
+        former size and raises `OSError`."""
         before = self.size
         try:
             os.posix_fallocate(self.fd, 0, length)
@@ -181,19 +186,20 @@ class SlabFile:
 
     @property
     def free_bytes(self) -> int:
-        """Space left on the file system for this user."""
+        """Bytes left on the file system for this user."""
         answer = os.fstatvfs(self.fd)
         return answer.f_bavail * answer.f_frsize
 
     def close(self) -> None:
-        """Further calls do nothing."""
+        """Close the file, which releases its lock. Further calls do nothing."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
 
 
 def _close_in_child() -> None:
-    """In a forked child: give up the parent's locks, which would otherwise outlive the parent."""
+    """Runs in a forked child. Closes its copies of the files: otherwise the locks would be held
+    until the child ends, even after the parent has ended."""
     for file in list(_open_files):
         file.close()
 
@@ -202,8 +208,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock_within(fd: int, patience_s: float) -> bool:
-    """Take the exclusive lock on an open file, waiting up to `patience_s`. The lock ends when the
-    file is closed or the process ends. Returns False if another process kept it."""
+    """Take the exclusive lock on an open file, waiting up to `patience_s` seconds. Returns False if
+    another process holds the lock for that long. Closing the file or ending the process releases
+    it."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -220,8 +227,8 @@ def lock_within(fd: int, patience_s: float) -> bool:
 
 
 def read_superblock(file: SlabFile) -> Superblock:
-    """The newer of the intact copies. Raises `SlabFormatError` or `OSError` if there is none, and
-    `SlabVersionError` if either copy is of another version."""
+    """The superblock: the newer of its intact copies. Raises `SlabVersionError` if either copy has
+    another version, and `SlabFormatError` or `OSError` if neither is intact."""
     found = []
     problem: Exception = SlabFormatError("there is no superblock")
     for offset in SUPERBLOCK_OFFSETS:
@@ -243,9 +250,10 @@ def write_superblock(file: SlabFile, superblock: Superblock) -> None:
 
 
 def repair_copies(file: SlabFile, superblock: Superblock) -> None:
-    """Make both copies equal to `superblock`. Called before the next change: if only one copy were
-    intact, a crash during that change could destroy it. A sector that cannot be written is left
-    alone."""
+    """Make both copies equal to `superblock`, as far as their sectors can be written.
+
+    Called before the superblock changes: with only one intact copy, a crash during the change could
+    leave none."""
     page = superblock.encode()
     for offset in SUPERBLOCK_OFFSETS:
         found = b""
@@ -257,9 +265,11 @@ def repair_copies(file: SlabFile, superblock: Superblock) -> None:
 
 
 def slots_in_file(file: SlabFile, superblock: Superblock) -> int:
-    """How many of the slab's slots are in the file, which may have been truncated. A truncated file
-    counts only as far as it has bytes on the disk: each slot costs memory, and a sparse file may
-    have any length."""
+    """Number of the slab's slots that are in the file, which may have been truncated.
+
+    In a truncated file only allocated bytes count: each slot takes memory, and a sparse file may
+    have any length.
+    """
     geometry = superblock.geometry
     if file.size >= geometry.file_bytes:
         return geometry.num_slots
@@ -284,8 +294,8 @@ def within_file(file: SlabFile, superblock: Superblock) -> Superblock:
 def has_index(file: SlabFile, geometry: Geometry) -> bool:
     """True if at least half of the index is data: neither a hole nor cut off by truncation.
 
-    Reading the index takes memory for every slot, and the superblock of a sparse file may claim any
-    number of them.
+    Callers ask before they read the index, which takes memory for every slot: the superblock of a
+    sparse file may claim any number of slots.
     """
     length = geometry.file_bytes - geometry.index_offset
     return file.data_bytes(geometry.index_offset, geometry.file_bytes) * 2 >= length
@@ -295,7 +305,8 @@ def has_index(file: SlabFile, geometry: Geometry) -> bool:
 
 
 def read_holder(file: SlabFile) -> Holder | None:
-    """The process that opened the slab last, and may still have it open."""
+    """The process that opened the slab last; it may still have it open. None if the record is
+    missing or damaged."""
     try:
         return Holder.decode(file.read(HOLDER_OFFSET, PAGE_BYTES))
     except SlabFormatError:
@@ -311,7 +322,8 @@ def read_note(file: SlabFile) -> bytes:
 
 
 def read_clear_request(file: SlabFile) -> bytes | None:
-    """Id of the last request to clear the slab, carried out or not."""
+    """Id of the last request to clear the slab, whether it was carried out or not. None if there
+    is no request, or it cannot be read."""
     try:
         return decode_clear_request(file.read(CONTROL_OFFSET, PAGE_BYTES))
     except (SlabFormatError, OSError):

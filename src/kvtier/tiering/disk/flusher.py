@@ -1,4 +1,5 @@
-"""The thread that writes a slab's index and superblock to the file, and watches the file."""
+"""The thread that writes a slab's index and superblock to the file. Once a second it also checks
+whether the file was removed, and whether a user has asked for it to be cleared."""
 
 from __future__ import annotations
 
@@ -22,18 +23,18 @@ __all__ = ["IndexFlusher"]
 logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 0.05
-"""Pause between two writes of the index. A killed engine loses the blocks stored after the last
+"""Seconds between two writes of the index. A killed engine loses the blocks stored since the last
 write."""
 _NOTE_USES_EVERY_S = 2.0
 _LOOK_EVERY_S = 1.0
 _DESTROYED_AT_ONCE = 256
 _MAX_USES = 1024
-"""Most batches of uses that wait to be written. If there are more, the oldest are dropped, and the
-next engine evicts some blocks sooner than it should."""
+"""Limit on batches of uses that wait to be written. Beyond it the oldest are dropped, so the next
+engine may evict blocks that were used recently."""
 
 
 class IndexFlusher:
-    """Owns the superblock and the index in the file while the tier runs."""
+    """While the tier runs, only this class writes the superblock and the index to the file."""
 
     def __init__(
         self,
@@ -43,9 +44,10 @@ class IndexFlusher:
         on_clear: Callable[[], None],
         on_error: Callable[[OSError], None],
     ) -> None:
-        """All callbacks run on the flusher's thread. `slots_of`: (position in the given keys, slot)
-        of each block that is readable; `next_seq`: the next sequence number; `on_clear`: a user has
-        asked for the slab to be cleared; `on_error`: a write has failed."""
+        """Start the thread, which makes all callbacks. `slots_of` returns (position in the given
+        keys, slot) for each readable block, and `next_seq` the next sequence number. `on_clear` is
+        called when a user has asked for the slab to be cleared, `on_error` when a read or write of
+        the file has failed."""
         self._slab = slab
         self._slots_of = slots_of
         self._next_seq = next_seq
@@ -62,10 +64,11 @@ class IndexFlusher:
         self._stopping = False
         self._resting_until = 0.0
         self._obeyed: bytes | None = None
-        """The last clear request that was carried out; it may not be in the superblock yet."""
+        """Id of the last clear request that this thread has acted on. The superblock may not name
+        it yet."""
         self.allocated_bytes = slab.file.allocated_bytes
-        """Disk usage of the file at the path, updated about once a second. 0 after the file was
-        removed or replaced."""
+        """Disk usage of the file in bytes, updated about once a second. 0 once the file was removed
+        or replaced."""
         self._is_there = True
         self._thread = threading.Thread(target=self._run, name="kvtier-disk-index", daemon=True)
         self._thread.start()
@@ -73,19 +76,20 @@ class IndexFlusher:
     # --- scheduler thread: nothing here waits, except `stop` -----------------------------------
 
     def note_use(self, first_seq: int, keys: Collection[OffloadKey]) -> None:
-        """Record a use of these blocks, in prompt order, with the sequence numbers from `first_seq`
-        on."""
+        """Record a use of these blocks, given in prompt order. It has one sequence number for each
+        block, from `first_seq` on."""
         self._uses.append((first_seq, keys))
 
     def cut_at(self, seq: int) -> None:
-        """Make blocks with a smaller sequence number invalid for good."""
+        """Make blocks with a sequence number below `seq` invalid in the file, for every later
+        engine."""
         self._wanted_cut = seq
         self._wake.set()
 
     @property
     def is_behind(self) -> bool:
-        """True while the file lacks something that another engine needs: new entries of the index,
-        or a cut."""
+        """True while changes of the index, or a cut, are not in the file yet. The next engine needs
+        both."""
         # `has_changed` is read first. `_write` sets `_is_writing` before it takes the changed
         # pages, so one of the two is true until the pages are in the file.
         is_index_behind = self._slab.index.has_changed or self._is_writing
@@ -100,7 +104,7 @@ class IndexFlusher:
         self._to_destroy.append((policy, blocks))
 
     def stop(self) -> None:
-        """Write everything, and end the thread. Waits for the disk."""
+        """Write everything that is pending, and end the thread. Waits for the disk."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
@@ -132,7 +136,8 @@ class IndexFlusher:
             self._try(self._destroy_some)
 
     def _try(self, step: Callable[[], None]) -> None:
-        """Run a step. If it fails, it is retried when it is due again, and the others still run."""
+        """Run one step. If it raises, report that and go on with the next step. After an `OSError`
+        the thread does nothing for `_LOOK_EVERY_S`, unless it has to stop."""
         try:
             step()
         except OSError as error:
@@ -140,7 +145,7 @@ class IndexFlusher:
             self._on_error(error)
         except Exception:
             logger.exception(
-                "%s: the index could not be written; after a restart, recent blocks may be missing",
+                "%s: the file could not be updated; after a restart, recent blocks may be missing",
                 self._slab.file.path,
             )
 
@@ -157,7 +162,7 @@ class IndexFlusher:
             for position, slot in self._slots_of(keys):
                 slots.append(slot)
                 seqs.append(last_seq - position)  # the head of a prompt is evicted last
-        # If a slot is named twice, the later number is the larger one, and stays.
+        # If a slot occurs twice, numpy keeps the later number, which is the larger one.
         self._slab.index.mark_used(np.array(slots, np.int64), np.array(seqs, np.int64))
 
     def _write(self) -> None:
@@ -187,8 +192,8 @@ class IndexFlusher:
         request_id = read_clear_request(file)
         if request_id not in (None, self._slab.superblock.last_clear, self._obeyed):
             self._obeyed = request_id
-            # The tier is told before the cut is made: blocks stored between these two steps may be
-            # lost, but no block from before the request survives.
+            # `on_clear` comes before the cut. A block stored between the two may be lost, but no
+            # block from before the request survives.
             self._on_clear()
             self._cut(self._next_seq(), last_clear=request_id)
             logger.info("%s: cleared by request", file.path)
@@ -210,7 +215,8 @@ class IndexFlusher:
         )
 
     def _destroy_some(self) -> None:
-        """Free objects in small steps: freeing a million at once would stop every thread."""
+        """Free objects in small steps: freeing a million at once would hold the interpreter lock
+        and stop every other thread."""
         deadline = time.monotonic() + _WRITE_EVERY_S
         while self._to_destroy and time.monotonic() < deadline:
             policy, blocks = self._to_destroy[0]

@@ -1,8 +1,8 @@
-"""The index of a slab: a table with one entry per slot. It is changed in memory, and the changed
-pages are written to the file shortly afterwards.
+"""The index of a slab: a table with one entry per slot. Changes are made in memory; the index
+flusher writes the changed pages to the file shortly afterwards.
 
-It saves reading every slot header when an engine starts. Correctness does not depend on it: every
-load verifies the slot's header, so a wrong entry is only a miss.
+The index saves reading every slot header when an engine starts. Correctness does not depend on it:
+every load verifies the slot's header, so a wrong entry causes only a miss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 MAX_INLINE_KEY = 42
-"""Longer keys are not in the index; the next engine reads them from the slot headers."""
+"""Longest key in bytes that fits into an entry. The next engine reads longer keys from the slot
+headers."""
 
 EMPTY, INLINE, IN_HEADER = 0, 1, 2
 
@@ -69,15 +70,16 @@ def namespace_tag(fingerprint: bytes) -> int:
 
 
 class IndexTable:
-    """All entries. Lanes (I/O threads) and the index flusher change them; each change is atomic for
-    other threads, because it holds the interpreter lock.
+    """All entries. Lanes (I/O threads) call `put` and `clear`, the index flusher `mark_used`. `put`
+    and `clear` write the entry with one call that holds the interpreter lock, so no other thread
+    sees half an entry.
 
-    A changed page is marked; `take_changed` returns the marked pages and removes the marks.
+    Every change marks the page; `take_changed` returns the marked pages and removes the marks.
     """
 
     def __init__(self, geometry: Geometry, uuid: bytes, raw: bytes | None = None) -> None:
-        """`raw`: the pages as read from the file. Damaged ones count as empty, and are listed in
-        `damaged_pages`."""
+        """`raw`: the pages as read from the file; None for an empty table. Damaged pages are
+        emptied, and listed in `damaged_pages`."""
         self.geometry = geometry
         self._uuid = uuid
         size = geometry.num_index_pages * PAGE_BYTES
@@ -111,7 +113,7 @@ class IndexTable:
         return self._grid().flatten()[: self.geometry.num_slots]
 
     def keys(self, entries: NDArray[np.void], slots: NDArray[np.int64]) -> list[OffloadKey]:
-        """The keys of these slots."""
+        """The keys of these slots, in the same order. `entries`: those of all slots."""
         chosen = entries[slots]
         lengths = chosen["key_len"].tolist()
         keys: list[Any] = [
@@ -131,7 +133,8 @@ class IndexTable:
         self._changed[:] = b"\x01" * len(self._changed)
 
     def _grid(self) -> NDArray[np.void]:
-        """A view of the entries, by page and position in the page."""
+        """A view of all entries: row = page, column = position in the page. It has entries beyond
+        the last slot."""
         pages = np.frombuffer(self._memory, np.uint8)[: len(self._changed) * PAGE_BYTES]
         bodies = pages.reshape(-1, PAGE_BYTES)[:, _PAGE_HEAD.size : _ENTRIES_END]
         return bodies.view(_ENTRY_DTYPE)
@@ -147,7 +150,7 @@ class IndexTable:
     # --- changes -------------------------------------------------------------------------------
 
     def put(self, slot: int, seq: int, tag: int, key: bytes) -> None:
-        """Enter a block that was written into the slot. The write counts as its last use."""
+        """Enter the block that was written into the slot. The write counts as its last use."""
         state, inline = INLINE, key
         if len(key) > MAX_INLINE_KEY:
             state, inline = IN_HEADER, b""
@@ -164,10 +167,10 @@ class IndexTable:
         self.long_keys.pop(slot, None)
 
     def mark_used(self, slots: NDArray[np.int64], used: NDArray[np.int64]) -> None:
-        """Set the last use of the blocks in these slots."""
+        """Set the last use of the blocks in these slots. `used`: sequence numbers."""
         pages, positions = np.divmod(slots, ENTRIES_PER_PAGE)
         uses = self._grid()["used"]
-        # A smaller number than the present one belongs to a use before the block was stored.
+        # Keep the larger number: a smaller one is a use from before this block was stored.
         uses[pages, positions] = np.maximum(uses[pages, positions], used.astype(np.uint64))
         np.frombuffer(self._changed, np.uint8)[pages] = 1
 
@@ -179,26 +182,26 @@ class IndexTable:
 
     @property
     def has_changed(self) -> bool:
-        """True if a page has changed since it was last taken. Any thread; takes a microsecond for a
-        million slots."""
+        """True if a page has changed since `take_changed` last returned it. Any thread; takes about
+        a microsecond for a million slots."""
         return 1 in self._changed
 
     def take_changed(self) -> list[int]:
-        """The pages that have changed since they were last taken, in ascending order."""
+        """The numbers of the pages that have changed since the last call, in ascending order."""
         changed: list[int] = np.flatnonzero(
             np.frombuffer(bytes(self._changed), np.uint8)  # a copy: other threads set marks
         ).tolist()
         for page_no in changed:
-            self._changed[page_no] = 0  # before it is copied: a later change sets it again
+            self._changed[page_no] = 0  # before the page is copied: a later change marks it again
         return changed
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Mark pages again that could not be written."""
+        """Mark pages as changed again, because they could not be written."""
         for page_no in pages:
             self._changed[page_no] = 1
 
     def copy_page(self, page_no: int, target: memoryview) -> None:
-        """Copy a page as it is written to the file, with its head and checksum."""
+        """Copy a page into `target` as it is written to the file, with head and checksum."""
         start = page_no * PAGE_BYTES
         target[:] = self._memory[start : start + PAGE_BYTES]
         _PAGE_HEAD.pack_into(target, 0, _MAGIC, page_no, self._uuid[:8])
@@ -210,8 +213,8 @@ class IndexTable:
 
 
 def write_index(file: SlabFile, index: IndexTable, pages: list[int] | None = None) -> None:
-    """Write these pages of the index to the file; None: all. Adjacent pages are written together.
-    Waits for the disk."""
+    """Write `pages` of the index to the file; None: all pages. Adjacent pages are written with one
+    call. Waits for the disk."""
     geometry = index.geometry
     todo = list(range(geometry.num_index_pages)) if pages is None else pages
     with mmap.mmap(-1, _PAGES_AT_ONCE * PAGE_BYTES) as memory, memoryview(memory) as view:

@@ -1,6 +1,7 @@
 """`kvtier store` on a slab file: lists, counts, verifies and clears its blocks.
 
-An engine may have the slab open meanwhile. Reading keeps no lock; only `clear` writes.
+An engine may have the slab open at the same time. Only `clear` writes; the other commands keep no
+lock.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ __all__ = ["SlabInspector"]
 
 _HEADERS_AT_ONCE = 16_384
 _SLOTS_ASKED = 8
-"""Slots read for each namespace to learn its fingerprint. More than one, because some may be
-damaged or overwritten."""
+"""Slots whose headers are read to learn the fingerprint of a namespace. More than one, because some
+headers may be damaged or overwritten."""
 _TAG_BYTES = 4
 _LOOK_EVERY_S = 0.05
 _OUR_NAME = "kvtier store clear"
-"""The holder's name while the command itself has the slab open."""
+"""Engine id that `clear` leaves in the slab when it opens the slab itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,9 @@ class _Namespace:
     """Blocks of one model, layout and epoch."""
 
     tag: int
-    """The start of the fingerprint, as the index has it."""
+    """The first four bytes of the fingerprint, as a number; see `namespace_tag`."""
     name: str
-    """The fingerprint in hexadecimal, or only its start if no header could be read."""
+    """The fingerprint in hexadecimal; only its first 8 digits if no header could be read."""
     num_blocks: int
 
 
@@ -87,8 +88,8 @@ class SlabInspector(TierInspector):
             raise InspectionRefused(str(problem)) from None
 
     def _namespaces(self, snapshot: Snapshot) -> list[_Namespace]:
-        """The namespaces that have blocks, largest first. The index has the start of a fingerprint;
-        the rest is read from some slots."""
+        """The namespaces that have blocks, largest first. The index has only the first four bytes
+        of a fingerprint; the complete one is read from slot headers."""
         slots = snapshot.live_slots()
         tags = snapshot.entries["tag"][slots]
         samples: list[int] = []
@@ -188,7 +189,7 @@ class SlabInspector(TierInspector):
                 assert entry is not None
                 found = headers.get(slot)
                 if found is not None and found.seq > entry.seq:
-                    continue  # another block was written there since
+                    continue  # another block has been written there since the snapshot
                 is_same_block = found is not None and found.seq == entry.seq
                 header = found if is_same_block else None
                 key: OffloadKey | None = entry.key if header is None else header.key
@@ -226,8 +227,8 @@ class SlabInspector(TierInspector):
         return len(self._snapshot().live_slots())
 
     def clear(self, namespace: str | None, patience_s: float, on_progress: Progress) -> Report:
-        """Clear the slab here if no engine has it open. Otherwise write a request into the file and
-        wait until the engine has carried it out."""
+        """Clear the slab in this process if no engine has it open. Otherwise write a request into
+        the file, and wait until the engine has carried it out."""
         num_blocks = self.count(namespace)
         started = time.monotonic()
         request_id: bytes | None = None
@@ -238,7 +239,8 @@ class SlabInspector(TierInspector):
                 request_id = uuid.uuid4().bytes
                 self._ask_the_engine(request_id)
             if self._last_clear() in (request_id, self._reader.clear_request()):
-                # Ours, or a later request that another command wrote over it.
+                # The engine has carried out our request, or one that another command has written
+                # over it since.
                 return self._cleared(num_blocks, started, by_engine=True)
             if time.monotonic() - started > patience_s:
                 raise InspectionTimedOut(self._not_yet(patience_s))
@@ -259,8 +261,8 @@ class SlabInspector(TierInspector):
         return Report(document, lines)
 
     def _clear_unheld(self) -> int | None:
-        """Open the slab as an engine does, and clear it. Returns the number of blocks; None if
-        another process opened it first."""
+        """Open the slab as an engine does, and clear it. Returns the number of blocks that it held;
+        None if another process opened it first."""
         reader = self._reader
         try:
             before = reader.read_superblock()
@@ -280,7 +282,7 @@ class SlabInspector(TierInspector):
             raise InspectionRefused(str(problem)) from None
         try:
             num_blocks = int(np.count_nonzero(is_alive(slab.index.entries(), before.cut)))
-            # Record a pending request as carried out: this clears what it asked for.
+            # A pending request is carried out by this, too.
             last_clear = reader.clear_request() or slab.superblock.last_clear
             slab.save_superblock(cut=slab.first_seq, last_clear=last_clear)
             slab.file.sync()

@@ -6,9 +6,9 @@
     then        equal slots: a header page, then the payload
     at the end  the index: a table with one entry per slot
 
-Every page that is not payload ends with a checksum of itself. The header of a slot decides what is
-in it; the index is a hint that saves reading all headers at the start. Nothing here does I/O.
-Everything that is decoded is validated, and decoding raises nothing but `SlabFormatError`.
+Every page that is not payload ends with a checksum of itself. A slot's header decides which block
+the slot holds; the index is a hint that saves reading all headers when an engine starts. Nothing
+here does I/O. Decoding validates everything, and raises only `SlabFormatError`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ SLOTS_OFFSET = 4 * PAGE_BYTES
 ENTRIES_PER_PAGE = 63
 """Entries in one page of the index; see `kvtier.tiering.disk.index`."""
 
-# `du` also counts the file system's own records of a file. ext4 fits 340 extents into a page, and
-# needs at worst two extents per slot, a written and an unwritten one.
+# `du` also counts the pages in which the file system records a file's extents. ext4 fits 340
+# extents into a page, and needs at most two for each slot: a written and an unwritten one.
 _EXTENT_BYTES_PER_SLOT = 32
 _EXTENT_BYTES = 2 * PAGE_BYTES
 
@@ -65,7 +65,7 @@ _SUPERBLOCK = struct.Struct("<8sHxxxxxx16sQQQQQQ16sQ")
 _CLEAR = struct.Struct("<8s16s")
 _TEXT = struct.Struct("<8sI")
 _STAMP = struct.Struct("<16sQQ")
-# The note is at the end of the holder's page, and is left out if a long holder needs the space.
+# The note is at the end of the holder's page. It is left out if the holder's record is too long.
 _NOTE = struct.Struct("<4sI")
 _NOTE_MAGIC = b"NOTE"
 _MOST_NOTE = 1024
@@ -107,10 +107,11 @@ def _require_intact(page: Buffer, magic: bytes, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes and offsets, which all follow from the size and the number of blocks."""
+    """Sizes and offsets in the file. All follow from the size of a block and the number of
+    slots."""
 
     payload_bytes: int
-    """Bytes of one block: whole pages."""
+    """Bytes of one block, a multiple of `PAGE_BYTES`."""
     num_slots: int
 
     @property
@@ -131,12 +132,13 @@ class Geometry:
 
     @property
     def needed_bytes(self) -> int:
-        """The most that the file takes on its disk, the file system's records included."""
+        """Upper limit of the file's disk usage in bytes, including the file system's records of its
+        extents."""
         return self.needed_with(0)
 
     def needed_with(self, extent_bytes: int) -> int:
-        """Like `needed_bytes`, for a file system whose records of the file take `extent_bytes`
-        before anything is written."""
+        """Like `needed_bytes`, if the file system's records of the newly allocated file take
+        `extent_bytes`."""
         extent_bytes = max(extent_bytes, _EXTENT_BYTES)
         return self.file_bytes + extent_bytes + _EXTENT_BYTES_PER_SLOT * self.num_slots
 
@@ -145,7 +147,8 @@ class Geometry:
 
     @classmethod
     def within(cls, max_bytes: int, payload_bytes: int) -> Geometry:
-        """The geometry with the most slots that fit; it may have none."""
+        """The geometry with the most slots whose `needed_bytes` fit into `max_bytes`; it may have
+        no slots."""
         one = cls(payload_bytes, 1)
         num_slots = max(0, (max_bytes - SLOTS_OFFSET) // one.slot_bytes)
         geometry = cls(payload_bytes, num_slots)
@@ -161,16 +164,16 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The description of the whole file."""
+    """Describes the whole file."""
 
     uuid: bytes
-    """Identifies the slab; a new one each time it is formatted."""
+    """Identifies the slab. Formatting it gives it a new one."""
     geometry: Geometry
     clock: int = 0
-    """A sequence number. The present engine's numbers began there (`Slab.first_seq`); it is raised
-    as they grow (`Slab.keep_clock`)."""
+    """A sequence number, the first of the engine that opened the slab last (`Slab.first_seq`). It
+    is raised while that engine runs (`Slab.keep_clock`), so that the next one begins beyond it."""
     cut: int = 0
-    """Blocks with a smaller sequence number are invalid, whatever their slot or the index says."""
+    """Blocks with a smaller sequence number are invalid, even if slot and index have them."""
     revision: int = 0
     """Of two intact copies, the one with the larger revision is valid."""
     created_ns: int = 0
@@ -198,7 +201,7 @@ class Superblock:
 
     @classmethod
     def decode(cls, page: Buffer) -> Superblock:
-        """Raises `SlabFormatError`."""
+        """Read the superblock from its page. Raises `SlabFormatError`."""
         _require_intact(page, _SLAB_MAGIC, "superblock")
         fields = _SUPERBLOCK.unpack_from(page)
         _, version, uuid, payload_bytes, num_slots, clock, cut, revision, created = fields[:9]
@@ -219,30 +222,31 @@ class Superblock:
 
 
 def is_slab_page(page: Buffer) -> bool:
-    """True if the page is a superblock, even a damaged one or one of another version."""
+    """True if the page begins as a superblock does. It may be damaged, or of another version."""
     return bytes(page[: len(_SLAB_MAGIC)]) == _SLAB_MAGIC
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that has a slab open. Another engine that is refused gets these details."""
+    """The process that opened a slab last. While it has the slab open, an engine that is refused
+    names it in the error message."""
 
     engine_id: str
     pid: int
     host: str
     since_ns: int
     parent_pid: int = 0
-    """Parent process when the slab was opened; 0: unknown. An engine whose server was killed has
-    another parent afterwards."""
+    """Pid of the parent process when the slab was opened; 0: unknown. If the parent was killed, the
+    process has another parent now."""
     pid_namespace: int = 0
     """Inode of the pid namespace of `pid`; 0: unknown. Each container has its own, and containers
     may share a host name."""
     started_ticks: int = 0
-    """Clock ticks from boot to the start of the process; 0: unknown. It tells the process from a
-    later one with the same `pid`."""
+    """Clock ticks from boot to the start of the process; 0: unknown. They distinguish the process
+    from a later one with the same `pid`."""
 
     def encode(self, note: bytes = b"") -> bytes:
-        """The page. `note`: see `decode_note`; left out if it does not fit."""
+        """The holder's page. `note`: see `decode_note`; it is left out if it does not fit."""
         fields = [
             self.engine_id[:_MOST_NAME],
             self.pid,
@@ -260,7 +264,7 @@ class Holder:
 
     @classmethod
     def decode(cls, page: Buffer) -> Holder:
-        """Raises `SlabFormatError`."""
+        """Read the holder from its page. Raises `SlabFormatError`."""
         _require_intact(page, _HOLDER_MAGIC, "record of a holder")
         _, length = _TEXT.unpack_from(page)
         text = bytes(page[_TEXT.size : BODY_BYTES])[:length]
@@ -284,8 +288,8 @@ class Holder:
 
 
 def decode_note(page: Buffer) -> bytes:
-    """The note for the next engine (`SecondaryTierManager.keep_note`), from the holder's page; b""
-    if there is none."""
+    """Read the note for the next engine (`SecondaryTierManager.keep_note`) from the holder's page.
+    Returns b"" if there is none."""
     if not is_intact(page) or page[: len(_HOLDER_MAGIC)] != _HOLDER_MAGIC:
         return b""
     magic, length = _NOTE.unpack_from(page, _NOTE_AT)
@@ -294,7 +298,7 @@ def decode_note(page: Buffer) -> bytes:
 
 
 def encode_clear_request(request_id: bytes) -> bytes:
-    """The control page with a request to clear the slab."""
+    """The page at `CONTROL_OFFSET`, with a request to clear the slab."""
     return _page_of(_CLEAR.pack(_CLEAR_MAGIC, request_id))
 
 
@@ -309,8 +313,8 @@ def decode_clear_request(page: Buffer) -> bytes:
 
 
 class SlotStamp(NamedTuple):
-    """Which slab and slot a header belongs to, and the block's sequence number. It follows the
-    seal, which identifies the block."""
+    """The part of a slot's header that names its slab, its slot, and the block's sequence number.
+    It follows the seal, which identifies the block."""
 
     uuid: bytes
     slot: int
@@ -318,12 +322,12 @@ class SlotStamp(NamedTuple):
 
 
 def encode_stamp(uuid: bytes, slot: int, seq: int) -> bytes:
-    """The stamp as it is written in the header page, from `STAMP_AT` on."""
+    """The bytes of a stamp. In the header page they begin at `STAMP_AT`."""
     return _STAMP.pack(uuid, slot, seq)
 
 
 def write_slot_header(page: bytearray | memoryview, block_seal: bytes, stamp: bytes) -> None:
-    """Fill the header page of a slot. The page's former content does not matter."""
+    """Fill the header page of a slot, and overwrite all of its former content."""
     page[:BODY_BYTES] = block_seal + stamp + _PADDING
     close_page(page)
 

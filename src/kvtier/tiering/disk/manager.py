@@ -1,4 +1,4 @@
-"""The disk tier: sealed blocks in one slab file, which the next engine finds again."""
+"""The disk tier: keeps sealed blocks in one slab file, where the next engine finds them again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 
 _ANNOUNCED_AT_ONCE = 1024
-"""Blocks of an earlier engine in one event."""
+"""Limit on blocks of an earlier engine in one event."""
 
 _PREFIX = "kvtier_disk"
 RESIDENT = f"{_PREFIX}_resident_blocks"
@@ -88,20 +88,21 @@ _COUNTERS = {
 
 
 class _EventLog:
-    """The tier's events. Blocks of an earlier engine are announced in batches, as stored events."""
+    """The tier's events. Blocks that an earlier engine left are announced in batches, as if they
+    had just been stored."""
 
     def __init__(self, tier: SecondaryTierManager, found: Iterable[OffloadKey]) -> None:
-        """`found`: the blocks of an earlier engine."""
+        """`found`: the blocks that an earlier engine left."""
         self._tier = tier
         self._events: list[OffloadingEvent] = []
         self._unannounced = dict.fromkeys(found)
-        """Blocks of an earlier engine for which no event was emitted yet."""
+        """Blocks of an earlier engine that are not in any event yet."""
 
     def stored(self, keys: list[OffloadKey]) -> None:
         self._add(keys, removed=False)
 
     def removed(self, keys: list[OffloadKey]) -> None:
-        """Report removed blocks, except those whose presence was never announced."""
+        """Report removed blocks, except those that were never announced."""
         if self._unannounced and self._tier.enable_kv_events:
             unannounced = self._unannounced.keys() & keys
             keys = [key for key in keys if key not in unannounced]
@@ -110,7 +111,7 @@ class _EventLog:
         self._add(keys, removed=True)
 
     def all_removed(self, keys: Collection[OffloadKey]) -> None:
-        """Report that the tier was emptied. `keys`: the keys of all blocks that were readable."""
+        """Report that the tier was emptied. `keys`: all blocks that were readable before."""
         unannounced, self._unannounced = self._unannounced, {}
         if self._tier.enable_kv_events:
             announced = list(keys)
@@ -137,13 +138,14 @@ class _EventLog:
 
 
 class DiskSecondaryTierManager(SecondaryTierManager):
-    """Blocks in the slots of a slab file.
+    """Keeps blocks in the slots of a slab file.
 
-    A store: `submit_store` evicts and assigns slots in the `SlabTable` (scheduler thread), lanes
-    seal and write the blocks through the `SlabMover`, and `get_finished_jobs` makes them readable.
-    A load pins its blocks in the table, lanes read and verify them, and `get_finished_jobs` unpins
-    them. The `IndexFlusher`, on a thread of its own, writes the index to the file for the next
-    engine. The header of a slot decides what is in it; the index is a hint.
+    A store: on the scheduler thread, `submit_store` evicts blocks and assigns slots in the
+    `SlabTable`. Lanes (I/O threads) seal and write the blocks through the `SlabMover`, and
+    `get_finished_jobs` makes them readable. A load: `submit_load` pins its blocks in the table,
+    lanes read and verify them, and `get_finished_jobs` unpins them. The `IndexFlusher`, on a thread
+    of its own, writes the index to the file for the next engine. A slot's header decides which
+    block the slot holds; the index is a hint.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -161,7 +163,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         options = DiskOptions.parse(keys).for_replica(config.parallel)
         options.require_place()
         config.require_weights_identity()
-        # If the primary tier uses the same policy, load it from the same module.
+        # If the primary tier uses a policy of the same name, load it from the same module.
         is_shared = options.eviction_policy == config.options.eviction_policy
         policy_cls = _policy_cls(
             options.eviction_policy,
@@ -213,10 +215,10 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             "O_DIRECT" if slab.file.is_direct else "through the page cache",
         )
         self._last_touch: tuple[str, tuple[OffloadKey, ...]] = ("", ())
-        """Id of the request for which `touch` was called last, and the keys it used. Empty once
-        that request has ended."""
+        """Arguments of the last `touch`: id of the request, and the keys it used. Empty once that
+        request has ended."""
         self._stored_since = False
-        """True if that request has stored blocks after the touch."""
+        """True if a store for that request was submitted after the touch."""
         self._events = _EventLog(self, self._table.readable)
         self._in_flight: set[Transfer[SlabBlock]] = set()
         self._results: list[JobResult] = []
@@ -279,9 +281,9 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         is_last = req_id == req_context.req_id
         try:
             if is_last and self._stored_since:
-                # Blocks stored after the touch are now more recently used than the rest of the
-                # prompt. A second touch makes the head of the prompt the last to be evicted again.
-                # It happens once, when the request ends: a long prompt is stored in many parts.
+                # Blocks stored after the touch count as more recently used than the rest of the
+                # prompt. A second touch restores the order, in which the head is evicted last. One
+                # is enough for all stores of the request, so it is made when the request ends.
                 self._use(used, req_context)
         finally:  # a third party's policy may raise
             if is_last:
@@ -298,8 +300,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         return self._slab.note or None
 
     def has_pending_work(self) -> bool:
-        # vLLM may end its engine process in the middle of `shutdown`, so the engine counts as busy
-        # until the index is in the file.
+        # vLLM may end its engine process during `shutdown`, so the engine counts as busy until the
+        # index is in the file.
         return self._flusher.is_behind
 
     # --- jobs: scheduler thread ----------------------------------------------------------------
@@ -343,8 +345,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._mover.work.wait_until_idle()
 
     def shutdown(self) -> None:
-        """Fail transfers that have not begun, and wait for the others. `get_finished_jobs` still
-        returns their results."""
+        """Fail the blocks that no lane has taken, and wait for the others. `get_finished_jobs`
+        still returns the results."""
         self._mover.stop()
         self._flusher.stop()
         self._slab.close()
@@ -353,8 +355,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     # --- a store -------------------------------------------------------------------------------
 
     def _store(self, job: TransferJob) -> None:
-        """Evict, assign slots, and queue the blocks that are not here. The number of blocks that
-        may wait is limited by the orchestrator, because they hold slots of the primary tier."""
+        """Evict, assign slots, and queue the blocks that are not here. The orchestrator limits how
+        many blocks wait in the queue, because they pin slots of the primary tier."""
         if job.fingerprint != self.fingerprint:
             self._results.append(JobResult(job.job_id, False))
             return
@@ -378,8 +380,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             self._stored_since = True
         if here:
             try:
-                # After `place`, so that the head of the prompt is evicted last, wherever the new
-                # blocks are in it.
+                # After `place`, whose blocks count as used now: this use covers the whole prompt,
+                # so its head is evicted last, whichever part of it is new.
                 self._use(keys, job.req_context)
             except BaseException:
                 table.not_written(blocks)
@@ -397,7 +399,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     # --- a load --------------------------------------------------------------------------------
 
     def _load(self, job: TransferJob) -> None:
-        """Pin the blocks that are here, and queue them in the order of their slots."""
+        """Pin the blocks that are here, and queue them in ascending order of slots."""
         pieces: list[Piece[SlabBlock]] = []
         if job.fingerprint == self.fingerprint:
             self._use(job.keys, job.req_context)
@@ -407,7 +409,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._begin(SlabTransfer(job, pieces))
 
     def _end_load(self, transfer: Transfer[SlabBlock]) -> None:
-        # A block that failed is forgotten; otherwise it would be a HIT that fails each time.
+        # Forget the blocks that failed: otherwise they would be HITs that fail each time.
         forgotten = self._table.unpin(
             [block for _, block in transfer.done], [block for _, block in transfer.failed]
         )
@@ -421,14 +423,15 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     # --- reset: scheduler thread, except `_want_clear` -----------------------------------------
 
     def begin_epoch(self, fingerprint: bytes) -> None:
-        """Make all earlier blocks unreachable: at once for this engine, and for every other as soon
-        as the flusher has written the cut."""
+        """Invalidate all earlier blocks: for this engine at once, and for later engines as soon as
+        the flusher has written the cut."""
         super().begin_epoch(fingerprint)
         self._flusher.cut_at(self._table.next_seq)
         self._reset()
 
     def _want_clear(self) -> None:
-        """Called on the flusher's thread: the next call on the scheduler thread resets the tier."""
+        """A user has asked for the slab to be cleared. Called on the flusher's thread; the next
+        lookup, store or load on the scheduler thread empties the tier."""
         self._clear_wanted = True
 
     def _reset(self) -> None:

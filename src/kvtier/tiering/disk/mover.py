@@ -1,8 +1,8 @@
 """Moves blocks between the slots of a slab and the rows of the primary tier, on lanes.
 
 A row is the memory of one slot of the primary tier; a lane is an I/O thread. A store seals a block
-and writes it; a load reads it and verifies its seal and its stamp, which names the slot. When a
-load is reported as done, its row holds the right bytes; otherwise the block is reported as failed.
+and writes it. A load reads a block, verifies its seal and its stamp (slab, slot and sequence
+number), and reports it as done only if its row holds the verified bytes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ logger = logging.getLogger(__name__)
 _ALONE_BYTES = 256 << 10
 """Slots of this size or more are read and written one by one: combining them gains nothing."""
 _UNIT_BYTES = 1 << 20
-"""Smaller neighbouring slots are combined up to this size, which costs less processor time."""
+"""Smaller neighbouring slots are read or written with one call of up to this size, which takes less
+processor time."""
 _MAX_PIECES = 16
+"""Most slots in one read or write."""
 _LOADS_IN_FLIGHT, _STORES_IN_FLIGHT = 16 << 20, 24 << 20
-"""Bytes that all lanes together keep in flight: enough to keep the disk busy while threads wait for
-the interpreter lock, and no more, because some disks are slower if transfers use more memory."""
+"""Bytes that all lanes together keep in flight. That keeps the disk busy while lanes wait for the
+interpreter lock. More would make some disks slower, because transfers then use more memory."""
 _THREADS_FOR_LARGE, _THREADS_FOR_SMALL = 4, 2
-"""Lanes by block size. With large blocks, enough to keep the disk busy while threads wait for the
-interpreter lock. Small blocks keep the threads themselves busy, and more threads would delay the
+"""Default number of lanes. With large blocks, four keep the disk busy while lanes wait for the
+interpreter lock. With small blocks the lanes themselves are busy, and more than two would delay the
 scheduler."""
 
 _Outcome: TypeAlias = tuple[Unit[SlabBlock], Sequence[Piece[SlabBlock]], Sequence[Piece[SlabBlock]]]
-"""A unit, its pieces that were moved, and those that failed."""
+"""A unit, the pieces of it that were moved, and those that failed."""
 
 _REMEDIES = {
     errno.EIO: "look at the disk (dmesg)",
@@ -66,8 +68,8 @@ def _remedy_for(error: int) -> str:
 
 
 class SlabTransfer(Transfer[SlabBlock]):
-    """A job whose pieces are in the order of their slots. Pieces in neighbouring slots form one
-    unit: they are moved by one read or write."""
+    """A transfer whose pieces are in ascending order of slots. Pieces in neighbouring slots form
+    one unit, which one read or write moves."""
 
     __slots__ = ()
 
@@ -82,13 +84,13 @@ class SlabTransfer(Transfer[SlabBlock]):
 
 
 class SlabMover:
-    """The work queue, the lanes that serve it, and what they do with a block."""
+    """Owns the work queue and its lanes, and seals, verifies and indexes blocks for them."""
 
     def __init__(
         self, tier: SecondaryTierManager, slab: Slab, rows_address: int, io_threads: int | None
     ) -> None:
-        """`tier`: provides the rows, and seals, verifies and counts blocks. `io_threads`: None for
-        a number that suits the block size."""
+        """`tier`: has the rows, seals and verifies blocks, and counts the refused ones.
+        `io_threads`: number of lanes; None: the default for the block size."""
         self.rows = tier.rows
         self.rows_address = rows_address
         self._tier = tier
@@ -96,7 +98,7 @@ class SlabMover:
         self._uuid = slab.superblock.uuid
         self.where = slab.file.path
         self.errors = ErrorLog(self.where, _remedy_for)
-        """Failed reads and writes."""
+        """Counts failed reads and writes."""
         geometry = slab.geometry
         if io_threads is None:
             is_large = geometry.payload_bytes >= LARGE_BLOCK_BYTES
@@ -110,11 +112,11 @@ class SlabMover:
             for in_flight in (_LOADS_IN_FLIGHT, _STORES_IN_FLIGHT)
         )
         self.work: WorkQueue[SlabBlock] = WorkQueue(max_pieces)
-        """Transfers to do, and those that have ended."""
+        """Transfers that wait or are under way, and those that have ended."""
         self.lanes: list[Lane[SlabBlock]] = []
         routes = Routes.of(self.where)
-        # Of several lanes, the first takes loads only: a file system can block a write, and with it
-        # the thread.
+        # Of several lanes, the first takes loads only: if the file system blocks writes, the lanes
+        # that write are blocked, and loads go on.
         stores_of_lanes = [max_stores] * io_threads
         if io_threads > 1:
             stores_of_lanes[0] = 0
@@ -141,7 +143,7 @@ class SlabMover:
             raise
 
     def stop(self) -> None:
-        """Fail everything that no lane has taken, and wait for the lanes."""
+        """Fail all pieces that no lane has taken, and wait until the lanes have ended."""
         self.work.stop()
         for lane in self.lanes:
             lane.join()
@@ -185,7 +187,9 @@ class SlabMover:
                 else:
                     failed.append(piece)
         except Exception:
-            logger.exception("%s: a block could not be verified", self.where)
+            logger.exception(
+                "%s: a read or write could not be finished, and its blocks fail", self.where
+            )
             return unit, (), pieces
         return unit, done, failed
 
@@ -194,7 +198,7 @@ class SlabMover:
     def _seal(
         self, job: TransferJob, block: SlabBlock, header: memoryview, payload: Payload
     ) -> None:
-        self._slab.index.clear(block.block_id)  # the block that was there is overwritten next
+        self._slab.index.clear(block.block_id)  # the former block is about to be overwritten
         payload.collect()
         block_seal = self._tier.seal_block(job, block.key, payload.memory)
         write_slot_header(header, block_seal, self._stamp_of(block))
@@ -212,7 +216,7 @@ class SlabMover:
         if not is_intact(header):
             self._tier.refuse_block(_what_is_wrong(header))
         elif not self._tier.verify_block(job, block.key, header, payload):
-            pass  # `verify_block` has counted it
+            pass  # `verify_block` has counted the failure
         elif not has_stamp(header, self._stamp_of(block)):
             self._tier.refuse_block(seal.SealFailure.STALE)
         else:

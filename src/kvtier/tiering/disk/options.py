@@ -79,8 +79,8 @@ class DiskOptions(TierOptions):
     }
 
     def for_replica(self, parallel: OffloadingParallelConfig) -> DiskOptions:
-        """Return the options with a path that no other replica uses: all data-parallel replicas are
-        configured with the same one. The index is tested too, because some engines tell every
+        """Return the options with a path of this replica's own, because all data-parallel replicas
+        are configured with the same path. The index is tested too, because some engines tell every
         replica that the data-parallel size is 1."""
         if parallel.data_parallel_size <= 1 and parallel.data_parallel_index == 0:
             return self
@@ -88,6 +88,7 @@ class DiskOptions(TierOptions):
         return replace(self, path=self.path.with_name(name))
 
     def require_place(self) -> None:
+        """Raise `ConfigError` if the directory of the slab does not exist."""
         if not self.path.parent.is_dir():
             raise ConfigError(
                 Problem(

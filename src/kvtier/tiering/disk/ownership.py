@@ -1,7 +1,7 @@
-"""Who may use a slab, the file of a disk tier: one engine at a time, and only if no other user can
-write to it.
+"""Refuses slabs, the files of disk tiers, that this process must not use: a slab belongs to one
+engine at a time, and no other user may be able to write to it.
 
-Every refusal says why, and what to do.
+Every refusal names the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ORPHAN_PAUSE_S = 0.1
 
 
 class SlabRefused(TierRefused):
-    """The slab cannot be used. The message says why and what to do."""
+    """The slab cannot be used. The message names the reason and the remedy."""
 
 
 def refusal_for(path: Path, error: OSError) -> SlabRefused:
-    """The refusal for an operating system error on this path."""
+    """The refusal of a path on which the operating system has reported `error`."""
     remedies = {
         errno.EACCES: f"let the user of this engine (uid {os.geteuid()}) read and write it, and "
         "create files in its directory",
@@ -55,8 +55,8 @@ def refusal_for(path: Path, error: OSError) -> SlabRefused:
 
 
 def foreign_refusal(file: SlabFile) -> SlabRefused | None:
-    """The refusal of a file whose blocks other users may have written; None if it is ours alone. A
-    seal is a digest, not a signature, and does not protect against them."""
+    """The refusal of a file that another user owns or may write to; None if there is no such user.
+    A seal is a digest, not a signature, so it does not protect against blocks of other users."""
     status = os.fstat(file.fd)
     us, path = os.geteuid(), shlex.quote(str(file.path))
     if status.st_uid != us:
@@ -77,19 +77,19 @@ def foreign_refusal(file: SlabFile) -> SlabRefused | None:
 
 
 def lock_slab(file: SlabFile) -> None:
-    """Lock the slab for this process. Waits a moment for an engine that is just ending, or for
-    `kvtier store`. Raises `SlabRefused` with the name of the holder."""
+    """Lock the slab for this process. Waits up to `_LOCK_PATIENCE_S` for an engine that is ending,
+    or for `kvtier store`. Then raises `SlabRefused` with the name of the holder."""
     if not lock_within(file.fd, _LOCK_PATIENCE_S):
         raise SlabRefused(_in_use(file.path, read_holder(file)))
 
 
 def refuse_orphans(path: Path, patience_s: float) -> None:
     """Raise `SlabRefused` if an engine whose parent process has ended holds the slab, and does not
-    release it within `patience_s`. Changes nothing.
+    release it within `patience_s` seconds. Writes nothing.
 
-    An engine calls this before it loads its model. Otherwise it would be refused only minutes
-    later, when it opens the slab.
-    Files that cannot be opened, locked or read are left for `open_slab` to refuse.
+    The vLLM connector calls this before the model is loaded. Without it, the engine would be
+    refused only minutes later, when it opens the slab. A file that cannot be opened, locked or read
+    is no error here: `open_slab` refuses it later.
     """
     try:
         file = SlabFile(Path(os.path.realpath(path)), os.O_RDONLY)
@@ -131,7 +131,7 @@ def _in_use(path: Path, holder: Holder | None) -> str:
 
 
 def this_process(engine_id: str) -> Holder:
-    """The record of this process as a holder, for the file."""
+    """This process as a holder, to be recorded in the slab."""
     return Holder(
         engine_id,
         os.getpid(),
@@ -144,15 +144,16 @@ def this_process(engine_id: str) -> Holder:
 
 
 def _has_lost_its_parent(holder: Holder) -> bool:
-    """True if the process is running with another parent than when it opened the slab."""
+    """True if the holder is running, and its parent is not the one it had when it opened the
+    slab. False if that is unknown."""
     if holder.parent_pid == 0 or not _is_found_by_pid(holder):
         return False
     return _parent_and_start(holder.pid)[0] not in (0, holder.parent_pid)
 
 
 def _is_found_by_pid(holder: Holder) -> bool:
-    """True if `holder.pid` identifies the holder as seen from this process. False if it may be the
-    pid of a process in another container, or of a later process."""
+    """True if `holder.pid` is the holder's pid as seen from this process. False if that pid may
+    belong to another container's process, or to a later one."""
     return (
         holder.host == socket.gethostname()
         and holder.pid_namespace != 0
@@ -171,10 +172,10 @@ def _pid_namespace() -> int:
 
 
 def _parent_and_start(pid: int | str) -> tuple[int, int]:
-    """Parent pid of a process, and its start in clock ticks since boot; zeros: unknown."""
+    """Parent pid of a process, and its start in clock ticks since boot. (0, 0) if unknown."""
     try:
-        stat_line = Path(f"/proc/{pid}/stat").read_bytes()  # the name in it may not be UTF-8
+        stat_line = Path(f"/proc/{pid}/stat").read_bytes()  # its name may not be UTF-8
     except OSError:
         return 0, 0
-    fields = stat_line.rpartition(b")")[2].split()  # from the third field on
+    fields = stat_line.rpartition(b")")[2].split()  # begins with the third field
     return int(fields[1]), int(fields[19])

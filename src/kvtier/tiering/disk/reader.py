@@ -1,7 +1,8 @@
-"""Reads a slab, the file of a disk tier, from outside, while an engine may be writing it.
+"""Reads a slab, the file of a disk tier, for `kvtier store`, while an engine may be writing it.
 
-Nothing is written, and no lock is kept. The file may change at any moment: a page that is being
-written is read again, and a slot that does not match the index may have been overwritten since.
+Writes nothing, and keeps no lock. The file may change at any moment: a page that is being written
+is read again, and a slot that does not match the index may have been overwritten since the index
+was read.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ __all__ = ["CheckedSlot", "Entry", "SlabReader", "SlabUnreadable", "Snapshot", "
 
 _NUM_TRIES = 8
 _PAUSE_S = 0.02
-"""An engine finishes writing a page within this time."""
+"""Pause between two tries. An engine finishes writing a page within this time."""
 _VERSION = struct.Struct("<8xH")
 
 
 class SlabUnreadable(Exception):
-    """The file is not a readable slab. The message says why, and what to do."""
+    """The file is not a readable slab. The message names the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,11 @@ class Entry:
     """A slot's entry in the index."""
 
     seq: int
+    """Sequence number of the block."""
     tag: int
-    """The start of the namespace's fingerprint, made by `namespace_tag`."""
+    """Start of the namespace's fingerprint, as `namespace_tag` returns it."""
     key: OffloadKey | None
-    """None if it is too long for the index, and only in the slot's header."""
+    """None if the key is too long for the index; it is then only in the slot's header."""
 
 
 class Snapshot:
@@ -68,13 +70,13 @@ class Snapshot:
         self.superblock = superblock
         self.geometry: Geometry = superblock.geometry
         self.damaged_pages: Sequence[int] = table.damaged_pages
-        """Damaged pages of the index. Their slots count as empty here."""
+        """Numbers of the damaged pages of the index. Their slots count as empty here."""
         self._unknown = table.damaged_slots()
         self.entries: NDArray[np.void] = table.entries()
         """One for each slot. Fields: seq, used, tag, key_len, state, key."""
 
     def live_slots(self) -> NDArray[np.int64]:
-        """The slots whose blocks an engine would find, in order."""
+        """The slots whose blocks an engine would find, in ascending order."""
         return np.flatnonzero(is_alive(self.entries, self.superblock.cut))
 
     def num_dead(self) -> int:
@@ -82,11 +84,12 @@ class Snapshot:
         return int(np.count_nonzero(self.entries["state"] != EMPTY)) - len(self.live_slots())
 
     def unknown_slots(self) -> list[int]:
-        """The slots whose page of the index is damaged. An engine scans them when it starts."""
+        """The slots whose page of the index is damaged. An engine reads their headers when it
+        starts."""
         return self._unknown
 
     def entry(self, slot: int) -> Entry | None:
-        """The entry of a slot. None if an engine would find no block there."""
+        """The entry of a slot. None if an engine would find no block in it."""
         row = self.entries[slot]
         seq, state = int(row["seq"]), int(row["state"])
         if state == EMPTY or seq < self.superblock.cut:
@@ -101,7 +104,8 @@ def _key_of(row: np.void) -> bytes:
 
 
 class SlabReader:
-    """A slab opened for reading. A context manager. Used by one thread, except `read_into`."""
+    """A slab opened for reading. A context manager. One thread uses it; only `read_into` may be
+    called on any thread."""
 
     def __init__(self, path: Path) -> None:
         """Raises `SlabUnreadable` or `OSError`."""
@@ -110,7 +114,7 @@ class SlabReader:
         except NotAFile as refused:
             raise SlabUnreadable(f"{refused}: give the path of a slab file") from None
         try:
-            self.file.use_o_direct()  # reading must not evict useful cached pages
+            self.file.use_o_direct()  # must not evict other files from the page cache
             self.superblock = self.read_superblock()
         except BaseException:
             self.file.close()
@@ -183,15 +187,15 @@ class SlabReader:
         return f"{path} is not a slab: {WHAT_TO_GIVE}"
 
     def holder(self) -> Holder | None:
-        """The engine that opened the slab last."""
+        """The process that opened the slab last: an engine, or `kvtier store clear`."""
         return read_holder(self.file)
 
     def is_held(self) -> bool:
-        """True if a process has it open for writing, in any container on this machine."""
+        """True if a process holds the slab's lock, in any container on this machine."""
         return self.file.is_locked()
 
     def clear_request(self) -> bytes | None:
-        """The last request to clear that was written into the file, carried out or not."""
+        """Id of the last request to clear the slab, whether it was carried out or not."""
         try:
             return decode_clear_request(self.file.read(CONTROL_OFFSET, PAGE_BYTES))
         except SlabFormatError:
@@ -210,7 +214,7 @@ class SlabReader:
                 table.close()
                 return snapshot
         raise SlabUnreadable(
-            f"{self.file.path} is being formatted repeatedly: try again when an engine has it open"
+            f"{self.file.path} was formatted or resized each time it was read: try again later"
         )
 
     def _read_table(self, superblock: Superblock) -> IndexTable:
@@ -246,13 +250,13 @@ class SlabReader:
     # --- the slots -----------------------------------------------------------------------------
 
     def headers_of(self, snapshot: Snapshot, slots: Sequence[int]) -> dict[int, FoundBlock]:
-        """The headers of these slots that are intact, by slot. Raises `AioUnavailable`."""
+        """The intact headers of these slots, by slot. Raises `AioUnavailable`."""
         found = scan_headers(self.file, snapshot.geometry, snapshot.superblock.uuid, slots)
         return {block.slot: block for block in found}
 
     def read_into(self, offset: int, memory: memoryview) -> int:
-        """Read whole pages into page-aligned memory. Returns the number of bytes read. Any
-        thread."""
+        """Read whole pages into page-aligned memory. Returns the number of bytes read, which is
+        smaller at the end of the file. Any thread."""
         return os.preadv(self.file.fd, [memory], offset)
 
 
@@ -268,21 +272,22 @@ def _superblock_in(page: bytes) -> Superblock | None:
 
 @dataclass(frozen=True, slots=True)
 class CheckedSlot:
-    """The verdict on a slot."""
+    """What `check_slot` found in a slot."""
 
     key: OffloadKey | None
     """The key of the block in the slot. None if there is none, or it cannot be identified."""
     failure: SealFailure | None = None
-    """Why no engine would accept the block."""
+    """Why no engine would accept the block. None if one would, or if there is no block."""
 
 
 def check_slot(
     block: memoryview, superblock: Superblock, slot: int, expected: Entry | None
 ) -> CheckedSlot:
-    """Check the bytes of a slot, as an engine would with `expected` in its index. Pure.
+    """Check the bytes of a slot, as an engine would with `expected` in its index. Does no I/O.
 
-    A block that was written after the index was read is checked against its own seal. So is every
-    block if `expected` is None; the slot may then also be empty.
+    A block that is newer than `expected` was written after the index was read, and is checked only
+    against its own seal. If `expected` is None, every block is checked like that, and the slot may
+    be empty.
     """
     header, payload = block[:PAGE_BYTES], block[PAGE_BYTES:]
     try:

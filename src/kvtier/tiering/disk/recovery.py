@@ -1,7 +1,7 @@
-"""Recovery: what an engine finds in a slab that an earlier engine left.
+"""Recovery: finds the blocks in a slab that an earlier engine left. Runs when an engine starts.
 
 `read_index` loads the index from the file, and reads slot headers where the index is damaged.
-`resize` moves blocks if the slab gets another size. `populate` fills the slot table.
+`resize` changes the number of slots, and moves blocks. `populate` fills the slot table.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LOG_EVERY_S = 5.0
 
 
 def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
-    """The index as it was last written. Entries on damaged pages come from the slot headers."""
+    """Read the index from the file. The entries of damaged pages are made from the slot headers."""
     geometry = superblock.geometry
     index = IndexTable(geometry, superblock.uuid, _raw_index(file, geometry))
     _read_long_keys(file, superblock, index)
@@ -78,7 +78,7 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
 
 
 def _raw_index(file: SlabFile, geometry: Geometry) -> bytes:
-    """All pages of the index. Pages that cannot be read are zeros, and so count as damaged."""
+    """Read all pages of the index. Pages that cannot be read are zeros, and so count as damaged."""
     parts = []
     for first in range(0, geometry.num_index_pages, _PAGES_AT_ONCE):
         num_pages = min(_PAGES_AT_ONCE, geometry.num_index_pages - first)
@@ -88,8 +88,8 @@ def _raw_index(file: SlabFile, geometry: Geometry) -> bytes:
 
 
 def _read_readable(file: SlabFile, offset: int, num_pages: int) -> bytes:
-    """Read pages. After an error each half is read on its own, and so on, so that only the pages
-    that cannot be read are zeros."""
+    """Read pages. After an error, read each half separately, down to single pages, so that only
+    unreadable pages are zeros."""
     try:
         return file.read(offset, num_pages * PAGE_BYTES)
     except OSError:
@@ -101,13 +101,13 @@ def _read_readable(file: SlabFile, offset: int, num_pages: int) -> bytes:
 
 
 def _read_long_keys(file: SlabFile, superblock: Superblock, index: IndexTable) -> None:
-    """Read keys that are too long for the index from the slot headers."""
+    """Read the keys that are too long for the index from the slot headers."""
     entries = index.entries()
     slots = np.flatnonzero(entries["state"] == IN_HEADER)
     expected = dict(zip(slots.tolist(), entries["seq"][slots].tolist(), strict=True))
     for block in scan_headers(file, superblock.geometry, superblock.uuid, list(expected)):
-        # A smaller number than in the index means that the last write was lost, and the slot still
-        # holds an older block.
+        # If the header has a smaller sequence number than the index, the last write to the slot was
+        # lost, and the slot still holds an older block.
         if block.seq >= expected[block.slot]:
             del expected[block.slot]
             index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
@@ -117,10 +117,10 @@ def _read_long_keys(file: SlabFile, superblock: Superblock, index: IndexTable) -
 
 
 def _drop_duplicates(index: IndexTable) -> None:
-    """Keep one slot of each block. Another slot may still hold a block that was evicted or moved,
-    or that was written again just before a crash. The slot with the largest sequence number stays.
-    Of two with the same number the last one stays, because the other is a copy that may be
-    incomplete."""
+    """Keep one entry for each block. Several slots can have a header of the same block: after it
+    was evicted and stored again, or while `resize` moved it. The slot with the largest sequence
+    number is kept. If two have the same number, the one with the lower slot number is a copy made
+    by `resize`, which may be incomplete, so the other is kept."""
     entries = index.entries()
     slots = np.flatnonzero(entries["state"] != EMPTY)
     slots = slots[np.lexsort((-slots, np.iinfo(np.uint64).max - entries["seq"][slots]))]
@@ -146,7 +146,8 @@ class FoundBlock(NamedTuple):
 
 
 def found_in(page: bytes | memoryview, slot: int, uuid: bytes) -> FoundBlock | None:
-    """The block that a header page describes. None if the page is damaged or of another slot."""
+    """The block that a header page describes. None if the page is damaged, or belongs to another
+    slab or slot."""
     try:
         stamp = read_stamp(page)
         block = seal.read(page[: seal.SEAL_BYTES])
@@ -160,7 +161,8 @@ def found_in(page: bytes | memoryview, slot: int, uuid: bytes) -> FoundBlock | N
 def scan_headers(
     file: SlabFile, geometry: Geometry, uuid: bytes, slots: Sequence[int]
 ) -> Iterator[FoundBlock]:
-    """Read the headers of these slots, many at once. Unreadable ones are left out."""
+    """Read the headers of these slots, many at once. Leaves out those that are unreadable, damaged
+    or of another slab. Raises `AioUnavailable`."""
     batches = [slots[i : i + _SLOTS_AT_ONCE] for i in range(0, len(slots), _SLOTS_AT_ONCE)]
     logged = time.monotonic()
     num_read = 0
@@ -220,12 +222,12 @@ def _scan_batch(
 def resize(
     file: SlabFile, superblock: Superblock, index: IndexTable, wanted: Geometry, tag: int | None
 ) -> IndexTable:
-    """Change the number of slots. Returns the new index, which has been written.
+    """Change the number of slots. Writes the new index to the file, and returns it. The caller
+    writes the superblock afterwards.
 
-    If not all blocks fit any more, those of the namespace `tag` are kept before all others, and
-    recently used ones before older ones. Kept blocks behind the new end are moved. The old index is
-    erased before the first move: if a crash follows, the old superblock is still valid, and
-    recovery reads the slot headers.
+    If not all blocks fit any more, keeps those of the namespace `tag` first, and then the most
+    recently used. Moves kept blocks from behind the new end. Erases the old index before the first
+    move: after a crash the old superblock is still valid, and recovery reads the slot headers.
     """
     resized = IndexTable(wanted, superblock.uuid)
     old = index.entries()
@@ -254,8 +256,8 @@ def _shrink(
     new: NDArray[np.void],
     tag: int | None,
 ) -> dict[int, bytes]:
-    """Move blocks from behind the new end into slots that become free, and fill in `new`. Returns
-    the long keys of moved blocks, by their new slot."""
+    """Choose the blocks to keep, move those behind the new end into free slots before it, and fill
+    in `new`. Returns the keys of moved blocks that are too long for the index, by new slot."""
     occupied = np.flatnonzero(is_alive(old, superblock.cut))
     order = np.lexsort((old["used"][occupied], old["tag"][occupied] == tag))
     staying = occupied[order][-len(new) :]
@@ -284,8 +286,8 @@ def _shrink(
 
 
 def _move(file: SlabFile, superblock: Superblock, source: int, target: int) -> bool:
-    """Copy a block to another slot, with a header for that slot. Returns False if the block cannot
-    be read."""
+    """Copy a block to the slot `target`, with a header for that slot. Returns False if the block
+    cannot be read or its header is damaged."""
     geometry = superblock.geometry
     try:
         slot = file.read(geometry.slot_offset(source), geometry.slot_bytes)
@@ -307,14 +309,15 @@ def _move(file: SlabFile, superblock: Superblock, source: int, target: int) -> b
 def populate(table: SlabTable, index: IndexTable, cut: int, tag: int) -> None:
     """Enter every block of the namespace `tag` into the slot table. Called when an engine starts.
 
-    Slots with blocks of other namespaces are free, but used last: their engine may come back.
+    Slots with blocks of other namespaces count as free, but are used last, because an engine that
+    uses those blocks may start later.
     """
     entries, slots, keys = _blocks_of(index, cut, tag)
     if len(set(keys)) < len(keys):
         _drop_duplicates(index)
         entries, slots, keys = _blocks_of(index, cut, tag)
     seqs: list[int] = entries["seq"][slots].tolist()
-    # This makes millions of objects and no garbage, so the collector would only cost time.
+    # `adopt` makes up to millions of objects and no garbage: collecting would only take time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -330,8 +333,8 @@ def populate(table: SlabTable, index: IndexTable, cut: int, tag: int) -> None:
 def _blocks_of(
     index: IndexTable, cut: int, tag: int
 ) -> tuple[NDArray[np.void], NDArray[np.int64], list[OffloadKey]]:
-    """All entries of the index; the slots of this namespace, most recently used first; their
-    keys."""
+    """Returns all entries of the index; the slots of the namespace `tag`, most recently used first;
+    and the keys of those slots."""
     entries = index.entries()
     slots = np.flatnonzero(is_alive(entries, cut) & (entries["tag"] == tag))
     slots = slots[np.argsort(entries["used"][slots], kind="stable")[::-1]]

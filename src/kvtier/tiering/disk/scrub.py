@@ -1,4 +1,4 @@
-"""Reads every block of a slab and checks it, while an engine may be writing."""
+"""`kvtier store verify` on a slab: reads and checks every block, while an engine may be writing."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from kvtier.tiering.scrubber import UNREADABLE, Scrubber, Verdict
 __all__ = ["SlabScrubber"]
 
 _RUN_BYTES = 1 << 20
-"""Neighbouring slots are read together, up to this size or to one second's share of the rate."""
+"""Neighbouring slots are read together, up to this size or to the bytes allowed per second,
+whichever is smaller."""
 _PATIENCE_S = 3.0
 """An engine finishes writing a slot and its index page within this time."""
 _PAUSE_S = 0.1
 
 
 class SlabScrubber(Scrubber):
-    """One pass over a slab. Damaged slots are checked again until it is certain that no engine was
-    writing them."""
+    """One pass over a slab. Checks damaged slots again until no engine can have been writing
+    them."""
 
     def __init__(
         self,
@@ -31,14 +32,15 @@ class SlabScrubber(Scrubber):
         max_rate: int | None,
         on_progress: Progress,
     ) -> None:
-        """`tags`: the namespaces to read, as `namespace_tag` shortens them. None: everything."""
+        """`tags`: the namespaces to check, as `namespace_tag` shortens them. None: all. `max_rate`:
+        bytes per second; None: no limit."""
         super().__init__(max_rate, on_progress)
         self._reader = reader
         self._tags = tags
         self._run_bytes = min(_RUN_BYTES, max_rate or _RUN_BYTES)
 
     def run(self, snapshot: Snapshot) -> Scrub:
-        """Raises `SlabUnreadable` or `OSError`."""
+        """Check the blocks of `snapshot`. Raises `SlabUnreadable` or `OSError`."""
         first_revision = self._reader.superblock.revision
         slots = self._slots_of(snapshot)
         scrub = self._judge_all(
@@ -78,8 +80,10 @@ class SlabScrubber(Scrubber):
     # --- second look ---------------------------------------------------------------------------
 
     def _look_again(self, suspects: list[Verdict], first_revision: int) -> list[Verdict]:
-        """The slots that are still damaged after an engine, if there is one, has had time to finish
-        its writes. An engine writes slots before the index."""
+        """Check damaged slots again, with a new snapshot of the index, because an engine writes a
+        slot before its index entry. Repeats this for `_PATIENCE_S` if an engine has the slab
+        open, or has changed the superblock since the snapshot. Returns the slots that are still
+        damaged."""
         began = time.monotonic()
         while suspects:
             is_alone = (
@@ -111,7 +115,7 @@ class SlabScrubber(Scrubber):
     # --- reading -------------------------------------------------------------------------------
 
     def _check(self, snapshot: Snapshot, slots: Sequence[int]) -> Iterator[Verdict]:
-        """Read and judge these slots, in ascending order."""
+        """Read and check these slots, which are in ascending order."""
         slot_bytes = snapshot.geometry.slot_bytes
         return self._read_all(
             _runs(slots, max(1, self._run_bytes // slot_bytes)),
@@ -120,7 +124,7 @@ class SlabScrubber(Scrubber):
         )
 
     def _check_run(self, snapshot: Snapshot, run: range) -> list[Verdict]:
-        """Read and judge neighbouring slots. Runs on one of the scrubber's threads."""
+        """Read and check neighbouring slots. Runs on one of the scrubber's threads."""
         slot_bytes = snapshot.geometry.slot_bytes
         offset = snapshot.geometry.slot_offset(run[0])
         if offset + slot_bytes > self._reader.file.size:  # before memory is allocated for it
@@ -129,7 +133,7 @@ class SlabScrubber(Scrubber):
         try:
             num_read = self._reader.read_into(offset, memory)
         except OSError:
-            if len(run) > 1:  # find out which of them fails
+            if len(run) > 1:  # find out which slot fails
                 return [v for slot in run for v in self._check_run(snapshot, range(slot, slot + 1))]
             num_read = 0
         verdicts = []

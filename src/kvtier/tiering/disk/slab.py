@@ -1,7 +1,7 @@
-"""Opening a slab, the file of a disk tier: lock it, make or repair it, give it its size, and load
-its index.
+"""Opens a slab, the file of a disk tier: locks it, makes or repairs it, gives it its size, and
+loads its index.
 
-Begin reading at `open_slab`. Recovering the index itself is in `recovery`.
+Begin reading at `open_slab`. `recovery` reads and repairs the index.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ logger = logging.getLogger(__name__)
 
 _CREATION_PATIENCE_S = 60.0
 _CLOCK_STEP = 2**32
-"""Sequence numbers skipped when a slab is opened: more than an engine uses before it saves its
-progress in the superblock's `clock`."""
+"""Sequence numbers skipped when a slab is opened. An engine uses fewer than this before it saves
+its next number in the superblock's `clock`."""
 
 
 class Slab:
     """An open slab, locked for one engine. Made by `open_slab`.
 
-    `superblock` changes only through `save_superblock`, which the index flusher calls.
+    `superblock` changes only through `save_superblock`. The index flusher calls it, and
+    `kvtier store clear` when no engine has the slab open.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Slab:
         self.superblock = superblock
         self.index = index
         self.note = note
-        """The note that an earlier engine left."""
+        """The note that an earlier engine left; b"" if there is none."""
         self._holder = holder
 
     @property
@@ -89,18 +90,19 @@ class Slab:
 
     @property
     def first_seq(self) -> int:
-        """The first sequence number for this engine: larger than all numbers of earlier engines.
-        The engine reports its progress to `keep_clock`."""
+        """The first sequence number for this engine, larger than all numbers of earlier engines.
+        Read it before the first `keep_clock`, which may raise it."""
         return self.superblock.clock
 
     def keep_clock(self, seq: int) -> None:
-        """Save `seq` as the clock if it has come far from the saved one, so that the next engine
-        begins beyond `seq` even if this one is killed."""
+        """Save `seq`, the next sequence number, as the clock if it is more than half of
+        `_CLOCK_STEP` beyond the saved one. So the next engine begins beyond all numbers of this
+        one, even if this one is killed."""
         if seq > self.superblock.clock + _CLOCK_STEP // 2:
             self.save_superblock(clock=seq)
 
     def save_superblock(self, **changes: Any) -> None:
-        """Change the superblock in the file, then here."""
+        """Change fields of the superblock: first in the file, then in memory."""
         changed = replace(self.superblock, **changes, revision=self.superblock.revision + 1)
         write_superblock(self.file, changed)
         self.superblock = changed
@@ -110,7 +112,8 @@ class Slab:
         self.file.write(HOLDER_OFFSET, self._holder.encode(note))
 
     def close(self) -> None:
-        """Release the file and the lock. Changes that were not flushed are lost."""
+        """Release the index, the file and its lock. Changes of the index that are not in the file
+        are lost."""
         self.index.close()
         self.file.close()
 
@@ -127,13 +130,15 @@ def open_slab(
     tag: int | None = None,
     may_be_foreign: bool = False,
 ) -> Slab:
-    """Open the slab at `path` for blocks of `payload_bytes`, or make it. Waits for the disk.
+    """Open the slab at `path` for blocks of `payload_bytes`, or make it. Keeps every block of an
+    existing slab that fits. Waits for the disk.
 
-    `max_bytes`: limit on the file's disk usage; None: keep the size it has. `use_o_direct`: None:
-    if the file system allows it. `tag`: the namespace whose blocks are kept first if the slab
+    `max_bytes`: limit on the file's disk usage; None: keep its size. `use_o_direct`: None: use it
+    if the file system supports it. `tag`: the namespace whose blocks are kept first if the slab
     shrinks. `may_be_foreign`: accept a file that other users can write to, for callers that load no
-    blocks. Keeps as much of an existing slab as possible. Raises `SlabRefused`, and then leaves
-    the usable parts of the file unchanged.
+    blocks.
+
+    Raises `SlabRefused`, without changing a block that this engine could use, or `AioUnavailable`.
     """
     path = path.resolve()  # a link may point to a file that does not exist yet
     try:
@@ -201,8 +206,8 @@ def _open(
 
 
 def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
-    """Read the superblock. If both copies are damaged, or no slot is left, format the slab and
-    return the new one."""
+    """Read the superblock. If both copies are damaged, or the file was truncated before the end of
+    its first slot, format the slab and return the new superblock."""
     superblock = None
     try:
         superblock = read_superblock(file)
@@ -234,8 +239,8 @@ def _format_if_unusable(
     wanted: Geometry,
     payload_bytes: int,
 ) -> Superblock:
-    """Empty a slab whose blocks have another size, or whose index is a hole. Returns the
-    superblock to use from now on."""
+    """Empty a slab whose blocks have another size, or that is resized while most of its index is a
+    hole. Returns the superblock to use from now on."""
     if superblock.geometry.payload_bytes != payload_bytes:
         logger.warning(
             "%s holds blocks of %d bytes, but this engine's have %d bytes: the slab is emptied",
@@ -286,7 +291,7 @@ def _make_if_missing(path: Path, max_bytes: int | None, payload_bytes: int) -> N
 
 @contextmanager
 def _lock_directory(directory: Path) -> Iterator[None]:
-    """Keep other engines from making a slab in this directory."""
+    """A context in which no other engine makes a slab in this directory."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not lock_within(fd, _CREATION_PATIENCE_S):
@@ -319,23 +324,24 @@ def _make(path: Path, max_bytes: int | None, payload_bytes: int) -> None:
 
 
 def _abandoned(path: Path) -> list[Path]:
-    """Temporary files for this slab: left by engines that were killed, or in use by one now."""
+    """Temporary files for this slab. An engine may be using one of them; the others were left by
+    engines that were killed."""
     return list(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
 
 
 def format_slab(file: SlabFile, geometry: Geometry, former: Superblock | None = None) -> Superblock:
     """Write an empty index and a new superblock into a file whose space is allocated.
 
-    `former`: the superblock so far. The new one has a higher revision. Otherwise, if the write of
-    one copy is lost, the old copy there would count as the newer one and bring old blocks back.
+    `former`: the superblock to replace. The new one gets a higher revision: if one of its copies is
+    lost in a crash, the old copy in that place must not count as the newer one.
     """
     superblock = Superblock(
         uuid.uuid4().bytes,
         geometry,
         revision=former.revision + 1 if former is not None else 0,
         created_ns=time.time_ns(),
-        # An empty slab has carried out any clear request. The request stays in the file: until the
-        # superblock is written, the former blocks are there, and the next engine must clear them.
+        # An empty slab counts as cleared. The request itself stays in the file: if this process is
+        # killed before the superblock is written, the next engine still has to clear the slab.
         last_clear=read_clear_request(file) or bytes(16),
     )
     write_index(file, IndexTable(geometry, superblock.uuid))
@@ -347,7 +353,8 @@ def format_slab(file: SlabFile, geometry: Geometry, former: Superblock | None = 
 
 
 def geometry_for(max_bytes: int, payload_bytes: int) -> Geometry:
-    """The geometry with the most slots that fit. Raises `SlabRefused` if none does."""
+    """The geometry with the most slots that fit into `max_bytes`. Raises `SlabRefused` if not even
+    one fits."""
     geometry = Geometry.within(max_bytes, payload_bytes)
     if geometry.num_slots < 1:
         raise SlabRefused(
@@ -365,7 +372,7 @@ def _allocate_wanted(
     max_bytes: int | None,
 ) -> Geometry:
     """Decide on the geometry of the slab and allocate its space. `stored`: the superblock in the
-    file; `readable`: the same, without slots that were truncated."""
+    file. `readable`: the same without slots that were cut off by truncation."""
     has_our_blocks = stored.geometry.payload_bytes == payload_bytes
     if max_bytes is None and has_our_blocks:
         wanted = readable.geometry
@@ -376,15 +383,15 @@ def _allocate_wanted(
     else:
         size = max_bytes or readable.geometry.needed_bytes
         return _allocate_within(file, size, payload_bytes, file.path)
-    # Allocate again: the file may have been truncated, or holes punched into it.
+    # Allocate again, because the file may have been truncated, or may have holes.
     _allocate(file, wanted, file.path)
     return wanted
 
 
 def _allocate_within(file: SlabFile, max_bytes: int, payload_bytes: int, path: Path) -> Geometry:
-    """Allocate as many slots as fit into `max_bytes`, together with the file system's own records
-    of where the file is. The size of these records is known only after allocating, because it
-    depends on how fragmented the free space is."""
+    """Allocate as many slots as fit into `max_bytes`, together with the file system's records of
+    the file's extents. The size of these records is known only after allocating, because it depends
+    on how fragmented the free space is."""
     extent_bytes = 0
     while True:
         geometry = geometry_for(max_bytes - extent_bytes, payload_bytes)
@@ -396,7 +403,7 @@ def _allocate_within(file: SlabFile, max_bytes: int, payload_bytes: int, path: P
 
 
 def _allocate(file: SlabFile, geometry: Geometry, path: Path) -> None:
-    """`path`: the name of the file in messages."""
+    """Allocate the space of the slab. `path`: the file's name in error messages."""
     has = file.allocated_bytes
     try:
         file.allocate(geometry.file_bytes)

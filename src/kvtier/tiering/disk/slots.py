@@ -19,7 +19,7 @@ _MAX_LIVE_REQUESTS = 65_536
 
 class SlabBlock(BlockStatus):
     """A block in a slot. `block_id` is the slot, `generation` the sequence number in the slot's
-    header. Key, slot and number never change, so any thread may read them."""
+    header. These two and `key` never change, so any thread may read them."""
 
     __slots__ = ()
 
@@ -32,20 +32,21 @@ class SlabBlock(BlockStatus):
 
 
 class FreeSlots:
-    """The free slots, handed out so that neighbours stay together.
+    """The free slots. Neighbouring slots are handed out together where possible.
 
-    `reset` takes the same time for any number of slots: it counts the free ones, and lists them
-    only as they are taken.
+    `reset` takes the same time for any number of slots: it only computes how many are free, and
+    lists them as they are taken.
     """
 
     def __init__(self, first: list[int], last: list[int]) -> None:
-        """`first` are handed out before `last`, both in ascending order."""
+        """`first` and `last`: free slots in ascending order. Those in `first` are handed out before
+        those in `last`."""
         self._listed = last[::-1] + first[::-1]
         self._unlisted: Iterator[int] = iter(())
         self._num_unlisted = 0
 
     def reset(self, num_slots: int, busy: Collection[int]) -> None:
-        """Free all slots except `busy`, which come back through `give`."""
+        """Free all slots except `busy`, which `give` returns later."""
         self._listed = []
         self._unlisted = (slot for slot in range(num_slots) if slot not in busy)
         self._num_unlisted = num_slots - len(busy)
@@ -54,7 +55,7 @@ class FreeSlots:
         return len(self._listed) + self._num_unlisted
 
     def take(self, count: int) -> list[int]:
-        """Take `count` slots, or all if there are fewer."""
+        """Take `count` free slots, or all of them if there are fewer."""
         listed = self._listed
         taken = listed[: -count - 1 : -1]
         del listed[len(listed) - len(taken) :]
@@ -70,10 +71,12 @@ class FreeSlots:
 
 
 class SlabTable:
-    """Every block in the slab by key, with a `CachePolicy` for the order of eviction.
+    """Every block of this namespace in the slab, by key. A `CachePolicy` decides which is evicted
+    next.
 
-    A block is being written (`writing`) or can be read (`readable`); a readable one is pinned while
-    loads read it. Each block and each use gets a sequence number, larger than all before it.
+    A block is being written (`writing`) or can be read (`readable`); a readable block is pinned
+    while loads read it. Each stored block and each use of a block gets a sequence number; a later
+    call uses larger numbers.
     """
 
     def __init__(self, policy_cls: type[CachePolicy], num_slots: int, first_seq: int) -> None:
@@ -90,7 +93,8 @@ class SlabTable:
         self.next_seq = first_seq
         """The next sequence number."""
         self._live: dict[str, None] = {}
-        """Requests that have not ended. The policy keeps a request's blocks together until then."""
+        """Ids of the requests that have not ended. Until a request ends, the policy keeps its
+        blocks together."""
 
     @property
     def num_used(self) -> int:
@@ -98,8 +102,8 @@ class SlabTable:
         return self.num_slots - len(self._free)
 
     def slots_of(self, keys: Iterable[OffloadKey]) -> list[tuple[int, int]]:
-        """(position in `keys`, slot) of each readable block. Any thread; the answer may be
-        outdated by the time it is used."""
+        """(position in `keys`, slot) for each readable block. Any thread; the answer may be
+        outdated when the caller uses it."""
         get = self.readable.get
         blocks = enumerate(map(get, keys))
         return [(position, block.block_id) for position, block in blocks if block is not None]
@@ -121,15 +125,15 @@ class SlabTable:
         self.readable = dict(zip(keys, blocks, strict=True))
 
     def set_free(self, first: list[int], last: list[int]) -> None:
-        """Free these slots. Those in `last` are used last: they hold blocks of another namespace,
-        and its engine may come back."""
+        """Set the free slots. Those in `last` are used last: they hold blocks of other namespaces,
+        which a later engine may use."""
         self._free = FreeSlots(first, last)
 
     # --- uses ----------------------------------------------------------------------------------
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> int:
-        """Record that a request uses these blocks, in prompt order. Gives them one sequence number
-        each, and returns the first."""
+        """Record that a request uses these blocks, given in prompt order. Takes one sequence number
+        for each, and returns the first number."""
         first_seq = self.next_seq
         self.next_seq += len(keys)
         self._policy.touch(keys, req_context)
@@ -147,8 +151,8 @@ class SlabTable:
             self._policy.on_request_finished((), req_context)
 
     def _close_if_ended(self, req_context: ReqContext) -> None:
-        # A job may come after its request has ended. The policy then reopens the request, and no
-        # further call would close it.
+        # A job may be submitted after its request has ended. The policy then counts the request as
+        # live again, and only this call ends it.
         if req_context.req_id not in self._live:
             self._policy.on_request_finished((), req_context)
 
@@ -157,10 +161,11 @@ class SlabTable:
     def make_room(
         self, keys: Sequence[OffloadKey], job_keys: Collection[OffloadKey], req_context: ReqContext
     ) -> list[OffloadKey]:
-        """Evict until there are slots for `keys`, or until nothing more can be evicted. Blocks of
-        the job itself (`job_keys`) stay. Returns the evicted keys. `place` must follow."""
+        """Evict blocks until there are slots for `keys`, or until no more blocks can be evicted.
+        Blocks of the job itself (`job_keys`) are not evicted. Returns the evicted keys. The caller
+        must call `place` next."""
         missing = len(keys) - len(self._free)
-        # If all blocks of the job are new, none of them is here to be evicted.
+        # If all blocks of the job are new, none of them is here, so there is nothing to protect.
         protected = frozenset(job_keys) if len(job_keys) > len(keys) else frozenset[OffloadKey]()
         if missing > 0:
             missing = min(missing, self._num_evictable_besides(protected))
@@ -170,7 +175,7 @@ class SlabTable:
         while num > 0:
             victims = self._policy.evict(num, protected)
             if victims is None:
-                # The policy also protects what the request used before, so fewer can leave.
+                # The policy also protects blocks that the request used before. Try with fewer.
                 num //= 2
             else:
                 evicted += self._free_slots_of(key for key, _ in victims)
@@ -193,8 +198,8 @@ class SlabTable:
         return [block.key for block in gone]
 
     def place(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[SlabBlock]:
-        """Give slots to these blocks, or to the first of them if there are too few. Returns the
-        blocks, now in `writing`, in ascending order of slots."""
+        """Give slots to these blocks, or to the first of them if there are too few slots. Returns
+        the blocks, now in `writing`, in ascending order of slots."""
         keys = keys[: len(self._free)]
         if not keys:
             return []
@@ -217,8 +222,8 @@ class SlabTable:
         return blocks
 
     def written(self, blocks: Iterable[SlabBlock]) -> list[OffloadKey]:
-        """Make written blocks readable. Returns their keys, without those that a reset has dropped
-        meanwhile."""
+        """Make written blocks readable, and return their keys. Blocks that a reset has dropped
+        since they were placed are left out, and their slots are freed."""
         writing, readable = self.writing, self.readable
         ready = []
         keys = []
@@ -236,7 +241,7 @@ class SlabTable:
         return keys
 
     def not_written(self, blocks: Iterable[SlabBlock]) -> None:
-        """Drop blocks that could not be written."""
+        """Drop blocks that could not be written, and free their slots."""
         for block in blocks:
             if self.writing.get(block.key) is block:
                 del self.writing[block.key]
@@ -246,8 +251,8 @@ class SlabTable:
     # --- loads ---------------------------------------------------------------------------------
 
     def pin(self, keys: Iterable[OffloadKey]) -> list[SlabBlock | None]:
-        """Pin readable blocks; a key that occurs twice is pinned twice. Returns the blocks; None
-        stands for a key that is not readable."""
+        """Pin readable blocks; a key that occurs twice is pinned twice. Returns one block for each
+        key, or None if the key is not readable."""
         pinned = list(map(self.readable.get, keys))
         newly = []
         for block in pinned:
@@ -265,7 +270,7 @@ class SlabTable:
         return pinned
 
     def unpin(self, good: Iterable[SlabBlock], bad: Iterable[SlabBlock]) -> list[OffloadKey]:
-        """Release blocks that a load has read, and forget the bad ones. Returns the keys that were
+        """Unpin blocks that a load has read, and forget those in `bad`. Returns the keys that were
         forgotten."""
         idle = []
         for block in good:
@@ -292,9 +297,9 @@ class SlabTable:
     # --- reset ---------------------------------------------------------------------------------
 
     def reset(self, busy: Collection[int]) -> tuple[CachePolicy, dict[OffloadKey, SlabBlock]]:
-        """Forget everything. `busy`: slots that transfers in flight still use; they are freed when
-        those end. Returns the former policy and readable blocks. Another thread frees them in small
-        steps, because freeing them at once would take too long."""
+        """Forget all blocks. `busy`: slots that transfers in flight use; they are freed when the
+        transfers end. Returns the former policy and readable blocks, which the caller passes to the
+        index flusher: freeing them here would take too long."""
         former = (self._policy, self.readable)
         self._policy = self._policy_cls(self.num_slots)
         self.readable, self.writing = {}, {}

@@ -28,43 +28,43 @@ class SealedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ExampleTransfer:
-    """A job in progress. One thread owns it at a time: the scheduler thread makes it, the I/O
+    """A job in progress. One thread uses it at a time: the scheduler thread makes it, the I/O
     thread moves its blocks, and the scheduler thread gets it back."""
 
     job: TransferJob
     todo: deque[tuple[OffloadKey, int]]
-    """Blocks that are not moved yet, and their slots, in prompt order."""
+    """Blocks that have not been moved, with their slots in host memory, in prompt order."""
     blocks: dict[OffloadKey, SealedBlock] = field(default_factory=dict)
-    """A load: the blocks to copy into the slots. A store: the blocks copied so far."""
+    """A load: the blocks to copy into the slots. A store: the copies made so far."""
     done: list[OffloadKey] = field(default_factory=list)
-    """Blocks that were moved, or were here already."""
+    """Blocks that were moved, or that the tier had already."""
     failed: list[OffloadKey] = field(default_factory=list)
     """Blocks that could not be moved, or failed verification."""
     num_reserved: int = 0
-    """A store: number of blocks for which room was made."""
+    """A store: number of blocks for which room was reserved."""
     evicted: list[SealedBlock] = field(default_factory=list)
     """A store: the blocks evicted for it. The I/O thread frees them, because that takes time."""
     seconds: float | None = None
-    """Time spent on moving blocks so far. None: none was tried."""
+    """Seconds spent on moving blocks so far. None: no block was tried."""
 
 
 class IOThread:
-    """Carries out transfers on a thread of its own, loads before stores. A load that arrives during
+    """Carries out transfers on its own thread, loads before stores. A load that is submitted during
     a store waits for one block of the store, not for all of it.
 
-    The lock protects the queues and is not held while a block is moved, so submitting never waits
-    for a copy.
+    The lock protects the queues. It is not held while a block is moved, so `submit` never waits for
+    a copy.
     """
 
     def __init__(
         self, name: str, move_block: Callable[[ExampleTransfer], None], delay_s: float
     ) -> None:
-        """`move_block` moves the first block of `todo`, and does not raise. A transfer begins
-        `delay_s` seconds after it was submitted; the delays of several transfers overlap."""
+        """`move_block` moves the first block of a transfer's `todo`; it must not raise. Each
+        transfer begins `delay_s` seconds after it was submitted, so delays overlap."""
         self._move_block = move_block
         self._delay_s = delay_s
         self._changed = threading.Condition()
-        # Transfers that have not ended, each with the time at which it may begin.
+        # Transfers that have not ended, each with the monotonic time at which it may begin.
         self._loads: deque[tuple[float, ExampleTransfer]] = deque()
         self._stores: deque[tuple[float, ExampleTransfer]] = deque()
         self._ended: list[ExampleTransfer] = []
@@ -74,7 +74,7 @@ class IOThread:
         self._thread.start()
 
     def submit(self, transfer: ExampleTransfer) -> None:
-        """Queue a transfer. After `stop` it ends without being carried out."""
+        """Queue a transfer. After `stop`, the transfer ends without being carried out."""
         with self._changed:
             if self._stopping:
                 self._ended.append(transfer)
@@ -98,7 +98,8 @@ class IOThread:
             return not self._stopping
 
     def stop(self) -> None:
-        """End the thread after the block it is moving. All transfers end as they are."""
+        """End the thread after the block it is moving. Transfers end with the blocks moved so
+        far."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -115,8 +116,8 @@ class IOThread:
             self._move_one(queue)
 
     def _move_one(self, queue: deque[tuple[float, ExampleTransfer]]) -> None:
-        """Move one block of the queue's first transfer. A method of its own, so that an idle thread
-        keeps no reference to blocks."""
+        """Move one block of the queue's first transfer. This is a separate method so that the idle
+        thread keeps no reference to a transfer's blocks."""
         _, transfer = queue[0]
         self._move_block(transfer)
         if not transfer.todo:
@@ -126,8 +127,7 @@ class IOThread:
                 self._changed.notify_all()
 
     def _next_queue(self) -> deque[tuple[float, ExampleTransfer]] | None:
-        """The queue from which a block is moved next. Waits until a transfer may begin. None: the
-        thread has to end."""
+        """Wait until a transfer may begin, and return its queue. None: the thread must end."""
         with self._changed:
             while not self._stopping:
                 now = time.monotonic()

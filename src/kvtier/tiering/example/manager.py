@@ -1,4 +1,4 @@
-"""The example tier: small, complete, and the one to copy when writing a tier."""
+"""The example tier: small and complete. Copy it to write a tier of your own."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ class ExampleOptions(TierOptions):
 
 
 class ExampleSecondaryTierManager(SecondaryTierManager):
-    """Sealed blocks in host memory; the least recently used ones are evicted first.
+    """Keeps sealed blocks in host memory, and evicts the least recently used ones first.
 
     The pattern works for a tier on any medium:
 
-    - Only the scheduler thread changes the table of blocks (`blocks`). It looks up, evicts, and
-      enters new blocks when it collects finished jobs. So the table needs no lock, and no call
-      waits.
-    - Only the I/O thread copies, seals and verifies (`_move_block`). It uses nothing but the
-      transfer it was given and the slots named there.
+    - Only the scheduler thread uses the table of blocks (`blocks`). It looks blocks up, evicts
+      them, and enters new ones when it collects finished jobs. So the table needs no lock, and no
+      call waits.
+    - Only the I/O thread copies, seals and verifies (`_move_block`). It uses only the transfer it
+      was given and the slots of that transfer.
     - A transfer goes from the scheduler thread to the I/O thread and back. It always comes back,
       and becomes exactly one `JobResult`.
 
@@ -92,8 +92,8 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
     being written. (A block that is evicted while a load reads it is freed after that load.)
 
     With `simulate_async=False` there is no I/O thread, and a job has ended when its submit returns.
-    That is good for learning and for tests that go step by step. A real tier must not do it: the
-    scheduler would wait for every copy.
+    Use this for learning and for tests that run step by step. A real tier must not do it, because
+    the scheduler would wait for every copy.
 
     Faults can be simulated. `latency_ms`: milliseconds added to every job that moves a block; needs
     `simulate_async=True`. `loss`: probability that a block which was a HIT cannot be loaded; with
@@ -120,14 +120,14 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         self._num_reserved = 0
         """Blocks that stores in flight will add."""
         self._storing: set[OffloadKey] = set()
-        """Keys of those blocks."""
+        """Keys of the blocks that stores in flight will add."""
         self._loss = options.loss
         self._random = random.Random(options.seed)
         self._results: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
         self._counters = dict.fromkeys((EVICTED, REFUSED, FORGOTTEN), 0)
         self._latency_s = options.latency_ms / 1000
-        # Last, because a constructor that raises must not leave a thread behind.
+        # Started last, because a constructor that raises must not leave a thread running.
         self._io: IOThread | None = (
             IOThread(f"kvtier-{tier_type}", self._move_block, self._latency_s)
             if options.simulate_async
@@ -158,7 +158,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         blocks = self.blocks
         if not any(map(blocks.__contains__, keys)):
             return
-        # Tail first, so that the head of the prompt is evicted last.
+        # The tail of the prompt first, so that its head is evicted last.
         for key in reversed(tuple(keys)):
             if key in blocks:
                 blocks.move_to_end(key)
@@ -181,8 +181,8 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         todo = deque(zip(fitting, slots, strict=False))
         here: list[OffloadKey] = []
         if any(map(blocks.__contains__, job.keys)):
-            # Blocks of this prompt become the most recently used, its head last, so that the head
-            # is never evicted for the tail.
+            # Make the blocks of this prompt the most recently used, its head last, so that
+            # `_make_room` evicts other blocks first, and the head of this prompt last.
             self.touch(job.keys, job.req_context)
             todo = deque((key, slot) for key, slot in todo if key not in blocks)
         evicted = self._make_room(len(todo))
@@ -208,7 +208,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         self._num_reserved -= transfer.num_reserved
         job = transfer.job
         if job.fingerprint != self.fingerprint:
-            return  # a new epoch has begun: the blocks of this job are invalid
+            return  # a new epoch has begun, so the blocks of this job are invalid
         self._storing.difference_update(job.keys)
         blocks, stored = self.blocks, transfer.blocks
         if any(map(blocks.__contains__, stored)):
@@ -233,7 +233,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         self._start(ExampleTransfer(job, todo, blocks=found))
 
     def _end_load(self, transfer: ExampleTransfer) -> None:
-        # Forget blocks that could not be loaded: otherwise they would be HITs that fail each time.
+        # Forget the blocks that failed: otherwise they would be HITs that fail each time.
         blocks = transfer.blocks
         self._forget([key for key in transfer.failed if self.blocks.get(key) is blocks[key]])
 
@@ -263,7 +263,8 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
             self._collect()
 
     def shutdown(self) -> None:
-        """Give up blocks that are not moved yet. `get_finished_jobs` still returns all results."""
+        """Give up blocks that have not been moved. `get_finished_jobs` still returns all
+        results."""
         if self._io is not None:
             self._io.stop()
         self._collect()
@@ -290,7 +291,8 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
     # --- one block: I/O thread -----------------------------------------------------------------
 
     def _move_block(self, transfer: ExampleTransfer) -> None:
-        """Move the next block of a job. Never raises, because that would end the I/O thread."""
+        """Move the next block of a transfer. Never raises, because that would end the I/O
+        thread."""
         started = time.perf_counter()
         transfer.evicted.clear()
         key, slot = transfer.todo.popleft()
@@ -304,7 +306,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         transfer.seconds = (transfer.seconds or 0.0) + time.perf_counter() - started
 
     def _store_block(self, transfer: ExampleTransfer, key: OffloadKey, slot: int) -> bool:
-        # numpy lets other threads run while it copies.
+        # numpy releases the interpreter lock while it copies.
         payload = np.frombuffer(self.rows[slot], np.uint8).copy()
         header = self.seal_block(transfer.job, key, payload.data)
         transfer.blocks[key] = SealedBlock(header, payload)

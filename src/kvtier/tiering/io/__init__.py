@@ -1,1 +1,1 @@
-"""Shared by tiers that keep blocks in files: pages, the work queue, and I/O threads."""
+"""What tiers that keep blocks in files share: pages, the work queue, and I/O threads (lanes)."""

@@ -1,9 +1,8 @@
 """Linux native asynchronous I/O: one thread keeps many reads and writes in flight.
 
-The four system calls are made through libc's `syscall`; no library is needed. Unlike io_uring,
-they are allowed in containers with Docker's default seccomp profile, and with O_DIRECT on a
-preallocated file they reach the same speed. Without O_DIRECT, `submit` waits for the I/O: correct,
-but slower.
+The four system calls are made through libc's `syscall`; no library is needed. Docker's default
+seccomp profile allows them, but not io_uring; with O_DIRECT on a preallocated file they are as
+fast. Without O_DIRECT, `submit` waits until the I/O has ended, which is slower.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class AioUnavailable(TierRefused):
-    """The kernel refused to create a queue. The message says why and what to do."""
+    """There is no asynchronous I/O on this machine, or the kernel refused to create a queue. The
+    message names the reason and the remedy."""
 
 
 def _syscall(*argtypes: type) -> ctypes._NamedFuncPointer:
@@ -56,20 +56,20 @@ _submit = _syscall(ctypes.c_ulong, ctypes.c_long, ctypes.c_void_p)
 
 
 def address_of(memory: mmap.mmap | memoryview) -> int:
-    """Address of writable memory. The caller keeps the memory alive while it uses the address."""
+    """Address of writable memory. It is valid as long as the caller keeps the memory alive."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class AioQueue:
-    """A kernel queue of reads and writes. One thread at a time.
+    """A kernel queue of reads and writes. Used by one thread at a time.
 
-    The caller identifies each read or write by a tag below `depth`. Until `reap` returns the tag,
-    it must not be used again and the memory must stay in place.
+    The caller identifies each read or write by a tag, a number below `depth`. Until `reap` returns
+    the tag, the caller must not use it again, and must keep the memory in place.
     """
 
     def __init__(self, depth: int, max_segments: int) -> None:
-        """`depth`: most reads and writes in flight. `max_segments`: most pieces of memory that one
-        read or write uses."""
+        """`depth`: limit on reads and writes in flight. `max_segments`: limit on pieces of memory
+        in one read or write. Raises `AioUnavailable`."""
         try:
             self._numbers = _NUMBERS[platform.machine()]
         except KeyError:
@@ -79,8 +79,8 @@ class AioQueue:
         self._depth = depth
         self._max_segments = max_segments
         self.num_in_flight = 0
-        # Memory shared with the kernel: control blocks, their vectors, pointers to the control
-        # blocks being submitted, and space for events.
+        # Memory shared with the kernel, in this order: control blocks, their vectors, pointers to
+        # the control blocks being submitted, and space for events.
         self._vectors_at = depth * _IOCB.size
         self._pointers_at = self._vectors_at + depth * max_segments * _VECTOR_BYTES
         self._events_at = self._pointers_at + depth * _POINTER_BYTES
@@ -94,8 +94,8 @@ class AioQueue:
     def prepare(
         self, tag: int, fd: int, is_write: bool, offset: int, segments: Sequence[int]
     ) -> None:
-        """Describe one read or write at `offset`. `segments`: address and length of each piece of
-        memory, in file order."""
+        """Describe one read or write at `offset`. `segments`: address, length, address, length, ...
+        of the pieces of memory, in file order."""
         memory, base = self._memory, self._base
         vectors_at = self._vectors_at + tag * self._max_segments * _VECTOR_BYTES
         struct.pack_into(f"<{len(segments)}Q", memory, vectors_at, *segments)
@@ -105,8 +105,8 @@ class AioQueue:
         )  # fmt: skip
 
     def submit(self, tags: Sequence[int]) -> tuple[int, int]:
-        """Start the prepared reads and writes with these tags, in order. Returns the number
-        started, and the error number of the first one refused, or 0."""
+        """Start the prepared reads and writes with these tags, in order. Returns how many were
+        started; and 0, or the error number with which the kernel refused the next one."""
         base = self._base
         pointers = [base + tag * _IOCB.size for tag in tags]
         struct.pack_into(f"<{len(tags)}Q", self._memory, self._pointers_at, *pointers)
@@ -122,8 +122,8 @@ class AioQueue:
                 return 0, error
 
     def reap(self, at_least: int = 1) -> list[tuple[int, int]]:
-        """Wait for at least this many reads and writes to end. Returns all that have ended: (tag,
-        bytes moved or negative error number). Does not wait for more than are in flight. A signal
+        """Wait until `at_least` reads and writes have ended, or all that are in flight if there are
+        fewer. Returns (tag, bytes moved or negative error number) for each that has ended. A signal
         may end the wait early, with fewer."""
         memory, base = self._memory, self._base
         at_least = min(at_least, self.num_in_flight)
@@ -138,14 +138,15 @@ class AioQueue:
             error = ctypes.get_errno()
             if count < 0 and error != errno.EINTR:
                 raise OSError(error, os.strerror(error))
-            if count > 0:  # interrupted by a signal
+            if count > 0:  # a signal ended the wait
                 break
         self.num_in_flight -= count
         events = memory[self._events_at : self._events_at + count * _EVENT.size]
         return [(tag, result) for tag, _, result, _ in _EVENT.iter_unpack(events)]
 
     def close(self) -> None:
-        """Wait for everything in flight and free the queue. Further calls do nothing."""
+        """Wait until everything in flight has ended, and free the queue. Further calls do
+        nothing."""
         if self._context is not None:
             _destroy(self._numbers[1], self._context)
             self._context = None

@@ -1,10 +1,11 @@
 """Bounce buffers: their memory, the copies through them, and the decision whether to use them.
 
-A block is moved between the file and its row of the primary tier either directly or through a
-buffer. The direct route is zero-copy. But the disk of a virtual machine may be twice as fast with
-memory that it has used recently and that is physically contiguous: buffers gave 4.1 instead of
-2.1 GB/s on one machine, and 2.6 instead of 3.0 GB/s on another. No property of the machine predicts
-this, so each tier measures both routes with its first blocks, in turns, and keeps one.
+A block is moved between the file and its row of the primary tier either directly (zero-copy) or
+through a buffer. Buffers can be faster: the disk of a virtual machine may be twice as fast with
+memory that it has used recently and that is physically contiguous. Buffers gave 4.1 instead of
+2.1 GB/s on a machine with an H200, and 2.6 instead of 3.0 GB/s on another. No property of the
+machine predicts this, so each tier measures both routes with its first blocks, in turns, and then
+keeps one.
 """
 
 from __future__ import annotations
@@ -30,28 +31,29 @@ _HUGE_PAGE_BYTES = 2 << 20
 _MADV_WIPEONFORK: Final = 18
 """Python's `mmap` has no constant for it."""
 _RELEASE_GIL_BYTES = 256 << 10
-"""Copying fewer bytes takes no longer than releasing the interpreter lock and taking it back."""
+"""Copies of this size or more release the interpreter lock. A smaller copy takes no longer than
+releasing the lock and taking it back."""
 
 _WINDOW_BYTES = 32 << 20
 """Bytes moved for one measurement."""
 _NUM_PAIRS = 9
-"""Measurements of each route before one is chosen. Other load on the machine mostly slows both
-measurements of a pair alike, so it does not change their ratio. The median ignores the pairs in
-which it slowed only one."""
+"""Measurements of each route before one is chosen, in pairs. Other load on the machine mostly slows
+both measurements of a pair equally, so their ratio stays. The median of the ratios ignores the few
+pairs in which it slowed only one."""
 _MARGIN = 1.2
-"""Choose buffers if they are this many times as fast: a copy costs processor time, and noise alone
-must not choose them."""
+"""Choose buffers if they are at least this many times as fast as zero-copy. More than 1, because a
+copy takes processor time, and noise alone must not decide for buffers."""
 _MOST_TRIED_BYTES = 8 * _WINDOW_BYTES
-"""Return to zero-copy if buffers could not be measured within this many bytes: the tier is
-not busy enough."""
+"""Switch back to zero-copy if buffers could not be measured within this many bytes, because the
+tier is not busy enough."""
 _BUSY = 2
-"""With fewer units in flight than this, the measurement says nothing about the disk."""
+"""Units that must be in flight during a measurement. With fewer, it says nothing about the disk."""
 
 
 def make_buffers(num_bytes: int) -> memoryview:
     """Zeroed memory, aligned to huge pages and backed by them where the kernel has some.
 
-    The disk of a virtual machine may take twice as long for single pages scattered over memory.
+    With single pages scattered over memory, the disk of a virtual machine may take twice as long.
     """
     memory = mmap.mmap(
         -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -60,16 +62,17 @@ def make_buffers(num_bytes: int) -> memoryview:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     with suppress(OSError):  # Linux before 4.14
-        # A forked child would share these pages copy-on-write. If the parent wrote first, it would
-        # get the copy, and the disk would go on using the page that is now the child's. The child
-        # gets zeros instead.
+        # Give a forked child zeros. Otherwise parent and child would share these pages
+        # copy-on-write: a write by the parent would give the parent a copy, while a transfer in
+        # flight went on using the original page, which is then the child's.
         memory.madvise(_MADV_WIPEONFORK)
     start = -address_of(memory) % _HUGE_PAGE_BYTES
     return memoryview(memory)[start : start + num_bytes]
 
 
 class Payload(NamedTuple):
-    """The bytes of one block between a file and a row of the primary tier. Used on lane threads."""
+    """The memory through which one block moves between a file and a row of the primary tier. Used
+    on lane threads."""
 
     memory: memoryview
     """The memory that the kernel reads or writes: a buffer of the lane, or the row itself."""
@@ -93,11 +96,11 @@ class Payload(NamedTuple):
 
 
 class Route:
-    """Decides whether blocks go through buffers. A tier has one for loads and one for stores, which
-    all its lanes share. Any thread.
+    """Decides whether blocks go through buffers or zero-copy. All lanes of a tier share one object
+    for loads and one for stores. Any thread.
 
-    After a change of route, the units that are in flight must end before the next measurement
-    starts. From then on, everything that ends counts, in any order.
+    After a switch to the other route, the measurement starts when as many units have ended as were
+    in flight at the switch. From then on, every unit that ends counts.
     """
 
     def __init__(self, name: str, now: Callable[[], float] = time.perf_counter) -> None:
@@ -108,21 +111,24 @@ class Route:
         self._is_chosen = False
         self._is_buffered = False
         self._pairs: list[tuple[float, float]] = []
-        """Bytes per second, zero-copy and through buffers, measured one right after the other."""
+        """Pairs of measurements, one right after the other, in bytes per second: zero-copy, through
+        buffers."""
         self._zero_copy_rate = 0.0
-        """Measured right before the switch to buffers."""
+        """Bytes per second, measured right before the switch to buffers."""
         self._num_open = 0
+        """Units for which `begin` was called and `end` was not."""
         self._num_to_skip = 0
-        """Units of the former route that must end before the measurement starts."""
+        """Units that must still end before the measurement starts."""
         self._since: float | None = None
-        """When the current measurement started."""
+        """When the current measurement started; None: it has not."""
         self._num_bytes = 0
         """Bytes moved since then."""
         self._tried_bytes = 0
         """Bytes moved since the switch to buffers."""
 
     def begin(self) -> bool:
-        """True if the next unit goes through buffers. The caller calls `end` for it later."""
+        """True if the next unit goes through buffers. The caller must call `end` once when that
+        unit has ended."""
         if self._is_chosen:
             return self._is_buffered
         with self._lock:
@@ -130,11 +136,11 @@ class Route:
             return self._is_buffered
 
     def end(self, num_bytes: int) -> None:
-        """Count a unit that has ended, of which `num_bytes` were moved."""
+        """Count a unit that has ended. `num_bytes`: bytes that it moved; 0 if it failed."""
         if self._is_chosen:
             return
         with self._lock:
-            if self._is_chosen:  # by another thread, between the two checks
+            if self._is_chosen:  # another thread has chosen since the first check
                 return
             self._num_open -= 1
             if self._is_buffered:
@@ -178,7 +184,7 @@ class Route:
         )
 
     def _switch(self, is_buffered: bool) -> None:
-        """Take the other route for a while, to measure it."""
+        """Take this route until the next switch, and start a new measurement."""
         self._is_buffered = is_buffered
         self._num_to_skip = self._num_open
         self._since = None
@@ -186,7 +192,7 @@ class Route:
 
 
 class Routes(NamedTuple):
-    """The two routes of a tier."""
+    """The decisions of a tier: one for loads, one for stores."""
 
     loads: Route
     stores: Route

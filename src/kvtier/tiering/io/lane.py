@@ -1,8 +1,7 @@
 """A lane: one I/O thread of a tier, with its own queue of asynchronous reads and writes.
 
-A lane takes units, each of them one read or write, from the work queue. It has the tier's `Mover`
-prepare them, and hands them to the kernel. Those that have ended go back to the mover, which
-verifies and finishes them.
+A lane takes units from the work queue; a unit is one read or write. The tier's `Mover` prepares the
+unit, the lane submits it to the kernel, and when it has ended, the mover verifies and finishes it.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ B = TypeVar("B")
 
 _SUBMIT_BYTES = 1 << 20
 """Prepared stores are submitted when they reach this size: small ones together, large ones without
-waiting for the next to be sealed. Loads need no preparation and are submitted together, because
-each system call releases the interpreter lock and has to wait for it afterwards."""
+waiting until the next one is sealed. Loads need no preparation, so all that were taken are
+submitted with one call: each system call releases the interpreter lock and then waits for it."""
 LARGE_BLOCK_BYTES = 512 << 10
-"""With blocks of this size or more, a lane runs in short bursts and asks for the interpreter lock
-promptly (`prompt_turns`). With smaller blocks it runs so often that this would delay the
-scheduler."""
+"""With blocks of this size or more, a lane asks for the interpreter lock after 0.1 ms instead of 5
+(`prompt_turns`), because it needs the lock rarely and briefly. With smaller blocks it needs the
+lock so often that this would delay the scheduler."""
 _TAGS_PER_UNIT = 2
-"""Tags for each unit that may be in flight. Two, because a unit keeps its tag until it is verified,
-while the next one is in flight."""
+"""Tags for each unit that may be in flight. Two, because a unit keeps its tag while it is verified,
+and the next unit is in flight meanwhile."""
 _WAKE_FRACTION = 4
 """Wait until about a fourth of the units in flight have ended."""
 _MOST_BUFFER_BYTES = 256 << 20
-"""Limit for all lanes of a tier together."""
+"""Limit on the bounce buffers of all lanes of a tier together."""
 _LEAST_DEPTH, _MOST_DEPTH = 2, 32
 
 
 def depth_for(in_flight_bytes: int, unit_bytes: int) -> int:
-    """Number of units that keep about `in_flight_bytes` in flight."""
+    """Number of units of `unit_bytes` that make up `in_flight_bytes`, within fixed limits."""
     return min(max(in_flight_bytes // unit_bytes, _LEAST_DEPTH), _MOST_DEPTH)
 
 
@@ -65,8 +64,8 @@ def may_have_buffers(sum_of_depths: int, unit_bytes: int) -> bool:
 
 
 class CannotBegin(Exception):
-    """Raised by `Mover.begin` for a unit that cannot or need not be moved, for a reason that the
-    mover has counted itself. The lane logs nothing."""
+    """Raised by `Mover.begin` for a unit that cannot or need not be moved, after the mover itself
+    has counted the reason. The lane logs nothing."""
 
 
 class Ended(NamedTuple, Generic[B]):
@@ -84,9 +83,11 @@ class Ended(NamedTuple, Generic[B]):
 
 
 class Mover(Protocol[B]):
-    """The tier's part of moving a unit. Called on lane threads, on several at once.
+    """The tier's part of moving a unit. Lanes call all methods, each on its own thread, so several
+    calls may run at the same time.
 
-    Pages and payloads are valid only during a call; the lane reuses them afterwards.
+    Pages and payloads of a unit are valid from `begin` until `end` returns; then the lane reuses
+    them.
     """
 
     rows: PrimaryRows
@@ -95,22 +96,24 @@ class Mover(Protocol[B]):
 
     @property
     def where(self) -> object:
-        """For log lines: the path."""
+        """The tier's path, for log lines."""
 
     def begin(
         self, unit: Unit[B], pages: Sequence[memoryview], payloads: Sequence[Payload]
     ) -> tuple[int, int]:
-        """Return the file descriptor and the offset of the unit. For a store, also fill in the
-        header pages and payloads. If this raises, the lane fails the unit (unless this method has
-        finished it), does not pass it to `end`, and logs every exception but `CannotBegin`."""
+        """Return the file descriptor and the offset at which the unit is read or written. For a
+        store, also fill in the header pages and payloads. If this raises, the lane fails the unit
+        (unless this method has finished it), does not pass it to `end`, and logs the exception
+        unless it is `CannotBegin`."""
 
     def end(self, ended: Sequence[Ended[B]]) -> None:
-        """Called once for every unit that was begun, also if the kernel refused it or the lane gave
-        it up. For a load, deliver the payloads that pass verification. Each unit must be finished
-        at the work queue, now or later. If this raises, units that are not finished fail."""
+        """Finish units that have ended, were refused by the kernel, or were given up by the lane.
+        Called once for each unit that was begun. For a load, deliver the payloads that pass
+        verification. Call `WorkQueue.finish` for each unit, here or later. If this raises, the
+        units that are not finished fail."""
 
     def note_error(self, error: int, is_write: bool) -> None:
-        """Count a failed read or write. Called before `end`."""
+        """Count a failed read or write. `error`: its error number. Called before `end`."""
 
 
 class Lane(Generic[B]):
@@ -131,8 +134,9 @@ class Lane(Generic[B]):
         payload_bytes: int,
         has_buffers: bool,
     ) -> None:
-        """`max_loads`, `max_stores`: limits on the reads and the writes in flight; one of them may
-        be 0. `payload_bytes`: size of a row. `has_buffers`: see `may_have_buffers`."""
+        """`depth`: limit on units in flight. `max_loads`, `max_stores`: limits on the reads and the
+        writes among them; one of these may be 0. `payload_bytes`: size of a row. `has_buffers`: see
+        `may_have_buffers`."""
         self._work = work
         self._mover = mover
         self._routes = routes
@@ -149,12 +153,13 @@ class Lane(Generic[B]):
         self._num_stores = 0
         # Units taken from the work queue that the mover has not begun yet.
         self._taken: list[Unit[B]] = []
-        # Units that the mover has begun, by tag, in the form that `Mover.end` gets if all goes
-        # well. They hold on to their rows, and so to the memory behind them: if an engine ends
-        # without waiting for a dead disk, the kernel may still write there.
+        # Units that the mover has begun, by tag, as `Mover.end` gets them if there is no error.
+        # They keep the memory of their rows alive: if an engine ends without waiting for a dead
+        # disk, the kernel may still write there.
         self._begun: dict[int, Ended[B]] = {}
         self._has_buffers = has_buffers
-        # For each piece a header page, followed, as in the file, by a buffer for its payload.
+        # One header page for each piece. With buffers, each page is followed by a buffer for the
+        # payload, as in the file.
         self._stride = self._piece_bytes if self._has_buffers else PAGE_BYTES
         view = make_buffers(num_tags * max_pieces * self._stride)
         self._buffers_address = address_of(view)
@@ -188,7 +193,7 @@ class Lane(Generic[B]):
             while self._begun or not self._work.is_stopping:
                 self._step()
         except Exception:
-            # No caller may wait for a thread that has ended: all later transfers fail at once.
+            # Fail all later transfers at once, so that no caller waits for this thread.
             logger.exception(
                 "%s: an I/O thread failed; the tier stores and loads nothing until the engine is "
                 "restarted",
@@ -199,7 +204,7 @@ class Lane(Generic[B]):
             self._queue.close()  # waits, because the kernel may still write into rows
             self._end(list(self._begun), dict.fromkeys(self._begun, errno.ECANCELED))
             self._fail(self._taken)
-            # A reference to a stopped tier must not keep its buffers.
+            # Free the buffers even if something still refers to the stopped tier.
             self._pages.clear()
             self._payload_buffers.clear()
 
@@ -207,8 +212,9 @@ class Lane(Generic[B]):
         """Submit as many units as allowed, then wait for some to end and finish those."""
         self._fill(may_wait=not self._begun)
         at_least = 1
-        if self._num_stores in (0, self._num_in_flight):  # a load must not wait for a slow store
-            # Waking up costs more than finishing one unit, so finish several at once.
+        if self._num_stores in (0, self._num_in_flight):
+            # Waking up takes longer than finishing one unit, so wait for several. If loads and
+            # stores are in flight together, wait for one: a load must not wait for a slow store.
             at_least += self._num_in_flight // _WAKE_FRACTION
         tags: list[int] = []
         errors: dict[int, int] = {}
@@ -226,7 +232,8 @@ class Lane(Generic[B]):
         self._end(tags, errors)
 
     def _fill(self, may_wait: bool) -> None:
-        """Submit units until the limits are reached or the queue is empty."""
+        """Take units from the work queue and submit them, until the limits are reached or the queue
+        has none for this lane. `may_wait`: wait for the first unit."""
         while room := min(self._depth - self._num_in_flight, len(self._free_tags)):
             num_loads = self._num_in_flight - self._num_stores
             self._taken = self._work.take(
@@ -259,7 +266,7 @@ class Lane(Generic[B]):
         self._submit(ready)
 
     def _begin(self, unit: Unit[B]) -> int | None:
-        """Prepare a unit for submission. Returns its tag; None: the unit has failed."""
+        """Prepare a unit for submission. Returns its tag, or None if it has failed."""
         pieces = unit.pieces
         is_write = not unit.transfer.job.is_promotion
         tag = self._free_tags.pop()
@@ -295,7 +302,7 @@ class Lane(Generic[B]):
         return [Payload(*each) for each in zip(memory, rows, strict=True)]
 
     def _segments(self, unit: Unit[B], position: int, is_buffered: bool) -> list[int]:
-        """Address and length of each piece of memory, in file order."""
+        """Address, length, address, length, ... of the unit's memory, in file order."""
         header = self._buffers_address + position * self._stride
         if is_buffered:
             return [header, len(unit.pieces) * self._stride]
@@ -308,7 +315,7 @@ class Lane(Generic[B]):
         return segments
 
     def _submit(self, tags: Sequence[int]) -> None:
-        """Hand prepared reads and writes to the kernel. Those that it refuses fail."""
+        """Submit prepared reads and writes to the kernel. Those that it refuses fail."""
         while tags:
             count, error = self._queue.submit(tags)
             tags = tags[count:]
@@ -322,8 +329,8 @@ class Lane(Generic[B]):
                 self._end([tag], {tag: error})
 
     def _end(self, tags: Sequence[int], errors: Mapping[int, int]) -> None:
-        """Pass ended units to the mover and release their tags. `errors`: by tag, of those that
-        failed."""
+        """Pass ended units to the mover, and release their tags. `errors`: error numbers of the
+        failed units, by tag."""
         if not tags:
             return
         ended = [self._begun.pop(tag) for tag in tags]
@@ -333,7 +340,10 @@ class Lane(Generic[B]):
         try:
             self._mover.end(ended)
         except Exception:
-            logger.exception("%s: blocks could not be verified and fail", self._mover.where)
+            logger.exception(
+                "%s: reads or writes could not be finished, and their blocks fail",
+                self._mover.where,
+            )
             self._fail([each.unit for each in ended])
         for tag, (unit, _, _, _, error) in zip(tags, ended, strict=True):
             is_write = not unit.transfer.job.is_promotion

@@ -1,4 +1,4 @@
-"""Metric definitions of a tier, and its I/O errors: counted by kind, logged once for each kind."""
+"""Metric definitions of a tier, and a log of its I/O errors, which counts them by kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _OTHER = "other"
 def definitions(
     gauges: Mapping[str, str], counters: Mapping[str, str]
 ) -> dict[str, MetricDefinition]:
-    """The result of `build_metric_definitions`, from metric names and their help texts."""
+    """What a tier returns from `build_metric_definitions`. `gauges`, `counters`: help texts by
+    metric name."""
     return {
         **{name: MetricDefinition(MetricKind.GAUGE, text) for name, text in gauges.items()},
         **{name: MetricDefinition(MetricKind.COUNTER, text) for name, text in counters.items()},
@@ -44,14 +45,14 @@ def definitions(
 def error_counter(prefix: str, kind: str) -> str:
     """Name of the counter for one kind of error.
 
-    `prefix`: that of the tier's metrics, such as "kvtier_disk". `kind`: such as "EIO"; kinds
-    without a counter of their own share one.
+    `prefix`: prefix of the tier's metrics, such as "kvtier_disk". `kind`: name of the error, such
+    as "EIO". Kinds without a counter of their own share one.
     """
     return f"{prefix}_errors_{(kind if kind in _NAMED_ERRORS else _OTHER).lower()}"
 
 
 def error_counters(prefix: str) -> dict[str, str]:
-    """Name and help text of every error counter of a tier."""
+    """Help text of every error counter of a tier, by name."""
     tier = prefix.removeprefix("kvtier_")
     return {
         error_counter(prefix, kind): f"Reads and writes of the {tier} tier that failed with {kind}."
@@ -60,10 +61,11 @@ def error_counters(prefix: str) -> dict[str, str]:
 
 
 class ErrorLog:
-    """The I/O errors of one tier. Any thread."""
+    """Counts the I/O errors of one tier, and logs the first of each kind. Any thread."""
 
     def __init__(self, where: object, remedy_for: Callable[[int], str]) -> None:
-        """`where`: the tier's path, for log lines. `remedy_for`: advice for an error number."""
+        """`where`: the tier's path, for log lines. `remedy_for`: returns what an operator can do
+        about an error number."""
         self._where = where
         self._remedy_for = remedy_for
         self._lock = threading.Lock()
@@ -71,8 +73,8 @@ class ErrorLog:
         self._logged: set[int] = set()
 
     def note(self, error: int, is_write: bool, path: str | None = None) -> None:
-        """Count a failed read or write, and log the first of its kind. `path`: the file or
-        directory, where it is known."""
+        """Count a failed read or write, and log it if it is the first of its kind. `path`: the file
+        or directory; None: the log line names the tier's path."""
         kind = errno.errorcode.get(error, str(error))
         with self._lock:
             self._errors[kind] += 1
@@ -90,7 +92,7 @@ class ErrorLog:
             )
 
     def take(self) -> Counter[str]:
-        """Number of errors since the last call, by name."""
+        """Number of errors since the last call, by kind, such as "EIO"."""
         with self._lock:
             taken, self._errors = self._errors, Counter()
         return taken

@@ -1,4 +1,4 @@
-"""Pages: the unit of O_DIRECT I/O, and of everything that tiers write beside payloads.
+"""Pages of 4 KiB: the unit of O_DIRECT I/O, and of everything that tiers write besides payloads.
 
 A page that is not payload ends with a checksum of itself, so a torn or damaged page is recognized.
 """
@@ -35,9 +35,10 @@ PAGE_BYTES = 4096
 
 _CHECKSUM = struct.Struct("<Q")
 BODY_BYTES = PAGE_BYTES - _CHECKSUM.size
-"""Bytes of a page before its checksum."""
+"""Size of a page without its checksum, which comes last."""
 _MAX_ROW_BYTES = 1 << 30
-"""A row and its header are moved by one call, and the kernel moves less than 2 GiB in a call."""
+"""Limit on a row. One call moves a row and its header, and the kernel moves less than 2 GiB in one
+call."""
 
 
 def close_page(page: bytearray | memoryview) -> None:
@@ -69,10 +70,10 @@ def require_movable(rows: PrimaryRows, address: int, tier_type: str) -> None:
 
 
 def set_o_direct(fd: int) -> bool:
-    """Make an open file bypass the page cache. The file must have at least one page.
+    """Make an open file bypass the page cache. The file must be at least one page long.
 
-    Returns False, and leaves the file as it was, if the file system or the disk does not support
-    O_DIRECT. If the page cannot be read for another reason, the file keeps O_DIRECT.
+    Tries to read its first page. Returns False, and leaves the file as it was, if the file system
+    or the disk does not support O_DIRECT. Any other error of that read is ignored.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -87,10 +88,10 @@ def set_o_direct(fd: int) -> bool:
 
 
 def allows_o_direct(directory: Path) -> bool | None:
-    """Whether files in `directory` can bypass the page cache. Tries it with a file without a name.
+    """True if files in `directory` can bypass the page cache. Tries it with an unnamed file.
 
-    None: it could not be tried, because there is no space, no permission, or the file system does
-    not support files without a name.
+    None: it could not be tried, because there is no space or no permission, or the file system does
+    not support unnamed files.
     """
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

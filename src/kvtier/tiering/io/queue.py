@@ -1,7 +1,8 @@
 """The queue between a tier's scheduler thread and its I/O threads.
 
-The scheduler thread submits a `Transfer` per job. I/O threads take `Unit`s of it, each one read or
-write, and finish them. A transfer whose units have all ended returns to the scheduler thread.
+The scheduler thread submits one `Transfer` for each job. I/O threads take `Unit`s of it, each of
+which is one read or write, and finish them. When all units of a transfer have ended, the scheduler
+thread gets it back from `take_ended`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Piece: TypeAlias = tuple[int, B]
 """One block of a job: its row in the primary tier, and the tier's description of it."""
 
 _MOST_AT_ONCE = 8
-"""Units that a thread takes at once. Few, so that other threads get some and a new load starts
-soon."""
+"""Limit on the units that a thread takes with one call. Low, so that other threads get some, and a
+new load does not wait for many stores."""
 
 
 class Unit(NamedTuple, Generic[B]):
@@ -38,25 +39,27 @@ class Unit(NamedTuple, Generic[B]):
 
 @dataclass(slots=True, eq=False)
 class Transfer(Generic[B]):
-    """A job in progress. The scheduler thread makes it and gets it back; in between, only the
-    holder of the work queue's lock may change it."""
+    """A job in progress. The scheduler thread makes it and gets it back. While it is in the work
+    queue, only a thread that holds the queue's lock may change it."""
 
     job: TransferJob
     pieces: list[Piece[B]]
-    """The blocks to move, in this order."""
+    """The blocks to move, in the order in which they are taken."""
     here: list[OffloadKey] = field(default_factory=list)
     """Stores only: blocks that the tier has already."""
     done: list[Piece[B]] = field(default_factory=list)
+    """Pieces that were moved."""
     failed: list[Piece[B]] = field(default_factory=list)
     """Pieces that could not be moved, or failed verification."""
     num_taken: int = 0
     """Number of pieces that I/O threads have taken."""
     started: float | None = None
-    """When the first piece was taken."""
+    """When the first piece was taken (`time.perf_counter`). None: none was."""
     ended: float = 0.0
+    """When the last piece ended."""
 
     def take_unit(self, max_pieces: int) -> Unit[B]:
-        """The next pieces to move with one read or write. There must be some left."""
+        """Take the next pieces, which one read or write moves. Call it only if `has_more`."""
         if self.started is None:
             self.started = time.perf_counter()
         first = self.num_taken
@@ -64,12 +67,13 @@ class Transfer(Generic[B]):
         return Unit(self, self.pieces[first : self.num_taken])
 
     def _unit_end(self, first: int, last: int) -> int:
-        """Index after the last piece of the unit that begins with piece `first`; at most `last`.
-        Tiers override it to end a unit where pieces are not adjacent in the file."""
+        """Index after the last piece of the unit that begins with piece `first`; at most `last`. A
+        tier overrides this to end a unit where the next piece is not adjacent in the file."""
         return last
 
     @property
     def has_more(self) -> bool:
+        """True if there are pieces that no I/O thread has taken."""
         return self.num_taken < len(self.pieces)
 
     @property
@@ -83,21 +87,21 @@ class Transfer(Generic[B]):
 
     @property
     def seconds(self) -> float | None:
-        """Time from the first piece taken to the last one ended. None: none was taken."""
+        """Seconds from the first piece taken to the last one ended. None: none was taken."""
         return None if self.started is None else self.ended - self.started
 
 
 class WorkQueue(Generic[B]):
-    """Waiting transfers, loads before stores, and ended ones. Any thread.
+    """Transfers that wait, and those that have ended. Loads are taken before stores. Any thread.
 
-    The lock protects the queues. It is never held during I/O, so `submit` never waits for a disk.
+    One lock protects all state. No thread holds it during I/O, so `submit` never waits for a disk.
     """
 
     def __init__(self, max_pieces: int) -> None:
-        """`max_pieces`: most pieces of one read or write."""
+        """`max_pieces`: limit on the pieces of one read or write."""
         self._max_pieces = max_pieces
         self._lock = threading.Lock()
-        # One condition for each kind of waiting thread: (takes loads, takes stores).
+        # Conditions on which I/O threads wait for work, by (takes loads, takes stores).
         self._to_do = {
             kinds: threading.Condition(self._lock)
             for kinds in ((True, False), (False, True), (True, True))
@@ -105,7 +109,8 @@ class WorkQueue(Generic[B]):
         self._idle = threading.Condition(self._lock)
         self._loads: deque[Transfer[B]] = deque()
         self._stores: deque[Transfer[B]] = deque()
-        # Units taken and not finished, by identity. The thread that will finish one keeps it alive.
+        # Identities of the units that were taken and are not finished. The thread that finishes a
+        # unit keeps it alive, so its identity is not reused meanwhile.
         self._in_hand: set[int] = set()
         self._num_open = 0
         self._ended: list[Transfer[B]] = []
@@ -114,7 +119,7 @@ class WorkQueue(Generic[B]):
     # --- scheduler thread ----------------------------------------------------------------------
 
     def submit(self, transfer: Transfer[B]) -> None:
-        """Queue a transfer. After `stop` it fails."""
+        """Queue a transfer. After `stop`, the transfer ends at once, and all its pieces fail."""
         with self._lock:
             if self.is_stopping or not transfer.pieces:
                 transfer.give_up()
@@ -141,7 +146,8 @@ class WorkQueue(Generic[B]):
             self._idle.wait_for(lambda: not self._num_open)
 
     def stop(self) -> None:
-        """Fail everything that has not been taken. Threads end after the units they have taken."""
+        """Fail all pieces that have not been taken. I/O threads end after the units they have
+        taken."""
         with self._lock:
             self.is_stopping = True
             for queue in (self._loads, self._stores):
@@ -155,9 +161,9 @@ class WorkQueue(Generic[B]):
     # --- I/O threads ---------------------------------------------------------------------------
 
     def take(self, max_loads: int, max_stores: int, may_wait: bool) -> list[Unit[B]]:
-        """The next units: up to `max_loads` loads, then up to `max_stores` stores, and in all no
-        more than the larger of the two. With `may_wait`, waits for work; an empty list then means
-        that the queue is stopping."""
+        """Take up to `max_loads` units of loads, then up to `max_stores` units of stores. In all,
+        takes at most the larger of the two numbers, and at most `_MOST_AT_ONCE`. With `may_wait`,
+        waits for work; an empty list then means that the queue is stopping."""
         with self._lock:
             while may_wait and not self.is_stopping:
                 if (self._loads and max_loads > 0) or (self._stores and max_stores > 0):
@@ -181,8 +187,8 @@ class WorkQueue(Generic[B]):
     def finish(
         self, moved: Iterable[tuple[Unit[B], Sequence[Piece[B]], Sequence[Piece[B]]]]
     ) -> None:
-        """Record for each unit the pieces that were moved and those that failed. Only the first
-        call for a unit counts, so cleaning up after an error may fail units a second time."""
+        """Record for each unit the pieces that were moved and those that failed. A second call for
+        a unit does nothing, so after an error a thread may fail units that are finished already."""
         with self._lock:
             for unit, done, failed in moved:
                 if (identity := id(unit)) not in self._in_hand:
