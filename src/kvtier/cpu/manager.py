@@ -54,8 +54,7 @@ class CPUOffloadingManager(OffloadingManager):
     request finishes, its blocks become the most recently used ones.
 
     Blocks that were computed before a `reset_cache` must not be stored after it. So a request that
-    is running at a reset stores nothing until it is preempted, after which it computes all its
-    blocks again.
+    is running at a reset stores nothing until it is preempted and computes its blocks again.
     """
 
     def __init__(
@@ -82,8 +81,7 @@ class CPUOffloadingManager(OffloadingManager):
         self.misuse = MisuseLog("primary tier", strict)
         self.slots = SlotTable(num_blocks, policy_cls(cache_capacity=num_blocks))
         self.reserve = self.slots.reserve
-        """A store or promotion starts only if this number of slots stays out of transfer, so that a
-        later transfer can end a quarantine."""
+        """Slots that stores and promotions keep out of transfer, so that a quarantine can end."""
         self._filter = (
             ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
         )
@@ -149,8 +147,7 @@ class CPUOffloadingManager(OffloadingManager):
     def use_run(
         self, keys: Sequence[OffloadKey], blocks: list[BlockStatus], req_context: ReqContext
     ) -> bool:
-        """Record that a request uses these blocks, given in prompt order. Returns True if all are
-        readable."""
+        """Note that a request uses blocks, in prompt order. Returns True if all are readable."""
         if keys:
             generations = list(map(_generation_of, blocks))
             self.uses.note_run(keys, generations, self.uses.of(req_context))
@@ -177,8 +174,7 @@ class CPUOffloadingManager(OffloadingManager):
     def _slots_one_by_one(
         self, keys: list[OffloadKey], loading: dict[OffloadKey, int], use: RequestUse
     ) -> LoadStoreSpec:
-        """Return the spec of a load that names unreadable blocks, or one block twice. The keys in
-        `loading` are readable."""
+        """The spec of a load that names unreadable blocks (not in `loading`), or one twice."""
         missing = [key for key in keys if key not in loading]
         self._record_misuse("load of an unreadable block", missing, use, "load only after a HIT")
         found = (self._get(key) if key in loading else None for key in keys)
@@ -281,10 +277,9 @@ class CPUOffloadingManager(OffloadingManager):
     def _num_storable(self, wanted: int, use: RequestUse) -> int | None:
         """How many of `wanted` new blocks to store, from the first one on. None: refuse the store.
 
-        A refused store may succeed later, when the engine offers the blocks again. But a request
-        does not evict its own blocks. If the new blocks would not fit beside them even in an idle
-        tier, waiting does not help, so as many as fit are stored now. During a quarantine, too, as
-        many as fit are stored.
+        The engine offers refused blocks again later. But a request does not evict its own blocks:
+        if the new ones would not fit beside them even in an idle tier, waiting does not help, so as
+        many as fit are stored now. During a quarantine, too, as many as fit are stored.
         """
         slots = self.slots
         num_free = slots.num_free()
@@ -295,8 +290,7 @@ class CPUOffloadingManager(OffloadingManager):
         if use.fills_tier_since == slots.generation:
             return 0
         most_now = self.num_blocks - self.reserve - slots.num_in_transfer()
-        # Try with an estimate first: counting the request's own blocks takes time, and rarely
-        # changes the answer.
+        # An estimate: counting the request's own blocks takes time, and rarely changes the answer.
         if wanted <= min(num_free + max(slots.num_evictable - len(use.keys), 0), most_now):
             return wanted
         own = [block for key in use.keys if (block := self._get(key)) is not None]
