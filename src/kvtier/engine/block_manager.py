@@ -162,8 +162,8 @@ class BlockManager:
         self, request: Request, num_matched: int, num_loaded: int, num_scheduled: int
     ) -> bool:
         """Give a request the blocks of its matched prefix, and new ones for the tokens after it
-        that are loaded or computed. Returns False if there are too few blocks; then the request
-        gets none."""
+        that are loaded or computed. If there are too few blocks, the request gets no blocks, and
+        False is returned."""
         resume_at = num_matched + num_loaded
         for group_idx, (group, tokens) in enumerate(
             zip(self._groups, self._block_tokens, strict=True)
