@@ -104,9 +104,7 @@ class PublisherRig:
         ]
 
     def changes(self) -> list[tuple[set[OffloadKey], Change]]:
-        changes = self.publisher.changes
-        taken = [changes.popleft() for _ in range(len(changes))]
-        return [(set(each.keys), each.change) for each in taken]
+        return [(set(each.keys), each.change) for each in self.publisher.changes.take()]
 
     def wait_until_exact(self) -> None:
         """Wait until the ledger equals `du` and nothing is reserved."""
@@ -244,7 +242,7 @@ def test_a_damaged_block_leaves(rig: PublisherRig) -> None:
     rig.store(1, 2)
     bad = next(block for block in rig.blocks() if block.name == key(1).hex())
     os.utime(bad.path)  # a use does not save a damaged block
-    rig.publisher.remove_soon(bad)
+    rig.publisher.damaged.add(bad)
     wait_until(lambda: len(block_files(rig.root)) == 1, "it has left")
     rig.wait_until_exact()
     assert rig.publisher.num_evicted == 0, "it did not leave for others"

@@ -1,4 +1,5 @@
-"""Finds blocks to evict, removes whole namespaces, and has the files of dead engines removed.
+"""Finds blocks to evict, keeps damaged blocks until they are removed, removes whole namespaces, and
+has the files of dead engines removed.
 
 The time of a block's last use is the mtime of its file, which every engine on every host sees. No
 engine keeps a list of all blocks. To evict, an engine lists shards in random order until it has
@@ -12,8 +13,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from kvtier.tiering.fs.layout import SHARDS, BlockFile, read_shard, remove_direc
 from kvtier.tiering.fs.root import PresenceLost, RootSession
 from kvtier.tiering.fs.transaction import Evicted
 
-__all__ = ["Sweeper", "remove_evicted", "remove_namespace"]
+__all__ = ["DamagedBlocks", "Sweeper", "remove_evicted", "remove_namespace"]
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +207,40 @@ class Sweeper:
         latest = self._session.presence.now_ns() + _CLOCKS_DIFFER_NS
         found.sort(key=lambda block: block.used_ns if block.used_ns <= latest else 0)
         return found[: max(count, len(found) // _OLD_DIVISOR)]
+
+
+class DamagedBlocks:
+    """Damaged blocks that wait to be removed. Any thread adds them; the publisher's thread takes
+    and evicts them."""
+
+    def __init__(self, on_added: Callable[[], None]) -> None:
+        self._on_added = on_added
+        self._waiting: deque[BlockFile] = deque()
+        self._paths: set[str] = set()
+        """Paths of the blocks that are not removed yet."""
+
+    def add(self, block: BlockFile) -> None:
+        self._paths.add(block.path)
+        self._waiting.append(block)
+        self._on_added()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __contains__(self, path: str) -> bool:
+        """True until the block at this path is removed. A new block for this path is published
+        after the removal."""
+        return path in self._paths
+
+    @contextmanager
+    def taken(self) -> Iterator[list[BlockFile]]:
+        """Take the blocks that wait. They count as removed at the end of the context, even if it
+        fails: the next load of such a block finds the damage again."""
+        blocks = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        try:
+            yield blocks
+        finally:
+            self._paths.difference_update(block.path for block in blocks)
 
 
 def remove_namespace(

@@ -292,8 +292,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
             self._use_namespace(junk=None)
         self._lookups.ask()
         ended = self._work.take_ended()
-        if self._publisher.changes:
-            self._apply_changes()  # has the changes of all jobs in `ended`
+        self._apply_changes()  # has the changes of all jobs in `ended`
         for transfer in ended:
             self._finish(transfer)
         results, self._results = self._results, []
@@ -331,9 +330,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
     def _apply_changes(self) -> None:
         """Record which blocks this engine stored, saw or removed, in the order in which it
         happened."""
-        changes = self._publisher.changes
-        while changes:
-            namespace, keys, change = changes.popleft()
+        for namespace, keys, change in self._publisher.changes.take():
             if namespace != self._directory:
                 continue
             if change is Change.REMOVED:

@@ -26,7 +26,7 @@ from kvtier.tiering.fs.layout import (
     check_block,
     write_header,
 )
-from kvtier.tiering.fs.publisher import BlockChange, Change, Publisher, StagedBlock
+from kvtier.tiering.fs.publisher import Change, Publisher, StagedBlock
 from kvtier.tiering.fs.quota import NoSpace, Reservation, StoresSuspended
 from kvtier.tiering.fs.root import PresenceLost
 from kvtier.tiering.fs.transaction import NAME_BYTES
@@ -196,7 +196,7 @@ class FsMover:
         except OSError:
             return False
         self._tier.refuse_block(failure)
-        self._publisher.remove_soon(BlockFile.of(path, found))
+        self._publisher.damaged.add(BlockFile.of(path, found))
         return True
 
     # --- store ---------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class FsMover:
         `CannotBegin` if something else has its path, or the path cannot be read: publishing would
         fail."""
         path = block_path(transfer.namespace, key)
-        if self._publisher.is_leaving(path):
+        if path in self._publisher.damaged:
             return False
         try:
             status = self._tree.lstat(path)
@@ -217,7 +217,7 @@ class FsMover:
         except OSError as error:
             self._note(error, is_write=True)
             raise CannotBegin from None
-        self._publisher.changes.append(BlockChange(transfer.namespace, [key], Change.SEEN))
+        self._publisher.changes.add([(transfer.namespace, key)], Change.SEEN)
         return True
 
     def _open_to_write(self, transfer: FsTransfer, key: OffloadKey) -> int:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.fs.eviction import Sweeper
-from kvtier.tiering.fs.layout import BlockFile, key_of
+from kvtier.tiering.fs.eviction import DamagedBlocks, Sweeper
+from kvtier.tiering.fs.layout import key_of
 from kvtier.tiering.fs.ledger import Balance, LedgerBusy, LedgerLost
 from kvtier.tiering.fs.quota import (
     Limits,
@@ -39,7 +39,7 @@ from kvtier.tiering.fs.quota import (
 from kvtier.tiering.fs.root import PresenceLost, RootSession
 from kvtier.tiering.fs.transaction import NAME_BYTES, Evicted, Outcome, Transaction, Written
 
-__all__ = ["BlockChange", "Change", "Publisher", "StagedBlock", "Usage"]
+__all__ = ["BlockChange", "Change", "ChangeLog", "Publisher", "StagedBlock", "Usage"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,29 @@ class BlockChange(NamedTuple):
     change: Change
 
 
+class ChangeLog:
+    """What happened to blocks, in order. The publisher's thread and lanes add to it; the
+    scheduler's thread takes from it."""
+
+    def __init__(self) -> None:
+        self._changes: deque[BlockChange] = deque()
+
+    def add(self, blocks: Iterable[tuple[str, OffloadKey]], change: Change) -> None:
+        """`blocks`: (directory of the namespace, key) of each."""
+        by_namespace: dict[str, list[OffloadKey]] = {}
+        for namespace, key in blocks:
+            by_namespace.setdefault(namespace, []).append(key)
+        for namespace, keys in by_namespace.items():
+            self._changes.append(BlockChange(namespace, keys, change))
+
+    def add_removed(self, blocks: Iterable[Evicted]) -> None:
+        named = ((gone.block.namespace, key_of(gone.block.name)) for gone in blocks)
+        self.add(((namespace, key) for namespace, key in named if key is not None), Change.REMOVED)
+
+    def take(self) -> list[BlockChange]:
+        return _take_all(self._changes)
+
+
 _CHANGES = {Outcome.PUBLISHED: Change.STORED, Outcome.WAS_THERE: Change.SEEN}
 
 
@@ -126,9 +149,6 @@ class Publisher(Generic[T]):
         self._wake = threading.Event()
         self._namespace: Path | None = None
         self._staged: deque[StagedBlock[T]] = deque()
-        self._damaged: deque[BlockFile] = deque()
-        self._leaving: set[str] = set()
-        """Paths of the damaged blocks that are not removed yet."""
         self._returned: deque[Reservation] = deque()
         self._is_asked = False
         self._is_stopping = False
@@ -139,8 +159,8 @@ class Publisher(Generic[T]):
         """Monotonic time since which no space was found for the lanes that wait. None if no lane
         waits, or space was found."""
         self.usage = Usage()
-        self.changes: deque[BlockChange] = deque()
-        """What happened to blocks, in order. The scheduler's thread removes the entries."""
+        self.changes = ChangeLog()
+        self.damaged = DamagedBlocks(self._wake.set)
         self.num_evicted = 0
         """Blocks that were evicted for new ones, since the start."""
         self.private_blocks = session.presence.blocks
@@ -174,17 +194,6 @@ class Publisher(Generic[T]):
     def publish_soon(self, blocks: Sequence[StagedBlock[T]]) -> None:
         self._staged.extend(blocks)
         self._wake.set()
-
-    def remove_soon(self, block: BlockFile) -> None:
-        """Have the thread remove a damaged block. Returns at once."""
-        self._leaving.add(block.path)
-        self._damaged.append(block)
-        self._wake.set()
-
-    def is_leaving(self, path: str) -> bool:
-        """True while a damaged block at this path waits to be removed. A new block for this path is
-        published after the removal."""
-        return path in self._leaving
 
     def return_reservation(self, reservation: Reservation) -> None:
         """Give back a reservation that was taken and is not going to be used."""
@@ -253,7 +262,7 @@ class Publisher(Generic[T]):
                     self._resume()
                 self._returned += (block.reservation for block in blocks)
                 return
-            if self._damaged:
+            if self.damaged:
                 self._remove_damaged()
             if blocks or self._returned or self._is_asked:
                 self._transact(blocks)
@@ -304,15 +313,11 @@ class Publisher(Generic[T]):
         """Evict damaged blocks. Uses a transaction of its own, before the one that publishes new
         blocks in their place."""
         self._last_active = time.monotonic()
-        damaged = _take_all(self._damaged)
-        try:
-            with self._session.transaction() as txn:
-                removed = txn.evict(damaged, self._on_error, is_forced=True)
-                self.usage = Usage.of(txn.balance)
-        finally:
-            self._leaving.difference_update(block.path for block in damaged)
+        with self.damaged.taken() as blocks, self._session.transaction() as txn:
+            removed = txn.evict(blocks, self._on_error, is_forced=True)
+            self.usage = Usage.of(txn.balance)
         self._recycle((), (), 0, removed)
-        self._note_removed(removed)
+        self.changes.add_removed(removed)
 
     def _transact(self, blocks: list[StagedBlock[T]]) -> None:
         """Publish blocks and look for space, in one transaction. Empties the list `blocks` before
@@ -332,9 +337,12 @@ class Publisher(Generic[T]):
             if is_asked:
                 self._serve_waiting(space)
         finally:  # the files have changed, even if `_serve_waiting` failed
+            if any(outcome in _CHANGES for outcome in outcomes):
+                self.sweeper.look_again()
             for outcome, change in _CHANGES.items():
-                self._note_stored([block for block, came in ended if came is outcome], change)
-            self._note_removed(space.victims)
+                there = [(block.namespace, block.key) for block, came in ended if came is outcome]
+                self.changes.add(there, change)
+            self.changes.add_removed(space.victims)
             self.num_evicted += len(space.victims)
             self._on_done([(block, outcome is not Outcome.FAILED) for block, outcome in ended])
 
@@ -399,22 +407,6 @@ class Publisher(Generic[T]):
                 granted += gone.reserved
         self.pool.put(granted, files)
 
-    def _note_stored(self, blocks: Sequence[StagedBlock[T]], change: Change) -> None:
-        if blocks:
-            self.sweeper.look_again()
-        for namespace in {block.namespace for block in blocks}:
-            keys = [block.key for block in blocks if block.namespace == namespace]
-            self.changes.append(BlockChange(namespace, keys, change))
-
-    def _note_removed(self, blocks: Sequence[Evicted]) -> None:
-        by_namespace: dict[str, list[OffloadKey]] = {}
-        for gone in blocks:
-            key = key_of(gone.block.name)
-            if key is not None:
-                by_namespace.setdefault(gone.block.namespace, []).append(key)
-        for namespace, keys in by_namespace.items():
-            self.changes.append(BlockChange(namespace, keys, Change.REMOVED))
-
     # --- space ---------------------------------------------------------------------------------
 
     def _serve_waiting(self, space: Space) -> None:
@@ -442,7 +434,7 @@ class Publisher(Generic[T]):
         """Evict blocks and remove their files. Returns True if there were any."""
         self._last_active = time.monotonic()
         victims = self.quota.make_free(missing)
-        self._note_removed(victims)
+        self.changes.add_removed(victims)
         self.num_evicted += len(victims)
         if victims:
             self._wake.set()  # the thread then checks whether that was enough
