@@ -429,6 +429,33 @@ def test_a_new_seat_is_not_lost_for_a_namespace_in_the_old_one(rig: PublisherRig
     assert [block.name for block in rig.blocks()] == [key(3).hex()]
 
 
+def test_the_scheduler_may_answer_a_new_presence_at_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees the new directory, and sets a namespace in it before the publisher goes on."""
+    rig = PublisherRig(root, is_started=False)
+    publisher, session = rig.publisher, rig.session
+    publisher.use(namespace_path(session.presence.blocks, b"o" * 16), rig.namespace, None)
+    rig.session.abandon_presence()
+
+    def set_directory(_: object, blocks: Path) -> None:
+        rig.namespace = namespace_path(blocks, b"n" * 16)
+        publisher.use(rig.namespace, rig.namespace, None)
+
+    watched = property(lambda _: rig.namespace.parent, set_directory)
+    monkeypatch.setattr(Publisher, "private_blocks", watched, raising=False)
+    publisher._suspend(has_failed=True)
+    publisher._retry_at = 0.0
+    publisher._work()
+    assert rig.namespace.parent == session.presence.blocks
+    publisher.ask_for_space()
+    publisher._work()
+    publisher.publish_soon([rig.write(1)])
+    publisher._work()
+    assert rig.answers == [(1, True)]
+    session.close()
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage" * 9000])
 def test_a_lost_ledger_is_mended(rig: PublisherRig, content: bytes) -> None:
     rig.store(1, 2, 3)

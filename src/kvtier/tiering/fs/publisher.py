@@ -299,9 +299,10 @@ class Publisher(Generic[T]):
         self._retry_at = time.monotonic() + _RETRY_S
         if not self._session.has_presence:
             self._session.rejoin()
-            self.private_blocks = self._session.presence.blocks
             if self._namespace is not None and self._namespace.parent != self._session.blocks:
-                self._namespace = None  # it was lost with the old presence; `use` sets another
+                self._namespace = None  # it was lost with the old presence
+            # Last: the scheduler's thread answers the new directory with `use`, maybe at once.
+            self.private_blocks = self._session.presence.blocks
         else:
             with self._session.transaction():
                 pass
