@@ -456,6 +456,19 @@ def test_the_scheduler_may_answer_a_new_presence_at_once(
     session.close()
 
 
+def test_a_ledger_of_another_version_does_not_keep_an_engine_from_ending(root: Path) -> None:
+    """It was replaced while the engine runs."""
+    session = RootSession(root, EngineInfo.here("engine", ""), 0.05)
+    directory = session.presence.directory
+    head = Balance(bytes(16)).encode()[:8] + (2).to_bytes(2, "little")
+    (root / "ledger").write_bytes(head.ljust(1 << 16, b"\xaa"))
+    session.close()
+    assert not session.has_presence
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        session.ledger.read()
+    assert directory.exists(), "other engines remove it"
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage" * 9000])
 def test_a_lost_ledger_is_mended(rig: PublisherRig, content: bytes) -> None:
     rig.store(1, 2, 3)

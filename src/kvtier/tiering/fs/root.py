@@ -156,8 +156,8 @@ class RootSession:
     def transaction(self) -> Iterator[Transaction]:
         """Lock the ledger, and save it at the end if it changed. If anything fails in between, this
         engine abandons its presence. Another engine, or this one after it has joined again, then
-        corrects the ledger by the rules in the module `transaction`. Raises `PresenceLost` or
-        `OSError`."""
+        corrects the ledger by the rules in the module `transaction`. Raises `PresenceLost`,
+        `OSError`, or `LedgerVersion` if the ledger was replaced by one of another version."""
         with self._locked() as txn:
             if self._presence is None or txn.balance.root_id != self._root_id:
                 raise PresenceLost
@@ -298,12 +298,12 @@ class RootSession:
 
     def close(self) -> None:
         """Remove this engine's presence, including its private blocks, which no other engine reads.
-        Raises neither `OSError` nor `PresenceLost`: other engines remove what is left.
-        Idempotent."""
+        Raises none of `OSError`, `PresenceLost` and `LedgerVersion`: other engines remove what is
+        left. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        with suppress(OSError, PresenceLost):
+        with suppress(OSError, PresenceLost, LedgerVersion):
             with self.transaction() as txn:
                 presence = self.presence
                 txn.settle(txn.account, presence.directory)
