@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,30 @@ def test_the_flusher_does_not_try_again_and_again(
             wait_until(lambda: eio.count() > 0, "the index cannot be written")
             rounds.wait_for(50)
             assert eio.count() == 1
+
+
+def test_the_flusher_rests_after_an_unexpected_error_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flusher, "_WRITE_EVERY_S", 0.001)
+    monkeypatch.setattr(flusher, "_LOOK_EVERY_S", 0.1)
+    path = tmp_path / "kv.slab"
+    fails_at: list[float] = []
+
+    def fail() -> None:
+        fails_at.append(time.monotonic())
+        raise RuntimeError(f"a mistake, found for the {len(fails_at)}th time")
+
+    with disk_harness(path, NUM_BLOCKS) as harness:
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_of(harness)._flusher, "_write", fail)
+            wait_until(lambda: len(fails_at) >= 4, "it has failed a few times")
+        assert fails_at[3] - fails_at[0] >= 0.3
+        store_all(harness)
+    assert caplog.text.count("Traceback") == 1
+    assert f"{path}: unexpected error: the file could not be updated" in caplog.text
+    with disk_harness(path, NUM_BLOCKS) as harness:
+        assert harness.hits(KEYS) == set(KEYS)
 
 
 class Errors:

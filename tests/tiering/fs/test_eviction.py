@@ -251,6 +251,30 @@ def test_junk_that_cannot_be_removed_keeps_nothing_else_from_being_done(tmp_path
     root.session.close()
 
 
+def test_an_unexpected_error_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = Root(tmp_path / "root")
+    count = 0
+
+    def fail() -> None:
+        nonlocal count
+        count += 1
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(root.sweeper, "_reclaim", fail)
+    root.sweeper.start()
+
+    def has_failed_often() -> bool:
+        root.sweeper.take(1)  # wakes the thread
+        return count >= 4
+
+    wait_until(has_failed_often, "it has failed a few times")
+    root.sweeper.stop()
+    root.session.close()
+    assert caplog.text.count("Traceback") == 1
+
+
 def test_stopping_without_a_start_and_twice(tmp_path: Path) -> None:
     root = Root(tmp_path / "root")
     root.sweeper.stop()

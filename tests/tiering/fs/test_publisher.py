@@ -429,6 +429,25 @@ def test_a_new_seat_is_not_lost_for_a_namespace_in_the_old_one(rig: PublisherRig
     assert [block.name for block in rig.blocks()] == [key(3).hex()]
 
 
+def test_an_unexpected_error_is_logged_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = PublisherRig(root)
+    count = 0
+
+    def fail() -> None:
+        nonlocal count
+        count += 1
+        raise RuntimeError("a mistake")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.publisher, "_work", fail)
+        wait_until(lambda: count >= 4, "it has failed a few times")
+    wait_until(lambda: rig.goes_on_with(1), "it goes on")
+    rig.stop()
+    assert caplog.text.count("Traceback") == 1
+
+
 def test_the_scheduler_may_answer_a_new_presence_at_once(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,14 +1,16 @@
-"""I/O errors: all are counted, and each kind is logged once."""
+"""I/O errors are all counted, and each kind is logged once. Unexpected errors are logged once a
+minute."""
 
 from __future__ import annotations
 
 import errno
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from kvtier.tiering.io.metrics import ErrorLog, error_counter, error_counters
+from kvtier.tiering.io.metrics import ErrorLog, UnexpectedErrors, error_counter, error_counters
 
 
 def remedy_for(error: int) -> str:
@@ -65,6 +67,39 @@ def test_no_error_is_lost_between_threads() -> None:
     for thread in threads:
         thread.join()
     assert total + log.take()["EIO"] == 2000
+
+
+def test_an_unexpected_error_is_logged_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    log = UnexpectedErrors("/a/path\n", "nothing is stored")
+
+    def fail_with(error: Exception) -> None:
+        try:
+            raise error
+        except Exception as raised:
+            log.log(raised)
+
+    for number in range(100):  # the same error, though it names another block each time
+        fail_with(KeyError(number))
+    (message,) = caplog.messages
+    assert message.startswith("/a/path\\n: unexpected error: nothing is stored. Logged at most ")
+    assert "KeyError: 0" in caplog.text
+    fail_with(ValueError("another one"))
+    assert len(caplog.messages) == 2
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError as raised:
+        log.log(raised)
+    assert len(caplog.messages) == 3
+    now += 59.0
+    fail_with(KeyError("again"))
+    assert len(caplog.messages) == 3
+    now += 1.0
+    fail_with(KeyError("a minute later"))
+    assert len(caplog.messages) == 4
 
 
 @pytest.mark.parametrize(

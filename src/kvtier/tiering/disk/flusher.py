@@ -17,6 +17,7 @@ from kvtier.tiering.disk.file import read_clear_request
 from kvtier.tiering.disk.index import write_index
 from kvtier.tiering.disk.slab import Slab
 from kvtier.tiering.disk.slots import SlabBlock
+from kvtier.tiering.io.metrics import UnexpectedErrors
 
 __all__ = ["IndexFlusher"]
 
@@ -53,6 +54,10 @@ class IndexFlusher:
         self._next_seq = next_seq
         self._on_clear = on_clear
         self._on_error = on_error
+        self._unexpected = UnexpectedErrors(
+            slab.file.path,
+            "the file could not be updated; after a restart, recent blocks may be missing",
+        )
         self._uses: deque[tuple[int, Collection[OffloadKey]]] = deque(maxlen=_MAX_USES)
         self._to_destroy: deque[tuple[CachePolicy, dict[OffloadKey, SlabBlock]]] = deque()
         self._wanted_cut = slab.superblock.cut
@@ -136,18 +141,16 @@ class IndexFlusher:
             self._try(self._destroy_some)
 
     def _try(self, step: Callable[[], None]) -> None:
-        """Run one step. If it raises, report that and go on with the next step. After an `OSError`
-        the thread does nothing for `_LOOK_EVERY_S`, unless it has to stop."""
+        """Run one step. If it raises, report that and go on with the next step. Afterwards the
+        thread does nothing for `_LOOK_EVERY_S`, unless it has to stop."""
         try:
             step()
-        except OSError as error:
+        except Exception as error:
             self._resting_until = time.monotonic() + _LOOK_EVERY_S
-            self._on_error(error)
-        except Exception:
-            logger.exception(
-                "%s: the file could not be updated; after a restart, recent blocks may be missing",
-                self._slab.file.path,
-            )
+            if isinstance(error, OSError):
+                self._on_error(error)
+            else:
+                self._unexpected.log(error)
 
     def _cut(self, seq: int, **changes: bytes) -> None:
         self._slab.save_superblock(cut=max(seq, self._wanted_cut), **changes)

@@ -8,7 +8,6 @@ found 20,000 blocks of its namespaces or has listed all of them, and evicts the 
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -21,10 +20,9 @@ from pathlib import Path
 from kvtier.tiering.fs.layout import SHARDS, BlockFile, read_shard, remove_directories, shards_in
 from kvtier.tiering.fs.root import PresenceLost, RootSession
 from kvtier.tiering.fs.transaction import Evicted
+from kvtier.tiering.io.metrics import UnexpectedErrors
 
 __all__ = ["DamagedBlocks", "Sweeper", "remove_evicted", "remove_namespace"]
-
-logger = logging.getLogger(__name__)
 
 _ENOUGH = 20_000
 """Blocks to list before the oldest of them are chosen."""
@@ -56,6 +54,10 @@ class Sweeper:
         self._session = session
         self._on_found = on_found
         self._on_error = on_error
+        self._unexpected = UnexpectedErrors(
+            session.path,
+            "no block was found to evict, or nothing was cleaned up; tried again within 5 s",
+        )
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._namespaces: Sequence[Path] = ()
@@ -136,12 +138,8 @@ class Sweeper:
             pass  # the publisher joins again
         except OSError as error:
             self._on_error(error)
-        except Exception:
-            logger.exception(
-                "%s: unexpected error while looking for blocks to evict or cleaning up; tried "
-                "again within 5 s",
-                self._session.path,
-            )
+        except Exception as error:
+            self._unexpected.log(error)
 
     def _reclaim(self) -> None:
         if time.monotonic() >= self._reclaim_at:

@@ -38,6 +38,7 @@ from kvtier.tiering.fs.quota import (
 )
 from kvtier.tiering.fs.root import PresenceLost, RootSession
 from kvtier.tiering.fs.transaction import NAME_BYTES, Evicted, Outcome, Transaction, Written
+from kvtier.tiering.io.metrics import UnexpectedErrors
 
 __all__ = ["BlockChange", "Change", "ChangeLog", "Publisher", "StagedBlock", "Usage"]
 
@@ -146,6 +147,9 @@ class Publisher(Generic[T]):
         self._session = session
         self._block_bytes = block_bytes
         self._on_error = on_error
+        self._unexpected = UnexpectedErrors(
+            session.path, "the fs tier stores nothing for about 1 s, then tries again"
+        )
         self._wake = threading.Event()
         self._namespace: Path | None = None
         self._staged: deque[StagedBlock[T]] = deque()
@@ -237,11 +241,8 @@ class Publisher(Generic[T]):
             self._on_error(error)
             if not isinstance(error, LedgerBusy):
                 self._lost(str(error))
-        except Exception:
-            logger.exception(
-                "%s: unexpected error; the fs tier stores nothing for about 1 s, then tries again",
-                self._session.path,
-            )
+        except Exception as error:
+            self._unexpected.log(error)
             self._lost("an unexpected error")
 
     def _lost(self, why: str) -> None:

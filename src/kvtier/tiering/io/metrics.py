@@ -1,4 +1,5 @@
-"""Metric definitions of a tier, and a log of its I/O errors, which counts them by kind."""
+"""Metric definitions of a tier, a log of its I/O errors, which counts them by kind, and a log of
+unexpected errors."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from traceback import walk_tb
 
 from kvtier.base import MetricDefinition, MetricKind
 from kvtier.config.errors import printable
 
-__all__ = ["ErrorLog", "definitions", "error_counter", "error_counters"]
+__all__ = ["ErrorLog", "UnexpectedErrors", "definitions", "error_counter", "error_counters"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ _NAMED_ERRORS = (
     "ETIMEDOUT",
 )
 _OTHER = "other"
+_LOG_AGAIN_S = 60.0
 
 
 def definitions(
@@ -96,3 +100,29 @@ class ErrorLog:
         with self._lock:
             taken, self._errors = self._errors, Counter()
         return taken
+
+
+class UnexpectedErrors:
+    """Logs the unexpected errors of one thread, each with its traceback and at most once a minute.
+    A thread that goes on after an error may meet the same one many times a second."""
+
+    def __init__(self, where: object, consequence: str) -> None:
+        """`where`: the tier's path. `consequence`: what the error means for the tier."""
+        self._where = where
+        self._consequence = consequence
+        self._log_at: dict[tuple[type[Exception], str, int], float] = {}
+        """Monotonic time from which an error is logged again, by its type and by the file and line
+        that raised it. Its text may differ each time."""
+
+    def log(self, error: Exception) -> None:
+        """Called while `error` is handled."""
+        *_, (frame, line) = walk_tb(error.__traceback__)
+        kind = type(error), frame.f_code.co_filename, line
+        now = time.monotonic()
+        if now >= self._log_at.get(kind, now):
+            self._log_at[kind] = now + _LOG_AGAIN_S
+            logger.exception(  # noqa: LOG004 - the caller handles `error`
+                "%s: unexpected error: %s. Logged at most once a minute; please report it",
+                printable(str(self._where)),
+                self._consequence,
+            )
