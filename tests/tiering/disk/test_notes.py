@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import TierHarness
+from kvtier.tiering.disk import flusher
 from kvtier.tiering.disk.layout import HOLDER_OFFSET
 from kvtier.tiering.io.page import PAGE_BYTES
 from tests.tiering.disk.engine import configured_engine
-from tests.tiering.disk.harness import bytes_for, disk_harness, disk_of, du
+from tests.tiering.disk.harness import bad_sectors, bytes_for, disk_harness, disk_of, du
 from tests.tiering.engine import Engine
 from tests.tiering.patience import wait_until
 
@@ -44,6 +45,21 @@ def test_a_killed_engine_has_kept_its_note(path: Path) -> None:
     with disk_harness(path) as harness:
         disk_of(harness).keep_note(NOTE)
         wait_until(lambda: NOTE in path.read_bytes(), "the note is in the file")
+
+
+def test_a_note_is_written_once_the_disk_lets_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher, "_LOOK_EVERY_S", 0.02)
+    with disk_harness(path) as harness:
+        with bad_sectors(HOLDER_OFFSET, writing_mends=False):
+            disk_of(harness).keep_note(NOTE)
+            errors = disk_of(harness)._mover.errors
+            wait_until(lambda: errors.take()["EIO"] > 0, "it cannot be written")
+        wait_until(lambda: NOTE in path.read_bytes(), "the note is in the file")
+        disk_of(harness).keep_note(b"a newer one")
+    with disk_harness(path) as harness:
+        assert disk_of(harness).kept_note() == b"a newer one"
 
 
 def test_a_damaged_note_is_none_and_takes_no_block_with_it(path: Path) -> None:

@@ -18,6 +18,7 @@ from kvtier.tiering.disk import flusher, slab
 from kvtier.tiering.disk.file import SlabFile, read_clear_request
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
+    HOLDER_OFFSET,
     SUPERBLOCK_OFFSETS,
     encode_clear_request,
 )
@@ -214,5 +215,18 @@ def test_a_request_that_cannot_be_written_down_is_obeyed_once(path: Path, looks:
             new = store(harness, 8, start=20)
             looks.wait_for_some()
             assert harness.hits(new) == set(new)
+        slab = disk_of(harness)._slab
+        wait_until(lambda: slab.superblock.last_clear == REQUEST, "it is written down later")
+        assert harness.hits(new) == set(new)
     with disk_harness(path) as harness:
-        assert not harness.hits(old)
+        assert harness.hits(old + new) == set(new)
+
+
+def test_a_note_that_cannot_be_written_keeps_no_request_waiting(path: Path, looks: Looks) -> None:
+    with disk_harness(path) as harness:
+        old = store(harness, 8)
+        with bad_sectors(HOLDER_OFFSET, writing_mends=False):
+            disk_of(harness).keep_note(b"a note")
+            looks.wait_for_some()
+            ask_to_clear(path)
+            wait_until(lambda: not harness.hits(old), "it is obeyed")

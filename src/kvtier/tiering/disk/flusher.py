@@ -62,15 +62,20 @@ class IndexFlusher:
         self._to_destroy: deque[tuple[CachePolicy, dict[OffloadKey, SlabBlock]]] = deque()
         self._wanted_cut = slab.superblock.cut
         self._note: bytes | None = None
-        """A note that has not been written yet."""
+        """The last note to be kept. Set by the scheduler's thread alone, so a newer one is never
+        lost."""
+        self._written_note: bytes | None = None
         self._is_writing = False
         """True while pages taken from the index are not in the file yet."""
         self._wake = threading.Event()
         self._stopping = False
         self._resting_until = 0.0
-        self._obeyed: bytes | None = None
-        """Id of the last clear request that this thread has acted on. The superblock may not name
-        it yet."""
+        self._obeyed = slab.superblock.last_clear
+        """Id of the last clear request that this thread has acted on. The superblock names it once
+        the cut is written."""
+        self._clear_cut = 0
+        """Cut for that request. Fixed when the tier was emptied, so a cut that is written late does
+        not take the blocks stored since."""
         self.allocated_bytes = slab.file.allocated_bytes
         """Disk usage of the file in bytes, updated about once a second. 0 once the file was removed
         or replaced."""
@@ -98,10 +103,16 @@ class IndexFlusher:
         # `has_changed` is read first. `_write` sets `_is_writing` before it takes the changed
         # pages, so one of the two is true until the pages are in the file.
         is_index_behind = self._slab.index.has_changed or self._is_writing
-        return is_index_behind or self._wanted_cut > self._slab.superblock.cut
+        return is_index_behind or self._is_cut_due
+
+    @property
+    def _is_cut_due(self) -> bool:
+        superblock = self._slab.superblock
+        return self._wanted_cut > superblock.cut or self._obeyed != superblock.last_clear
 
     def keep_note(self, note: bytes) -> None:
-        """Write a note for the next engine, within about a second."""
+        """Write a note for the next engine, within about a second. Tried again if the write
+        fails."""
         self._note = note
 
     def destroy(self, policy: CachePolicy, blocks: dict[OffloadKey, SlabBlock]) -> None:
@@ -125,8 +136,8 @@ class IndexFlusher:
             now = time.monotonic()
             if now < self._resting_until and not is_last:
                 continue
-            if self._wanted_cut > self._slab.superblock.cut:
-                self._try(lambda: self._cut(self._wanted_cut))
+            if self._is_cut_due:
+                self._try(self._cut)
             is_due = now - noted >= _NOTE_USES_EVERY_S or len(self._uses) > _MAX_USES // 2
             if is_last or is_due:
                 noted = now
@@ -134,7 +145,8 @@ class IndexFlusher:
             self._try(self._write)
             if is_last or now - looked >= _LOOK_EVERY_S:
                 looked = now
-                self._try(self._check_file)
+                for step in (self._check_file, self._save_note, self._obey_request):
+                    self._try(step)
             if is_last:
                 self._try(self._slab.file.sync)
                 return
@@ -152,9 +164,13 @@ class IndexFlusher:
             else:
                 self._unexpected.log(error)
 
-    def _cut(self, seq: int, **changes: bytes) -> None:
-        self._slab.save_superblock(cut=max(seq, self._wanted_cut), **changes)
+    def _cut(self) -> None:
+        is_clear = self._obeyed != self._slab.superblock.last_clear
+        cut = max(self._wanted_cut, self._clear_cut)
+        self._slab.save_superblock(cut=cut, last_clear=self._obeyed)
         self._slab.file.sync()
+        if is_clear:
+            logger.info("%s: cleared by request", self._slab.file.path)
 
     def _note_uses(self) -> None:
         slots: list[int] = []
@@ -189,17 +205,24 @@ class IndexFlusher:
         if was_there and not self._is_there:
             self._warn_that_file_is_gone()
         self._slab.keep_clock(self._next_seq())
-        note, self._note = self._note, None
-        if note is not None:
+
+    def _save_note(self) -> None:
+        note = self._note
+        if note is not None and note != self._written_note:
             self._slab.save_note(note)
-        request_id = read_clear_request(file)
-        if request_id not in (None, self._slab.superblock.last_clear, self._obeyed):
-            self._obeyed = request_id
+            self._written_note = note
+
+    def _obey_request(self) -> None:
+        """Clear the tier if a user has asked for it. If the cut cannot be written, `_run` tries
+        again; the tier itself is emptied once."""
+        request_id = read_clear_request(self._slab.file)
+        if request_id is not None and request_id != self._obeyed:
             # `on_clear` comes before the cut. A block stored between the two may be lost, but no
             # block from before the request survives.
             self._on_clear()
-            self._cut(self._next_seq(), last_clear=request_id)
-            logger.info("%s: cleared by request", file.path)
+            self._clear_cut = self._next_seq()
+            self._obeyed = request_id
+            self._cut()
 
     def _warn_that_file_is_gone(self) -> None:
         path = self._slab.file.path
