@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.harness import sample_spec
+from kvtier.tiering.disk import file as file_module
 from kvtier.tiering.disk import ownership
 from kvtier.tiering.disk.layout import SUPERBLOCK_OFFSETS
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
@@ -120,6 +121,28 @@ def test_a_slab_of_another_version_is_left_alone_though_it_is_damaged(
     path.write_bytes(content)
     with pytest.raises(SlabRefused, match="version"):
         disk_harness(path)
+    assert path.read_bytes() == content
+
+
+# --- no O_DIRECT -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_slab_that_needs_o_direct_in_vain_is_left_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    """Though this engine would have emptied it: its blocks have another size, or no superblock can
+    be read."""
+    with disk_harness(path) as harness:
+        harness.wait_for(harness.store(harness.keys(4)))
+    content = bytearray(path.read_bytes())
+    if is_damaged:
+        for offset in SUPERBLOCK_OFFSETS:
+            content[offset + 100] ^= 1
+        path.write_bytes(content)
+    monkeypatch.setattr(file_module, "set_o_direct", lambda _: False)
+    with pytest.raises(SlabRefused, match="does not allow O_DIRECT"):
+        disk_harness(path, row_bytes=ROW_BYTES // 2, use_o_direct=True)
     assert path.read_bytes() == content
 
 

@@ -173,6 +173,8 @@ def _open(
     lock_slab(file)
     if not file.is_at_its_path():
         raise SlabRefused(f"{file.path} was replaced while it was opened: start the engine again")
+    if use_o_direct is not False:  # before the first change, because it may refuse the file
+        _use_o_direct(file, is_required=use_o_direct is True)
     stored = _superblock_or_new(file, payload_bytes, max_bytes)
     holder = this_process(engine_id)
     note = read_note(file)
@@ -183,8 +185,6 @@ def _open(
     wanted = _allocate_wanted(file, stored, superblock, payload_bytes, max_bytes)
     os.fchmod(file.fd, 0o600)
     superblock = _format_if_unusable(file, stored, superblock, wanted, payload_bytes)
-    if use_o_direct is not False:
-        _use_o_direct(file, is_required=use_o_direct is True)
     index = read_index(file, superblock)
     if wanted != superblock.geometry:
         index = resize(file, superblock, index, wanted, tag)
