@@ -218,6 +218,38 @@ def test_a_black_hole_swallows_everything_and_gives_it_back() -> None:
         assert hits == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
 
 
+@pytest.mark.parametrize("kind", [FaultKind.RAISE, FaultKind.GARBAGE, FaultKind.DELAY])
+def test_in_the_dark_no_other_fault_happens_to_a_lookup(kind: FaultKind) -> None:
+    methods = ("lookup", "lookup_batch")
+    faults = [Fault(method, call, kind) for method in methods for call in (0, 1)]
+    with bench_with(FaultSchedule(faults=faults)) as bench:
+        bench.keep(1, 2)
+        keys = keys_of(1, 2)
+        bench.tier.go_dark()
+        assert bench.tier.lookup(keys[0], REQUEST) is LookupResult.RETRY
+        assert bench.tier.lookup_batch(keys, REQUEST) == [LookupResult.RETRY] * 2
+        assert bench.tier.injected == []
+        bench.tier.recover()
+        for method in methods:  # the second call has the second fault, as without the dark
+            if kind is FaultKind.RAISE:
+                with pytest.raises(InjectedFault):
+                    call(bench, method)
+            else:
+                call(bench, method)
+        assert bench.tier.injected == [faults[1], faults[3]]
+
+
+def test_in_the_dark_draining_waits_though_it_would_raise() -> None:
+    with bench_with_fault("drain_jobs", FaultKind.RAISE) as bench:
+        bench.tier.go_dark()
+        draining = start(bench.tier.drain_jobs)
+        draining.join(0.02)
+        assert draining.is_alive()
+        bench.tier.recover()
+        draining.join()
+        assert bench.tier.injected == []
+
+
 def test_a_job_nobody_submitted_is_reported() -> None:
     with bench_with_fault("get_finished_jobs", FaultKind.UNKNOWN_JOB) as bench:
         job = bench.store(1)

@@ -86,8 +86,11 @@ class FaultyTier(SecondaryTierManager):
     # --- lookups -------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        fault = self._fault_of("lookup")
-        if self._is_dark or (fault is not None and fault.kind is FaultKind.DELAY):
+        fault = self.schedule.next_fault("lookup")
+        if self._is_dark:
+            return LookupResult.RETRY
+        self._inject(fault, "lookup")
+        if fault is not None and fault.kind is FaultKind.DELAY:
             return LookupResult.RETRY
         if fault is not None:
             return cast("LookupResult", _garbage_of(fault))
@@ -96,9 +99,10 @@ class FaultyTier(SecondaryTierManager):
     def lookup_batch(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> Sequence[LookupResult]:
-        fault = self._fault_of("lookup_batch")
+        fault = self.schedule.next_fault("lookup_batch")
         if self._is_dark:
             return [LookupResult.RETRY] * len(keys)
+        self._inject(fault, "lookup_batch")
         answers = list(self.tier.lookup_batch(keys, req_context))
         if fault is None:
             return answers
@@ -174,8 +178,9 @@ class FaultyTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Carry out all jobs. The next poll has their results, including those that were late. If
         a job hangs, wait for `recover` or `shutdown`."""
-        fault = self._fault_of("drain_jobs")
-        if fault is not None:
+        fault = self.schedule.next_fault("drain_jobs")
+        if fault is not None and not self._is_dark:
+            self._inject(fault, "drain_jobs")
             self._answering.clear()
         self._answering.wait()
         if not self._is_shut_down:
@@ -236,14 +241,18 @@ class FaultyTier(SecondaryTierManager):
         return ask() if fault is None else cast("T", _garbage_of(fault))
 
     def _fault_of(self, method: str) -> Fault | None:
-        """Return the fault of a call that does not concern jobs. Raises `InjectedFault` for the
+        """Return the fault of a call that happens in the dark, too. Raises `InjectedFault` for the
         kind RAISE."""
         fault = self.schedule.next_fault(method)
+        self._inject(fault, method)
+        return fault
+
+    def _inject(self, fault: Fault | None, method: str) -> None:
+        """Record the fault, if there is one. Raises `InjectedFault` for the kind RAISE."""
         if fault is not None:
             self.injected.append(fault)
             if fault.kind is FaultKind.RAISE:
                 raise InjectedFault(method)
-        return fault
 
     # --- passed on without faults ---------------------------------------------------------------
 
