@@ -327,6 +327,17 @@ def test_a_capacity_that_is_too_small_for_the_checks_is_refused() -> None:
         TooSmallKit(small(ExampleSecondaryTierManager)).test_nothing_to_do_is_reported()
 
 
+def test_a_job_that_needs_more_slots_than_there_are_is_refused_at_once() -> None:
+    make = plain(ExampleSecondaryTierManager)
+    with TierHarness(make, num_slots=4, patience_s=0.2) as harness:
+        harness.store(harness.keys(4))
+        with pytest.raises(ValueError, match="5 slots wanted, 0 of 4 are free"):
+            harness.store(harness.keys(5))
+        with pytest.raises(ValueError, match="5 slots wanted, 0 of 4 are free"):
+            harness.load(harness.keys(5))
+        harness.wait_for(harness.load(harness.keys(4)))
+
+
 @pytest.mark.parametrize("row_bytes", [0, 100, 4097])
 def test_rows_that_are_no_pages_are_refused(row_bytes: int) -> None:
     with pytest.raises(ValueError, match=f"row_bytes = {row_bytes}: give a multiple of the page"):

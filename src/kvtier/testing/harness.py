@@ -215,10 +215,14 @@ class TierHarness:
         self.call("on_schedule_end", ScheduleEndContext())
 
     def _new_job(self, keys: Sequence[OffloadKey], is_promotion: bool) -> TransferJob:
-        self._step_until(
-            lambda: self.slots.num_free >= len(keys),
-            lambda: f"{self.ledger.describe_unreported()} not reported, and there is no free slot",
-        )
+        if len(keys) <= self.slots.num_slots:  # otherwise `lend` raises: waiting would not help
+            self._step_until(
+                lambda: self.slots.num_free >= len(keys),
+                lambda: (
+                    f"{self.ledger.describe_unreported()} not reported, and {len(keys)} slots are "
+                    "not free"
+                ),
+            )
         block_ids = np.array(self.slots.lend(len(keys)), dtype=np.int64)
         block_ids.flags.writeable = False
         self._num_jobs += 1

@@ -30,6 +30,7 @@ class LentSlots:
     """
 
     def __init__(self, num_slots: int, row_bytes: int, seed: int = 0) -> None:
+        self.num_slots = num_slots
         self.row_bytes = row_bytes
         self.is_closed = False
         self._poison = _POISON * (row_bytes // len(_POISON))
@@ -46,9 +47,10 @@ class LentSlots:
         return len(self._free)
 
     def lend(self, count: int) -> list[int]:
-        """Return `count` slots, all poisoned."""
+        """Return `count` slots, all poisoned. Raises `ValueError` if fewer are free."""
         if count > len(self._free):
-            raise ValueError(f"{count} slots wanted, {len(self._free)} are free")
+            free = f"{len(self._free)} of {self.num_slots}"
+            raise ValueError(f"{count} slots wanted, {free} are free")
         lent, self._free = self._free[:count], self._free[count:]
         return lent
 
@@ -61,7 +63,7 @@ class LentSlots:
     def take_back_all(self) -> None:
         """Take back the slots of all jobs, reported or not."""
         self._free.clear()
-        self.take_back(list(range(len(self._mapping) // self.row_bytes)))
+        self.take_back(list(range(self.num_slots)))
 
     def touched(self) -> list[int]:
         """Return the free slots that were written to."""
