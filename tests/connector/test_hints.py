@@ -73,6 +73,13 @@ def test_nothing_below_host_memory_is_allowed_where_no_entry_can_be_read(
     assert len(warnings) == 1
 
 
+@pytest.mark.parametrize("given", ["x", [{"skip": True}], 3], ids=str)
+def test_what_is_no_object_is_ignored(given: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert parse_hints(given) == request_state.RequestHints()
+    (line,) = caplog.messages
+    assert line == f"kv_transfer_params = {given!r} is ignored: give an object."
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [

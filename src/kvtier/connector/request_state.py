@@ -208,8 +208,10 @@ _warned_topics: set[str] = set()
 
 def _warn(topic: str, given: object, what: str, *, name: str | None = None) -> None:
     """Log the first warning about a topic, and later ones at DEBUG, because otherwise a client
-    could fill the log. `name`: the key to show, if it is not the topic."""
+    could fill the log. `topic`: a hint, or "" for all of them. `name`: the key to show, if it is
+    not the topic."""
     level = logging.DEBUG if topic in _warned_topics else logging.WARNING
     _warned_topics.add(topic)
     key = topic if name is None else name
-    logger.log(level, "kv_transfer_params.%s = %.200r %s", key, given, what)
+    where = f"kv_transfer_params.{key}" if key else "kv_transfer_params"
+    logger.log(level, "%s = %.200r %s", where, given, what)
