@@ -65,7 +65,7 @@ AT_LEAST = {
     "counted: cpu_evicted_blocks": 500,
     "counted: cpu_promoted_blocks": 100,
     "fault: corrupt": 6,
-    "fault: delay": 80,
+    "fault: delay": 10,
     "fault: drop": 3,
     "fault: duplicate": 2,
     "fault: fail": 10,
