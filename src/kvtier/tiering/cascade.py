@@ -107,6 +107,11 @@ class StoreLimits:
         self._least_pinned = min(max_pinned, max(_LEAST_PINNED, _LEAST_PINNED_BYTES // block_bytes))
         self._pins_needed = float(max_pinned)
         """Slots that keep the tier busy, with some to spare. All until a store was measured."""
+        self._num_working = 0
+        """Slots that were pinned when the last harvest began: for stores that it found ended, and
+        for others."""
+        self._lag = 0.0
+        """Seconds between the last two harvests."""
         self._num_given_back = 0.0
         """Blocks that requests have loaded from the tier; older ones count less."""
         self._most_in_store = max(1, _STORE_BYTES // block_bytes)
@@ -139,9 +144,8 @@ class StoreLimits:
         num_bytes = len(job.transfer.keys) * self._block_bytes
         self._next_offer_at = now + num_bytes / _OFFERED_BYTES_PER_S
 
-    def note_stored(self, job: Job, seconds: float | None, now: float, lag: float) -> None:
-        """A store has ended. `seconds`: how long the tier worked on it, if known. `lag`: seconds
-        since the previous harvest."""
+    def note_stored(self, job: Job, seconds: float | None, now: float) -> None:
+        """A store has ended. `seconds`: how long the tier worked on it, if known."""
         if job is self._offer:
             taken_s = now - job.submitted if seconds is None else seconds
             most = self._most_in_store
@@ -150,20 +154,23 @@ class StoreLimits:
             self._most_in_offer = max(1, most)
         if seconds is not None:
             # Little's law: the tier stays busy with the slots that were pinned, times the share of
-            # the job's life in which it did not wait for its turn.
+            # the job's life in which it did not wait for its turn. If all stores had ended before
+            # the harvest, the tier was idle for a while, and the number grows.
             life = now - job.submitted
-            busy_share = min(1.0, (seconds + lag) / life) if life > 0 else 1.0
-            needed = _SPARE_PINS * job.num_beside * busy_share
+            busy_share = min(1.0, (seconds + self._lag) / life) if life > 0 else 1.0
+            needed = _SPARE_PINS * self._num_working * busy_share
             self._pins_needed += (needed - self._pins_needed) * _NEWEST_SHARE
 
     def note_given_back(self, num_blocks: int) -> None:
         """Requests have loaded blocks from the tier."""
         self._num_given_back += num_blocks
 
-    def fade(self, seconds: float) -> None:
-        """Time has passed: blocks that requests have loaded from the tier count less."""
+    def harvest_begins(self, lag: float) -> None:
+        """The tier is about to be asked for finished stores. `lag`: seconds since it was last
+        asked. Blocks that requests have loaded from the tier count less with time."""
+        self._num_working, self._lag = self.num_pinned, lag
         if self._num_given_back:
-            self._num_given_back *= exp(-seconds / _GIVEN_BACK_FOR_S)
+            self._num_given_back *= exp(-lag / _GIVEN_BACK_FOR_S)
 
 
 class Backlog:

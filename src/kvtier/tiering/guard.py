@@ -1,6 +1,15 @@
-"""Load or compute? A promotion that takes longer than computing the blocks again is no help.
+"""Load or compute? On an idle engine, whatever gives the answer sooner. On a busy one, computing a
+prompt also delays every other request that the device works on, while loading it delays none.
 
-`LoadGuard` decides, from what `kvtier.tiering.cost` has learnt. To replace the rule, replace
+So blocks are loaded if
+
+    load_s <= compute_s * (1 + num_held_up)
+
+where `load_s` includes the loads before it at the tier, and `num_held_up` is the number of other
+requests that compute, decode or wait for the device. Requests that wait for a load are not held up.
+So the rule balances both sides: the more requests load, the fewer computing holds up.
+
+`LoadGuard` applies it to what `kvtier.tiering.cost` has learnt. To replace the rule, replace
 `LoadGuard.judge` and `LoadGuard.is_worth_loading`. `LoadSpeed` measures one tier, also when no
 request loads from it.
 """
@@ -39,6 +48,9 @@ _MEASURED_FACTOR = 8
 _LEAST_TRIED_S = 0.05
 """Seconds. Shorter loads cause no trial: there a wrong decision costs a request little."""
 
+_MUCH_FASTER = 4
+"""A request stops waiting for blocks that others load if it can compute them this many times
+faster."""
 _EXPLORED_BLOCKS, _EXPLORED_S = 8, 0.25
 """Blocks of the first exploration, a load that shows whether a tier is still slower than computing.
 It has more blocks if they are expected to take less than `_EXPLORED_S` seconds."""
@@ -83,6 +95,8 @@ class _Costs(NamedTuple):
     num_tokens: int
     mean_position: float
     """The mean position of these tokens in the prompt; 0 while `compute_s` is not known."""
+    num_held_up: int
+    """Other requests that have to wait while these tokens are computed."""
 
 
 class LoadGuard:
@@ -118,10 +132,16 @@ class LoadGuard:
     # --- decisions ------------------------------------------------------------------------------
 
     def judge(
-        self, keys: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest, now: float
+        self,
+        keys: Sequence[OffloadKey],
+        tier: GuardedTier,
+        request: TierRequest,
+        num_held_up: int,
+        now: float,
     ) -> Verdict:
-        """Decide for blocks that a tier has, and count the decision."""
-        costs = self._costs(keys, tier, request)
+        """Decide for blocks that a tier has, and count the decision. `num_held_up`: other requests
+        that have to wait while this one computes."""
+        costs = self._costs(keys, tier, request, num_held_up)
         if not self._is_worth_it(costs, tier, now):
             self._num_blind += costs.load_s is not None and costs.compute_s is None
             return Verdict(Choice.COMPUTE, costs.load_s)
@@ -135,10 +155,27 @@ class LoadGuard:
         return Verdict(Choice.MEASURE if is_new else Choice.LOAD, costs.load_s)
 
     def is_worth_loading(
-        self, keys: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest, now: float
+        self,
+        keys: Sequence[OffloadKey],
+        tier: GuardedTier,
+        request: TierRequest,
+        num_held_up: int,
+        now: float,
     ) -> bool:
-        """False if computing these blocks is faster. Counts nothing."""
-        return self._is_worth_it(self._costs(keys, tier, request), tier, now)
+        """False if the request should compute these blocks. Counts nothing."""
+        return self._is_worth_it(self._costs(keys, tier, request, num_held_up), tier, now)
+
+    def is_much_faster(
+        self, keys: Sequence[OffloadKey], request: TierRequest, wait_s: float
+    ) -> bool:
+        """True if computing these blocks takes far less than waiting `wait_s` for them. Blocks that
+        many requests share should be loaded once, so a small advantage does not count."""
+        if not self._prefill.is_known:
+            return False
+        num_tokens = self._groups.num_tokens(keys)
+        deepest = max(num_tokens, request.context.num_prompt_tokens or 0)
+        compute_s = self._prefill.seconds_for(num_tokens, deepest - num_tokens / 2)
+        return compute_s * _MUCH_FASTER < wait_s
 
     def note_load(self, verdict: Verdict) -> None:
         """The blocks of this verdict are being loaded."""
@@ -146,29 +183,37 @@ class LoadGuard:
             self._trials.note_load(verdict.load_s)
 
     def _is_worth_it(self, costs: _Costs, tier: GuardedTier, now: float) -> bool:
-        """True if loading is not slower than computing, as far as is known."""
+        """True if the blocks should be loaded, as far as is known."""
         load_s, compute_s = costs.load_s, costs.compute_s
         if load_s is None:
             return not tier.load_speed.is_being_probed or tier.load_speed.began_probing_within(
                 now, _PROBE_PATIENCE_S
             )
         if compute_s is not None:
-            return load_s <= compute_s
+            # A load that ends too late is lost, so one that is expected to is not begun.
+            is_in_time = load_s <= tier.settings.load_timeout_s
+            return is_in_time and load_s <= compute_s * (1 + costs.num_held_up)
         may_learn = self._prefill.may_learn and costs.num_tokens > 0
         return load_s <= _BLIND_S or not may_learn or self._num_blind >= _BLIND_REQUESTS
 
     def _is_trial_due(self, costs: _Costs) -> bool:
-        load_s, compute_s, num_tokens, mean_position = costs
+        load_s, compute_s, num_tokens, mean_position, _ = costs
         if load_s is None or compute_s is None or not self._prefill.has_reports:
             return False
         is_measured = self._prefill.is_measured(num_tokens, mean_position)
         return self._trials.are_due(load_s, compute_s, is_measured=is_measured)
 
-    def _costs(self, keys: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest) -> _Costs:
+    def _costs(
+        self,
+        keys: Sequence[OffloadKey],
+        tier: GuardedTier,
+        request: TierRequest,
+        num_held_up: int,
+    ) -> _Costs:
         load_s = tier.load_speed.estimate.predict(len(keys) + tier.jobs.num_loading_in_time) or None
         num_tokens = self._groups.num_tokens(keys)
         if load_s is None or not num_tokens or not self._prefill.is_known:
-            return _Costs(load_s, None, num_tokens, 0.0)
+            return _Costs(load_s, None, num_tokens, 0.0, num_held_up)
         wanted, num_below = request.wanted, num_tokens
         if wanted.num_blocks > len(keys):  # from several tiers
             num_below = self._groups.num_tokens(
@@ -176,7 +221,7 @@ class LoadGuard:
             )
         mean_position = _earliest_start(request, num_below) + num_tokens / 2
         compute_s = self._prefill.seconds_for(num_tokens, mean_position)
-        return _Costs(load_s, compute_s, num_tokens, mean_position)
+        return _Costs(load_s, compute_s, num_tokens, mean_position, num_held_up)
 
     # --- what was learnt, from one engine to the next -------------------------------------------
 

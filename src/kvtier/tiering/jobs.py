@@ -46,6 +46,7 @@ class Job:
         "is_done",
         "is_late",
         "num_beside",
+        "ready_at",
         "submitted",
         "transfer",
         "wanters",
@@ -61,8 +62,10 @@ class Job:
         """True once it has missed its deadline."""
         self.is_done = False
         self.num_beside = 0
-        """Blocks under way at the tier when it got this job: for a load, those of other loads; for
-        a store, those of all stores, this one included."""
+        """A load: blocks of other loads that were under way when the tier got this one."""
+        self.ready_at = submitted
+        """A load: when it is expected to end; the time of its submission while that is not
+        known."""
         self.wanters: dict[TierRequest, None] = {}
         """The requests that wait for a load."""
 
@@ -161,7 +164,6 @@ class JobTable:
         tier = self._tier
         job = self._enter(transfer, now, self._settings.store_timeout_s, self._stores)
         tier.stores.num_pinned += len(transfer.keys)
-        job.num_beside = tier.stores.num_pinned
         tier.store_breaker.submitted(transfer.job_id)
         # If the call raises, the tier may still have begun the job: only its report ends it.
         tier.call("submit_store", self._submit, tier.manager.submit_store, job, default=None)
@@ -171,6 +173,8 @@ class JobTable:
         """Enter a promotion that is about to be submitted."""
         job = self._enter(transfer, now, self._settings.load_timeout_s, self._loads)
         job.num_beside = self.num_loading_in_time
+        estimate = self._tier.load_speed.estimate
+        job.ready_at += estimate.predict(len(transfer.keys) + job.num_beside) or 0.0
         self.num_loading += len(transfer.keys)
         return job
 
@@ -200,7 +204,7 @@ class JobTable:
             self._tier.note_refused(error)
             del self._open[job.transfer.job_id]
             refused = JobResult(job.transfer.job_id, False)
-            self._settle(job, refused, (), self._clock(), lag=0.0)
+            self._settle(job, refused, (), self._clock())
         return True
 
     # --- end ------------------------------------------------------------------------------------
@@ -212,7 +216,7 @@ class JobTable:
         if (not self._open and not tier.breaker.is_closed) or tier.is_resting(now):
             return
         lag, self._last_harvest = now - self._last_harvest, now
-        tier.stores.fade(lag)
+        tier.stores.harvest_begins(lag)
         for result in tier.finished_jobs(2 * len(self._open) + _MAX_EXTRA_RESULTS):
             is_valid = type(result) is JobResult and type(result.job_id) is int
             job = self._open.pop(result.job_id, None) if is_valid else None
@@ -220,7 +224,7 @@ class JobTable:
                 tier.note_unknown_job(result)
                 continue
             moved = self._moved(job, result)
-            self._settle(job, result, moved, now, lag)
+            self._settle(job, result, moved, now)
             yield job, moved
 
     def _moved(self, job: Job, result: JobResult) -> Sequence[OffloadKey]:
@@ -233,17 +237,14 @@ class JobTable:
             return ()
         return [key for key in job.transfer.keys if key in named]
 
-    def _settle(
-        self, job: Job, result: JobResult, moved: Sequence[OffloadKey], now: float, lag: float
-    ) -> None:
-        """A job has ended: count it, give back its slots, learn from it, judge the tier by it.
-        `lag`: seconds since the previous harvest."""
+    def _settle(self, job: Job, result: JobResult, moved: Sequence[OffloadKey], now: float) -> None:
+        """A job has ended: count it, give back its slots, learn from it, judge the tier by it."""
         job.is_done = True
         seconds = _possible_seconds(result.transfer_time, now - job.submitted)
         if job.transfer.is_promotion:
             self._settle_load(job, len(moved), seconds, now)
         else:
-            self._settle_store(job, len(moved), seconds, now, lag)
+            self._settle_store(job, len(moved), seconds, now)
         if not job.is_late:
             num_blocks = len(job.transfer.keys)
             is_good = bool(moved) or num_blocks <= _possible_count(result.num_gone)
@@ -261,16 +262,14 @@ class JobTable:
             tier.stores.note_given_back(num_moved)
         tier.load_speed.note_ended(job)
 
-    def _settle_store(
-        self, job: Job, num_moved: int, seconds: float | None, now: float, lag: float
-    ) -> None:
+    def _settle_store(self, job: Job, num_moved: int, seconds: float | None, now: float) -> None:
         tier, num_blocks = self._tier, len(job.transfer.keys)
         tier.stats.count_store(num_blocks, num_moved, num_moved * self._block_bytes, seconds)
         tier.stores.num_pinned -= num_blocks
         self._num_late_stores -= job.is_late
         if num_moved:
             self._no_store_late_until = now + self._settings.store_timeout_s
-            tier.stores.note_stored(job, seconds, now, lag)
+            tier.stores.note_stored(job, seconds, now)
 
     def _judge(self, job: Job, is_good: bool, seconds: float | None, now: float) -> None:
         """Report the outcome of a job to the breakers. The tier's breaker counts only loads, and a

@@ -213,7 +213,7 @@ class Lookup:
         while not answer.is_final and self._promotions.declines(group, request):
             answer = self._prefix(keys, group, request)
         if not answer.is_final:
-            self._note_awaited(keys, answer, group, request)
+            return self._await(keys, answer, group, request)
         return answer
 
     def _prefix(
@@ -363,18 +363,24 @@ class Lookup:
         wait.awaited[group] = awaited
         return awaited.answer
 
-    def _note_awaited(
+    def _await(
         self, keys: Sequence[OffloadKey], answer: PrefixLookup, group: bytes, request: TierRequest
-    ) -> None:
-        """Remember an answer that only the end of a promotion can change."""
+    ) -> PrefixLookup:
+        """The answer for a request that has to wait. If it waits for the promotions of others
+        alone, and computing is much faster, only the blocks before them count. Otherwise remember
+        the answer if only the end of a promotion can change it."""
         if request in self._promotions.wanting or request.wait.asking:
-            return  # the next lookup must do more than wait
-        for key in reversed(keys[: answer.num_hits]):
-            job_id = self._primary.writer_of(key)
-            if job_id is not None:
-                job = self._promotions.jobs[job_id]
-                request.wait.awaited[group] = Awaited(keys, answer, job)
-                return
+            return answer  # the next lookup must do more than wait
+        hits = keys[: answer.num_hits]
+        jobs = [self._primary.writer_of(key) for key in hits]
+        first = next((n for n, job_id in enumerate(jobs) if job_id is not None), None)
+        if first is None:
+            return answer  # the device writes them
+        if self._promotions.leaves(jobs[first:], hits[first:], request):
+            return PrefixLookup(first, True)
+        last = next(job_id for job_id in reversed(jobs) if job_id is not None)
+        request.wait.awaited[group] = Awaited(keys, answer, self._promotions.jobs[last])
+        return answer
 
     # --- what `block` and `prefix` share --------------------------------------------------------
 

@@ -65,7 +65,7 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
     "late_loads": MetricDefinition(MetricKind.COUNTER, "Promotions that missed their deadline."),
     "late_lookups": MetricDefinition(MetricKind.COUNTER, "Lookups that missed their deadline."),
     "declined_blocks": MetricDefinition(
-        MetricKind.COUNTER, "Blocks not promoted because computing them is faster."
+        MetricKind.COUNTER, "Blocks not promoted because the guard chose to compute them."
     ),
     "errors": MetricDefinition(MetricKind.COUNTER, "Calls to the tier that raised."),
     "blocking_calls": MetricDefinition(

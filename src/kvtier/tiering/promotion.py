@@ -62,6 +62,23 @@ class Promotions:
         request.wait.note(step.now, step.number)
         return LookupResult.HIT_PENDING
 
+    def leaves(
+        self, writers: Sequence[int | None], keys: Sequence[OffloadKey], request: TierRequest
+    ) -> bool:
+        """True if a request computes these blocks instead of waiting for promotions of other
+        requests, whose ids `writers` gives. So a short prompt does not wait for the end of a long
+        one with which it shares its beginning. It waits for nothing else from then on."""
+        jobs = {self.jobs[job_id] for job_id in writers if job_id is not None}
+        if any(job.transfer.req_context is request.context for job in jobs):
+            return False
+        left_s = max(job.ready_at for job in jobs) - self._step.now
+        if not self._guard.is_much_faster(keys, request, left_s):
+            return False
+        for job in jobs:
+            job.wanters.pop(request, None)
+        request.wait.give_up()
+        return True
+
     # --- the end of a step: jobs leave ----------------------------------------------------------
 
     @property
@@ -108,7 +125,7 @@ class Promotions:
         now = self._step.now
         if not tier.lets(request, now):
             return False
-        verdict = self._guard.judge(keys, tier, request, now)
+        verdict = self._guard.judge(keys, tier, request, self._num_held_up(request), now)
         if verdict.choice is Choice.WAIT:
             return False
         if verdict.choice is Choice.COMPUTE:
@@ -130,8 +147,8 @@ class Promotions:
         return num_sent == len(keys)
 
     def declines(self, group: bytes, request: TierRequest) -> bool:
-        """True if computing what a request has found below is faster than loading it. Then the
-        request does not ask that tier any more, and the caller has to repeat the lookup.
+        """True if a request should compute what it has found below. Then it does not ask that tier
+        any more, and the caller has to repeat the lookup.
 
         Called when the request has looked up its whole prompt, because deciding at the end of the
         step would delay the request by one step.
@@ -144,12 +161,22 @@ class Promotions:
         if first is None or not first.lets(request, now):
             return False
         keys = [key for key, tier in run.items() if tier is first]
-        if self._guard.is_worth_loading(keys, first, request, now):
+        num_held_up = self._num_held_up(request)
+        if self._guard.is_worth_loading(keys, first, request, num_held_up, now):
             return False
         self._decline(keys, first, request)
         self.wanting.pop(request, None)
         request.wanted.begin(request.wanted.step)
         return True
+
+    def _num_held_up(self, request: TierRequest) -> int:
+        """Other requests that the device computes or decodes, or that wait for it. A request that
+        waits for a load is not one of them."""
+        loading = set(self.wanting)
+        for job in self.jobs.values():
+            loading.update(job.wanters)
+        loading.add(request)
+        return max(0, self._step.num_requests - len(loading))
 
     def _decline(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
         """The request computes these blocks."""

@@ -28,10 +28,10 @@ _MAX_UNANNOUNCED = 4096
 
 
 class Step:
-    """The scheduling step. The manager writes it; `RequestTable` also sets `now` and
-    `last_work`."""
+    """The scheduling step. The manager writes it; `RequestTable` writes `num_requests`, and also
+    sets `now` and `last_work`."""
 
-    __slots__ = ("all_in_use", "has_begun", "last_work", "now", "number")
+    __slots__ = ("all_in_use", "has_begun", "last_work", "now", "num_requests", "number")
 
     def __init__(self, now: float) -> None:
         self.number = 0
@@ -42,6 +42,8 @@ class Step:
         request was announced, or when the step ended."""
         self.last_work = now
         """Time of the engine's last work: a request that came or ended, or stored blocks."""
+        self.num_requests = 0
+        """Requests that the engine has announced and that have not ended."""
         self.all_in_use = True
         """True if no tier was cut off when the step began."""
 
@@ -392,12 +394,18 @@ class RequestTable:
         if request is None:
             if len(self._unannounced) >= _MAX_UNANNOUNCED:
                 self._let_go(self._requests[next(iter(self._unannounced))])
-            request = self.announce(context)
+            request = self._enter(context)
             self._unannounced[context.req_id] = None
         self.last_context, self.last = context, request
         return request
 
     def announce(self, context: ReqContext) -> TierRequest:
+        """The engine has announced a request."""
+        request = self._enter(context)
+        self._step.num_requests += 1
+        return request
+
+    def _enter(self, context: ReqContext) -> TierRequest:
         """Make a request known to the tiers that are in use."""
         use = self._primary.uses.of(context)
         former = self._requests.get(context.req_id)
@@ -447,6 +455,8 @@ class RequestTable:
 
     def _withdraw(self, request: TierRequest) -> None:
         """The request wants nothing from below any more."""
+        if not request.is_withdrawn and request.context.req_id not in self._unannounced:
+            self._step.num_requests -= 1
         request.is_withdrawn = True
         self._promotions.withdraw(request)
         for tier in self._tiers:

@@ -47,6 +47,9 @@ _TAGS_PER_UNIT = 2
 and the next unit is in flight meanwhile."""
 _WAKE_FRACTION = 4
 """Wait until about a fourth of the units in flight have ended."""
+_STORES_BESIDE_LOADS = 1
+"""Stores that a lane keeps in flight while a request waits for a load. More would take half of the
+disk's bandwidth from it; with none, stores would never end where loads never do."""
 _MOST_BUFFER_BYTES = 256 << 20
 """Limit on the bounce buffers of all lanes of a tier together."""
 _LEAST_DEPTH, _MOST_DEPTH = 2, 32
@@ -236,9 +239,12 @@ class Lane(Generic[B]):
         has none for this lane. `may_wait`: wait for the first unit."""
         while room := min(self._depth - self._num_in_flight, len(self._free_tags)):
             num_loads = self._num_in_flight - self._num_stores
+            max_stores = self._max_stores
+            if self._work.is_loading:
+                max_stores = min(max_stores, _STORES_BESIDE_LOADS)
             self._taken = self._work.take(
                 min(room, self._max_loads - num_loads),
-                min(room, self._max_stores - self._num_stores),
+                min(room, max_stores - self._num_stores),
                 may_wait,
             )
             if not self._taken:

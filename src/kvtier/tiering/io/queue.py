@@ -113,6 +113,7 @@ class WorkQueue(Generic[B]):
         # unit keeps it alive, so its identity is not reused meanwhile.
         self._in_hand: set[int] = set()
         self._num_open = 0
+        self._num_open_loads = 0
         self._ended: list[Transfer[B]] = []
         self.is_stopping = False
 
@@ -128,6 +129,7 @@ class WorkQueue(Generic[B]):
             is_load = transfer.job.is_promotion
             (self._loads if is_load else self._stores).append(transfer)
             self._num_open += 1
+            self._num_open_loads += is_load
             for (takes_loads, takes_stores), waiting in self._to_do.items():
                 if takes_loads if is_load else takes_stores:
                     waiting.notify(len(transfer.pieces))
@@ -159,6 +161,11 @@ class WorkQueue(Generic[B]):
                 waiting.notify_all()
 
     # --- I/O threads ---------------------------------------------------------------------------
+
+    @property
+    def is_loading(self) -> bool:
+        """True while a load waits or is under way: stores then yield to it."""
+        return self._num_open_loads > 0
 
     def take(self, max_loads: int, max_stores: int, may_wait: bool) -> list[Unit[B]]:
         """Take up to `max_loads` units of loads, then up to `max_stores` units of stores. In all,
@@ -204,5 +211,6 @@ class WorkQueue(Generic[B]):
             transfer.ended = time.perf_counter()
             self._ended.append(transfer)
             self._num_open -= 1
+            self._num_open_loads -= transfer.job.is_promotion
             if not self._num_open:
                 self._idle.notify_all()
