@@ -133,7 +133,9 @@ def test_what_is_looked_up_as_a_whole_is_declined_in_the_same_step() -> None:
     engine = learnt(SHORT_BLOCK_S * 1.5, SHORT)
     rig, prompt = engine.rig, engine.new_prompt(SHORT)
     num_above = 16
-    rig.store(prompt[:num_above], rig.begin("before"))
+    before = rig.begin("before")
+    rig.store(prompt[:num_above], before)
+    rig.manager.on_request_finished(before)
     rig.keep_below(prompt[num_above:])
     rig.step()
     request = rig.begin("asks", num_prompt_tokens=SHORT)
@@ -173,11 +175,12 @@ def test_a_slow_tier_is_still_explored_and_nobody_waits_for_that() -> None:
     assert job.keys == prompt  # it takes less than a quarter of a second
     for asks in (request, rig.begin("has the same prompt", num_prompt_tokens=SHORT)):
         assert rig.manager.lookup_prefix(prompt, asks) == (0, True)
-    rig.manager.on_request_finished(request)
+        rig.manager.on_request_finished(asks)
     rig.tiers[0].finish(job, transfer_time=engine.load_time(len(prompt)))
     rig.step()
     after = rig.begin("asks again", num_prompt_tokens=SHORT)
     assert rig.manager.lookup_prefix(prompt, after) == (len(prompt), True)
+    rig.manager.on_request_finished(after)
     another = engine.new_prompt(SHORT)
     rig.keep_below(another)
     other = rig.begin("asks for another", num_prompt_tokens=SHORT)
@@ -556,3 +559,93 @@ def test_a_tier_whose_first_measurement_failed_is_used_all_the_same(
     rig.step()
     tier.finish(transfer_time=0.001)
     assert rig.manager.lookup_prefix(prompt, second) == (8, True)
+
+
+# --- other requests ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_others", "is_loaded"), [(0, False), (1, True)])
+def test_computing_counts_once_more_for_every_request_that_it_holds_up(
+    num_others: int, is_loaded: bool
+) -> None:
+    """Loading takes one and a half times as long as computing."""
+    engine = learnt(SHORT_BLOCK_S * 1.5, SHORT)
+    for n in range(num_others):
+        engine.rig.begin(f"decodes {n}")
+    assert engine.loads_again(SHORT) == is_loaded
+
+
+def test_requests_that_wait_for_loads_are_not_held_up() -> None:
+    engine = learnt(SHORT_BLOCK_S * 1.5, SHORT)
+    rig = engine.rig
+    first, second = engine.new_prompt(SHORT), engine.new_prompt(SHORT)
+    rig.keep_below([*first, *second])
+    decodes = rig.begin("decodes")
+    loads = rig.begin("loads", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(first, loads) == (len(first), False)
+    rig.step()
+    assert len(rig.tiers[0].loads()) == 1
+    rig.manager.on_request_finished(decodes)
+    other = rig.begin("is alone with the device", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(second, other) == (0, True)
+
+
+def test_a_load_that_would_miss_its_deadline_is_not_begun() -> None:
+    engine = GuardedEngine(SHORT_BLOCK_S)
+    engine.learn_disk()
+    engine.learn_computing(SHORT)
+    engine.stop_exploring()
+    for n in range(10_000):
+        engine.rig.begin(f"decodes {n}")
+    assert engine.loads_again(SHORT)
+    (tier,) = engine.rig.manager._tiers
+    for _ in range(8):
+        tier.load_speed.estimate.note(SHORT // TOKENS, tier.settings.load_timeout_s * 1.1)
+    assert not engine.loads_again(SHORT)
+
+
+@pytest.mark.parametrize(("num_shared", "waits"), [(4, False), (8192 // TOKENS, True)])
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(
+    num_shared: int, waits: bool
+) -> None:
+    """They begin with the same blocks, which another request is loading with many more."""
+    engine = learnt(SHORT_BLOCK_S * 0.9, SHORT, LONG)
+    rig = engine.rig
+    long_prompt = engine.new_prompt(LONG)
+    rig.keep_below(long_prompt)
+    first = rig.begin("long", num_prompt_tokens=LONG)
+    assert not rig.manager.lookup_prefix(long_prompt, first).is_final
+    rig.step()
+    (job,) = rig.tiers[0].loads()
+    short_prompt = [*long_prompt[:num_shared], *engine.new_prompt(TOKENS)]
+    num_tokens = len(short_prompt) * TOKENS
+    second = rig.begin("short", num_prompt_tokens=num_tokens)
+    answer = rig.manager.lookup_prefix(short_prompt, second)
+    assert answer == ((num_shared, False) if waits else (0, True))
+    rig.step()
+    assert rig.manager.lookup_prefix(short_prompt, second) == answer, "it stays so"
+    rig.tiers[0].finish(job, transfer_time=engine.load_time(len(job.keys)))
+    rig.step()
+    assert rig.manager.lookup_prefix(long_prompt, first) == (len(long_prompt), True)
+    for request in (first, second):
+        rig.manager.on_request_finished(request)
+    rig.step()
+    assert not any(rig.manager.open_work().values())
+
+
+def test_requests_are_counted_until_they_end() -> None:
+    """Whatever the order of their last calls, and also if an id is used again."""
+    rig = DrivenManager(num_blocks=8)
+    step = rig.manager._step
+    one = rig.begin("one")
+    rig.begin("two")
+    assert step.num_requests == 2
+    rig.begin("one")
+    assert step.num_requests == 2
+    rig.manager.on_request_finished(one)
+    rig.manager.on_request_finished(one)
+    assert step.num_requests == 1
+    rig.manager.lookup(keys(1)[0], ReqContext("was never announced"))
+    assert step.num_requests == 1
+    rig.manager.on_request_finished(ReqContext("two"))
+    assert step.num_requests == 0

@@ -37,7 +37,6 @@ __all__ = ["Answered", "PacedTier", "Prompt", "VirtualEngine", "prompts", "zipf_
 BLOCK_BYTES = 8 << 20
 TOKENS = 64
 """Of a block."""
-_STEP_S = 0.010
 _IDLE_STEP_S = 0.001
 
 Prompt = list[OffloadKey]
@@ -139,8 +138,12 @@ class Answered:
         self.num_hits = 0
         """Blocks that were not computed."""
         self._num_left = num_answered
+        self.is_loaded = False
+        """True once its hits are on the device, so that it is not looked up any more."""
         self.num_computed = 0
         self.num_offered = 0
+        self.waited_for_tiers = 0.0
+        """Seconds of the steps in which its lookup was not final."""
 
     @property
     def ttft(self) -> float:
@@ -166,14 +169,20 @@ class VirtualEngine:
         host_blocks: int = 600,
         device_blocks: int = 200,
         tokens_per_s: float = 10_000,
+        step_s: float = 0.010,
+        budget: int = 8192,
+        prefill_tokens_per_s: float | None = None,
         kept: Iterable[OffloadKey] = (),
         note: bytes | None = None,
         names_keys: bool = True,
         **settings: Any,
     ) -> None:
         """`bytes_per_s`: speed of the tier, or a function of the time since the start; None: no
-        tier. `kept`, `note`: what an earlier engine has left in the tier. `names_keys`: the tier
-        names the kept blocks at the start."""
+        tier. `tokens_per_s`: speed of computing prompts. `step_s`: length of a step that only
+        decodes. `budget`: tokens that a step computes at most. `prefill_tokens_per_s`: what the
+        manager is configured with: None to learn it, 0 to load always. `kept`, `note`: what an
+        earlier engine has left in the tier. `names_keys`: the tier names the kept blocks at the
+        start."""
         self.clock = Clock()
         self.start = self.clock.now
         self.primary = CPUPrimaryTierOffloadingManager(
@@ -199,13 +208,18 @@ class VirtualEngine:
             self.tiers,
             settings=[TierSettings(**settings) for _ in self.tiers],
             groups={0: GroupShape(TOKENS)},
+            prefill_tokens_per_s=prefill_tokens_per_s,
             clock=self.clock,
         )
+        self._step_s = step_s
+        self._budget = budget
         self._device: OrderedDict[OffloadKey, None] = OrderedDict()
         self._device_blocks = device_blocks
         self._tokens_per_s = tokens_per_s
         self._waiting: deque[Answered] = deque()
         self._running: list[Answered] = []
+        self._deferred: Iterable[Answered] = ()
+        """Requests that wait for tiers in this step."""
         self._storing: list[tuple[Answered, list[OffloadKey]]] = []
         self.num_refused_stores = 0
         self.answered: list[Answered] = []
@@ -234,6 +248,35 @@ class VirtualEngine:
             else:
                 self.step(arrived)
 
+    def converse(
+        self, num_conversations: int, num_active: int, num_turns: int, *, num_blocks: int = 94
+    ) -> float:
+        """Clients ask in turns: in each turn, every conversation gets one question, `num_active` at
+        a time. Prompts begin with `num_blocks` and grow from turn to turn. Returns the seconds for
+        all turns but the first."""
+        lengths = [num_blocks] * num_conversations
+        began = self.clock.now
+        for turn in range(num_turns):
+            if turn == 1:
+                began = self.clock.now
+            order = list(range(num_conversations))
+            random.Random(turn).shuffle(order)
+            num_before = len(self.answered)
+            live: dict[str, int] = {}
+            while order or len(self.answered) - num_before < num_conversations:
+                arrived = []
+                while order and len(live) < num_active:
+                    n = order.pop(0)
+                    prompt = [_key(n, block) for block in range(lengths[n])]
+                    request = Answered(f"{turn}-{n}", prompt, self.clock.now, 48)
+                    live[request.context.req_id] = n
+                    arrived.append(request)
+                num_answered = len(self.answered)
+                self.step(arrived)
+                for request in self.answered[num_answered:]:
+                    lengths[live.pop(request.context.req_id)] += 5
+        return self.clock.now - began
+
     def step(self, arrived: Sequence[Answered] = ()) -> None:
         manager = self.manager
         for request, keys in self._storing:
@@ -251,13 +294,15 @@ class VirtualEngine:
         for request, keys in loads:
             manager.complete_load(set(keys), request.context)
             self._cache_on_device(keys)
+            request.is_loaded = True
+        self._waiting.extendleft(request for request, _ in reversed(loads))
 
     def _schedule(
         self,
     ) -> tuple[list[tuple[Answered, int]], list[tuple[Answered, list[OffloadKey]]]]:
-        """The requests with the tokens they compute in this step, and the requests that begin with
-        a load."""
-        budget = 8192
+        """The requests with the tokens they compute in this step, and those whose hits are copied
+        to the device in this step: these compute in the next one."""
+        budget = self._budget
         work = []
         for request in self._running:
             num_tokens = min(budget, max(1, request.num_tokens - request.num_computed))
@@ -267,22 +312,25 @@ class VirtualEngine:
         waiting: deque[Answered] = deque()
         while self._waiting and budget > 0 and len(self._running) < 64:
             request = self._waiting.popleft()
-            num_cached = self._num_on_device(request.prompt)
-            rest = request.prompt[num_cached:-1]
-            num_hits, is_final = self.manager.lookup_prefix(rest, request.context)
-            if not is_final:
-                waiting.append(request)
-                continue
-            if num_hits:
-                self.manager.prepare_load(rest[:num_hits], request.context)
-                loads.append((request, rest[:num_hits]))
-            request.num_hits = request.num_offered = num_cached + num_hits
-            request.num_computed = request.num_hits * TOKENS
+            if not request.is_loaded:
+                num_cached = self._num_on_device(request.prompt)
+                rest = request.prompt[num_cached:-1]
+                num_hits, is_final = self.manager.lookup_prefix(rest, request.context)
+                if not is_final:
+                    waiting.append(request)
+                    continue
+                request.num_hits = request.num_offered = num_cached + num_hits
+                request.num_computed = request.num_hits * TOKENS
+                if num_hits:
+                    self.manager.prepare_load(rest[:num_hits], request.context)
+                    loads.append((request, rest[:num_hits]))
+                    continue
             num_tokens = min(budget, request.num_tokens - request.num_computed)
             work.append((request, num_tokens))
             budget -= num_tokens
             self._running.append(request)
         self._waiting.extendleft(reversed(waiting))
+        self._deferred = waiting
         return work, loads
 
     def _offer(self, request: Answered, num_tokens: int) -> None:
@@ -300,8 +348,10 @@ class VirtualEngine:
     def _compute(self, work: list[tuple[Answered, int]]) -> None:
         prefills = [(r, n) for r, n in work if r.num_computed < r.num_tokens]
         num_tokens = sum(n for _, n in prefills)
-        seconds = _STEP_S + num_tokens / self._tokens_per_s if work else _IDLE_STEP_S
+        seconds = self._step_s + num_tokens / self._tokens_per_s if work else _IDLE_STEP_S
         self.clock.now += seconds
+        for request in self._deferred:
+            request.waited_for_tiers += seconds
         if num_tokens:
             position = sum(n * (r.num_computed + n / 2) for r, n in prefills) / num_tokens
             self.manager.note_prefill(num_tokens, position, seconds)
