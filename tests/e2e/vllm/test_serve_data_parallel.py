@@ -39,15 +39,15 @@ def test_each_replica_has_a_region_and_a_slab_file_of_its_own(
         regions = regions_below(server.process.pid)
         assert len(regions) == 2
         assert not any(regions.values())
-        assert {path.name for path in tmp_path.iterdir()} == {"kv-dp0.slab", "kv-dp1.slab"}
+        slabs = [tmp_path / f"kv-dp{replica}.slab" for replica in (0, 1)]
+        assert set(tmp_path.iterdir()) == set(slabs)
 
-        answers = [
-            server.complete(prompt, replica=replica)
-            for replica in (0, 1)
-            for prompt in (PROMPT, OTHER)
-        ]
-        for slab in tmp_path.iterdir():
-            server.wait_until(partial(has_stored, slab, 2 * BLOCKS))
+        answers = []
+        for replica, slab in enumerate(slabs):
+            for number, prompt in enumerate((PROMPT, OTHER), 1):
+                answers.append(server.complete(prompt, replica=replica))
+                # Until then, the first prompt's blocks are pinned and leave the second no room.
+                server.wait_until(partial(has_stored, slab, number * BLOCKS))
         assert [answer.cached_tokens for answer in answers] == [0] * 4
         server.post("/reset_prefix_cache")
         again = [
