@@ -48,10 +48,11 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used. Raised before anything is allocated or opened.
+    """The configuration cannot be used.
 
-    Carries every problem that was found, so that a user can correct them together. A tier checks
-    the values of its own keys later, when it starts; if it refuses them, it leaves nothing open.
+    Carries every problem that was found, so that a user can correct them together. Raised before
+    anything is allocated or opened, with one exception: a tier checks the values of its own keys
+    when it starts. If it refuses them, the tier leaves nothing open.
     """
 
     def __init__(self, *problems: Problem) -> None:

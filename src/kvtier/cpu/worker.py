@@ -47,7 +47,8 @@ __all__ = [
 
 
 class SlotWorker(OffloadingWorker):
-    """Copies between a rank's caches and its cells in a region. The worker owns the region."""
+    """Copies between a rank's caches and its cells, the parts of a region's slots that belong to
+    the rank. The worker owns the region."""
 
     def __init__(self, region: SharedOffloadRegion) -> None:
         self._region = region
@@ -134,7 +135,8 @@ class GroupTransfer:
 
     @cached_property
     def run_starts(self) -> NDArray[np.int64]:
-        """The index at which each run starts. The pages of a run are adjacent on both sides."""
+        """The index in `blocks` at which each run starts. A run is a series of blocks that are
+        consecutive in the engine's cache and in the slots."""
         # With one place per slot, a run continues in the next slot; otherwise it ends in its slot.
         slot_step = 1 if self.blocks_per_chunk == 1 else 0
         breaks = (np.diff(self.blocks) != 1) | (np.diff(self.block_slots) != slot_step)
@@ -252,8 +254,9 @@ def _require_storable(
     """Raise `TransferRefused` if a store does not fill its last slot, or names a slot twice.
 
     A key is stored when its last device block is complete, so a store ends at the end of a slot. If
-    an engine leaves out a block in the middle of a group, all later blocks get wrong places. The
-    group then ends before the end of its last slot, or needs fewer slots than it names.
+    an engine leaves out a block in the middle of a group, all later blocks get wrong places. Then
+    either the group ends before the end of its last slot, which is refused here, or the job has
+    more slots than its blocks need, which `plan_transfer` refuses.
     """
     for group_idx, (place, size) in enumerate(zip(first_places, group_sizes, strict=True)):
         if size and (place + size) % blocks_per_chunk:
@@ -288,7 +291,7 @@ def device_pages(kv_caches: CanonicalKVCaches) -> list[NDArray[np.uint8]]:
     """The memory of every tensor as an array (num_blocks, page_size_bytes), without a copy.
 
     Takes numpy arrays and torch tensors in host memory. Raises `TypeError` for any other type, and
-    `ValueError` if a tensor does not consist of pages or a group refers to a missing one.
+    `ValueError` if a tensor does not consist of pages, or if `require_refs` refuses a group.
     """
     require_refs(kv_caches)
     return [_pages(tensor) for tensor in kv_caches.tensors]

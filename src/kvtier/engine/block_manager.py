@@ -15,7 +15,8 @@ __all__ = ["BlockManager", "BlockPool"]
 
 class BlockPool:
     """The device blocks of one KV-cache group, with reference counts. An unused block keeps its
-    content until it is allocated again; the block unused for longest is allocated first."""
+    content until it is allocated again. Blocks that `find` cannot return are allocated first, then
+    the others in the order in which they became unused."""
 
     def __init__(self, first_id: int, num_blocks: int) -> None:
         self._num_users = dict.fromkeys(range(first_id, first_id + num_blocks), 0)
@@ -58,8 +59,9 @@ class BlockPool:
             self._hash_of[block] = block_hash
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one user from each block. Blocks that are then unused are allocated again: those
-        without a hash before all others, those with a hash last, in the order given."""
+        """Remove one user from each block. Of the blocks that are then unused, those without a hash
+        are allocated before all other unused blocks. Those with a hash are allocated after all
+        others, in the order given."""
         for block in blocks:
             self._num_users[block] -= 1
             if not self._num_users[block]:
@@ -210,7 +212,8 @@ class BlockManager:
             request.num_cached_blocks[group_idx] = num_full
 
     def leave_behind(self, request: Request) -> None:
-        """Release blocks to which no token from `num_computed_tokens` on attends."""
+        """Release the blocks before the attention window of the next token to compute. No later
+        token attends to them either."""
         for group_idx, table in enumerate(request.block_tables):
             needed_from = self._groups[group_idx].first_needed_token(request.num_computed_tokens)
             first = needed_from // self._block_tokens[group_idx]
@@ -225,7 +228,8 @@ class BlockManager:
     def release(self, request: Request) -> None:
         """Release all blocks of a request. Cached blocks can still be found."""
         for group_idx, table in enumerate(request.block_tables):
-            # The blocks at the end are reused first, because none can be found without the head.
+            # Last block first, so that the end of the prefix is allocated again before its
+            # beginning, without which the rest is of no use.
             self._pools[group_idx].release(b for b in reversed(table) if b != NO_DEVICE_BLOCK)
             table.clear()
             request.num_cached_blocks[group_idx] = 0

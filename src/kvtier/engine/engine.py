@@ -232,8 +232,9 @@ class Engine:
         self.blocks.drop_cache()
 
     def reset_cache(self) -> None:
-        """Make everything computed so far unreachable, on the device and in all tiers that
-        `reset_scope` covers. Requests that are running or loading start again."""
+        """Make everything computed so far unreachable: on the device, in host memory, and in the
+        lower tiers unless the connector's option `reset_scope` is "primary". Requests that are
+        running or loading start again."""
         self._scheduler.reset()
         if self._connector is not None:
             self._connector.scheduler.reset_cache()

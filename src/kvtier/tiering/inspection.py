@@ -162,8 +162,8 @@ class Scrub:
     is_complete: bool = True
     """False if Ctrl-C ended the scrub early."""
     is_certain: bool = True
-    """False if damaged blocks were not checked a second time; an engine may have been writing
-    them."""
+    """False if damaged blocks were not checked a second time. An engine may then have been writing
+    some of them when they were read, so those may be good."""
     seconds: float = 0.0
     damaged: list[Damage] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -207,8 +207,8 @@ class GarbageCollection(ABC):
 
     @abstractmethod
     def remove(self, on_progress: Progress) -> None:
-        """Remove the candidates. Reports blocks to `on_progress`. Raises `InspectionRefused` or
-        `InspectionTimedOut`."""
+        """Remove the candidates. Calls `on_progress` with numbers of blocks. Raises
+        `InspectionRefused` or `InspectionTimedOut`."""
 
     @abstractmethod
     def keep(self, *, is_interrupted: bool) -> None:
@@ -267,7 +267,7 @@ class TierInspector(ABC):
 
     def verify(self, namespace: str | None, max_rate: int | None, on_progress: Progress) -> Scrub:
         """Read every block and check its seal. `max_rate`: bytes per second; None: no limit.
-        Reports bytes to `on_progress`. Ctrl-C ends it early with a partial result.
+        Calls `on_progress` with numbers of bytes. Ctrl-C ends it early with a partial result.
         `kvtier.tiering.scrubber` has a base class for this."""
         raise self._unsupported("be verified")
 
@@ -282,7 +282,7 @@ class TierInspector(ABC):
     def clear(self, namespace: str | None, patience_s: float, on_progress: Progress) -> Report:
         """Clear all blocks, or those of one namespace: no running or later engine finds them any
         more. Waits up to `patience_s` seconds for engines, then raises `InspectionTimedOut`.
-        Reports blocks to `on_progress`."""
+        Calls `on_progress` with numbers of blocks."""
         raise self._unsupported("be cleared")
 
     def find_garbage(self, namespaces: Sequence[str], older_than_s: int) -> GarbageCollection:

@@ -43,8 +43,8 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
     "late_stores": MetricDefinition(MetricKind.COUNTER, "Stores that missed their deadline."),
     "dropped_blocks": MetricDefinition(
         MetricKind.COUNTER,
-        "Blocks not stored: while they waited for the tier, they were evicted, a store was late, "
-        "or the cache was reset.",
+        "Blocks not stored: they were evicted while they waited for the tier, or dropped because "
+        "another store of the tier was late or the cache was reset.",
     ),
     "shed_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because the tier is cut off."
@@ -75,10 +75,11 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
         MetricKind.COUNTER, "Answers and reports of the tier that broke its contract."
     ),
     "breaker_state": MetricDefinition(
-        MetricKind.GAUGE, "The breaker of the tier: in use (0), being tried (1), cut off (2)."
+        MetricKind.GAUGE, "Whether the tier is in use (0), being tried (1), or cut off (2)."
     ),
     "store_breaker_state": MetricDefinition(
-        MetricKind.GAUGE, "The breaker of its stores: in use (0), being tried (1), cut off (2)."
+        MetricKind.GAUGE,
+        "Whether stores to the tier are in use (0), being tried (1), or cut off (2).",
     ),
     "pinned_blocks": MetricDefinition(MetricKind.GAUGE, "Slots that its stores are reading."),
     "waiting_blocks": MetricDefinition(

@@ -106,8 +106,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         return list(map(self._get, keys))
 
     def find_all(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
-        """True if all of these blocks are readable. Then the request uses them, in prompt order.
-        False if one is missing, or if any block at all is being written."""
+        """True if all of these blocks are readable; notes that the request uses them, in prompt
+        order. False if one is missing, or while any slot of host memory is being written, even for
+        a block that is not among these."""
         use = self.uses.of(req_context)
         if self.slots.num_writing:
             return False  # one of them may be unreadable; the caller looks at each
@@ -143,7 +144,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         slots = self.slots
         wanted = min(wanted, self.max_promoting - self.num_promoting - len(slots.held) - num_leased)
         if slots.quarantine:
-            # The store that ends the quarantine needs one slot.
+            # Leave one slot for a store: the end of a device transfer ends the quarantine.
             wanted = min(wanted, slots.allowance - 1)
         wanted = min(wanted, self.num_blocks - self.reserve - slots.num_in_transfer())
         use = self.uses.of(req_context)
@@ -157,7 +158,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def num_fitting(self, req_context: ReqContext) -> int:
         """How many blocks could be promoted for this request at the same time, beside those that it
-        has found here, if no other transfer ran. Held slots do not count."""
+        has found here, if no other transfer ran. Slots that are held for transfers that were given
+        up, or were under way at a reset, count as taken."""
         use = self.uses.of(req_context)
         num_held = len(self.slots.held)
         most = self.num_blocks - self.reserve - num_held
@@ -232,7 +234,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         """The tier no longer writes these blocks, and has verified `successful_keys`.
 
         Those become readable, even if the write was given up, unless another transfer has stored
-        them or there was a reset. Returns how many did. The others are dropped.
+        them or there was a reset. Returns how many became readable. The others are dropped.
         """
         transfer = self.transfers.pop(job_id)
         if transfer.is_detached:
@@ -266,7 +268,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self.num_promoting -= len(transfer.blocks)
 
     def _adopt(self, transfer: TierTransfer, good: set[OffloadKey]) -> int:
-        """Make blocks readable that arrived after their write was given up, where still valid."""
+        """End a write that was given up, or was under way at a reset. Makes the `good` blocks
+        readable, unless there was a reset or their key has another block by now. Returns how many
+        became readable."""
         keys: list[OffloadKey] = []
         blocks: list[BlockStatus] = []
         useless: list[BlockStatus] = []

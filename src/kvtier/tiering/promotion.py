@@ -41,7 +41,7 @@ class Promotions:
         self._guard = guard
         self._step = step
         self.wanting: dict[TierRequest, None] = {}
-        """Requests that have found blocks below in this step."""
+        """Requests that have found blocks in lower tiers in this step."""
         self.jobs: dict[int, Job] = {}
         """Promotions under way, late ones included."""
         self.leases = Leases(primary)
@@ -66,8 +66,11 @@ class Promotions:
         self, writers: Sequence[int | None], keys: Sequence[OffloadKey], request: TierRequest
     ) -> bool:
         """True if a request computes these blocks instead of waiting for promotions of other
-        requests, whose ids `writers` gives. So a short prompt does not wait for the end of a long
-        one with which it shares its beginning. It waits for nothing else from then on."""
+        requests: it then waits for no other block either. So a short prompt does not wait until all
+        blocks of a long prompt with the same beginning are promoted.
+
+        `writers`: for each block, the id of the job that promotes it; None if there is none.
+        """
         jobs = {self.jobs[job_id] for job_id in writers if job_id is not None}
         if any(job.transfer.req_context is request.context for job in jobs):
             return False
@@ -105,7 +108,8 @@ class Promotions:
             window = self._groups.windows.get(group)
             if window is not None:
                 if group in request.wanted.ended:
-                    continue  # the scan has not found a whole window yet
+                    # The scan ended at a miss, or at a block that a tier still looks for.
+                    continue
                 keys = keys[-window:][::-1]
             for key, block in zip(keys, self._primary.blocks_of(keys), strict=True):
                 tier = run[key]
@@ -121,7 +125,8 @@ class Promotions:
         return by_tier
 
     def _promote(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> bool:
-        """Promote blocks, or the leading ones. Returns True if all of them were sent in a job."""
+        """Decide whether to promote blocks, and send a job for as many leading ones as possible, or
+        for a few if the tier is to be measured. Returns True if the job has all of them."""
         now = self._step.now
         if not tier.lets(request, now):
             return False
@@ -147,8 +152,8 @@ class Promotions:
         return num_sent == len(keys)
 
     def declines(self, group: bytes, request: TierRequest) -> bool:
-        """True if a request should compute what it has found below. Then it does not ask that tier
-        any more, and the caller has to repeat the lookup.
+        """True if a request should compute what it has found in the tier that has the first block.
+        Then it does not ask that tier any more, and the caller has to repeat the lookup.
 
         Called when the request has looked up its whole prompt, because deciding at the end of the
         step would delay the request by one step.
@@ -293,7 +298,7 @@ class _Lease:
 
 
 class Leases:
-    """Pins on blocks that have arrived and that no request has loaded yet. Scheduler thread only.
+    """Pins on promoted blocks, for the requests that wait for them. Scheduler thread only.
 
     A lease ends when all of its requests have loaded the blocks or do not want them any more, or
     when its time is up.
@@ -320,7 +325,7 @@ class Leases:
         expires: float,
     ) -> None:
         """Pin blocks for these requests."""
-        self._last_id -= 1  # negative: job ids, which are pinned in the same table, are positive
+        self._last_id -= 1  # negative, because the primary tier also records jobs, by positive ids
         kept, _ = self._primary.prepare_read(self._last_id, keys, context)
         self._leases[self._last_id] = _Lease(set(requests), len(kept), expires)
         self.num_blocks += len(kept)

@@ -27,11 +27,11 @@ memory, limits, and each tier's directory. The checks change nothing. Run it in 
 as the engine's user, and in its container.
 
 Lookups ask the tiers in the order given. In PATH:SIZE, the size, such as 200GiB, follows the last
-colon. To give a path that contains a colon without a size, add a colon at its end.
+colon. If a path contains a colon and you give no size, add a colon at the end of the path.
 
 Exit code 0: the flag is printed, and no check found a problem; 1: the flag is printed, and a check
-found a problem; 2: wrong input, and nothing is printed, or the flag could not be written; 141: the
-reader of standard output has gone.
+found a problem; 2: the input is wrong (then no flag is printed), or the flag could not be written;
+141: the reader of standard output has gone.
 docs/vllm-config.md says more.
 """
 

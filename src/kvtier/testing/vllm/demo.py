@@ -10,8 +10,8 @@ then takes it from its own device cache. The offloading one computes each prompt
 device cache, and takes the prompt from host memory.
 
 All answers to a prompt must have the same tokens. Two answers for which the engines computed the
-same number of tokens must also have the same logprobs, to the last bit. Otherwise the rounding
-differs, with or without kvtier: sums are made in another order.
+same number of tokens must also have the same logprobs, to the last bit. If the numbers differ, the
+engines add up in another order and round differently, with or without kvtier.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvtier.testing.vllm.in_process import (
 from kvtier.testing.vllm.tiny_model import LLAMA, MAX_TOKENS, random_prompts
 
 _WARM_UP_TOKENS = 5 * BLOCK_TOKENS
-"""Most tokens of a prompt that only warms up the engine."""
+"""The largest number of tokens in a prompt that only warms up the engine."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -110,7 +110,8 @@ class Presence:
         self._fd = tree.open(self._alive, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         _open_presences.add(self)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)  # others lock it only for a moment, to test it
+            # Waits for a moment at most: others lock a new file only to test if its engine is dead.
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
             os.pwrite(self._fd, info.encode(), 0)
             tree.mkdir(self.directory)
         except BaseException:
@@ -294,7 +295,8 @@ def _is_presence(tree: NoFollowTree, engines: Path, name: str) -> bool:
         return False
     if file is not None:
         return stat.S_ISREG(file)
-    # The directory of a removed presence stays if foreign files are in it.
+    # Without an `.alive` file, a directory with foreign files alone is no presence: `_remove` has
+    # left it in place. An empty directory, or one with staged files, is still to be removed.
     names = [] if directory is None else tree.listdir(engines / name)
     return not names or any(map(is_staged_name, names))
 

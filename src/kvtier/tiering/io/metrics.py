@@ -112,7 +112,7 @@ class UnexpectedErrors:
         self._consequence = consequence
         self._log_at: dict[tuple[type[Exception], str, int], float] = {}
         """Monotonic time from which an error is logged again, by its type and by the file and line
-        that raised it. Its text may differ each time."""
+        that raised it. Not by its text, because each occurrence may have another text."""
 
     def log(self, error: Exception) -> None:
         """Called while `error` is handled."""
