@@ -176,8 +176,8 @@ class JobLedger:
                 )
             elif key in report.moved:
                 state = (
-                    "holds the pattern of free slots: either it was not written, or the tier read "
-                    "the block from the slot of a store after the store was reported"
+                    "holds the pattern of free slots: either it was not written, or the tier has "
+                    "stored that pattern, because it read a slot after the store was reported"
                     if slots.is_poison(slot)
                     else "holds other bytes"
                 )

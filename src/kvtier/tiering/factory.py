@@ -227,8 +227,8 @@ def _require_fitting_class(tier_cls: type[SecondaryTierManager], config: TierCon
 
 
 def _keys_for(tier_cls: type[SecondaryTierManager], config: TierConfig) -> dict[str, Any]:
-    """Return the constructor's keyword arguments: the tier's own keys, and those of the keys common
-    to all tiers (`TIER_KEYS`) for which its constructor has parameters.
+    """Return the constructor's keyword arguments: the tier's own keys, and each key common to all
+    tiers (`TIER_KEYS`) for which the constructor has a parameter.
 
     Raises `ConfigError` for unknown and missing keys. The tier checks the values when it starts.
     """
@@ -307,7 +307,8 @@ def _refusal(
 
 
 def _key_of_the_path_in(reason: str, config: TierConfig) -> str:
-    """Return the key whose path the reason begins with, as `.key`; empty if there is none."""
+    """If the reason begins with a path that is the value of a key, return "." and that key;
+    otherwise return ""."""
     for key, value in config.options.items():
         if isinstance(value, str) and value.startswith("/") and reason.startswith(value):
             return f".{key}"

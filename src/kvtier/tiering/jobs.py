@@ -113,8 +113,8 @@ class JobTable:
         """Jobs that the tier has not reported."""
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
-        """Like `_loads`, in order of deadlines. A job that is done is removed when it reaches the
-        front."""
+        """`_loads` and `_stores` are in order of deadlines. `take_late` removes jobs that are done
+        or late when they reach the front."""
         self.num_loading = 0
         """Slots that its loads are writing."""
         self._num_late_blocks = 0

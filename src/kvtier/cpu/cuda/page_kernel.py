@@ -22,7 +22,8 @@ __all__ = [
 ]
 
 _PIECE_BYTES = 4096
-"""Bytes that a warp copies at a time: twice the bytes that it has in flight."""
+"""Bytes of a piece: pages are cut into pieces, and a warp copies one piece after the other. It has
+half of a piece in flight at a time."""
 ENTRY_BYTES = 8
 """Bytes of an *entry*: the number of a device block and the number of its slot."""
 _FEW_ENTRIES, MOST_ENTRIES = 64, 4000
@@ -33,8 +34,8 @@ _MOST_ITEMS = 1 << 31
 
 
 class Threads(NamedTuple):
-    """The thread blocks of a launch, and the threads of each. A thread block takes one SM from the
-    model."""
+    """The number of thread blocks in a launch, and of threads in each. While a thread block runs,
+    the model's kernels cannot use its SM."""
 
     blocks: int
     of_block: int
@@ -46,8 +47,8 @@ the bus; more are not faster."""
 _DIRECT_STORE, _DIRECT_STORE_OF_SMALL = Threads(2, 288), Threads(2, 352)
 """For writing host memory. Threads do not wait for writes. With more threads than are needed to
 keep the bus busy, writes fill the queues between SMs and bus, and the model's kernels take up to
-five times as long (H200). Pages below `_SMALL_PAGE_BYTES` need more threads, because each page has
-to be found in the host's page tables."""
+five times as long (H200). KV pages below `_SMALL_PAGE_BYTES` need more threads, because the address
+of each has to be translated through the page tables of host memory."""
 _SMALL_PAGE_BYTES = 32 << 10
 _ON_DEVICE = 512
 """Threads of a thread block, for copies within the device's memory."""
@@ -81,7 +82,8 @@ class Order(NamedTuple):
     is_store: bool
     """True: from the blocks to the slots."""
     is_packed: bool
-    """True: ignore the slots of entries; slots are adjacent, in the order of entries."""
+    """True: the slots are adjacent in a buffer, in the order of the entries. The slot numbers in
+    the entries are ignored."""
 
     @property
     def max_entries(self) -> int:
@@ -90,8 +92,9 @@ class Order(NamedTuple):
 
 
 def max_entries(num_columns: int, largest: int) -> int:
-    """The largest number of entries of one launch. It is limited because the kernel counts items
-    with 32 bits. `largest`: size of the largest page.
+    """The largest number of entries of one launch: at most `MOST_ENTRIES`, and fewer if there
+    would be more than `_MOST_ITEMS` items, because the kernel counts items with 32 bits.
+    `largest`: size of the largest page, in bytes.
     """
     pieces = -(-largest // _PIECE_BYTES)
     return max(1, min(MOST_ENTRIES, _MOST_ITEMS // (num_columns * pieces)))

@@ -1,7 +1,8 @@
-"""The addresses of pages on the device and in the shared region.
+"""The addresses of pages, on the device and in the host memory that the ranks share.
 
-A page is the part of one device block that is in one canonical tensor. A slot has a *place* for
-each of the device blocks that it combines.
+A canonical tensor is one device cache, seen as an array (device blocks, bytes). A page is the part
+of one device block that is in one canonical tensor. A slot has a *place* for each of the device
+blocks that it combines. A rank's *cell* is its part of a slot.
 
 This module only computes addresses: it makes no CUDA call and accesses no page. Everything that all
 blocks of a group have in common is computed once. A job then consists of little more than the
@@ -38,7 +39,7 @@ Addresses = NDArray[np.uint64]
 ALIGNMENT = 16
 """Bytes that a thread of the kernel reads or writes at once."""
 _RUN_SHARE = 0.75
-"""Share of a rank's cell that must be data of the group, for cells to be copied as a whole."""
+"""Cells are copied as a whole only if at least this share of their bytes is data of the group."""
 _SIZES_KEPT = 1 << 10
 """Largest number of blocks for which an array of page sizes is kept."""
 
@@ -58,7 +59,7 @@ def device_of(kv_caches: CanonicalKVCaches) -> Any:
     devices = {canonical.tensor.device for canonical in kv_caches.tensors}
     if len(devices) != 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"the caches are on {names}: give those of one device, one worker each")
+        raise ValueError(f"the caches are on {names}: make one worker for each device")
     return devices.pop()
 
 
@@ -107,8 +108,8 @@ class Columns:
     is_aligned: bool
     """True if all addresses and sizes are multiples of `ALIGNMENT`."""
     run_bytes: int = 0
-    """Bytes that all tensors together use of a rank's cell, if the group's data is at least
-    `_RUN_SHARE` of them and the number is a multiple of `ALIGNMENT`; otherwise 0."""
+    """Bytes of all pages in a cell, if cells may be copied as a whole: the number is a multiple of
+    `ALIGNMENT`, and at least `_RUN_SHARE` of the bytes is the group's data. Otherwise 0."""
 
     def __len__(self) -> int:
         return len(self.table[0])
@@ -165,8 +166,9 @@ class Grid(NamedTuple):
 
     @property
     def run_bytes(self) -> int:
-        """`Columns.run_bytes` if cells can be copied as a whole; otherwise 0. In a store, later
-        grids zero the bytes of each cell that are not data of the group."""
+        """`Columns.run_bytes` if the grid has whole slots; otherwise 0. A store that copies whole
+        cells also writes bytes that are not the group's data. Later grids of the same job
+        overwrite these with zeros."""
         return self.columns.run_bytes if self.has_whole_slots else 0
 
     def entries(self) -> NDArray[np.uint32]:
@@ -221,8 +223,8 @@ class PageTable:
 
     A cell holds pages of every canonical tensor, one tensor after the other; each tensor has one
     page for each device block of the slot. After a store, its slots hold the pages of that store
-    and zeros. The zeros are copied from `zeros`, the address on the device of at least as many zero
-    bytes as the largest page has.
+    and zeros. The zeros are copied from `zeros`, the address of a buffer on the device that is all
+    zeros and at least as large as the largest page.
     """
 
     def __init__(

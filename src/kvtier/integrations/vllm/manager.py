@@ -72,7 +72,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     ) -> None:
         """`board`: where the ranks record failed stores. `metrics`: all metrics of the manager and
         of this adapter. `has_groups`: the model has more than one KV-cache group. `check_hashes`:
-        called before the first request, again until it returns True; may raise."""
+        called from `has_pending_work` and before each new request, until it has returned True
+        once. It may raise."""
         self._manager = manager
         self._lookup = manager.lookup  # bound once, for the hot path
         self._tiering = manager if isinstance(manager, TieringOffloadingManager) else None
@@ -83,8 +84,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         """The requests that have not finished."""
         self._hits: Iterator[OffloadKey] | None = None
         self._others: Iterator[vllm_api.LookupResult] | None = None
-        """`_hits` and `_others` are the `PrefixAnswers` for the prefix that vLLM is looking up;
-        both are None outside of such a lookup."""
+        """`_hits` and `_others`: the two fields of the `PrefixAnswers` for the prefix that vLLM is
+        looking up. While `_hits` is None, `lookup` asks the manager."""
         self._sources = LoadSources()
         self._store_failures = StoreFailures(board, primary.slots_of)
         self._metrics = MetricReporter(manager, metrics, {BLOCK_BYTES: block_bytes})
@@ -220,7 +221,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         return vllm_api.RequestOffloadingContext(policy=_VLLM_POLICIES[answer.policy])
 
     def on_request_finished(self, req_context: vllm_api.ReqContext) -> None:
-        """Report the blocks that the request used, if this vLLM does not, and the request's end."""
+        """Report the request's blocks as used, unless that was done earlier or this release of vLLM
+        does it by calling `touch`. Then report the request's end."""
         self._metrics.has_news = True
         state = state_of(req_context)
         self._requests.pop(req_context.req_id, None)
@@ -278,8 +280,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         keys: Collection[OffloadKey],
         req_context: vllm_api.ReqContext,
     ) -> None:
-        """Report the prompt's blocks as used, unless that was done before or `keys` begin the
-        prompt."""
+        """Report all blocks of the request as used, once for each request. Does nothing if `keys`,
+        the blocks that the request uses now, begin the prompt."""
         if not state.head_is_reported:
             head = state.head_to_report(keys, req_context)
             if head:

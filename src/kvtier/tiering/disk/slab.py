@@ -81,7 +81,8 @@ class Slab:
         self.superblock = superblock
         self.index = index
         self.note = note
-        """The note that an earlier engine left; b"" if there is none."""
+        """Bytes that an earlier engine left for the next one (`SecondaryTierManager.keep_note`).
+        Empty if it left none."""
         self._holder = holder
 
     @property
@@ -138,7 +139,8 @@ def open_slab(
     shrinks. `may_be_foreign`: accept a file that other users can write to, for callers that load no
     blocks.
 
-    Raises `SlabRefused`, without changing a block that this engine could use, or `AioUnavailable`.
+    Raises `SlabRefused` or `AioUnavailable`. After `SlabRefused`, all blocks that this engine could
+    use are still there.
     """
     path = path.resolve()  # a link may point to a file that does not exist yet
     try:
@@ -324,8 +326,8 @@ def _make(path: Path, max_bytes: int | None, payload_bytes: int) -> None:
 
 
 def _abandoned(path: Path) -> list[Path]:
-    """Temporary files for this slab. An engine may be using one of them; the others were left by
-    engines that were killed."""
+    """Temporary files for this slab. Inside `_lock_directory`, all of them were left by engines
+    that were killed. Outside, an engine may be using one of them."""
     return list(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
 
 

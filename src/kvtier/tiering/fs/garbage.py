@@ -38,8 +38,8 @@ _NOT_WHOLE = "it holds blocks stored meanwhile, or foreign files, which are not 
 
 
 def matching(namespaces: Sequence[SeenNamespace], wanted: str | None) -> list[SeenNamespace]:
-    """The namespaces whose fingerprints begin with `wanted`; all of them if it is None. Raises
-    `InspectionRefused` if there is none."""
+    """The namespaces whose fingerprints begin with `wanted`; all namespaces if `wanted` is None.
+    Raises `InspectionRefused` if `wanted` is given and matches none of them."""
     if wanted is None:
         return list(namespaces)
     names = matching_namespaces([space.name for space in namespaces], wanted)
@@ -131,7 +131,7 @@ class FsGarbageCollection(GarbageCollection):
                 for each in self._chosen():
                     if now.live_users(each.space.name):
                         user = _first_user(now, each.space.name)
-                        each.kept_because = f"used by a live engine since this began, {user}"
+                        each.kept_because = f"a live engine began to use it during gc: {user}"
                 spaces = [each.space for each in self._chosen() if each.kept_because is None]
                 self._removals = remove_namespaces(session, spaces, is_stopping, on_progress)
             self.is_complete = not is_stopping()

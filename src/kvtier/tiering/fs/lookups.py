@@ -85,7 +85,8 @@ class LookupCache:
         self._questions: deque[tuple[_Question, int]] = deque()
         """Each with the position of the first key to look up."""
         self._answers: deque[tuple[_Question, int, int, int]] = deque()
-        """Question, first position, number of blocks found from there, position after the last."""
+        """Question; position of the first key looked up; number of leading blocks found from there;
+        position after the last key looked up."""
         self._is_stopping = False
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-fs-lookup-{number}", daemon=True)
@@ -234,7 +235,8 @@ class LookupCache:
                 self._answers.append((question, start, *self._look(question, start)))
 
     def _take_some(self) -> list[tuple[_Question, int]]:
-        """Questions about up to `_AT_ONCE` files, of one prompt or several."""
+        """Take questions, of one prompt or several, until they ask for `_AT_ONCE` files or more, or
+        none is left."""
         some: list[tuple[_Question, int]] = []
         num_files = 0
         while self._questions and num_files < _AT_ONCE:
@@ -272,8 +274,8 @@ class LookupCache:
 
 class UseStamps:
     """A thread that writes the times of uses into the files' mtimes. If uses come faster than it
-    can write, the oldest are dropped: those blocks then count as unused for longer than they
-    are."""
+    can write, the oldest are dropped. The blocks then seem to have been unused for longer than they
+    really were."""
 
     def __init__(
         self,
@@ -305,7 +307,7 @@ class UseStamps:
     def start(self) -> None:
         self._thread.start()
 
-    # --- the scheduler's thread: none of these waits for a file --------------------------------
+    # --- the scheduler's thread: only `stop` waits for a file ----------------------------------
 
     def note(self, namespace: str, keys: Sequence[OffloadKey]) -> None:
         """Record that a request uses these blocks, in prompt order."""
@@ -317,8 +319,8 @@ class UseStamps:
                 self._num_waiting -= len(self._waiting.popleft()[1])
 
     def take_absent(self, namespace: str, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of `keys` for which the thread found no file when it wrote an earlier use.
-        Each is returned once: the thread looks again at its next use."""
+        """Return those of `keys` that had no file when the thread wanted to record an earlier use.
+        A block is returned once. When it is used again, the thread looks for its file again."""
         absent = self._absent
         if not absent:
             return []

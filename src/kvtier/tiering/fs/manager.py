@@ -80,8 +80,8 @@ FAILED = f"{PREFIX}_failed_blocks"
 FORGOTTEN = f"{PREFIX}_forgotten_blocks"
 
 _GAUGES = {
-    USED_BYTES: "Bytes in the root directory, of all engines, including reserved ones; while "
-    "nobody stores, what du prints.",
+    USED_BYTES: "Bytes that all engines use or have reserved in the root directory; while no "
+    "engine stores blocks, the same number as du prints.",
     LIMIT_BYTES: "Bytes that the root directory may take, by this engine's configuration.",
     BLOCKS: "Blocks in the root directory, of all engines and models.",
     QUEUED: "Blocks of this engine that wait to be written or are being written.",
@@ -148,7 +148,8 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._events: list[OffloadingEvent] = []
         self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
         """Blocks that events have reported as stored, and not yet as removed. At most as many as
-        fit into `max_bytes`: other engines evict some of them and report that themselves."""
+        fit into `max_bytes`: this engine does not learn which of them other engines have evicted,
+        so without a limit their number would grow for ever."""
         self.capacity_blocks = self._max_announced = options.max_bytes // charge
         self._writing: set[OffloadKey] = set()
         self._num_queued = 0
@@ -233,8 +234,9 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._uses.note(self._directory, tuple(keys))
 
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
-        """Return the blocks for which `UseStamps` found no file when it wrote an earlier use. So a
-        block that was evicted is stored again at its second use, without a lookup."""
+        """Return the blocks that had no file when `UseStamps` wanted to record an earlier use of
+        them. So an evicted block is stored again at the second use after its eviction, without a
+        lookup."""
         absent = self._uses.take_absent(self._directory, keys)
         if not absent:
             return absent
@@ -287,12 +289,13 @@ class FsSecondaryTierManager(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         if self._is_private and self._namespace.parent != self._publisher.private_blocks:
-            # The publisher joined again: the old private namespace is lost.
+            # The engine has left the root and joined it again: its old private namespace is lost.
             self._report_removed(list(self._announced))
             self._use_namespace(junk=None)
         self._lookups.ask()
         ended = self._work.take_ended()
-        self._apply_changes()  # has the changes of all jobs in `ended`
+        # After `take_ended`: the changes of all jobs in `ended` are in the log by now.
+        self._apply_changes()
         for transfer in ended:
             self._finish(transfer)
         results, self._results = self._results, []

@@ -43,13 +43,15 @@ LARGE_BLOCK_BYTES = 512 << 10
 (`prompt_turns`), because it needs the lock rarely and briefly. With smaller blocks it needs the
 lock so often that this would delay the scheduler."""
 _TAGS_PER_UNIT = 2
-"""Tags for each unit that may be in flight. Two, because a unit keeps its tag while it is verified,
+"""Tags for each unit that may be in flight. A tag is the number of a read or write in `AioQueue`,
+and has header pages and buffers of its own. Two, because a unit keeps its tag while it is verified,
 and the next unit is in flight meanwhile."""
 _WAKE_FRACTION = 4
 """Wait until about a fourth of the units in flight have ended."""
 _STORES_BESIDE_LOADS = 1
-"""Stores that a lane keeps in flight while a request waits for a load. More would take half of the
-disk's bandwidth from it; with none, stores would never end where loads never do."""
+"""Stores that a lane keeps in flight while a load waits or is under way. With more, stores would
+take half of the disk's bandwidth from loads. With none, stores would never end if new loads kept
+coming."""
 _MOST_BUFFER_BYTES = 256 << 20
 """Limit on the bounce buffers of all lanes of a tier together."""
 _LEAST_DEPTH, _MOST_DEPTH = 2, 32
@@ -86,7 +88,7 @@ class Ended(NamedTuple, Generic[B]):
 
 
 class Mover(Protocol[B]):
-    """The tier's part of moving a unit. Lanes call all methods, each on its own thread, so several
+    """The tier's part of moving a unit. Each lane calls these methods on its own thread, so several
     calls may run at the same time.
 
     Pages and payloads of a unit are valid from `begin` until `end` returns; then the lane reuses
@@ -156,9 +158,9 @@ class Lane(Generic[B]):
         self._num_stores = 0
         # Units taken from the work queue that the mover has not begun yet.
         self._taken: list[Unit[B]] = []
-        # Units that the mover has begun, by tag, as `Mover.end` gets them if there is no error.
-        # They keep the memory of their rows alive: if an engine ends without waiting for a dead
-        # disk, the kernel may still write there.
+        # Units that the mover has begun, by tag, in the form in which `Mover.end` gets them. Their
+        # `error` is 0 until they have ended. They keep the memory of their rows alive: if an engine
+        # ends without waiting for a dead disk, the kernel may still write there.
         self._begun: dict[int, Ended[B]] = {}
         self._has_buffers = has_buffers
         # One header page for each piece. With buffers, each page is followed by a buffer for the

@@ -92,7 +92,8 @@ class Transfer(Generic[B]):
 
 
 class WorkQueue(Generic[B]):
-    """Transfers that wait, and those that have ended. Loads are taken before stores. Any thread.
+    """Transfers that wait, and those that have ended. Loads are taken before stores. The headings
+    below say which threads normally call a method; any thread may.
 
     One lock protects all state. No thread holds it during I/O, so `submit` never waits for a disk.
     """
