@@ -22,6 +22,7 @@ from tests.bench import (
     scale,
     scheduler_cost,
     seal_cost,
+    serve_load,
     tiering_cost,
     tiering_scale,
     vllm_step,
@@ -47,6 +48,7 @@ BENCHMARKS = {
     "gpu_copy": (gpu_copy.run, "the CUDA worker beside a plain copy, and a model beside it"),
     "gpu_threads": (gpu_threads.run, "how many threads a copying kernel should have (two minutes)"),
     "gpu_ttft": (gpu_ttft.run, "time to first token in vLLM on a GPU (ten to fifteen minutes)"),
+    "serve_load": (serve_load.run, "many requests at once in vLLM on a GPU (ten minutes)"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
 }
 

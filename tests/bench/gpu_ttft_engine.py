@@ -2,9 +2,7 @@
 
     python -m tests.bench.gpu_ttft_engine ORDER.json
 
-The file describes the engine. The first line on standard output reports that it is ready. Then each
-line of JSON on standard input gets one line of JSON on standard output; the end of standard input
-ends the process. Everything that vLLM prints goes to standard error.
+The file describes the engine; `tests.bench.vllm_process` describes the commands.
 """
 
 from __future__ import annotations
@@ -12,14 +10,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvtier.testing.vllm.in_process import InProcessEngine, contain
+from tests.bench.vllm_process import answer_commands
 
 FORGET_NOTHING = "nothing"
 FORGET_DEVICE = "device"
@@ -51,7 +47,7 @@ _SHARPNESS = 2.0
 
 
 class Session:
-    """Executes the commands of `tests.bench.gpu_ttft_process`."""
+    """Executes the commands of `tests.bench.gpu_ttft_rounds`."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
@@ -183,38 +179,5 @@ def let_weights_matter(model: Any) -> None:
             weight.normal_(0.0, std, generator=generator)
 
 
-def main() -> int:
-    """Start the engine, answer until standard input ends, and return the exit code."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def tell(document: dict[str, Any]) -> None:
-        print(json.dumps(document), file=answers, flush=True)
-
-    began = time.monotonic()
-    try:
-        session = Session(json.loads(Path(sys.argv[1]).read_text()))
-    except BaseException as error:
-        traceback.print_exc()
-        tell({"error": f"{type(error).__name__}: {error}"})
-        return 1
-    tell({"answer": {"started_in_s": time.monotonic() - began}})
-    try:
-        for line in sys.stdin:
-            ((command, argument),) = json.loads(line).items()
-            tell(_answered(getattr(session, command), argument))
-    finally:
-        session.end()
-    return 0
-
-
-def _answered(command: Callable[[Any], Any], argument: object) -> dict[str, Any]:
-    try:
-        return {"answer": command(argument)}
-    except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(answer_commands(Session))

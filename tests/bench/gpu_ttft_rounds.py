@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.gpu_ttft_engine import FORGET_DEVICE, FORGET_HOST, FORGET_NOTHING
-from tests.bench.gpu_ttft_process import EngineFailed, EngineProcess
 from tests.bench.gpu_ttft_raw import Bus, PageCache, RawDisk
 from tests.bench.gpu_ttft_samples import (
     DEVICE,
@@ -32,6 +31,7 @@ from tests.bench.gpu_ttft_settings import (
     Engine,
     Settings,
 )
+from tests.bench.vllm_process import EngineFailed, EngineProcess
 
 _NO_LOAD_OR_STORE = {"skip": True}
 _FROM_DEVICE = (DEVICE, FORGET_NOTHING)
@@ -78,6 +78,7 @@ class Rounds:
         self._processes: dict[str, EngineProcess] = {}
         """Engines that are ready."""
         self._starting: list[EngineProcess] = []
+        self._engines: dict[str, Engine] = {}
         self.references: dict[tuple[str, int, int], Reference] = {}
         """Reference answers by engine, length and number of the prompt."""
 
@@ -92,7 +93,10 @@ class Rounds:
         number = len(list(self._scratch.glob("engine-*")))
         folder = self._scratch / f"engine-{number}"
         engine_id = f"{self._engine_id}-{number}"
-        self._starting.append(EngineProcess(engine, self._settings, folder, engine_id))
+        order = engine.order(self._settings, folder, engine_id)
+        process = EngineProcess(engine.name, "tests.bench.gpu_ttft_engine", order, folder)
+        self._starting.append(process)
+        self._engines[engine.name] = engine
 
     def await_engines(self, deadline: float) -> None:
         """Wait until all are ready or have failed, or the time is up."""
@@ -182,7 +186,7 @@ class Rounds:
 
     def _fill(self, process: EngineProcess) -> None:
         began = time.monotonic()
-        engine, settings = process.engine, self._settings
+        engine, settings = self._engines[process.name], self._settings
         lengths = engine.lengths or settings.lengths
         prompts = [(length, number) for length in lengths for number in range(settings.prompts)]
         for length, number in prompts:
@@ -216,12 +220,12 @@ class Rounds:
         filling, when the disk may be busy with earlier writes."""
         for name in samples.phase.engines:
             process = self._processes.get(name)
-            if process is not None and process.engine.has_guard and name not in self.learning:
+            if process is not None and self._engines[name].has_guard and name not in self.learning:
                 self._attempt(process, self._teach)
 
     def _teach(self, process: EngineProcess) -> None:
         """Let the guard measure loads and prefills of every length."""
-        engine, settings = process.engine, self._settings
+        engine, settings = self._engines[process.name], self._settings
         lengths = sorted(engine.lengths)
         runs = []
         rounds = [lengths[:1]] * _SHORT_LOADS + [lengths[1:]]
@@ -260,7 +264,8 @@ class Rounds:
         if not processes:
             return
         num_bytes = max(
-            self._settings.served_bytes(process.engine, length) for process in processes
+            self._settings.served_bytes(self._engines[process.name], length)
+            for process in processes
         )
         for process in processes if round_ % 2 == 0 else reversed(processes):
             self._attempt(process, lambda process: self._measure(process, samples))
@@ -274,7 +279,11 @@ class Rounds:
         samples.num_rounds += 1
 
     def _measure(self, process: EngineProcess, samples: PhaseSamples) -> None:
-        engine, length, round_ = process.engine, samples.phase.length, samples.num_rounds
+        engine, length, round_ = (
+            self._engines[process.name],
+            samples.phase.length,
+            samples.num_rounds,
+        )
         prompt = round_ % self._settings.prompts
         for turn, (figure, forget) in enumerate(FIGURES[engine.name]):
             if forget == FORGET_HOST:

@@ -1,4 +1,4 @@
-"""Starts the engine processes of `tests.bench.gpu_ttft` and sends them commands."""
+"""Starts processes with one vLLM engine each, and sends them commands. For benchmarks on a GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import select
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.bench.gpu_ttft_settings import Engine, Settings
 from tests.bench.worker import ROOT
 
 _ENDS_WITHIN_S = 15.0
@@ -29,17 +30,19 @@ class EngineProcess:
     """One engine process. It starts when this object is made; `await_start` waits until it is
     ready."""
 
-    def __init__(self, engine: Engine, settings: Settings, folder: Path, engine_id: str) -> None:
-        self.engine = engine
+    def __init__(self, name: str, module: str, order: Mapping[str, Any], folder: Path) -> None:
+        """`module`: executed in the process; its `Session` gets `order` and the commands. `folder`:
+        made here, and written to by the engine."""
+        self.name = name
         self.started_in_s: float | None = None
         self.folder = folder
         folder.mkdir()
         self._log = folder / "log"
-        order = folder / "order.json"
-        order.write_text(json.dumps(engine.order(settings, folder, engine_id)))
+        written = folder / "order.json"
+        written.write_text(json.dumps(order))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.bench.gpu_ttft_engine", str(order)],
+                [sys.executable, "-m", module, str(written)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -50,10 +53,6 @@ class EngineProcess:
                 bufsize=0,
             )
         self._received = b""
-
-    @property
-    def name(self) -> str:
-        return self.engine.name
 
     def has_started(self, wait_s: float) -> bool:
         """True once the engine is ready; waits for a limited time. Raises `EngineFailed`."""
@@ -118,6 +117,40 @@ class EngineProcess:
         if "error" in document:
             raise EngineFailed(document["error"])
         return document["answer"]
+
+
+def answer_commands(make_session: Callable[[dict[str, Any]], Any]) -> int:
+    """The main loop of such a process: make the session, answer until standard input ends, and
+    return the exit code. Everything that vLLM prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(document: dict[str, Any]) -> None:
+        print(json.dumps(document), file=answers, flush=True)
+
+    began = time.monotonic()
+    try:
+        session = make_session(json.loads(Path(sys.argv[1]).read_text()))
+    except BaseException as error:
+        traceback.print_exc()
+        tell({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    tell({"answer": {"started_in_s": time.monotonic() - began}})
+    try:
+        for line in sys.stdin:
+            ((command, argument),) = json.loads(line).items()
+            tell(_answered(getattr(session, command), argument))
+    finally:
+        session.end()
+    return 0
+
+
+def _answered(command: Callable[[Any], Any], argument: object) -> dict[str, Any]:
+    try:
+        return {"answer": command(argument)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _environment() -> dict[str, str]:

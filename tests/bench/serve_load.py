@@ -1,0 +1,468 @@
+"""A busy server: many requests in stock vLLM on a GPU, with more work than the caches hold.
+
+    python -m tests.bench.serve_load measure    on the H200: eight to ten minutes for two rounds
+    python -m tests.bench.serve_load rehearse   the same with a tiny model on the CPU, three minutes
+
+Engines run one after the other, in turns; each process runs all workloads. `none` is vLLM without
+offloading, and all ratios are to it. `host` and `disk` are kvtier with host memory alone, and with
+a disk tier below. `--engines` adds vLLM's own offloading (`vllm-host`, `vllm-fs`). Results are
+saved after every engine, in build/bench and in the folder $OUT if it is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from tests.arguments import positive_number, whole_number
+from tests.bench.gpu_here import why_no_gpu
+from tests.bench.gpu_ttft_settings import H200 as TTFT_H200
+from tests.bench.gpu_ttft_settings import REHEARSAL as TTFT_REHEARSAL
+from tests.bench.gpu_ttft_settings import Shape
+from tests.bench.report import (
+    RESULTS,
+    missed,
+    not_measured,
+    print_table,
+    save,
+    scratch_directory,
+    unmeasured,
+    verdict,
+    verdict_of_all,
+)
+from tests.bench.vllm_process import EngineFailed, EngineProcess
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+NONE, HOST, DISK, VLLM_HOST, VLLM_FS = "none", "host", "disk", "vllm-host", "vllm-fs"
+ENGINES = (NONE, HOST, DISK, VLLM_HOST, VLLM_FS)
+
+Parts = list[dict[str, Any]]
+"""The parts of one workload in one engine; see `serve_load_engine.Session._measure`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One model with its caches, and the workloads that its engines run."""
+
+    name: str
+    shape: Shape
+    device_blocks: int
+    host_bytes: int
+    disk_bytes: int
+    engine_args: Mapping[str, Any]
+    workloads: Mapping[str, Mapping[str, Any]]
+    """By the session's method: its argument."""
+    warm_up_tokens: int
+    start_s: float
+    """Seconds within which an engine must start."""
+    workload_s: float
+    """Seconds within which a workload must end."""
+    vllm_spec: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of vLLM's own specs."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """By the name of a ratio to `none` for the engine `disk`."""
+
+    def order(self, engine: str, folder: Path, engine_id: str) -> dict[str, Any]:
+        """The description of an engine, as JSON."""
+        engine_args = dict(self.engine_args)
+        tier = folder / "tier"
+        kvtier: dict[str, Any] | None = None
+        if engine in (HOST, DISK):
+            # Dummy weights cannot be identified by files. A reset leaves the blocks on disk.
+            kvtier = {
+                "cpu_bytes_to_use": self.host_bytes,
+                "cache_namespace": "serve_load",
+                "reset_scope": "primary",
+            }
+            if engine == DISK:
+                path = str(tier / "kv.slab")
+                kvtier["secondary_tiers"] = [
+                    {"type": "disk", "path": path, "max_bytes": self.disk_bytes}
+                ]
+        elif engine != NONE:
+            below: dict[str, Any] = {"spec_name": "CPUOffloadingSpec"}
+            if engine == VLLM_FS:
+                below = {
+                    "spec_name": "TieringOffloadingSpec",
+                    "secondary_tiers": [{"type": "fs", "root_dir": str(tier)}],
+                }
+            engine_args["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "engine_id": engine_id,
+                "kv_connector_extra_config": {
+                    "cpu_bytes_to_use": self.host_bytes,
+                    **below,
+                    **self.vllm_spec,
+                },
+            }
+        return {
+            "folder": str(folder),
+            "model_config": self.shape.model_config(),
+            "vocabulary": self.shape.vocabulary,
+            "device_blocks": self.device_blocks,
+            "max_requests": 32,
+            "engine_args": engine_args,
+            "kvtier": kvtier,
+            "warm_up_tokens": self.warm_up_tokens,
+        }
+
+
+_LLAMA_8B = TTFT_H200.engines[0].shape
+_SHAPE_32B = Shape(5120, 27648, 64, 40, 8, 128, 152064, 131072)
+_TINY = TTFT_REHEARSAL.engines[0].shape
+
+_ON_GPU: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "block_size": 16,
+    "max_model_len": 16_384,
+    "distributed_executor_backend": "uni",
+}
+_GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 6, 8, 16, 32],
+    },
+}
+_CHATS = {
+    "conversations": 36,
+    "turns": 4,
+    "first_tokens": 6_000,
+    "common_tokens": 512,
+    "ask_tokens": 300,
+    "say_tokens": 48,
+    "active": 6,
+}
+
+CHATS = Setting(
+    "chats",
+    _LLAMA_8B,
+    device_blocks=4096,
+    host_bytes=12 * _GIB,
+    disk_bytes=44 * _GIB,
+    engine_args={**_ON_GPU, **_GRAPHS, "gpu_memory_utilization": 0.5},
+    workloads={
+        "conversations": _CHATS,
+        "burst": {"common_tokens": 8_000, "own_tokens": 100, "requests": 24},
+    },
+    warm_up_tokens=3_000,
+    start_s=180.0,
+    workload_s=120.0,
+    limits={
+        "conversations: later turns": 0.80,
+        "conversations: later turns, TTFT p90": 1.05,
+        "conversations: later turns, TTFT p99": 1.25,
+        "conversations: first turn": 1.03,
+        "conversations: first turn, decode step": 1.01,
+        "burst: later turns": 1.05,
+    },
+)
+EAGER = Setting(
+    "eager",
+    _LLAMA_8B,
+    device_blocks=4096,
+    host_bytes=12 * _GIB,
+    disk_bytes=44 * _GIB,
+    engine_args={**_ON_GPU, "gpu_memory_utilization": 0.5},
+    workloads={"conversations": _CHATS | {"turns": 1}},
+    warm_up_tokens=3_000,
+    start_s=180.0,
+    workload_s=120.0,
+    limits={"conversations: first turn": 1.08},
+)
+AGENTS = Setting(
+    "agents",
+    _LLAMA_8B,
+    device_blocks=2048,
+    host_bytes=6 * _GIB,
+    disk_bytes=44 * _GIB,
+    engine_args={**_ON_GPU, **_GRAPHS, "gpu_memory_utilization": 0.5},
+    workloads={
+        "agents": {
+            "start": 20_000,
+            "requests": 400,
+            "tokens_per_block": 16,
+            "longest": 15_984,
+            "say_tokens": 16,
+            "active": 8,
+        }
+    },
+    warm_up_tokens=3_000,
+    start_s=180.0,
+    workload_s=120.0,
+    limits={"agents: first turn": 0.67},
+)
+LARGE = Setting(
+    "large",
+    _SHAPE_32B,
+    device_blocks=3072,
+    host_bytes=8 * _GIB,
+    disk_bytes=44 * _GIB,
+    engine_args={**_ON_GPU, **_GRAPHS, "gpu_memory_utilization": 0.75},
+    workloads={"conversations": _CHATS | {"conversations": 14, "active": 4}},
+    warm_up_tokens=3_000,
+    start_s=240.0,
+    workload_s=180.0,
+    limits={"conversations: later turns": 0.65},
+)
+REHEARSAL = Setting(
+    "rehearsal",
+    _TINY,
+    device_blocks=48,
+    host_bytes=8 * _MIB,
+    disk_bytes=64 * _MIB,
+    engine_args={**TTFT_REHEARSAL.engine_args, "max_model_len": 1_400},
+    workloads={
+        "conversations": _CHATS
+        | {
+            "conversations": 8,
+            "turns": 2,
+            "first_tokens": 400,
+            "common_tokens": 64,
+            "ask_tokens": 40,
+            "say_tokens": 8,
+            "active": 3,
+        },
+        "agents": {
+            "start": 20_000,
+            "requests": 8,
+            "tokens_per_block": 2,
+            "longest": 1_000,
+            "say_tokens": 4,
+            "active": 3,
+        },
+        "burst": {"common_tokens": 512, "own_tokens": 20, "requests": 6},
+    },
+    warm_up_tokens=200,
+    start_s=120.0,
+    workload_s=120.0,
+)
+ON_GPU = {setting.name: setting for setting in (CHATS, AGENTS, LARGE, EAGER)}
+
+
+class Measurements:
+    """What was measured, by setting, engine and workload: one entry for each round."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[str, dict[str, dict[str, list[Parts]]]] = {}
+        self.figures: dict[str, dict[str, list[dict[str, float]]]] = {}
+        """kvtier's metrics at the end of each process."""
+        self.problems: list[str] = []
+
+    def add(self, setting: str, engine: str, workload: str, parts: Parts) -> None:
+        by_workload = self.rounds.setdefault(setting, {}).setdefault(engine, {})
+        by_workload.setdefault(workload, []).append(parts)
+
+    def add_figures(self, setting: str, engine: str, figures: dict[str, float]) -> None:
+        self.figures.setdefault(setting, {}).setdefault(engine, []).append(figures)
+
+    def save(self, name: str) -> None:
+        document = {
+            "rounds": self.rounds,
+            "figures": self.figures,
+            "problems": self.problems,
+            "ratios": {
+                setting: {
+                    engine: ratios_to_none(by_engine[NONE], workloads)
+                    for engine, workloads in by_engine.items()
+                    if engine != NONE and NONE in by_engine
+                }
+                for setting, by_engine in self.rounds.items()
+            },
+        }
+        for folder in (RESULTS, *(Path(out) for out in [os.environ.get("OUT")] if out)):
+            save(name, document, folder)
+
+
+# --- what is derived from it ----------------------------------------------------------------------
+
+
+def ratios_to_none(
+    none: Mapping[str, list[Parts]], engine: Mapping[str, list[Parts]]
+) -> dict[str, float]:
+    """Ratios of seconds, TTFT and decode steps, by name: medians over rounds for times, and
+    quantiles of all requests of all rounds for TTFT."""
+    ratios: dict[str, float] = {}
+    for workload in none.keys() & engine.keys():
+        for which, chosen in (("first turn", slice(0, 1)), ("later turns", slice(1, None))):
+            ours = [parts[chosen] for parts in engine[workload]]
+            theirs = [parts[chosen] for parts in none[workload]]
+            if not ours[0]:
+                continue
+            name = f"{workload}: {which}"
+            ratios[name] = _seconds(ours) / _seconds(theirs)
+            for label, percent in (("p50", 50), ("p90", 90), ("p99", 99)):
+                ratios[f"{name}, TTFT {label}"] = _ttft(ours, percent) / _ttft(theirs, percent)
+            steps = [_decode_step(rounds) for rounds in (ours, theirs)]
+            if all(steps):
+                ratios[f"{name}, decode step"] = steps[0] / steps[1]
+    return ratios
+
+
+def _seconds(rounds: Sequence[Parts]) -> float:
+    return median(float(sum(part["seconds"] for part in parts)) for parts in rounds)
+
+
+def _seconds_of(parts: Parts) -> str:
+    return " ".join(f"{part['seconds']:.2f}" for part in parts)
+
+
+def _ttft(rounds: Sequence[Parts], percent: int) -> float:
+    waits: list[float] = [wait for parts in rounds for part in parts for wait in part["ttft"]]
+    return quantiles(waits, n=100, method="inclusive")[percent - 1] if len(waits) > 1 else waits[0]
+
+
+def _decode_step(rounds: Sequence[Parts]) -> float:
+    """0 if no step has only decoded."""
+    steps = [part["decode_step"] for parts in rounds for part in parts if part["decode_step"]]
+    return fmean(steps) if steps else 0.0
+
+
+def show(setting: Setting, by_engine: Mapping[str, Mapping[str, list[Parts]]]) -> None:
+    """Print a table for every workload, and the verdicts on `disk`."""
+    for workload in setting.workloads:
+        rows = []
+        for engine, workloads in by_engine.items():
+            for number, parts in enumerate(workloads.get(workload, ()), 1):
+                found = sum(part["found"] for part in parts[1:] or parts)
+                asked = sum(part["prompt_tokens"] for part in parts[1:] or parts)
+                rows.append(
+                    [
+                        f"{engine}, round {number}",
+                        _seconds_of(parts),
+                        f"{found / asked:.0%}",
+                        *(f"{_ttft([parts[1:] or parts], p):.2f}" for p in (50, 90, 99)),
+                        f"{_decode_step([parts]) * 1e3:.1f}",
+                    ]
+                )
+        header = ("", "seconds by turn", "found", "TTFT p50", "p90", "p99", "decode step, ms")
+        print_table(f"{setting.name}: {workload}", header, rows)
+    if NONE in by_engine and DISK in by_engine:
+        ratios = ratios_to_none(by_engine[NONE], by_engine[DISK])
+        for name, limit in setting.limits.items():
+            if name in ratios:
+                print("  " + verdict(f"{setting.name}, {name}, to none", ratios[name], limit))
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def run(
+    settings: Sequence[Setting] = (CHATS,),
+    engines: Sequence[str] = (NONE, HOST, DISK),
+    num_rounds: int = 2,
+    deadline_s: float = 540.0,
+) -> None:
+    """Run all settings, round by round, until the time is up."""
+    is_rehearsal = REHEARSAL in settings
+    if not is_rehearsal and (missing := why_no_gpu()) is not None:
+        rehearse = "`python -m tests.bench.serve_load rehearse` needs no GPU"
+        not_measured("serve_load", f"{missing}. {rehearse}")
+        return
+    if find_spec("vllm") is None:
+        not_measured(
+            "serve_load", "this Python has no vLLM: take another, such as that of `make vllm-env`"
+        )
+        return
+    name = "serve_load_rehearsal" if is_rehearsal else "serve_load"
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"  [{time.monotonic() - began:5.0f} s] {text}", flush=True)
+
+    measured = Measurements()
+    with scratch_directory() as scratch:
+        for number in range(num_rounds):
+            for setting in settings:
+                for engine in engines if number % 2 == 0 else engines[::-1]:
+                    if time.monotonic() - began > deadline_s:
+                        say("no time is left")
+                        break
+                    folder = scratch / f"{setting.name}-{engine}-{number}"
+                    _run_engine(setting, engine, folder, measured, say)
+                    measured.save(name)
+    for setting in settings:
+        show(setting, measured.rounds.get(setting.name, {}))
+    for problem in measured.problems:
+        print(f"  problem: {problem}")
+        missed.append(f"serve_load: {problem}")
+
+
+def _run_engine(
+    setting: Setting, engine: str, folder: Path, measured: Measurements, say: Any
+) -> None:
+    order = setting.order(engine, folder, f"serve-load-{os.getpid()}-{folder.name}")
+    process = EngineProcess(engine, "tests.bench.serve_load_engine", order, folder)
+    what = f"{setting.name}, {engine}"
+    try:
+        if not process.has_started(setting.start_s):
+            raise EngineFailed("it did not start in time")
+        say(f"{what}: started in {process.started_in_s:.0f} s")
+        for workload, argument in setting.workloads.items():
+            parts: Parts = process.ask(workload, dict(argument), setting.workload_s)
+            measured.add(setting.name, engine, workload, parts)
+            say(f"{what}: {workload} {_seconds_of(parts)} s")
+        measured.add_figures(setting.name, engine, process.ask("figures", None))
+    except EngineFailed as failure:
+        say(f"{what}: {failure}\n--- the end of its log:\n{process.last_words()}\n---")
+        measured.problems.append(f"{what}: {failure}")
+    finally:
+        process.end()
+        _remove(folder / "tier")
+
+
+def _remove(folder: Path) -> None:
+    """Remove the blocks of an engine that has ended: the next one needs the disk."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.unlink()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.serve_load",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("mode", choices=("measure", "rehearse"))
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        choices=list(ON_GPU),
+        default=[CHATS.name],
+        help="what to measure (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=[NONE, HOST, DISK], help="in this order"
+    )
+    parser.add_argument("--rounds", type=whole_number, default=2, metavar="N")
+    parser.add_argument(
+        "--deadline",
+        type=positive_number,
+        default=540.0,
+        metavar="S",
+        help="start no engine after so many seconds (default: %(default)s)",
+    )
+    arguments = parser.parse_args()
+    settings, rounds = [ON_GPU[name] for name in arguments.settings], arguments.rounds
+    if arguments.mode == "rehearse":
+        settings, rounds = [REHEARSAL], 1
+    run(settings, arguments.engines, rounds, arguments.deadline)
+    if unmeasured or missed:
+        raise SystemExit(verdict_of_all())
+
+
+if __name__ == "__main__":
+    main()
