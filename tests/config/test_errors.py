@@ -106,3 +106,8 @@ def test_what_others_say_is_otherwise_left_alone() -> None:
 
 def test_a_long_value_is_cut() -> None:
     assert len(str(refusal_of({"reset_scope": "x" * 10_000}))) < 400
+
+
+@pytest.mark.parametrize("letter", ["\x9b", "\u2028", "\u202e", "\x7f", "\n"])
+def test_a_value_is_shown_on_one_line_without_control_characters(letter: str) -> None:
+    assert str(refusal_of({"reset_scope": f"pri{letter}mary"})).isprintable()

@@ -24,7 +24,7 @@ from kvtier.base import (
 )
 from kvtier.config import TIER_KEYS, ConfigError, Problem, TierConfig, TierOptions
 from kvtier.config.fields import TEXT, key, whole_number
-from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.base import JobResult, SecondaryTierManager, TierRefused, TransferJob
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
 from kvtier.tiering.factory import PlannedTier, SecondaryTierFactory, TierStartError
 from tests.config.sample import make_config, options_of
@@ -497,6 +497,21 @@ def test_a_tier_that_cannot_start(spec: OffloadingSpec) -> None:
         "[Errno 13] Permission denied: '/shelf'. Fix that, or remove the tier"
     )
     assert isinstance(refused.value.__cause__, PermissionError)
+
+
+@pytest.mark.parametrize(
+    ("reason", "key"),
+    [
+        ("/shelf: is full", ".path"),
+        ("/shelf/board: is full", ".path"),
+        ("/shelf2: is full", ""),
+        ("nothing fits on /shelf", ""),
+    ],
+)
+def test_a_refused_path_is_named_by_its_key(spec: OffloadingSpec, reason: str, key: str) -> None:
+    with pytest.raises(TierStartError) as refused:
+        make(spec, shelf(path="/shelf", raises=TierRefused(reason)))
+    assert str(refused.value).startswith(f"secondary_tiers[1]{key}: ")
 
 
 def start_error_of(spec: OffloadingSpec, name: str) -> str:

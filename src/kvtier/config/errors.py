@@ -69,6 +69,7 @@ class ConfigError(ValueError):
 def describe(value: object, key: str = "") -> str:
     """Return the value of `key` as text for a message: short, on one line, without secrets."""
     text = json.dumps(_redacted(value, key), default=_unknown_to_json, ensure_ascii=False)
+    text = printable(text)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

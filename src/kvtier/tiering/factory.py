@@ -307,11 +307,13 @@ def _refusal(
 
 
 def _key_of_the_path_in(reason: str, config: TierConfig) -> str:
-    """If the reason begins with a path that is the value of a key, return "." and that key;
-    otherwise return ""."""
+    """If the reason begins with a path that is the value of a key, or is below it, return "." and
+    that key; otherwise return ""."""
     for key, value in config.options.items():
         if isinstance(value, str) and value.startswith("/") and reason.startswith(value):
-            return f".{key}"
+            rest = reason[len(value) :]
+            if not rest or value.endswith("/") or rest[0] in "/: ":  # not /mnt/kv2 for /mnt/kv
+                return f".{key}"
     return ""
 
 

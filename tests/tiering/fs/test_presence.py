@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -89,6 +91,22 @@ def test_who_lives_is_alive_until_it_ends(engines: Path, presence: Presence) -> 
     presence.abandon()
     presence.abandon()
     assert living(engines) == {presence.engine: False}
+
+
+def test_an_engine_whose_file_nobody_can_lock_counts_as_alive(
+    engines: Path, presence: Presence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS without its lock service."""
+
+    def no_lock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    presence.abandon()
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    living(engines)
+    before = len(os.listdir("/proc/self/fd"))
+    assert living(engines) == {presence.engine: True}
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_ones_own_is_no_other(engines: Path, presence: Presence) -> None:

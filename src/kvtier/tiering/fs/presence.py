@@ -175,7 +175,7 @@ class Peer:
 
     def __init__(self, tree: NoFollowTree, directory: Path, alive: Path, fd: int | None) -> None:
         """`fd`: the open `.alive` file; negative if it was removed, which ends the presence; None
-        if it cannot be opened, in which case the engine counts as alive."""
+        if it cannot be opened. An engine whose file cannot be opened or locked counts as alive."""
         self._tree = tree
         self.engine = bytes.fromhex(directory.name)
         self.directory = directory
@@ -185,7 +185,7 @@ class Peer:
         try:
             if self._fd >= 0:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:  # another engine holds the lock, or nobody can lock the file now
             self.is_dead = False
 
     @property
