@@ -1,10 +1,10 @@
 """Cascades: blocks in host memory go to the tiers below.
 
-When the device has written blocks, each tier of the request gets them in one or more jobs, if the
-tier's write policy selects them (`Cascades.store`). The slots of a job stay pinned until the tier
+When the device has written blocks, each tier of the request gets those that its write policy
+selects, in one or more jobs (`Cascades.store`). The slots of a job stay pinned until the tier
 reports it. The stores of a tier may pin a limited number of slots (`StoreLimits`); blocks beyond
-that wait, unpinned, in the tier's `Backlog`. When a request has ended, each tier is offered those
-of its blocks that the tier lacks (`Cascades.offer_used`), at a bounded rate.
+that wait, unpinned, in the tier's `Backlog`. When a request has ended, each tier is sent those of
+its blocks that the tier lacks, at a bounded rate. This is called an offer (`Cascades.offer_used`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from kvtier.tiering.tier_calls import GuardedTier
 
 _STORE_BYTES = 128 << 20
-"""The largest store, in bytes. Several small stores free their slots one by one, and the tier can
-go on to the next one without waiting for the engine's next step."""
+"""The largest store, in bytes. Small stores free their slots earlier, and the tier can go on to the
+next one without waiting for the engine's next step."""
 
 _MIN_SHARE = 32
-"""The share of a tier is at least this many slots, if the primary tier has them."""
+"""The stores of a tier may pin this many slots, if the primary tier has them, even if that is more
+than the configured share."""
 _SPARE_PINS = 1.5
 """Slots that stores may pin, as a multiple of the slots that keep the tier busy."""
 _LEAST_PINNED, _LEAST_PINNED_BYTES = 4, 32 << 20
-"""Slots and bytes that stores may pin however slow the tier is: smaller stores would make it slower
-still."""
+"""Stores may pin this many slots and bytes even if the tier is slow: smaller stores would make it
+slower still."""
 _NEWEST_SHARE = 0.25
 """Weight of the newest store in the moving average of the slots that keep the tier busy."""
 _GIVEN_BACK_FOR_S = 30.0
@@ -44,10 +45,10 @@ _GIVEN_BACK_FOR_S = 30.0
 many seconds on average."""
 
 _OFFERED_BYTES_PER_S = 128 << 20
-"""The rate at which a tier is offered blocks that requests have used and it lacks."""
+"""The highest rate of offers to a tier, in bytes per second."""
 _FIRST_OFFER_BYTES, _OFFER_S = 16 << 20, 0.25
-"""The size of the first such store, and the seconds that each later one should take the tier: a new
-store may have to wait that long behind it."""
+"""The largest size of the first offer, and the seconds that the tier should take for each later
+one: stores of new blocks may have to wait that long."""
 
 
 class WriteMoment(Enum):
@@ -64,14 +65,14 @@ class WriteMoment(Enum):
 class WritePolicy(ABC):
     """Decides which blocks one tier gets, and when. Scheduler thread only.
 
-    Called at each `WriteMoment`, with readable blocks.
+    `Cascades` calls `select` at each `WriteMoment`, with readable blocks.
     """
 
     @abstractmethod
     def select(
         self, keys: Sequence[OffloadKey], moment: WriteMoment, req_context: ReqContext
     ) -> Sequence[OffloadKey]:
-        """The part of `keys`, in their order, that goes to the tier now."""
+        """Return the keys of the blocks that go to the tier now, in the order of `keys`."""
 
 
 class WriteThrough(WritePolicy):
@@ -84,11 +85,11 @@ class WriteThrough(WritePolicy):
 
 
 WRITE_POLICIES: dict[WritePolicyName, type[WritePolicy]] = {WritePolicyName.THROUGH: WriteThrough}
-"""By their names in the configuration."""
+"""The policies, by their names in the configuration."""
 
 
 class StoreLimits:
-    """How many slots the stores of one tier may pin, and how much it may be offered again.
+    """How many slots the stores of one tier may pin, and how large offers to it may be.
 
     Stores may pin as many slots as keep the tier busy, and one more for each block that requests
     have loaded from it recently. More would only protect blocks that wait for the tier, at the
@@ -96,41 +97,41 @@ class StoreLimits:
     """
 
     def __init__(self, share: float, primary: CPUPrimaryTierOffloadingManager) -> None:
-        """`share`: the part of the primary tier's slots that stores may pin."""
+        """`share`: the part of the primary tier's slots that stores may pin; at least
+        `_MIN_SHARE` slots."""
         self._block_bytes = block_bytes = primary.block_bytes
         most = max(1, primary.num_blocks - primary.reserve)
         max_pinned = min(most, max(int(share * primary.num_blocks), _MIN_SHARE))
         self.max_pinned = max_pinned
-        """The most slots that its stores may ever pin."""
+        """The most slots that stores may ever pin."""
         self.num_pinned = 0
-        """Slots that its stores are reading. Written by its `JobTable`."""
+        """Slots that stores are reading. The tier's `JobTable` writes it."""
         self._least_pinned = min(max_pinned, max(_LEAST_PINNED, _LEAST_PINNED_BYTES // block_bytes))
         self._pins_needed = float(max_pinned)
-        """Slots that keep the tier busy, with some to spare. All until a store was measured."""
+        """Slots that keep the tier busy, with some to spare: a moving average that starts at
+        `max_pinned`."""
         self._num_working = 0
-        """Slots that were pinned when the last harvest began: for stores that it found ended, and
-        for others."""
+        """Slots that were pinned when the tier was last asked for finished jobs (a harvest)."""
         self._lag = 0.0
         """Seconds between the last two harvests."""
         self._num_given_back = 0.0
-        """Blocks that requests have loaded from the tier; older ones count less."""
+        """Blocks that requests have loaded from the tier. Older ones count less."""
         self._most_in_store = max(1, _STORE_BYTES // block_bytes)
         self._offer: Job | None = None
-        """The last store of blocks that the tier lacked."""
+        """The last offer."""
         self._next_offer_at = -inf
         self._most_in_offer = max(1, _FIRST_OFFER_BYTES // block_bytes)
 
     @property
     def num_storable(self) -> int:
-        """How many blocks the next store may have."""
+        """The most blocks that the next store may have."""
         wanted = int(self._pins_needed + self._num_given_back)
         num_pinnable = min(self.max_pinned, max(wanted, self._least_pinned))
         return max(0, min(self._most_in_store, num_pinnable - self.num_pinned))
 
     def num_offerable(self, now: float) -> int:
-        """How many blocks that the tier lacks may be offered now: none while an offer is under way
-        or too soon after one, and otherwise so few that half of the slots that stores may pin is
-        left to new blocks."""
+        """Return the most blocks that may be offered now. It is 0 while an offer is under way, and
+        for a while after it. Offers leave half of `max_pinned` to new blocks."""
         is_busy = self._offer is not None and not self._offer.is_done
         if is_busy or now < self._next_offer_at:
             return 0
@@ -138,14 +139,13 @@ class StoreLimits:
         return max(0, min(self._most_in_offer, self.num_storable, left))
 
     def note_offer(self, job: Job, now: float) -> None:
-        """Blocks that the tier lacked are being stored. The larger the store, the longer the next
-        one has to wait."""
+        """An offer has begun. The larger it is, the later the next one may begin."""
         self._offer = job
         num_bytes = len(job.transfer.keys) * self._block_bytes
         self._next_offer_at = now + num_bytes / _OFFERED_BYTES_PER_S
 
     def note_stored(self, job: Job, seconds: float | None, now: float) -> None:
-        """A store has ended. `seconds`: how long the tier worked on it, if known."""
+        """A store has ended. `seconds`: how long the tier worked on it; None: not known."""
         if job is self._offer:
             taken_s = now - job.submitted if seconds is None else seconds
             most = self._most_in_store
@@ -153,9 +153,10 @@ class StoreLimits:
                 most = min(most, int(len(job.transfer.keys) * _OFFER_S / taken_s))
             self._most_in_offer = max(1, most)
         if seconds is not None:
-            # Little's law: the tier stays busy with the slots that were pinned, times the share of
-            # the job's life in which it did not wait for its turn. If all stores had ended before
-            # the harvest, the tier was idle for a while, and the number grows.
+            # Little's law: to stay busy, the tier needs the pinned slots times the share of the
+            # store's life in which it worked on the store. The lag is added because a store may
+            # have ended long before the harvest: if all have, the tier was idle, the share is 1,
+            # and the number grows.
             life = now - job.submitted
             busy_share = min(1.0, (seconds + self._lag) / life) if life > 0 else 1.0
             needed = _SPARE_PINS * self._num_working * busy_share
@@ -166,16 +167,16 @@ class StoreLimits:
         self._num_given_back += num_blocks
 
     def harvest_begins(self, lag: float) -> None:
-        """The tier is about to be asked for finished stores. `lag`: seconds since it was last
-        asked. Blocks that requests have loaded from the tier count less with time."""
+        """The tier is about to be asked for finished jobs. `lag`: seconds since it was last asked.
+        Lowers the weight of blocks that requests have loaded from the tier."""
         self._num_working, self._lag = self.num_pinned, lag
         if self._num_given_back:
             self._num_given_back *= exp(-lag / _GIVEN_BACK_FOR_S)
 
 
 class Backlog:
-    """Blocks in host memory that one tier is to store later, in order. They are not pinned: a block
-    that is evicted meanwhile is not stored. Scheduler thread only."""
+    """Blocks in host memory that wait until one tier may store them, in order. They are not pinned:
+    a block that is evicted meanwhile is not stored. Scheduler thread only."""
 
     def __init__(self) -> None:
         self._runs: deque[tuple[Sequence[OffloadKey], TierRequest]] = deque()
@@ -190,7 +191,7 @@ class Backlog:
         request.stores.num_parked += len(keys)
 
     def take(self, most: int) -> tuple[Sequence[OffloadKey], TierRequest]:
-        """Remove the oldest blocks: those of one request, and at most this many."""
+        """Remove and return the oldest blocks of one request, at most `most`."""
         keys, request = self._runs.popleft()
         if most < len(keys):
             self._runs.appendleft((keys[most:], request))
@@ -204,8 +205,8 @@ class Cascades:
     """Sends blocks down: asks the write policy, pins the blocks, submits the job. Scheduler thread
     only.
 
-    Methods that return requests return those with fewer waiting blocks than before: these requests
-    may have ended now.
+    If a method returns requests, these have fewer waiting blocks than before the call. The caller
+    checks whether they are done.
     """
 
     def __init__(
@@ -218,13 +219,14 @@ class Cascades:
         self._jobs = jobs
         self._clock = clock
         self.parked: dict[OffloadKey, dict[tuple[TierRequest, GuardedTier], None]] = {}
-        """Blocks that another request is writing, and the (request, tier) pairs that wait for them:
-        these tiers want whole requests."""
+        """Blocks that are still being written for another request, and the (request, tier) pairs
+        that wait for them. These tiers want whole requests."""
 
     # --- what happens to blocks -----------------------------------------------------------------
 
     def store(self, keys: Collection[OffloadKey], success: bool, request: TierRequest) -> None:
-        """The device has written blocks: they go to every tier of the request."""
+        """The device has written blocks, or has failed to (`success`). Send the written ones to
+        every tier of the request."""
         in_order = request.stores.end(keys)
         stored = self._primary.finish_store(in_order, request.context, success)
         if stored and request.tiers:
@@ -233,8 +235,8 @@ class Cascades:
             self._send(in_order, request.tiers, WriteMoment.STORED, request, stored)
 
     def offer_again(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
-        """A request stores blocks that are in host memory already, or that another request is
-        writing: they go to its tiers that want whole requests."""
+        """A request stores blocks that are in host memory already, or are being written there for
+        another request. Send them to its tiers that want whole requests."""
         ready = []
         for key in keys:
             if self._primary.is_ready(key):
@@ -249,8 +251,8 @@ class Cascades:
             self._send(ready, request.request_level, WriteMoment.HIT, request)
 
     def send_parked(self, keys: Iterable[OffloadKey]) -> Iterable[TierRequest]:
-        """Another request has written these blocks, or will not: send the readable ones to the
-        tiers that wait for them."""
+        """These blocks are no longer being written. Send those that are readable to the tiers that
+        wait for them."""
         by_target: dict[tuple[TierRequest, GuardedTier], list[OffloadKey]] = {}
         for key in keys:
             for target in self.parked.pop(key, ()):
@@ -265,8 +267,8 @@ class Cascades:
     def offer_used(
         self, used: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest
     ) -> None:
-        """A request that used these blocks has ended: the tier gets those that it lacks, within its
-        limits. The rest is not queued: the next request that uses it offers it again."""
+        """A request that used these blocks has ended. Send the tier those that it lacks, within its
+        limits. The others are not queued: the next request that uses them offers them again."""
         if not tier.takes_offers:
             return
         missing = tier.missing(used, request.context)
@@ -285,7 +287,8 @@ class Cascades:
     # --- what waits for a tier ------------------------------------------------------------------
 
     def send_backlog(self, tier: GuardedTier) -> Iterable[TierRequest]:
-        """Send what waits for a tier, as far as its limits allow. Once in a step."""
+        """Send the blocks that wait for a tier, as far as its limits allow. Called once in a
+        step."""
         now = self._clock()
         served: dict[TierRequest, None] = {}
         backlog = tier.backlog
@@ -306,7 +309,7 @@ class Cascades:
             if ready:
                 self._submit(ready, tier, request, now)
         while (excess := backlog.num_blocks - self._primary.num_blocks) > 0:
-            # More than host memory can hold, so some were evicted: drop the oldest.
+            # More blocks wait than host memory can hold, so some were evicted: drop the oldest.
             keys, request = backlog.take(excess)
             served[request] = None
             tier.stats.count("dropped_blocks", len(keys))
@@ -333,9 +336,9 @@ class Cascades:
         request: TierRequest,
         blocks: list[BlockStatus] | None = None,
     ) -> None:
-        """Send readable blocks to tiers, as many as each one's limits allow; the rest waits.
-        `blocks`: those of `keys`, if the caller has them."""
-        # Not the time of the step, which may have begun long before.
+        """Send readable blocks to tiers, as many as the limits of each tier allow. The others wait.
+        `blocks`: the blocks of `keys`, if the caller has them."""
+        # Read the clock: the step may have begun long ago.
         now = self._clock()
         for tier in tiers:
             chosen = tier.write_policy.select(keys, moment, request.context)
@@ -360,8 +363,8 @@ class Cascades:
     def _let_wait(
         self, keys: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest
     ) -> None:
-        """The tier's stores have reached their limit: queue these blocks until some have ended. If
-        a store is late, drop them instead."""
+        """The tier's stores have reached their limit. Queue these blocks until some stores have
+        ended, or drop them if a store is late."""
         if tier.jobs.has_late_stores:
             tier.stats.count("dropped_blocks", len(keys))
         else:
@@ -375,7 +378,7 @@ class Cascades:
         now: float,
         blocks: list[BlockStatus] | None = None,
     ) -> Job:
-        """Pin blocks, and give them to a tier in one job."""
+        """Pin blocks, and send them to a tier in one job."""
         context = request.context
         job_id = self._jobs.new_id()
         kept, spec = self._primary.prepare_read(job_id, keys, context, blocks)

@@ -2,8 +2,8 @@
 the next start.
 
 `PrefillRate` predicts how long prompt tokens take to compute, `TransferEstimate` how long blocks
-take to load from one tier. `kvtier.tiering.guard` compares the two. `Learnt` is the note in which a
-tier keeps both for the next engine.
+take to load from one tier. `kvtier.tiering.guard` compares the two. `Learnt` is the content of the
+note with which a tier keeps both for the next engine.
 """
 
 from __future__ import annotations
@@ -19,70 +19,74 @@ from typing import NamedTuple
 
 # For `PrefillLine`:
 _KEPT_IN_OCTAVE = 16
-"""Steps that are kept for each octave of positions: from one power of two to the next."""
+"""Steps kept for each octave. An octave is the range of positions from one power of two to the
+next."""
 _QUICK_SHARE = 0.25
-"""The quantile of an octave's tokens, fastest first, that stands for the octave."""
+"""The sample at this quantile of an octave's tokens, fastest first, stands for the octave."""
 _LEAST_SHARE = 1 / 8
 """Steps with fewer tokens than this share of the largest recent step are mostly overhead, and are
 left out."""
 _MIN_IN_OCTAVE = 4
 """An octave with this many steps is sure: its cost is trusted. With four, one slow step cannot be
-the quick quartile."""
+the one that stands for the octave."""
 _FADE = 0.999
-"""With each step, the weight of an octave and the size of the largest step are multiplied by
-this."""
+"""Each step multiplies the weights of octaves and the size of the largest step by this."""
 _FORGOTTEN_AFTER = 10_000
-"""Steps after which an octave without a new one is forgotten."""
+"""An octave is forgotten after this many steps in other octaves."""
 _DRAWN_EVERY = 8
 """Steps from one fit of the line to the next."""
 _EARLY_STEPS = 64
 """Up to this number of steps, the line is fitted anew after each one."""
 _DOUBT = 0.5
-"""A token at position 0 is assumed to cost at least this share of one at the first sure octave."""
+"""A token at position 0 is assumed to cost at most this share of a token at the first sure octave.
+From there to that octave, the limit rises linearly."""
 _FAR_APART = 2.0
-"""Octaves whose positions differ by less than this factor do not show how the cost grows."""
+"""Octaves whose positions differ by less than this factor do not show how the cost grows with the
+position."""
 _MOST_NEEDED = 1024
-"""A step of this many tokens is large enough to show the cost of any number of them."""
+"""A step of this many tokens shows the cost per token of a step of any size."""
 
 # For `PrefillRate` and `TransferEstimate`:
 _MIN_SAMPLES = 8
 """Samples before anything is predicted."""
 _STEPS_AROUND = 3
-"""Steps in which the tokens of one store may have been computed."""
+"""The tokens of one store may have been computed in any of this many steps."""
 _MOST_TOKENS = 1e9
 """More than any prompt has."""
 _DECAY = 0.95
-"""With each load, the weights of earlier loads are multiplied by this."""
+"""Each load multiplies the weights of earlier loads by this."""
 _RECALLED_WEIGHT = 4.0
-"""The measurements of an earlier engine weigh as much as this many loads, at most."""
+"""The measurements of an earlier engine weigh at most as much as this many loads."""
 _FAR_OFF = 2.0
-"""A load that takes this many times longer or shorter than expected contradicts the estimate."""
+"""A load contradicts the estimate if it takes more than the expected time multiplied by this, or
+less than the expected time divided by this."""
 
 # For notes:
 MOST_NOTE_BYTES = 1024
 _FORMAT = 1
-"""Changes when the figures in a note change their meaning. Notes of other formats are ignored."""
+"""Increased when the figures in a note change their meaning. Notes of other formats are ignored."""
 _MOST = 1e12
-"""The largest figure that a note can have."""
+"""The largest figure in a note. A note with a larger one is ignored."""
 
 
 class CostLine(NamedTuple):
-    """Seconds that a prompt token takes, by its position: a straight line."""
+    """The seconds that a prompt token takes, as a straight line over its position."""
 
     at_start: float
     per_position: float
     deepest: float
-    """Tokens behind this position are assumed to cost as much as one here."""
+    """Tokens behind this position are assumed to cost as much as one at this position."""
 
     def seconds_per_token(self, position: float) -> float:
         return self.at_start + self.per_position * min(position, self.deepest)
 
 
 _LEVEL = CostLine(1.0, 0.0, 0.0)
-"""A line that does not rise, used until one has been fitted."""
+"""A line that does not rise. It is used until one has been fitted."""
 
 _Sample = tuple[float, float, int]
-"""One step: seconds per token, mean position, tokens. A plain tuple: each step makes one."""
+"""One step: seconds per token, mean position, number of tokens. A plain tuple, to save time in each
+step."""
 
 
 class _Point(NamedTuple):
@@ -107,7 +111,7 @@ class _Octave:
         self.last_step = 0
 
     def point(self, least_tokens: float, line: CostLine) -> _Point | None:
-        """The sample that stands for the octave; None if it has no step of `least_tokens`.
+        """The sample that stands for the octave; None if no step has at least `least_tokens`.
 
         `line`: the expected cost by position, which separates fast steps from slow ones.
         """
@@ -127,16 +131,17 @@ class PrefillLine:
 
     With attention, the cost of a token grows linearly with the number of tokens before it.
     Positions are grouped in octaves, so that the many steps at the start of short prompts do not
-    crowd out the few deep in long ones. Each octave keeps its last steps, and its quick quartile,
-    weighted by tokens, stands for it: what made the other steps slow (a compilation, a pause,
-    decoding in the same step) is not a cost of the prompt. The line is a least-squares fit through
-    these points, weighted by tokens and by age. It does not fall, and does not start below zero.
+    displace the few steps deep in long ones. Each octave keeps its last steps. The quick quartile
+    of them, weighted by tokens, stands for the octave: what made the other steps slow (a
+    compilation, a pause, decoding in the same step) is not a cost of the prompt. The line is a
+    least-squares fit through these points, weighted by tokens and by age. It does not fall, and
+    does not start below zero.
 
-    The line errs on the low side on purpose. A cost that is too low makes requests compute, which
-    is measured and corrects the line. A cost that is too high makes them load, which corrects
-    nothing. So an octave before the first sure one counts even with a single step, and positions
-    there are assumed to be cheaper. An octave behind it counts only if it is sure.
-    `kvtier.tiering.guard.Trials` finds costs that are too high nevertheless.
+    The line errs on the low side on purpose. If it is too low, requests compute, which is measured
+    and corrects the line. If it is too high, they load, which corrects nothing. So an octave before
+    the first sure one counts even with a single step, and positions there are assumed to be
+    cheaper. An octave behind it counts only if it is sure. `kvtier.tiering.guard.Trials` corrects
+    costs that are too high all the same.
     """
 
     def __init__(self) -> None:
@@ -165,7 +170,7 @@ class PrefillLine:
         self.last_position = mean_position
 
     def is_measured(self, num_tokens: int, mean_position: float) -> bool:
-        """True if steps of a similar size were measured around this position, so that the cost is
+        """True if steps of a similar size were measured around this position. Then their cost is
         not extrapolated."""
         octave = int(mean_position).bit_length()
         needed = min(num_tokens * _LEAST_SHARE, _MOST_NEEDED)
@@ -202,18 +207,19 @@ class PrefillLine:
             if not first:
                 return CostLine(here, 0.0, deepest)
             return CostLine(_DOUBT * here, (1 - _DOUBT) * here / first, first)
-        # `_points` makes both non-negative, except for rounding.
+        # `_points` makes the slope and the start non-negative, except for rounding.
         slope = max(0.0, (weight * pt - p * t) / spread)
         return CostLine(max(0.0, (t - slope * p) / weight), slope, deepest)
 
     def _points(self) -> list[_Point]:
-        """The points to fit, by position: those of all sure octaves, and of all before the first
-        sure one.
+        """The points to fit, by position: those of all sure octaves, and of all octaves before the
+        first sure one.
 
         On a line that neither falls nor starts below zero, no point is above a later one, and the
-        cost grows no faster than the position. A point that violates this is lowered: all steps of
-        its octave were slow. A point that is not sure does not lower others. It is raised to the
-        least cost that the first sure point allows, and kept below the cost that `_DOUBT` assumes.
+        cost grows no faster than the position. A point that violates this is lowered, because all
+        steps of its octave must have been slow. An unsure point does not lower a sure one. It is
+        raised to the least cost that the first sure point allows, and lowered to the limit that
+        `_DOUBT` sets.
         """
         found = self._found()
         num_unsure = next((n for n, point in enumerate(found) if point.is_sure), len(found))
@@ -236,7 +242,7 @@ class PrefillLine:
         ]
 
     def _found(self) -> list[_Point]:
-        """The points of all octaves, by position. Octaves without recent steps are forgotten."""
+        """The points of all octaves, by position. Forgets octaves without recent steps."""
         found = []
         least_tokens, line = self._largest * _LEAST_SHARE, self._line or _LEVEL
         for number in sorted(self._octaves):
@@ -252,34 +258,37 @@ class PrefillLine:
 class PrefillRate:
     """How long the engine takes to compute prompt tokens. Scheduler thread only.
 
-    It is configured, or reported by the engine step by step, or else estimated from the cadence of
-    stores. That estimate is crude: blocks that are stored in one step were computed in that step,
-    the one before or the one after, depending on the engine. The time of the longest of the three
-    is used: a short step would look like a burst of computing that never happened. Idle time and
-    decoding make samples too low, so a high percentile of the last ones counts.
+    It is configured, or reported by the engine for each step, or else estimated from the cadence of
+    stores. That estimate is crude: depending on the engine, blocks that are stored in one step were
+    computed in that step, the one before or the one after. The longest of the three counts as the
+    time that they took, because a short one would make computing look too fast. Idle time and
+    decoding make it look too slow, so a high percentile of the last samples counts.
     """
 
     def __init__(self, configured: float | None) -> None:
-        """`configured`: tokens per second; None to learn it; 0 to load however long it takes."""
+        """`configured`: tokens per second. None: learn it. 0: it is never known, so blocks are
+        loaded however long that takes."""
         self.learns_from_stores = configured is None
-        """True while it is learnt from the cadence of stores: the engine has reported nothing."""
+        """True while it is learnt from the cadence of stores, because the engine has not reported a
+        step."""
         self._may_learn = configured is None
         self._flat_rate = configured or None
         """Tokens per second, at any position."""
         self._reported = PrefillLine()
         self._recalled: CostLine | None = None
-        """What an earlier engine has learnt."""
+        """The line that an earlier engine has learnt."""
         self._samples: deque[float] = deque(maxlen=64)
         self._tokens_in_step = 0
         self._tokens_before = 0
-        """Tokens stored in the previous step. The steps around it are known when this one ends."""
+        """Tokens stored in the previous step. They are counted when the present step ends, because
+        only then its duration is known."""
         self._step_times: deque[float] = deque(maxlen=_STEPS_AROUND)
         self._last_step_end: float | None = None
 
     @property
     def line(self) -> CostLine | None:
-        """The cost of a token: from the engine's reports, or else a flat rate, or else what an
-        earlier engine has learnt. None: not known."""
+        """The cost of a token: from the engine's reports, or else from the flat rate, or else as an
+        earlier engine has learnt it. None: not known."""
         line = self._reported.get()
         if line is not None:
             return line
@@ -288,13 +297,13 @@ class PrefillRate:
         return self._recalled
 
     def recall(self, line: CostLine) -> None:
-        """Use what an earlier engine has learnt until this one knows better."""
+        """Use the line of an earlier engine until this engine has learnt a rate."""
         if self.may_learn and line.seconds_per_token(line.deepest) > 0:
             self._recalled = line
 
     @property
     def may_learn(self) -> bool:
-        """False if it is configured."""
+        """False if the rate is configured."""
         return self._may_learn
 
     @property
@@ -304,14 +313,13 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate. If it depends on the position, that of the last step counts. None: not
-        known."""
+        """The rate, at the position of the last reported step. None: not known."""
         line = self.line
         seconds = line.seconds_per_token(self._reported.last_position) if line is not None else 0.0
         return 1 / seconds if seconds else None
 
     def seconds_for(self, num_tokens: int, mean_position: float) -> float:
-        """How long computing takes for tokens around this position. Ask `is_known` first."""
+        """Seconds to compute this many tokens around this position. Ask `is_known` first."""
         line = self.line
         assert line is not None, "ask `is_known` first"
         return num_tokens * line.seconds_per_token(mean_position)
@@ -322,12 +330,12 @@ class PrefillRate:
         return self._may_learn and not self.learns_from_stores
 
     def is_measured(self, num_tokens: int, mean_position: float) -> bool:
-        """True if the engine has reported similar steps, so that the cost is not extrapolated."""
+        """True if the engine has reported similar steps. Then the cost is not extrapolated."""
         return self._reported.is_measured(num_tokens, mean_position)
 
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
-        """The engine reports a step that has computed prompt tokens. Reports that cannot be true
-        (no tokens, no time, no such position) are ignored."""
+        """The engine reports a step that has computed prompt tokens. Impossible reports (no tokens,
+        no time, endless time, a position that no prompt has) are ignored."""
         if (
             self._may_learn
             and num_tokens > 0
@@ -338,7 +346,7 @@ class PrefillRate:
             self._reported.note(num_tokens, mean_position, seconds)
 
     def note_computed(self, num_tokens: int) -> None:
-        """Blocks of this many new tokens are stored in this step."""
+        """This step stores new blocks of `num_tokens` tokens."""
         self._tokens_in_step += num_tokens
 
     def step_ended(self, now: float) -> None:
@@ -361,17 +369,17 @@ class TransferEstimate:
     """How long a tier takes to load a number of blocks: latency, and time per block.
 
     A least-squares line through the measured loads, weighted by age. A load that took more than
-    twice or less than half of the expected time counts as twice or half of it: a single one may be
-    an exception, such as a stall. If the next load deviates in the same direction, the tier's speed
-    has changed, and the two replace all earlier ones.
+    twice the expected time counts as twice that time, and one that took less than half of it counts
+    as half: a single one may be an exception, such as a stall. If the next load deviates in the
+    same direction, the tier's speed has changed, and the two replace all earlier ones.
     """
 
     def __init__(self) -> None:
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
         self.num_samples = 0
         self._doubt: tuple[bool, int, float] | None = None
-        """The last load, if it was far from the expected time: whether it was slower, its blocks,
-        its seconds."""
+        """The last load, if it contradicted the estimate: whether it was slower, its blocks, its
+        seconds."""
 
     @property
     def sums(self) -> tuple[float, ...] | None:
@@ -381,7 +389,7 @@ class TransferEstimate:
         return (self._weight, self._n, self._nn, self._t, self._nt)
 
     def recall(self, sums: tuple[float, ...]) -> None:
-        """Use what an earlier engine has measured until this one knows better."""
+        """Start from the state of an earlier engine. Loads of this engine soon outweigh it."""
         weight = sums[0]
         if weight > 0 and sums[1] > 0:
             scale = min(1.0, _RECALLED_WEIGHT / weight)
@@ -389,13 +397,13 @@ class TransferEstimate:
             self.trust()
 
     def trust(self) -> None:
-        """Predict from the samples there are, even if they are few."""
+        """Predict from the samples so far, even if they are few."""
         if self.num_samples or self._weight:
             self.num_samples = max(self.num_samples, _MIN_SAMPLES)
 
     @property
     def is_in_doubt(self) -> bool:
-        """True if the last load was far from the expected time."""
+        """True if the last load contradicted the estimate."""
         return self._doubt is not None
 
     def note(self, num_blocks: int, seconds: float, num_beside: int = 0) -> None:
@@ -420,8 +428,8 @@ class TransferEstimate:
             self._add(num_blocks, _FAR_OFF * slowest if is_slower else quickest / _FAR_OFF)
 
     def note_late(self, num_blocks: int, seconds: float) -> None:
-        """A load has not ended after `seconds`. `num_blocks`: its own, and those of loads before
-        it."""
+        """A load has not ended after `seconds`. This counts only if it contradicts the estimate.
+        `num_blocks`: the blocks of this load and of the loads before it."""
         expected = self.predict(num_blocks)
         if expected is None or seconds > _FAR_OFF * expected:
             self.note(num_blocks, seconds)
@@ -436,7 +444,7 @@ class TransferEstimate:
         self.num_samples += 1
 
     def predict(self, num_blocks: int) -> float | None:
-        """Seconds for a load of this many blocks; None while not known."""
+        """The expected seconds for a load of this many blocks. None: not known."""
         if self.num_samples < _MIN_SAMPLES or not self._n:
             return None
         spread = self._weight * self._nn - self._n * self._n
@@ -445,12 +453,12 @@ class TransferEstimate:
             latency = (self._t - per_block * self._n) / self._weight
             if per_block >= 0 and latency >= 0:
                 return latency + per_block * num_blocks
-        # All loads had the same size, or the line makes no sense: assume no latency.
+        # All loads had the same size, or the line has a negative part: assume no latency.
         return self._t / self._n * num_blocks
 
 
 class Learnt(NamedTuple):
-    """The content of a note. Either part may be missing."""
+    """The content of a note. A part that is None was not known."""
 
     loads: tuple[float, ...] | None
     """`TransferEstimate.sums` of the tier."""
@@ -458,7 +466,7 @@ class Learnt(NamedTuple):
 
 
 def write_note(learnt: Learnt, fingerprint: bytes) -> bytes:
-    """Encode a note. `fingerprint`: of the engine whose costs these are."""
+    """Encode a note. `fingerprint`: that of the engine with these costs."""
     fields = {
         "format": _FORMAT,
         "fingerprint": fingerprint.hex(),
@@ -470,8 +478,8 @@ def write_note(learnt: Learnt, fingerprint: bytes) -> bytes:
 
 
 def read_note(note: object, fingerprint: bytes) -> Learnt:
-    """Decode a note. Both parts are missing if it is damaged, or was written by an engine with
-    another fingerprint or on another host."""
+    """Decode a note. Both parts are None if it is damaged, or if an engine with another fingerprint
+    or on another host wrote it."""
     try:
         if not isinstance(note, bytes) or len(note) > MOST_NOTE_BYTES:
             return Learnt(None, None)

@@ -1,17 +1,17 @@
-"""Load or compute? On an idle engine, whatever gives the answer sooner. On a busy one, computing a
-prompt also delays every other request that the device works on, while loading it delays none.
+"""Decides whether to load blocks from a tier or to compute them.
 
-So blocks are loaded if
+On an idle engine, the faster of the two is chosen. On a busy one, computing a prompt also delays
+every other request that the device works on, while loading it delays none. So blocks are loaded if
 
     load_s <= compute_s * (1 + num_held_up)
 
-where `load_s` includes the loads before it at the tier, and `num_held_up` is the number of other
-requests that compute, decode or wait for the device. Requests that wait for a load are not held up.
-So the rule balances both sides: the more requests load, the fewer computing holds up.
+where `load_s` includes the loads that the tier has to do first, and `num_held_up` is the number of
+other requests that compute, decode or wait for the device. A request that waits for a load is not
+held up. So the more requests load, the sooner the next one computes, and both sides stay busy.
 
-`LoadGuard` applies it to what `kvtier.tiering.cost` has learnt. To replace the rule, replace
-`LoadGuard.judge` and `LoadGuard.is_worth_loading`. `LoadSpeed` measures one tier, also when no
-request loads from it.
+`LoadGuard` applies this rule to the costs that `kvtier.tiering.cost` has learnt. To replace the
+rule, replace `LoadGuard.judge` and `LoadGuard.is_worth_loading`. `LoadSpeed` measures one tier,
+even while no request loads from it.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ if TYPE_CHECKING:
     from kvtier.tiering.tier_calls import GuardedTier
 
 PROBE_SIZES = (1, 8)
-"""Blocks of the loads that measure a tier when the engine starts: two sizes separate latency from
-time per block. If the tier could not name any blocks then, the first load for a request measures
-it, with at most as many blocks as the larger probe."""
+"""Sizes, in blocks, of the loads that measure a tier when the engine starts (probes). Two sizes
+separate latency from time per block. If the tier names no blocks at the start, the first load for a
+request is the probe, with at most as many blocks as the larger of these."""
 _PROBE_PATIENCE_S = 0.25
-"""A request waits no longer than this for the measurement of a tier."""
+"""Seconds. A request waits no longer than this for the probes of a tier."""
 _BLIND_S, _BLIND_REQUESTS = 1.0, 8
-"""While the cost of computing is not known, up to `_BLIND_REQUESTS` requests whose loads would take
-longer than `_BLIND_S` compute instead: only computing shows what it costs."""
+"""While the cost of computing is not known, the first `_BLIND_REQUESTS` requests whose loads would
+take longer than `_BLIND_S` seconds compute instead: only computing shows what it costs."""
 
 _TRIAL_SHARE = 1 / 32
-"""Share of the time of all loads that trials may cost. In a trial, a request computes blocks that
-it could load faster."""
+"""Trials may cost this share of the time of all loads. In a trial, a request computes blocks
+although the rule prefers to load them."""
 _MEASURED_FACTOR = 8
-"""How much rarer a trial is where the cost of computing was measured."""
+"""Trials are this many times rarer where the cost of computing was measured."""
 _LEAST_TRIED_S = 0.05
-"""Seconds. Shorter loads cause no trial: there a wrong decision costs a request little."""
+"""Seconds. Shorter loads cause no trial, because a wrong decision there costs a request little."""
 
 _MUCH_FASTER = 4
-"""A request stops waiting for blocks that others load if it can compute them this many times
-faster."""
+"""A request stops waiting for blocks that other requests load if it can compute them more than this
+many times faster."""
 _EXPLORED_BLOCKS, _EXPLORED_S = 8, 0.25
-"""Blocks of the first exploration, a load that shows whether a tier is still slower than computing.
-It has more blocks if they are expected to take less than `_EXPLORED_S` seconds."""
+"""An exploration is a load that shows whether a tier is still slower than computing. The first one
+has `_EXPLORED_BLOCKS` blocks, or more if they are expected to take less than `_EXPLORED_S`
+seconds."""
 _EXPLORE_EVERY_S = 20.0
 """Seconds from one exploration of a tier to the next."""
 _KEPT_EVERY_S = 30.0
-"""Tiers are given a note of what was learnt, for the next start, once in this many seconds."""
+"""Seconds from one note with the learnt costs to the next. Tiers keep it for the next engine."""
 _LONGEST_EXPLORATION_S, _EXPLORATION_SHARE = 1.0, 0.5
-"""The longest exploration, in seconds and as a share of the load timeout: it must not be late, and
-must not keep other loads waiting for long."""
+"""The longest exploration, in seconds and as a share of the load timeout. The smaller limit counts.
+An exploration must not be late, and must not keep other loads waiting for long."""
 
 
 class Choice(Enum):
@@ -72,17 +73,17 @@ class Choice(Enum):
     WAIT = "wait"
     """The tier is being measured: decide in the next step."""
     COMPUTE = "compute"
-    """Loading them takes longer."""
+    """Compute them: loading takes too long, or its cost is not known yet."""
     TRY_COMPUTING = "try computing"
-    """Loading is believed to be faster, but that has to be checked now and then."""
+    """Compute them as a trial, although the rule prefers to load them. See `Trials`."""
 
 
 class Verdict(NamedTuple):
-    """The guard's answer."""
+    """The answer of `LoadGuard.judge`."""
 
     choice: Choice
     load_s: float | None
-    """How long loading is expected to take; None: not known."""
+    """Seconds that loading is expected to take. None: not known."""
 
 
 class _Costs(NamedTuple):
@@ -112,7 +113,7 @@ class LoadGuard:
         tiers: Sequence[GuardedTier],
         fingerprint: bytes,
     ) -> None:
-        """`fingerprint`: the namespace before any reset, with which the next engine starts too."""
+        """`fingerprint`: the namespace before any reset. The next engine starts with the same."""
         self._prefill = prefill
         self._groups = groups
         self._tiers = tiers
@@ -120,13 +121,13 @@ class LoadGuard:
         self._keep_at = inf
         self._trials = Trials()
         self._num_blind = 0
-        """Requests that have computed before the cost of computing was known."""
+        """Requests that computed because the cost of computing was not known."""
         self.num_trials = 0
-        """Requests that computed what could be loaded faster, as a trial."""
+        """Requests that computed as a trial."""
 
     @property
     def knows_compute_cost(self) -> bool:
-        """False while there is nothing to compare a load with."""
+        """True if the cost of computing is known, so that a load can be compared with it."""
         return self._prefill.is_known
 
     # --- decisions ------------------------------------------------------------------------------
@@ -139,8 +140,8 @@ class LoadGuard:
         num_held_up: int,
         now: float,
     ) -> Verdict:
-        """Decide for blocks that a tier has, and count the decision. `num_held_up`: other requests
-        that have to wait while this one computes."""
+        """Decide about blocks that a tier has, and count the decision. `num_held_up`: the other
+        requests that have to wait while this one computes."""
         costs = self._costs(keys, tier, request, num_held_up)
         if not self._is_worth_it(costs, tier, now):
             self._num_blind += costs.load_s is not None and costs.compute_s is None
@@ -162,14 +163,14 @@ class LoadGuard:
         num_held_up: int,
         now: float,
     ) -> bool:
-        """False if the request should compute these blocks. Counts nothing."""
+        """True if the request should load these blocks. Counts nothing."""
         return self._is_worth_it(self._costs(keys, tier, request, num_held_up), tier, now)
 
     def is_much_faster(
         self, keys: Sequence[OffloadKey], request: TierRequest, wait_s: float
     ) -> bool:
-        """True if computing these blocks takes far less than waiting `wait_s` for them. Blocks that
-        many requests share should be loaded once, so a small advantage does not count."""
+        """True if computing these blocks takes far less than `wait_s`, the time to wait for them. A
+        small advantage does not count: blocks that many requests share should be loaded once."""
         if not self._prefill.is_known:
             return False
         num_tokens = self._groups.num_tokens(keys)
@@ -183,14 +184,14 @@ class LoadGuard:
             self._trials.note_load(verdict.load_s)
 
     def _is_worth_it(self, costs: _Costs, tier: GuardedTier, now: float) -> bool:
-        """True if the blocks should be loaded, as far as is known."""
+        """True if the known costs do not speak against loading the blocks."""
         load_s, compute_s = costs.load_s, costs.compute_s
         if load_s is None:
             return not tier.load_speed.is_being_probed or tier.load_speed.began_probing_within(
                 now, _PROBE_PATIENCE_S
             )
         if compute_s is not None:
-            # A load that ends too late is lost, so one that is expected to is not begun.
+            # No request waits for a late load, so do not begin one that is expected to be late.
             is_in_time = load_s <= tier.settings.load_timeout_s
             return is_in_time and load_s <= compute_s * (1 + costs.num_held_up)
         may_learn = self._prefill.may_learn and costs.num_tokens > 0
@@ -215,7 +216,7 @@ class LoadGuard:
         if load_s is None or not num_tokens or not self._prefill.is_known:
             return _Costs(load_s, None, num_tokens, 0.0, num_held_up)
         wanted, num_below = request.wanted, num_tokens
-        if wanted.num_blocks > len(keys):  # from several tiers
+        if wanted.num_blocks > len(keys):  # other tiers have the rest
             num_below = self._groups.num_tokens(
                 [key for run in wanted.runs.values() for key in run]
             )
@@ -226,7 +227,7 @@ class LoadGuard:
     # --- what was learnt, from one engine to the next -------------------------------------------
 
     def begin(self, now: float) -> None:
-        """Use what an earlier engine has learnt until this one knows better."""
+        """Read the notes that an earlier engine left with the tiers."""
         self._keep_at = now + _KEPT_EVERY_S
         if not self._prefill.may_learn:
             return
@@ -246,8 +247,8 @@ class LoadGuard:
             self.keep()
 
     def keep(self) -> None:
-        """Give every tier a note for the next engine, unless the cost of computing is configured.
-        The tier writes it on a thread of its own."""
+        """Give every tier that is in use a note for the next engine, unless the cost of computing
+        is configured. The tier writes it on a thread of its own."""
         if not self._prefill.may_learn:
             return
         for tier in self._tiers:
@@ -260,8 +261,8 @@ class LoadGuard:
 def _earliest_start(request: TierRequest, num_tokens: int) -> int:
     """The earliest position in the prompt at which the tokens that a request wants can begin.
 
-    If no miss has ended the lookup, they end where the prompt ends. Otherwise it is not known how
-    many tokens are before them, and 0 is the answer.
+    If the length of the prompt is known and the lookup has found everything, these tokens end where
+    the prompt ends. Otherwise their position is not known, and the answer is 0.
     """
     num_prompt_tokens = request.context.num_prompt_tokens
     if num_prompt_tokens is None or request.wanted.ended:
@@ -270,11 +271,10 @@ def _earliest_start(request: TierRequest, num_tokens: int) -> int:
 
 
 class Trials:
-    """Decides when to compute blocks although loading is expected to be faster. Scheduler thread
-    only.
+    """Decides when to compute blocks although the rule prefers to load them. Scheduler thread only.
 
-    A prompt that is loaded is not computed, so an estimate of the cost of computing that is too
-    high would never be corrected. So one prompt of many is computed, and measured. The expected
+    A prompt that is loaded is not computed. So an estimate of the cost of computing that is too
+    high would never be corrected. Therefore a few prompts are computed, and measured. The expected
     cost of a trial is saved up first: all trials together cost at most a thirty-second of the time
     of all loads.
     """
@@ -283,22 +283,22 @@ class Trials:
         self._saved_s = 0.0
 
     def note_load(self, load_s: float) -> None:
-        """Blocks are loaded, which is expected to take `load_s`."""
+        """A load has begun that is expected to take `load_s`."""
         self._saved_s += load_s * _TRIAL_SHARE
 
     def are_due(self, load_s: float, compute_s: float, *, is_measured: bool) -> bool:
-        """True if blocks with these expected costs are to be computed. `is_measured`: the cost of
-        computing is not extrapolated."""
+        """True if blocks with these expected costs should be computed as a trial. `is_measured`:
+        the cost of computing is not extrapolated."""
         cost = max(compute_s - load_s, load_s) * (_MEASURED_FACTOR if is_measured else 1)
         return load_s >= _LEAST_TRIED_S and self._saved_s >= cost
 
     def note_trial(self) -> None:
-        """Blocks are computed as a trial: saving up starts from zero."""
+        """A trial has begun. Saving up starts again from zero."""
         self._saved_s = 0.0
 
 
 class LoadSpeed:
-    """How fast one tier loads: measured by its loads, by probes at the start, and by exploring.
+    """How fast one tier loads. Loads for requests, probes at the start and explorations measure it.
     Scheduler thread only."""
 
     def __init__(self, load_timeout_s: float) -> None:
@@ -308,7 +308,7 @@ class LoadSpeed:
         )
         self._explore_at = 0.0
         self._probes: set[int] = set()
-        """Jobs that measure the tier for the first time and are under way."""
+        """Jobs under way that measure the tier for the first time."""
         self._probed_at = -inf
 
     @property
@@ -322,7 +322,7 @@ class LoadSpeed:
         return self._probed_at > -inf
 
     def began_probing_within(self, now: float, seconds: float) -> bool:
-        """True if the first measurement has begun no longer ago than this."""
+        """True if the first measurement has begun at most `seconds` ago."""
         return now - self._probed_at <= seconds
 
     def begin_probing(self, job_ids: Iterable[int], now: float) -> None:
@@ -331,20 +331,19 @@ class LoadSpeed:
         self._probed_at = now
 
     def may_explore(self, now: float) -> bool:
-        """True if it is time to try a tier again that was found slower than computing."""
+        """True if it is time to explore the tier."""
         return now >= self._explore_at
 
     def num_to_explore(self, most: int) -> int:
-        """How many of `most` blocks to load to explore the tier. 0 while the tier is being measured
-        anyway."""
+        """How many blocks to load to explore the tier, up to `most`. 0 while probes measure it."""
         return 0 if self._probes else self._exploration.num_blocks(most, self.estimate)
 
     def explored(self, now: float) -> None:
-        """Blocks are being loaded to explore the tier."""
+        """An exploration has begun."""
         self._explore_at = now + _EXPLORE_EVERY_S
 
     def note(self, job: Job, seconds: float, num_beside: int, now: float) -> None:
-        """A load has brought blocks. `num_beside`: blocks of other loads at the same time."""
+        """A load has ended with blocks. `num_beside`: blocks of other loads at the same time."""
         num_blocks = len(job.transfer.keys)
         self.estimate.note(num_blocks, seconds, num_beside)
         if job.is_awaited:
@@ -361,7 +360,7 @@ class LoadSpeed:
         self.note_ended(job)
 
     def note_ended(self, job: Job) -> None:
-        """A load has ended, or is late. After the last probe, the tier counts as measured."""
+        """A load has ended or is late. After the last probe, the tier counts as measured."""
         if job.transfer.job_id in self._probes:
             self._probes.remove(job.transfer.job_id)
             if not self._probes:
@@ -372,18 +371,18 @@ class Exploration:
     """How many blocks to load to see whether a tier is still slower than computing. Scheduler
     thread only.
 
-    A few blocks overestimate the time per block of a tier with high latency. So the number doubles
-    each time, as long as the last exploration took little time, whatever was expected.
+    With a few blocks, the time per block of a tier with high latency looks too high. So the number
+    doubles after each exploration that took little time, even if the estimate is high.
     """
 
     def __init__(self, longest_s: float) -> None:
-        """`longest_s`: the longest exploration."""
+        """`longest_s`: the longest time that an exploration should take."""
         self._longest_s = longest_s
         self._num_blocks = _EXPLORED_BLOCKS
 
     def num_blocks(self, most: int, estimate: TransferEstimate) -> int:
-        """The number for the next exploration, up to `most`: doubled while twice as many are
-        expected to take less than `_EXPLORED_S`."""
+        """The number for the next exploration, up to `most`. It is doubled while twice as many
+        blocks are expected to take less than `_EXPLORED_S`."""
         count = self._num_blocks
         while count < most and (estimate.predict(2 * count) or _EXPLORED_S) < _EXPLORED_S:
             count *= 2
@@ -397,5 +396,6 @@ class Exploration:
             self._num_blocks = max(self._num_blocks, 2 * num_blocks)
 
     def begin_anew(self) -> None:
-        """Start with a small number again: requests load from the tier, or a load was late."""
+        """Start again with a small number. Called when a request has loaded from the tier, or a
+        load was late or an exploration too long."""
         self._num_blocks = _EXPLORED_BLOCKS

@@ -25,11 +25,12 @@ class BreakerSettings:
     min_failures: int = 5
     """Failures needed to open the breaker."""
     max_failure_rate: float = 0.5
-    """Share of the recent outcomes that must be failures, besides `min_failures`."""
+    """Share of the recent outcomes that must be failures as well."""
     max_timeouts_in_a_row: int = 3
-    """Consecutive missed deadlines that open the breaker, whatever the share."""
+    """Missed deadlines in a row that open the breaker, whatever the share of failures."""
     first_pause_s: float = 1.0
-    """Seconds until the first probe. Each failed probe doubles the pause."""
+    """Seconds until the first probe: the job that shows whether the tier works again. Each failed
+    probe doubles the pause."""
     longest_pause_s: float = 60.0
     """The longest pause."""
 
@@ -39,14 +40,14 @@ class TierSettings:
     """How the orchestrator treats one tier."""
 
     lookup_timeout_s: float = 0.25
-    """If a tier takes longer than this to answer whether it has a block, the block is a miss for
-    the request."""
+    """If the tier needs longer to say whether it has a block, the request treats that as a miss."""
     load_timeout_s: float = 2.0
-    """A promotion that takes longer is a miss for the requests that wait for it."""
+    """If a promotion takes longer, it is a miss for the requests that wait for it."""
     store_timeout_s: float = 10.0
-    """A store that takes longer counts as a failure; three in a row cut the tier's stores off."""
+    """If a store takes longer, and no other store has ended in that time, it is late and counts as
+    a failure. Three missed deadlines in a row cut the tier's stores off."""
     max_pinned_share: float = 0.25
-    """Share of the primary tier's slots that stores to this tier may pin."""
+    """Share of the primary tier's slots that stores to this tier may pin; at least 32 slots."""
     write_policy: WritePolicyName = WritePolicyName.THROUGH
     """When blocks go to this tier."""
     enable_kv_events: bool = False
@@ -59,7 +60,7 @@ class BreakerState(Enum):
     CLOSED = 0
     """The tier is used."""
     HALF_OPEN = 1
-    """One probe is under way, or allowed."""
+    """One probe is allowed or under way."""
     OPEN = 2
     """The tier is not used until the pause is over."""
 
@@ -70,8 +71,8 @@ _CLOSED, _OPEN = BreakerState.CLOSED, BreakerState.OPEN
 class CircuitBreaker:
     """Cuts off a tier that keeps failing, and tries it again after a pause. Scheduler thread only.
 
-    While the breaker is half-open, one user at a time may use the tier (`lets`): a request, or all
-    stores together. The outcome of the job that this user submits, the probe, decides whether the
+    While the breaker is half-open, `lets` allows the tier to one user at a time: a request, or all
+    stores together. The outcome of the probe, the job that this user submits, decides whether the
     breaker closes.
     """
 
@@ -87,7 +88,7 @@ class CircuitBreaker:
         self._opened_at = 0.0
         self.state = _CLOSED
         self.probe: int | None = None
-        """While half-open: the job that decides."""
+        """While half-open: the job id of the probe."""
         self.prober: object = None
         """While half-open: the user that may submit the probe."""
         self.num_openings = 0
@@ -102,7 +103,7 @@ class CircuitBreaker:
         return self.state is _OPEN and now - self._opened_at < self._pause
 
     def lets(self, user: object, now: float) -> bool:
-        """True if `user` may use the tier now."""
+        """True if `user` may use the tier now. After the pause, the first user that asks may."""
         if self.state is _CLOSED:
             return True
         if self.state is _OPEN:
@@ -122,7 +123,7 @@ class CircuitBreaker:
             self.probe = job_id
 
     def step_ended(self) -> None:
-        """A prober that has submitted nothing in this step makes room for another one."""
+        """If the prober has submitted nothing in this step, another user may become the prober."""
         self.let_go(self.prober)
 
     def let_go(self, user: object) -> None:
@@ -143,10 +144,10 @@ class CircuitBreaker:
             self._log(logging.INFO, "in use again")
 
     def failed(self, now: float, job_id: int | None = None, is_timeout: bool = False) -> None:
-        """A job (`job_id`) or a call has failed."""
+        """A job has failed; or a call, if `job_id` is None."""
         if self.state is _OPEN:
             if job_id is None and not self.is_pausing(now):
-                self._pause_longer(now)  # a call failed before any user was let through
+                self._pause_longer(now)  # the pause is over, but a call failed before any probe
             return
         if self.state is BreakerState.HALF_OPEN:
             # Only the probe counts, not jobs that were submitted before the breaker opened.

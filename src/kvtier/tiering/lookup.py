@@ -1,18 +1,18 @@
-"""Lookups: which blocks of a prompt are in host memory, or in a tier below?
+"""Finds out which blocks of a prompt are in host memory or in a tier below.
 
-A block that is readable in host memory is a HIT. One that is being written there is HIT_PENDING,
-if it is worth waiting for. For any other block the tiers are asked in their order. The first one
-that has it makes the answer HIT_PENDING: the block is noted in `TierRequest.wanted`, and
-`kvtier.tiering.promotion` brings it up at the end of the step.
+A block that is readable in host memory is a HIT. One that is being written there is HIT_PENDING if
+it is worth waiting for, otherwise a MISS. For a block that is not there, the tiers are asked in
+their order. If one has it, the answer is HIT_PENDING: the block is noted in `TierRequest.wanted`,
+and `kvtier.tiering.promotion` brings it up at the end of the step.
 
-A prompt is looked up from its start, up to the first miss: no block behind a miss can be a hit in
-this step, and no tier is asked for one. Groups with a window are looked up from the end backwards.
-There a miss only starts a new window. The same holds for groups whose direction the engine does not
-state.
+A prompt is looked up from its start, up to the first miss. No block behind a miss can be a hit in
+this step, so no tier is asked for one. Groups with a window are looked up from the end backwards,
+and a miss only starts a new window. A miss does not end the lookup either if the engine does not
+state the direction of a group.
 
-`Lookup.block` answers for one key and `Lookup.prefix` for a run of keys. Both give the same
-answers; a run costs one call of a tier instead of one for each key. If a tier does not know yet, or
-has failed to load a block that it has, `prefix` continues with one key at a time.
+`Lookup.block` answers for one key, and `Lookup.prefix` for a run of keys. Both give the same
+answers, but `prefix` asks a tier for many keys in one call. If a tier does not know yet, or has
+failed to load a block after it answered HIT, `prefix` continues with one key at a time.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _RETRY = LookupResult.RETRY
 _CLOSED = BreakerState.CLOSED
 
 _FIRST_BATCH = 16
-"""Keys in the first batch for a tier. Small, because answers behind the first miss are not used."""
+"""Keys in the first batch for a tier. Small, because answers behind a miss are not used."""
 _BATCH_GROWTH = 4
 _BEYOND_WINDOW = 2
-"""Blocks beyond its window that a scan of a windowed group may need."""
+"""Blocks in addition to the window that a lookup in a group with a window may need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class GroupShape:
     """How the blocks of one KV-cache group are looked up."""
 
     tokens_per_block: int
-    """Tokens of one offloaded block."""
+    """Tokens in one offloaded block."""
     window_blocks: int | None = None
     """Consecutive blocks that a hit needs, looked up from the end of the prompt backwards. None:
     all blocks, looked up from the start."""
@@ -72,16 +72,17 @@ class Groups:
             for group, shape in by_suffix.items()
             if shape.window_blocks is not None
         }
-        """For groups that are looked up backwards: the most blocks to bring up."""
+        """The groups with a window: the most blocks of each to promote for a request."""
         self.uncertain = frozenset(
             group for group, shape in by_suffix.items() if shape.is_uncertain
         )
 
     def num_tokens(self, keys: Sequence[OffloadKey]) -> int:
-        """The number of prompt tokens that blocks cover; 0 if the group is not known. Groups cover
-        the same tokens, so the largest number counts."""
+        """The number of prompt tokens that these blocks cover. Blocks of different groups cover the
+        same tokens, so the largest number of any group counts. A group that is not known counts as
+        0."""
         if len(self._tokens) <= 1:
-            # Most models have one group. A key of another one would be the engine's mistake.
+            # Most models have one group. No key has another one, unless the engine is wrong.
             return len(keys) * self._tokens.get(keys[0][-4:], 0) if keys else 0
         tokens: dict[bytes, int] = {}
         for key in keys:
@@ -93,7 +94,7 @@ class Groups:
 class Lookup:
     """Looks up blocks in host memory and in the tiers. Scheduler thread only.
 
-    The manager answers a single key itself if it is readable in host memory, or comes after a miss.
+    The manager usually answers itself for a key that is readable in host memory or behind a miss.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Lookup:
     def block(
         self, key: OffloadKey, group: bytes, in_host: LookupResult, request: TierRequest
     ) -> LookupResult:
-        """The answer for one key. `in_host`: the primary tier's answer."""
+        """The answer for one key. `in_host`: the answer of the primary tier."""
         if group in self._windows:
             return self._block_in_window(key, group, in_host, request)
         if in_host is _HIT_PENDING:
@@ -127,7 +128,7 @@ class Lookup:
     def _block_in_window(
         self, key: OffloadKey, group: bytes, in_host: LookupResult, request: TierRequest
     ) -> LookupResult:
-        """The same as `block`, for a group that is looked up backwards."""
+        """Like `block`, for a group with a window."""
         wanted, result = request.wanted, in_host
         if wanted.step != self._step.number:
             self._begin_step(request)
@@ -135,7 +136,7 @@ class Lookup:
             result = self._promotions.await_writer(key, request)
         elif in_host is _MISS:
             if wanted.ended.get(group) is _MISS:
-                del wanted.ended[group]  # that miss was closer to the end of the prompt
+                del wanted.ended[group]  # that miss was behind this key in the prompt
             result = self.below(key, group, request)
         if result is _HIT or result is _HIT_PENDING:
             wanted.move_to_end(key, group)
@@ -151,15 +152,15 @@ class Lookup:
         asked: GuardedTier | None = None,
         its_answer: LookupResult = _MISS,
     ) -> LookupResult:
-        """The answer for a key that is not in host memory: ask the tiers in their order. The
-        manager calls it directly, to save a call for each block. `asked`: a tier that has already
-        answered, with `its_answer`."""
+        """The answer for a key that is not in host memory: asks the tiers in their order. The
+        manager calls this instead of `block`, to save a call for each key. `asked`: a tier that has
+        already answered, and `its_answer`."""
         step, wanted, sources = self._step, request.wanted, request.sources
         if wanted.step != step.number:
             self._begin_step(request)
         elif wanted.ended and wanted.ended.get(group) is _MISS:
             if group not in self._uncertain:
-                # Behind the miss, unless it is a block before the miss that is looked up again.
+                # The key is behind the miss, or before it and looked up again.
                 return _HIT_PENDING if key in wanted.runs.get(group, ()) else _MISS
             del wanted.ended[group]
             wanted.drop(group)
@@ -176,7 +177,7 @@ class Lookup:
             if request.wait.asking:
                 request.wait.asking.pop((tier, key), None)
             if answer is _HIT:
-                # Behind a RETRY nothing is promoted: that block may turn out to be a miss.
+                # Promote nothing behind a RETRY: that key may turn out to be a miss.
                 is_new = group not in wanted.ended and key not in wanted.runs.get(group, ())
                 num_wanted = self._want((key,) if is_new else (), group, tier, request)
                 return _HIT_PENDING if num_wanted or not is_new else _MISS
@@ -189,7 +190,8 @@ class Lookup:
         return result
 
     def _may_ask_again(self, tier: GuardedTier, key: OffloadKey, request: TierRequest) -> bool:
-        """True while a tier that does not know yet has time left to find out."""
+        """True while a tier that does not know yet has time left to find out. Afterwards, the
+        request declines the tier."""
         now = self._step.now
         since = request.wait.asking.setdefault((tier, key), now)
         if now - since <= tier.settings.lookup_timeout_s:
@@ -201,8 +203,8 @@ class Lookup:
     # --- a run of blocks ------------------------------------------------------------------------
 
     def prefix(self, keys: Sequence[OffloadKey], request: TierRequest) -> PrefixLookup:
-        """How many leading keys hit, in host memory or below. For groups that are looked up from
-        the start."""
+        """The number of leading keys that hit, in host memory or below. Only for groups that are
+        looked up from the start."""
         if request.wanted.step != self._step.number:
             self._begin_step(request)
         group = keys[0][-4:]
@@ -239,8 +241,8 @@ class Lookup:
         self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
     ) -> tuple[int, bool, bool]:
         """Look up a part of a prefix. Returns how many leading keys hit, whether all of those are
-        readable now, and False if a tier does not know yet whether it has the next one, else
-        True."""
+        readable now, and whether the answer for the next key is known: not if a tier has answered
+        RETRY."""
         primary, context = self._primary, request.context
         if primary.find_all(keys, context):
             return len(keys), True, True
@@ -250,7 +252,7 @@ class Lookup:
                 return len(keys), True, True
             return *self._await_writers(keys, request), True
         num_head = blocks.index(None)
-        # Note their use before asking the tiers: it leaves less room for promoted blocks.
+        # Note the use of these before asking the tiers: it leaves less room for promoted blocks.
         head = cast("list[BlockStatus]", blocks[:num_head])
         all_ready = not head or primary.use_run(keys[:num_head], head, context)
         missing = [key for key, block in zip(keys, blocks, strict=True) if block is None]
@@ -269,12 +271,12 @@ class Lookup:
     def _ask_all(
         self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
     ) -> tuple[int, bool]:
-        """Ask the tiers for a run of missing blocks. Returns how many leading ones they have and
-        host memory has room for, and False if a tier does not know yet whether it has the next one,
-        else True."""
+        """Ask the tiers for a run of missing blocks. Returns how many leading blocks they have and
+        host memory has room for, and whether the answer for the next key is known: not if a tier
+        has answered RETRY."""
         num_found, size = 0, _FIRST_BATCH
         while num_found < len(keys):
-            # Not all the rest at once: blocks may alternate between tiers, so many answers would be
+            # In batches: if blocks alternate between tiers, most answers for all the rest would be
             # of no use.
             batch = keys[num_found : num_found + size]
             num_wanted, is_known = self._ask_batch(batch, group, request)
@@ -287,8 +289,8 @@ class Lookup:
     def _ask_batch(
         self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
     ) -> tuple[int, bool]:
-        """Ask the tiers in their order, up to the first one that has the first block. Returns the
-        same as `_ask_all`, for the blocks of that tier."""
+        """Ask the tiers in their order, up to the first tier that has the first block. Returns the
+        same as `_ask_all`, for the blocks that this tier has."""
         if group in request.wanted.ended:
             return 0, True  # no room for more
         is_known = True
@@ -309,8 +311,8 @@ class Lookup:
     def _one_by_one(
         self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
     ) -> PrefixLookup:
-        """The same as `_prefix`, with each tier asked for one key at a time; except for the first
-        tier, which is asked for all of them at once."""
+        """Like `_prefix`, but asks the tiers for one key at a time. Only the first tier is asked
+        for all keys in one call."""
         first = request.sources.open[0] if request.sources.open else None
         missing = [key for key in keys if not self._primary.has(key)]
         answers: dict[OffloadKey, LookupResult] = {}
@@ -334,7 +336,7 @@ class Lookup:
         return PrefixLookup(num_hits, is_final)
 
     def _await_writers(self, keys: Sequence[OffloadKey], request: TierRequest) -> tuple[int, bool]:
-        """All of these blocks are in host memory or being written there. Returns how many leading
+        """For blocks that are all in host memory or being written there: return how many leading
         ones are hits, and whether all of those are readable now."""
         all_ready = True
         for n, key in enumerate(keys):
@@ -351,7 +353,7 @@ class Lookup:
     def _known_answer(
         self, keys: Sequence[OffloadKey], group: bytes, request: TierRequest
     ) -> PrefixLookup | None:
-        """The last answer, while the promotion that it waits for is under way."""
+        """The last answer, if the promotion that it waits for is still under way. Else None."""
         wait = request.wait
         awaited = wait.awaited.pop(group, None)
         if awaited is None:
@@ -366,16 +368,16 @@ class Lookup:
     def _await(
         self, keys: Sequence[OffloadKey], answer: PrefixLookup, group: bytes, request: TierRequest
     ) -> PrefixLookup:
-        """The answer for a request that has to wait. If it waits for the promotions of others
-        alone, and computing is much faster, only the blocks before them count. Otherwise remember
-        the answer if only the end of a promotion can change it."""
+        """The answer for a request that has to wait. If it waits only for promotions of other
+        requests, and computing is much faster, it gets only the blocks before those. Otherwise, if
+        only the end of a promotion can change the answer, remember it."""
         if request in self._promotions.wanting or request.wait.asking:
-            return answer  # the next lookup must do more than wait
+            return answer  # the next lookup may give another one
         hits = keys[: answer.num_hits]
         jobs = [self._primary.writer_of(key) for key in hits]
         first = next((n for n, job_id in enumerate(jobs) if job_id is not None), None)
         if first is None:
-            return answer  # the device writes them
+            return answer  # it waits for the device only
         if self._promotions.leaves(jobs[first:], hits[first:], request):
             return PrefixLookup(first, True)
         last = next(job_id for job_id in reversed(jobs) if job_id is not None)
@@ -385,7 +387,7 @@ class Lookup:
     # --- what `block` and `prefix` share --------------------------------------------------------
 
     def _begin_step(self, request: TierRequest) -> None:
-        """The request's first lookup below in this step: decide which tiers it asks."""
+        """Decide which tiers the request asks in this step. Called at its first lookup below."""
         step, sources = self._step, request.sources
         request.wanted.begin(step.number)
         if not request.wait.may_go_on(step.now, step.number):
@@ -402,8 +404,8 @@ class Lookup:
     def _want(
         self, keys: Sequence[OffloadKey], group: bytes, tier: GuardedTier, request: TierRequest
     ) -> int:
-        """A tier has these blocks: bring them up at the end of the step. Returns how many fit into
-        host memory; the first one that does not ends the run."""
+        """Note that a tier has these blocks, to promote them at the end of the step. Returns how
+        many fit into host memory. If some do not, the run ends at the first of those."""
         wanted = request.wanted
         if request not in self._promotions.wanting:
             self._promotions.wanting[request] = None

@@ -1,4 +1,4 @@
-"""The orchestrator: sends stored blocks down to the tiers, and promotes blocks that they have.
+"""The orchestrator: sends stored blocks down to the tiers, and promotes blocks from them.
 
 Stores (`cascade`). Blocks that the device has written into the primary tier go to every tier below
 whose write policy selects them, in one or more jobs for each tier. The slots of a job stay pinned
@@ -7,24 +7,25 @@ until the tier reports it.
 Uses (`request`). When a request has finished and its stores have left the device, every tier gets
 one call of `touch` with the blocks that the request used, and is offered those that it lacks.
 
-Loads (`lookup`, `promotion`). A block that is not in the primary tier is looked for below. If a
-tier has it, the answer is HIT_PENDING, and at the end of the step one job for each request and tier
-loads the blocks that can still become hits. Blocks that have arrived are leased to the requests
-that wanted them, until these load them, give up, or let `load_timeout_s` pass.
+Loads (`lookup`, `promotion`). If a block is not in the primary tier, the tiers below are asked for
+it. If one has it, the answer is HIT_PENDING, and at the end of the step one job for each request
+and tier loads the blocks that can still become hits. Blocks that have arrived are leased to the
+requests that wanted them, until these load blocks or end, or `load_timeout_s` has passed.
 
-Load or compute (`guard`, `cost`). Blocks that take longer to load than to compute are not loaded.
+Load or compute (`guard`, `cost`). Blocks are not loaded if computing them is faster, unless
+computing them would delay other requests too much.
 
 Deadlines (`request.Wait`, `jobs`). A request waits for at most the longest `lookup_timeout_s` plus
-the longest `load_timeout_s` of its tiers; then what has not arrived is a MISS. A single step counts
-for no more than the longer of the two, so that a long step does not end a wait that has just begun.
-Time is read at the start and at the end of a step, when a request arrives, and when a store finds
-no room. Each step begins by asking the tiers for finished jobs, which is called harvesting; only
-then are jobs judged late.
+the longest `load_timeout_s` of its tiers. Then blocks that have not arrived are a MISS. A single
+step adds at most the longer of the two to the wait, so that a long step does not end a wait that
+has just begun. `Step.now` is read at the start and at the end of a step, when a request arrives,
+and when a store finds no room. Each step begins by asking the tiers for finished jobs, which is
+called harvesting. Only then are jobs judged late.
 
 Health (`tier_calls`, `health`). Every tier has two breakers, one of them for stores alone. A tier
-that repeatedly raises, is late or does not report is cut off for a while. So is, at once, a tier
-that answers nonsense or reports a job it was never given. Slots that it may still be writing are
-quarantined until it reports, however long that takes.
+is cut off for a while if it repeatedly raises, is late or does not report its jobs, and at once if
+an answer is invalid or it reports a job that it was never given. Slots that it may still be writing
+are quarantined until it reports the job, however long that takes.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ _MISS = LookupResult.MISS
 _HIT_PENDING = LookupResult.HIT_PENDING
 
 _STEPPED_FOR_S = 1.0
-"""Jobs that no request waits for keep the engine stepping for at most this many seconds after its
-last work: a request that came or ended, or blocks from the device."""
+"""The engine keeps stepping for jobs that no request waits for, but at most this many seconds after
+its last work: a request that came or ended, or blocks from the device."""
 _SEND_SHARE, _SEND_PAUSE_S = 0.5, 0.002
-"""At shutdown: the share of the time in which waiting blocks are still sent to tiers, and the
-seconds between two attempts."""
+"""At shutdown, waiting blocks are still sent to tiers during this share of the time. This many
+seconds pass between two attempts."""
 
 
 class TieringOffloadingManager(OffloadingManager):
-    """A primary tier and the tiers below it. Scheduler thread only; only `shutdown` blocks."""
+    """A primary tier and the tiers below it. Scheduler thread only. Only `shutdown` waits."""
 
     def __init__(
         self,
@@ -92,13 +93,13 @@ class TieringOffloadingManager(OffloadingManager):
         shutdown_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Tiers are given in lookup order. This object owns all of them from now on.
+        """The tiers below are given in lookup order. This object owns all tiers from now on.
 
-        `settings`: one for each tier. `groups`: by the group index in keys; groups that are not
-        named are looked up from the start. `new_fingerprint`: makes the namespace after a
-        `reset_cache`; None leaves the tiers below as they are. `prefill_tokens_per_s`: None to
-        learn it (from `note_prefill`, or else from the cadence of stores), 0 to promote however
-        long it takes. `clock`: monotonic, in seconds.
+        `settings`: one for each tier below. `groups`: by the group index in keys; a group that is
+        not named is looked up from the start. `new_fingerprint`: makes the namespace after a
+        `reset_cache`; None: a reset leaves the tiers below as they are. `prefill_tokens_per_s`:
+        None: learn it, from `note_prefill` or else from the cadence of stores; 0: promote blocks
+        however long that takes. `clock`: monotonic, in seconds.
         """
         tiers = list(secondary_tiers or ())
         settings = list(settings) if settings is not None else [TierSettings() for _ in tiers]
@@ -116,7 +117,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._clock = clock
         self._step = Step(clock())
         self._asked_in_step = -1
-        """The step in which tiers were last harvested because a store found no room."""
+        """The last step in which tiers were harvested because a store found no room."""
         self._groups = Groups(groups or {})
         self._windows = self._groups.windows
         self._jobs = JobFactory(tiers[0].fingerprint if tiers else b"")
@@ -138,7 +139,7 @@ class TieringOffloadingManager(OffloadingManager):
             _probe(self._tiers, self._requests, self._promotions)
         if tiers and not self._prefill.is_known:
             logger.info(
-                "The cost of computing prompts is %s, so blocks are loaded however long it takes.",
+                "The cost of computing prompts is %s, so loading is not compared with computing.",
                 "not known yet"
                 if self._prefill.learns_from_stores
                 else "configured as 0 (not known)",
@@ -158,14 +159,14 @@ class TieringOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary_tier.touch(keys, req_context)
-        # Engines call this step after step. Tiers get one call, when the request has ended.
+        # Engines call this in many steps. Tiers get one call, when the request has ended.
         self._requests.of(req_context).has_run = True
 
     # --- steps ----------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Take in what the tiers have finished, find the jobs that are late, and send blocks that
-        wait for a tier. Once in a step."""
+        """Harvest the tiers, find the jobs that are late, and send blocks that wait for a tier.
+        Called once in a step."""
         self._step.has_begun = True
         step = self._step
         step.now = now = self._clock()
@@ -180,7 +181,7 @@ class TieringOffloadingManager(OffloadingManager):
         step.all_in_use = all(tier.is_closed for tier in self._tiers)
 
     def _harvest(self, tier: GuardedTier, now: float) -> None:
-        """Take in what a tier has finished."""
+        """Take in the jobs that a tier has finished."""
         for job, moved in tier.jobs.harvest(now):
             if job.transfer.is_promotion:
                 self._promotions.end(job, moved, tier)
@@ -209,8 +210,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._step.has_begun = False
 
     def tiers_of(self, req_context: ReqContext) -> Mapping[OffloadKey, SecondaryTierManager]:
-        """The tier that each promoted block of a request came from. Blocks that are not in the
-        answer were in the primary tier already."""
+        """The promoted blocks of a request, and the tier that each came from. Other blocks were in
+        the primary tier already."""
         request = self._requests.get(req_context.req_id)
         return {} if request is None else request.brought_up
 
@@ -231,8 +232,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def is_moving_blocks(self) -> bool:
         """True if a tier has work that may still end in time, or if blocks wait for a tier. For
-        callers that wait until all blocks are stored: unlike `has_pending_work`, this has no limit
-        of one second."""
+        callers that wait until all blocks are stored: unlike `has_pending_work`, it does not turn
+        False after one second."""
         now = self._clock()
         return any(tier.backlog or tier.has_pending_work(now) for tier in self._tiers)
 
@@ -245,8 +246,8 @@ class TieringOffloadingManager(OffloadingManager):
         request = requests.last
         if request is None or req_context is not requests.last_context:
             request = requests.of(req_context)
-        # The primary tier's own `lookup`, written out: thousands of lookups hit in host memory
-        # or come after a miss, and one more function call for each would be noticeable.
+        # The primary tier's `lookup`, inlined: thousands of lookups hit in host memory or come
+        # after a miss, and one more function call for each would be noticeable.
         if self._reuse_filter is not None:
             self._reuse_filter.count((key,), request.use.brought)
         block = self._get_block(key)
@@ -319,10 +320,10 @@ class TieringOffloadingManager(OffloadingManager):
         return output
 
     def _look_for_room(self) -> None:
-        """Harvest the tiers, which may have ended jobs that pin slots. Once in a step.
+        """Harvest the tiers: jobs that pin slots may have ended. At most once in a step.
 
-        This does not begin a step: many engines store blocks after `on_schedule_end`, and the
-        lookups of the next step must find everything that has ended by then.
+        This does not begin a step. Many engines store blocks after `on_schedule_end`, and the next
+        step must begin with its own harvest, to find everything that has ended by then.
         """
         step = self._step
         if self._asked_in_step == step.number:
@@ -343,7 +344,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests.end_if_done(request)
 
     def _send_parked(self, keys: Iterable[OffloadKey]) -> None:
-        """These blocks have been written, or will not be: send them to tiers that wait for them."""
+        """These blocks are no longer being written: send them to the tiers that wait for them."""
         if self._cascades.parked:
             for request in self._cascades.send_parked(keys):
                 self._requests.end_if_done(request)
@@ -412,8 +413,8 @@ class TieringOffloadingManager(OffloadingManager):
         }
 
     def shutdown(self) -> None:
-        """Let the tiers finish for at most `shutdown_timeout_s`, then take the slots from them. In
-        the first half of that time, blocks that wait for a tier are still sent to it."""
+        """Let the tiers finish for at most `shutdown_timeout_s`, then end their access to the
+        slots. In the first half of that time, blocks that wait for a tier are still sent to it."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -430,8 +431,8 @@ class TieringOffloadingManager(OffloadingManager):
 
 
 def _probe(tiers: Iterable[GuardedTier], requests: RequestTable, promotions: Promotions) -> None:
-    """Measure tiers that have blocks and were not measured before. Called at the start, when host
-    memory is empty."""
+    """Measure each tier that has blocks and whose speed is not known from an earlier engine. Called
+    at the start, when host memory is empty."""
     for tier in tiers:
         if tier.load_speed.estimate.sums is not None or not tier.breaker.is_closed:
             continue

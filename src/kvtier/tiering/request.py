@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from kvtier.tiering.tier_calls import GuardedTier
 
 _MAX_UNANNOUNCED = 4096
-"""The most unannounced requests that are kept. The engine may never report their end either."""
+"""The most requests kept that the engine has not announced. It may not report their end either."""
 
 
 class Step:
-    """The scheduling step. The manager writes it; `RequestTable` writes `num_requests`, and also
-    sets `now` and `last_work`."""
+    """The scheduling step. The manager writes it. `RequestTable` writes `num_requests`, and also
+    `now` and `last_work`."""
 
     __slots__ = ("all_in_use", "has_begun", "last_work", "now", "num_requests", "number")
 
@@ -45,11 +45,11 @@ class Step:
         self.num_requests = 0
         """Requests that the engine has announced and that have not ended."""
         self.all_in_use = True
-        """True if no tier was cut off when the step began."""
+        """True if the breaker of every tier was closed when the step began."""
 
 
 class Awaited(NamedTuple):
-    """An answer for a prefix that cannot change before a promotion has ended."""
+    """An answer for a prefix that cannot change before this promotion has ended."""
 
     keys: Sequence[OffloadKey]
     answer: PrefixLookup
@@ -57,8 +57,8 @@ class Awaited(NamedTuple):
 
 
 class Wait:
-    """What a request waits for, and how long it has waited. `kvtier.tiering.lookup` writes `asking`
-    and `awaited`."""
+    """What a request waits for, and how long it has waited. `kvtier.tiering.lookup` also writes
+    `asking` and `awaited`."""
 
     __slots__ = (
         "_last",
@@ -77,21 +77,21 @@ class Wait:
         self.longest_s = lookup_timeout + load_timeout
         """How long the request may wait in total."""
         self.longest_step_s = max(lookup_timeout, load_timeout)
-        """How much of that a single step can use up. A long step must not end a wait that has just
-        begun."""
+        """The most time that a single step adds to the wait. A long step must not end a wait that
+        has just begun."""
         self.has_given_up = False
-        """True once the wait was too long: only blocks in host memory are hits then."""
+        """True once the request has given up waiting. Then only blocks in host memory are hits."""
         self.asking: dict[tuple[GuardedTier, OffloadKey], float] = {}
-        """Questions that a tier has answered with RETRY, and when they were first asked."""
+        """The keys for which a tier has answered RETRY, and when it was first asked."""
         self.awaited: dict[bytes, Awaited] = {}
-        """By group: the last answer, if the request has to wait for a promotion."""
+        """By group: the last answer, while the request waits for a promotion."""
         self._total_s = 0.0
         self._last = -inf
         self._last_step = -2
 
     def may_go_on(self, now: float, step: int) -> bool:
-        """False once the request has waited for `longest_s`. If it has not waited for a while, a
-        new wait begins."""
+        """False once the request has waited for `longest_s` or has given up. If the last wait ended
+        long ago, a new one begins."""
         if step > self._last_step + 1 and now > self._last + self.longest_s:
             self._total_s = 0.0
             self._last = now
@@ -109,7 +109,7 @@ class Wait:
         self._last_step = step
 
     def give_up(self) -> None:
-        """What the request waits for is late."""
+        """Stop waiting: what the request waits for is late, or the request computes it."""
         self.has_given_up = True
 
     def is_for_answer_of(self, tier: GuardedTier) -> bool:
@@ -121,7 +121,7 @@ class Wait:
         self.asking = {asked: when for asked, when in self.asking.items() if asked[0] is not tier}
 
     def end(self) -> None:
-        """The request goes on: it loads what it waited for, or was preempted."""
+        """The wait is over: the request loads blocks, or was preempted."""
         self._total_s = 0.0
         self._last_step = -2
         self._last = -inf
@@ -132,7 +132,7 @@ class Wait:
 
 class Sources:
     """The tiers that a request may load from. Lookups choose `open`. Lookups and promotions decline
-    tiers; promotions note failures."""
+    tiers. Promotions note failures."""
 
     __slots__ = ("all", "declined", "failed", "open")
 
@@ -140,15 +140,15 @@ class Sources:
         self.all = tiers
         """In lookup order."""
         self.open: tuple[GuardedTier, ...] = ()
-        """Those that are asked in this step."""
+        """The tiers that are asked in this step."""
         self.declined: set[GuardedTier] = set()
-        """Those that are not asked any more: too slow to answer, slower than computing, or passed
-        over because computing is tried for comparison."""
+        """The tiers that are not asked any more: they took too long to answer, the guard chose to
+        compute, or the request computes as a trial."""
         self.failed: dict[OffloadKey, set[GuardedTier]] = {}
         """By block: the tiers that answered HIT and then could not load it."""
 
     def note_failed(self, keys: Iterable[OffloadKey], tier: GuardedTier) -> None:
-        """The tier could not load these blocks: look for them in the others."""
+        """The tier could not load these blocks. Look for them in other tiers."""
         for key in keys:
             self.failed.setdefault(key, set()).add(tier)
 
@@ -173,18 +173,18 @@ class Wanted:
         self.step = -1
         """The step that all of this belongs to."""
         self.runs: dict[bytes, dict[OffloadKey, GuardedTier | None]] = {}
-        """By group, in the order of lookups: the tier that has the block. A group with a window
-        also has blocks of the primary tier here (None)."""
+        """By group: the blocks found, in the order of lookups, and the tier that has each. In a
+        group with a window, blocks in host memory are here too, with None."""
         self.ended: dict[bytes, LookupResult] = {}
-        """Groups whose run has ended: at a block that no tier has or that host memory has no room
-        for (MISS), or at one that a tier is still looking for (RETRY)."""
+        """The groups whose run has ended, and why. MISS: no tier has the next block, or host memory
+        has no room for it. RETRY: a tier does not know yet whether it has it."""
         self.missed: bytes | None = None
-        """A group whose run has ended with a MISS before anything was found: each further lookup in
-        that group is a MISS in this step."""
+        """A group in which a MISS came before any block was found below. Each further block of this
+        group that is not in host memory is a MISS in this step."""
         self.num_blocks = 0
-        """Blocks to be promoted, in all runs together."""
+        """Blocks to promote, in all runs together."""
         self.max_blocks = 0
-        """How many blocks could be promoted for this request at the same time."""
+        """The most blocks that can be promoted for this request at the same time."""
 
     def begin(self, step: int) -> None:
         """Forget what was found in earlier steps."""
@@ -197,13 +197,13 @@ class Wanted:
             self.ended = {}
 
     def add(self, keys: Sequence[OffloadKey], group: bytes, tier: GuardedTier) -> int:
-        """Append blocks that a tier has to a run, as many as fit; returns how many do."""
+        """Append blocks of a tier to a run, as many as fit. Returns how many fit."""
         run = self.runs.get(group)
         if run is None:
             run = self.runs[group] = {}
         num_before = len(run)
         if self.max_blocks - self.num_blocks < len(keys):
-            # Blocks that are in the run already need no further room.
+            # Blocks that are in the run already take no further room.
             num_fitting = self.max_blocks - self.num_blocks + sum(key in run for key in keys)
             keys = keys[: max(num_fitting, 0)]
         run.update(dict.fromkeys(keys, tier))
@@ -211,12 +211,13 @@ class Wanted:
         return len(keys)
 
     def move_to_end(self, key: OffloadKey, group: bytes) -> None:
-        """A scan of a windowed group has reached this block. The latest scan decides the order."""
+        """A lookup in a group with a window has reached this block. The latest lookup decides the
+        order."""
         run = self.runs.setdefault(group, {})
         run[key] = run.pop(key, None)
 
     def drop(self, group: bytes) -> None:
-        """Nothing that was found in this group can be a hit."""
+        """Forget what was found in this group: none of it can be a hit."""
         run = self.runs.pop(group, None)
         if run:
             self.num_blocks -= sum(tier is not None for tier in run.values())
@@ -224,32 +225,33 @@ class Wanted:
 
 class OpenStores:
     """Blocks of a request that are on their way down. The manager begins stores, and
-    `kvtier.tiering.cascade` does the rest. `RequestTable` passes them on if an id is reused."""
+    `kvtier.tiering.cascade` does the rest. `RequestTable` hands the stores over to a new request
+    with the same id."""
 
     __slots__ = ("num_parked", "prepared")
 
     def __init__(self) -> None:
         self.prepared: dict[OffloadKey, list[OffloadKey]] = {}
-        """Blocks that the device is writing into host memory: each store by its first key."""
+        """Blocks that the device is writing to host memory: the stores, by their first keys."""
         self.num_parked = 0
-        """Blocks to be sent down later: another request is still writing them, or the tier's stores
-        have reached their limit of pinned slots."""
+        """Blocks to send down later: they are still being written for another request, or the
+        tier's stores have reached their limit of pinned slots."""
 
     def begin(self, keys: list[OffloadKey]) -> None:
-        """The device is going to write these blocks, given in prompt order."""
+        """The device is about to write these blocks, given in prompt order."""
         self.prepared[keys[0]] = keys
 
     def end(self, keys: Collection[OffloadKey]) -> Sequence[OffloadKey]:
-        """The device has written these blocks. Returns them in prompt order, or in the given order
-        if they are not exactly one store."""
+        """The stores of these blocks have ended. Returns the blocks in prompt order if they are
+        exactly one store, otherwise in the given order."""
         prepared = self.prepared
         ended = keys if isinstance(keys, (set, frozenset)) else set(keys)
         for first, store in prepared.items():
             if first in ended and len(store) == len(ended) and ended.issuperset(store):
                 del prepared[first]
                 return store
-        # Parts of stores: the rest of each is still to come. The engine holds the same lists, so
-        # they are not changed.
+        # These are parts of stores, and the rest of each is still to come. Replace the lists: the
+        # engine holds them too.
         for store in list(prepared.values()):
             if not ended.isdisjoint(store):
                 del prepared[store[0]]
@@ -303,39 +305,39 @@ class TierRequest:
         self.wait = Wait(sources)
         self.leases: set[int] = set()
         self.brought_up: dict[OffloadKey, SecondaryTierManager] = {}
-        """Blocks that tiers have loaded for it, and which tier each came from."""
+        """Blocks that tiers have loaded for it, and the tier that each came from."""
 
         # Stores.
         self.stores = OpenStores()
 
         # Lifetime: `RequestTable` writes these; the manager sets `has_run`.
         self.tiers = tiers
-        """The tiers it was announced to."""
+        """The tiers to which it was announced."""
         self.request_level = request_level
-        """Those that want all of its blocks, also the ones that are in host memory already."""
+        """The tiers that want all of its blocks, even those that were in host memory already."""
         self.has_run = False
-        """True once it has loaded or stored blocks, or the engine has called `touch`. A request
-        that was aborted while it waited has used none of the blocks it looked up."""
+        """True once it has loaded or stored blocks, or the engine has called `touch`. Until then,
+        it has used none of the blocks that it looked up: it may be aborted while it waits."""
         self.used: tuple[OffloadKey, ...] = ()
-        """The blocks it used, in prompt order. Set when it has finished, and emptied when the tiers
-        are notified of them."""
+        """The blocks it used, in prompt order. Set when it finishes, and emptied when the tiers are
+        notified of these blocks."""
         self.finished = False
         """True once the engine has reported its end."""
         self.is_withdrawn = False
         """True once it wants nothing from below any more."""
 
     def decline(self, tier: GuardedTier) -> None:
-        """Load nothing from this tier any more."""
+        """Stop asking this tier, and load nothing from it."""
         self.sources.decline(tier)
         self.wait.stop_asking(tier)
 
     def goes_on(self) -> None:
-        """The request stops waiting. If it waits again later, its time starts from zero."""
+        """The wait is over. If the request waits again later, its time starts from zero."""
         self.wait.end()
         self.sources.forget()
 
     def reset(self) -> None:
-        """The cache was reset: nothing that it has found, stored or used is valid any more."""
+        """The cache was reset: no block that it has found, stored or used is valid any more."""
         self.goes_on()
         self.wanted.step = -1
         self.stores.forget()
@@ -343,10 +345,10 @@ class TierRequest:
 
 
 class RequestTable:
-    """All requests, from their first call until nothing can be submitted for them. Scheduler thread
-    only.
+    """All requests, from their first call until nothing more can be submitted for them. Scheduler
+    thread only.
 
-    A request that the engine has not announced is announced at its first call.
+    If the engine has not announced a request, the tiers get its announcement at its first call.
     """
 
     def __init__(
@@ -366,7 +368,7 @@ class RequestTable:
         self._clock = clock
         self._requests: dict[str, TierRequest] = {}
         self._unannounced: dict[str, None] = {}
-        # Calls for one request come in a row: remembering the last one saves a search in the table.
+        # Calls for one request come in a row. Keeping the last request saves a search in the table.
         self.last_context: ReqContext | None = None
         self.last: TierRequest | None = None
 
@@ -382,7 +384,7 @@ class RequestTable:
         return len(self._unannounced)
 
     def get(self, req_id: str) -> TierRequest | None:
-        """The request of this id, if it is known."""
+        """The request with this id. None: not known."""
         return self._requests.get(req_id)
 
     def of(self, context: ReqContext) -> TierRequest:
@@ -406,7 +408,7 @@ class RequestTable:
         return request
 
     def _enter(self, context: ReqContext) -> TierRequest:
-        """Make a request known to the tiers that are in use."""
+        """Enter a request, and announce it to the tiers that are not cut off."""
         use = self._primary.uses.of(context)
         former = self._requests.get(context.req_id)
         if former is not None:
@@ -421,7 +423,7 @@ class RequestTable:
             sources = tuple(tier for tier in tiers if allows(tier.medium, tier.locality))
         request = TierRequest(context, use, tiers, sources, request_level)
         if former is not None:
-            # The id is reused. Stores of the former request may be under way: they end here.
+            # The id is reused. The new request takes over stores that are still under way.
             request.stores.prepared = former.stores.prepared
         self._requests[context.req_id] = request
         self.last_context, self.last = context, request
@@ -440,15 +442,15 @@ class RequestTable:
             self.end_if_done(request)
 
     def end_if_done(self, request: TierRequest) -> None:
-        """Notify the tiers of a finished request: of the blocks it used, once its stores have left
-        the device; of its end, once nothing can be submitted for it."""
+        """If a request has finished, notify the tiers: of the blocks it used, once its stores have
+        left the device; of its end, once nothing more can be submitted for it."""
         if request.finished and not request.stores.prepared:
             self._notify_used(request)
             if not request.stores.num_parked:
                 self._notify_finished(request)
 
     def _let_go(self, request: TierRequest) -> None:
-        """Forget a request whose end may never be reported."""
+        """Forget a request whose end the engine may never report."""
         self._withdraw(request)
         self._notify_used(request)
         self._notify_finished(request)
@@ -463,7 +465,8 @@ class RequestTable:
             tier.breaker.let_go(request)
 
     def _notify_used(self, request: TierRequest) -> None:
-        """Tell the tiers which blocks a request has used, and offer them those that they lack."""
+        """Notify the tiers of the blocks that a request has used, and offer them those that they
+        lack."""
         used, request.used = request.used, ()
         if not used:
             return

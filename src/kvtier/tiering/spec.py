@@ -25,10 +25,11 @@ __all__ = ["TieringOffloadingSpec", "settings_of", "shape_of"]
 
 
 class TieringOffloadingSpec(CPUOffloadingSpec):
-    """The CPU tier's spec, with the tiers of `secondary_tiers` on the scheduler's side.
+    """The spec of the CPU tier, with the tiers of `secondary_tiers` on the scheduler's side.
 
-    The workers' side is that of the CPU tier: no worker sees a tier, or needs its code. The
-    scheduler's side opens the region too, because tiers read and write the slots themselves.
+    The workers' side is that of the CPU tier: workers do not see the tiers and do not need their
+    code. The scheduler's side opens the memory region too, because tiers read and write the slots
+    in its process.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -52,10 +53,9 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def get_manager(self) -> TieringOffloadingManager:  # type: ignore[override]
         """The manager, with all tiers started and all memory reserved.
 
-        Raises, and leaves nothing behind, when a tier's keys are wrong (`ConfigError`, before any
-        memory is reserved, listing the errors of all tiers), when a tier refuses a value
-        (`ConfigError`) or cannot start (`TierStartError`), or when memory is short
-        (`NotEnoughMemory`).
+        Raises `ConfigError`, with the errors of all tiers, if keys are unknown or missing, before
+        any memory is reserved. Raises `NotEnoughMemory` if memory is short, `ConfigError` if a tier
+        refuses a value, and `TierStartError` if it cannot start; all of these leave nothing behind.
         """
         if self._tiering_manager is None:
             self._tiering_manager = self._start()
@@ -64,7 +64,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def _start(self) -> TieringOffloadingManager:
         config, options = self.config, self.config.options
         shutdown_timeout_s = options.shutdown_timeout_ms / 1000
-        # Before the memory is reserved, which can take minutes: report a typo at once.
+        # Report a typo before memory is reserved, which can take minutes.
         planned = SecondaryTierFactory.plan_secondary_tiers(options.secondary_tiers)
         with ExitStack() as undo:
             region = SharedOffloadRegion(
@@ -102,7 +102,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     @property
     def _new_fingerprint(self) -> Callable[[], bytes] | None:
-        """Makes the namespace that follows a reset; None if tiers keep theirs."""
+        """Makes the namespace that follows a reset; None if the tiers keep theirs."""
         if self.config.options.reset_scope is ResetScope.PRIMARY:
             return None
         return lambda: self.config.fingerprint(new_epoch())
@@ -115,14 +115,14 @@ def shape_of(group: OffloadingGroupConfig, blocks_per_chunk: int) -> GroupShape:
         return GroupShape(tokens, window_blocks=1)
     if group.window_tokens is None:
         return GroupShape(tokens, is_uncertain=group.kind is AttentionKind.UNKNOWN)
-    # A sliding window includes the token that is computed next, which needs no stored block.
+    # A sliding window includes the token to compute next, which needs no stored block.
     sliding = group.kind is AttentionKind.SLIDING_WINDOW
     earlier_tokens = group.window_tokens - 1 if sliding else group.window_tokens
     return GroupShape(tokens, window_blocks=max(1, -(-earlier_tokens // tokens)))
 
 
 def settings_of(tier: TierConfig) -> TierSettings:
-    """The settings of a tier. Keys that the user has not set have the defaults of
+    """The settings of a tier. Keys that the user has not set get the defaults of
     `TierSettings`."""
     default = TierSettings()
     share = tier.max_pinned_share

@@ -1,8 +1,8 @@
-"""One tier as the orchestrator uses it: every call is guarded.
+"""Guards the calls of one tier.
 
-Exceptions, wrong answers and slow calls of a tier are handled here: each is counted, and logged
-once for each kind. A wrong answer makes the breaker cut the tier off at once; exceptions and slow
-calls do so if they happen too often.
+Exceptions, invalid answers and slow calls of a tier are handled here. Each is counted, and the
+first of each kind is logged. An invalid answer makes the breaker cut the tier off at once.
+Exceptions and slow calls do so if they happen too often.
 """
 
 from __future__ import annotations
@@ -43,23 +43,22 @@ _MISS = LookupResult.MISS
 _CLOSED, _OPEN = BreakerState.CLOSED, BreakerState.OPEN
 
 _LONGEST_CALL_S = 0.1
-"""Seconds. A longer call counts as blocking: it has kept the scheduler waiting."""
+"""Seconds. A longer call counts as blocking, because it has kept the scheduler waiting."""
 _STORES = object()
-"""The user that stands for all stores in `CircuitBreaker.lets`."""
+"""Stands for all stores together as the user in `CircuitBreaker.lets`."""
 _MAX_NOTIFIED = 64
-"""A tier that was resting (`is_resting`) is notified of at most this many ended requests in one
-step."""
+"""After a rest (`is_resting`), a tier is notified of at most this many ended requests per step."""
 _MAX_UNNOTIFIED = 10_000
-"""At most this many ended requests are remembered while a tier is resting."""
+"""The most ended requests that are kept while a tier is resting; older ones are dropped."""
 _MAX_SHOWN = 200
 _SHUTDOWN_SHARE = 0.5
-"""Share of the shutdown time that tiers have for draining, before `shutdown` is called."""
+"""Tiers have this share of the shutdown time to drain before `shutdown` is called."""
 _ONLY_RESULTS = frozenset({LookupResult})
 _ONLY_KEYS = frozenset({bytes})
 
 
 class GuardedTier:
-    """The guarded calls of one tier, and what belongs to it: its jobs, breakers and statistics.
+    """One tier as the orchestrator uses it: its guarded calls, jobs, breakers and statistics.
     Scheduler thread only."""
 
     def __init__(
@@ -81,7 +80,7 @@ class GuardedTier:
         self.store_breaker = CircuitBreaker(settings.breaker, self._log_store_breaker)
         """For its stores: a tier that is full or read-only can still be read."""
         self.is_broken = False
-        """True once its namespace could not be changed; the tier is then never used again."""
+        """True once the tier has failed to switch to a new namespace. It is not used again."""
         self.write_policy = WRITE_POLICIES[settings.write_policy]()
         self.stats = TierStats(metric_prefix(position, manager.tier_type))
         self.load_speed = LoadSpeed(settings.load_timeout_s)
@@ -89,7 +88,7 @@ class GuardedTier:
         self.backlog = Backlog()
         self.jobs = JobTable(self, clock, primary.block_bytes)
         self._handles_step_end = _overrides(manager, "on_schedule_end")
-        """True if the tier does anything when a step ends."""
+        """True if the tier has its own `on_schedule_end`."""
         self._names_missing = _overrides(manager, "missing")
         self._clock = clock
         self._is_blocking = False
@@ -101,15 +100,15 @@ class GuardedTier:
     # --- may it be used? ------------------------------------------------------------------------
 
     def is_resting(self, now: float) -> bool:
-        """True while the tier is not called at all: it has kept the scheduler waiting and the pause
-        is not over, or it is broken and has no jobs left."""
+        """True while the tier gets no calls except `begin_epoch`: the breaker has cut it off after
+        a call that kept the scheduler waiting, or it is broken and has no jobs left."""
         if self.is_broken:
             return not self.jobs
         return self._is_blocking and self.breaker.is_pausing(now)
 
     @property
     def is_in_use(self) -> bool:
-        """True if the tier takes part in the end of a step."""
+        """True if the end of a step should call `step_ended`."""
         if self.is_broken or self.is_resting(self._clock()):
             return False
         return self.breaker.state is not _OPEN or bool(self.jobs)
@@ -120,11 +119,11 @@ class GuardedTier:
         return self.breaker.state is _CLOSED and not self.is_broken
 
     def is_cut_off(self, now: float) -> bool:
-        """True if requests are not announced to the tier."""
+        """True if new requests are not announced to the tier."""
         return self.is_broken or self.breaker.is_pausing(now)
 
     def lets(self, request: TierRequest, now: float) -> bool:
-        """True if this request may look into the tier."""
+        """True if this request may use the tier."""
         if self.breaker.state is _CLOSED:
             return not self.is_broken
         return not self.is_broken and self.breaker.lets(request, now)
@@ -139,8 +138,8 @@ class GuardedTier:
 
     @property
     def takes_offers(self) -> bool:
-        """True if the tier is asked which blocks it lacks. Not while new stores wait for it: it
-        would name those too."""
+        """True if the tier may be asked which blocks it lacks. Not while new blocks wait for it,
+        because it would name those too."""
         is_in_use = self.is_closed and self.store_breaker.is_closed
         return is_in_use and self._names_missing and not self.backlog
 
@@ -148,7 +147,7 @@ class GuardedTier:
 
     def look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
         """The tier's answer; MISS if the call fails or the answer is invalid."""
-        # `call`, written out: one more function call for each block would be noticeable.
+        # `call`, inlined: one more function call for each block would be noticeable.
         start = self._clock()
         try:
             answer = self.manager.lookup(key, context)
@@ -167,7 +166,8 @@ class GuardedTier:
     def look_up_batch(
         self, keys: Sequence[OffloadKey], context: ReqContext
     ) -> Sequence[LookupResult]:
-        """The tier's answers, at most one for each key."""
+        """The tier's answers, at most one for each key; none if the call fails or an answer is
+        invalid."""
         none: Sequence[LookupResult] = ()
         answers = self.call("lookup_batch", self.manager.lookup_batch, keys, context, default=none)
         if (
@@ -185,7 +185,7 @@ class GuardedTier:
         self.breaker.failed(now, is_timeout=True)
 
     def wants_whole_requests(self, context: ReqContext) -> bool:
-        """Announce a request. Returns True if the tier wants all of its blocks."""
+        """Announce a request. Returns True if the tier wants all blocks of the request."""
         plain = RequestOffloadingContext()
         answer = self.call("on_new_request", self.manager.on_new_request, context, default=plain)
         if type(answer) is not RequestOffloadingContext:
@@ -194,7 +194,7 @@ class GuardedTier:
         return answer.policy is OffloadPolicy.REQUEST_LEVEL
 
     def notify_finished(self, context: ReqContext) -> None:
-        """Notify the tier that a request has ended; later, if the tier is resting."""
+        """Notify the tier that a request has ended. If the tier is resting, this happens later."""
         if self.is_resting(self._clock()):
             self._unnotified.append(context)
         else:
@@ -231,17 +231,17 @@ class GuardedTier:
         return list(dict.fromkeys(keys[:most]))
 
     def has_pending_work(self, now: float) -> bool:
-        """True if a job is under way that may still end in time, or the tier has other work."""
+        """True if a job under way may still end in time, or if the tier has other work."""
         return self.jobs.has_pending(now) or (
             self.is_closed
             and bool(self.call("has_pending_work", self.manager.has_pending_work, default=False))
         )
 
     def finished_jobs(self, most: int) -> list[JobResult]:
-        """At most `most` reports of the tier, unchecked."""
+        """The tier's reports of finished jobs, at most `most`. They are not checked."""
         self._is_blocking = False
         results: list[JobResult] = []
-        # One by one, to keep the reports that come before an exception.
+        # Collected one by one, to keep the reports that come before an exception.
         self.call("get_finished_jobs", self._collect_finished, results, most, default=None)
         return results
 
@@ -250,7 +250,7 @@ class GuardedTier:
             results.append(result)  # noqa: PERF402
 
     def begin_epoch(self, fingerprint: bytes) -> None:
-        """Blocks that were kept before are not valid any more: give the tier its new namespace."""
+        """Switch the tier to a new namespace: the blocks that it keeps are not valid any more."""
         num_errors = self.stats.counters["errors"]
         self.call("begin_epoch", self.manager.begin_epoch, fingerprint, default=None)
         has_failed = self.stats.counters["errors"] > num_errors
@@ -284,7 +284,7 @@ class GuardedTier:
                 self.notify_finished(self._unnotified.popleft())
 
     def take_events(self) -> list[OffloadingEvent]:
-        """The tier's own events, if they are wanted."""
+        """The tier's events, if the user has enabled them."""
         if not self.settings.enable_kv_events or self.is_resting(self._clock()):
             return []
         none: list[OffloadingEvent] = []
@@ -318,7 +318,7 @@ class GuardedTier:
     def _add_own_stats(self, stats: OffloadingStats) -> None:
         own = self.manager.get_stats()
         if own is not None:
-            # Add them up: two tiers of one type use the same names.
+            # Two tiers of one type use the same names, so their figures are added up.
             for name, value in own.counters.items():
                 stats.counters[name] = stats.counters.get(name, 0) + value
             for name, value in own.gauges.items():
@@ -329,7 +329,7 @@ class GuardedTier:
     # --- guarded calls, and failures ------------------------------------------------------------
 
     def call(self, what: str, method: Callable[..., T], *args: object, default: T) -> T:
-        """Call the tier. Returns `default` if that fails."""
+        """Call a method of the tier. Returns `default` if the method raises."""
         start = self._clock()
         try:
             answer = method(*args)
@@ -366,7 +366,7 @@ class GuardedTier:
         self._violated(f"get_finished_jobs reported {_shown(result)}, a job it was never given")
 
     def note_bad_report(self, result: object) -> None:
-        """The tier has reported a job in a way that cannot be read."""
+        """The tier has reported a job, but the report cannot be read."""
         self._violated(f"get_finished_jobs answered {_shown(result)}")
 
     def _violated(self, what: str) -> None:
@@ -389,7 +389,7 @@ class GuardedTier:
 
 
 def _overrides(tier: SecondaryTierManager, method: str) -> bool:
-    """True if a tier has its own version of a method that does nothing by default."""
+    """True if a tier overrides a method, which does nothing by default."""
     found = getattr(tier, method)
     return getattr(found, "__func__", None) is not getattr(SecondaryTierManager, method)
 
@@ -409,13 +409,13 @@ def _shown(thing: object) -> str:
 def close_tiers(
     tiers: Sequence[SecondaryTierManager], timeout_s: float, spent_s: float = 0.0
 ) -> None:
-    """Drain and shut down all tiers at the same time; return when all have ended, or after
-    `timeout_s`. `spent_s`: how much of that has passed already.
+    """Drain and shut down all tiers in parallel. Return when all have ended, or after `timeout_s`.
+    `spent_s`: how much of that time has passed already.
 
-    An exception of one tier, also of one whose constructor has not set it up fully, is logged and
-    does not keep the others open. Afterwards no tier can reach the primary tier's slots: asking for
-    a row raises. A tier that has not ended keeps a daemon thread, which does not keep the process
-    alive.
+    If a tier raises, the exception is logged and the other tiers are closed all the same. This also
+    holds for a tier that its constructor has not set up fully. Afterwards no tier can reach the
+    primary tier's slots: asking for a row raises. A tier that has not ended keeps a daemon thread,
+    which does not keep the process alive.
     """
     start, left_s = time.monotonic(), max(0.0, timeout_s - spent_s)
     drains = [_run(tier, "drain_jobs") for tier in tiers]
