@@ -69,6 +69,13 @@ def test_a_damaged_note_does_no_harm(field: str, value: Any) -> None:
         assert not rate.is_known or rate.seconds_for(100, 50) > 0
 
 
+@pytest.mark.parametrize("field", ["loads", "prefill"])
+def test_a_figure_that_no_float_can_hold_does_no_harm(field: str) -> None:
+    fields = json.loads(write_note(Learnt((1.0,) * 5, CostLine(1e-4, 0.0, 0.0)), OURS))
+    fields[field][0] = 10**400
+    assert read_note(json.dumps(fields).encode(), OURS) == NOTHING
+
+
 def test_what_is_recalled_gives_way_to_what_is_measured() -> None:
     before, after = TransferEstimate(), TransferEstimate()
     for n in range(1, 100):

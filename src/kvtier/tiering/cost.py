@@ -488,7 +488,7 @@ def read_note(note: object, fingerprint: bytes) -> Learnt:
         if owner != (_FORMAT, fingerprint.hex(), socket.gethostname()):
             return Learnt(None, None)
         loads, prefill = _figures(fields["loads"], 5), _figures(fields["prefill"], 3)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return Learnt(None, None)
     return Learnt(loads, None if prefill is None else CostLine(*prefill))
 
