@@ -29,7 +29,7 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
     ),
     "kvtier_tiering_prefill_tokens_per_s": MetricDefinition(
         MetricKind.GAUGE,
-        "Estimated speed of computing prompts; 0: not known, so every promotion is made.",
+        "Estimated speed of computing prompts; 0: not known.",
     ),
 }
 
