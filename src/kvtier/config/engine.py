@@ -31,7 +31,7 @@ class AttentionKind(StrEnum):
     SLIDING_WINDOW = "sliding_window"
     """The last `window_tokens` tokens."""
     CHUNKED_LOCAL = "chunked_local"
-    """The tokens from the last position that is a multiple of `window_tokens`."""
+    """The tokens of its own chunk. A chunk begins at each multiple of `window_tokens`."""
     STATE_SPACE = "state_space"
     """No tokens: the layer keeps a state instead."""
     UNKNOWN = "unknown"

@@ -22,7 +22,8 @@ _REQUIRED = "This key is required: add it"
 
 
 class OptionReader:
-    """Reads one mapping. The keys that the caller reads are the known keys.
+    """Reads one mapping. Every key that the caller reads counts as known; `refuse_unread` refuses
+    all others.
 
     A value that does not fit is recorded in `problems` and read as None, even if the declared type
     excludes None. So call `raise_problems` before you use the values.

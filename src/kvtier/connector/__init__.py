@@ -1,9 +1,10 @@
 """The API for engines: it decides what to load, what to store, and when. See docs/engines.md.
 
 vLLM does not use it. vLLM has a connector of its own, which decides the same from vLLM's block
-tables, and `kvtier.integrations.vllm` plugs in below that connector. Both packages use the same
-code to read a request's hints (`request_state.parse_hints`) and to count the prompt tokens that a
-step computes (`common.prefill_in`), and the same manager and everything below it.
+tables, and `kvtier.integrations.vllm` plugs in below that connector. This package and
+`kvtier.integrations.vllm` share the code that reads a request's hints
+(`request_state.parse_hints`), the code that counts the prompt tokens that a step computes
+(`common.prefill_in`), and the manager with everything below it.
 """
 
 from kvtier.connector.common import (

@@ -81,7 +81,7 @@ class CPUOffloadingManager(OffloadingManager):
         self.misuse = MisuseLog("primary tier", strict)
         self.slots = SlotTable(num_blocks, policy_cls(cache_capacity=num_blocks))
         self.reserve = self.slots.reserve
-        """Slots that stores and promotions keep out of transfer, so that a quarantine can end."""
+        """Slots kept out of transfer, so that a later store can end a quarantine."""
         self._filter = (
             ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
         )
@@ -174,7 +174,7 @@ class CPUOffloadingManager(OffloadingManager):
     def _slots_one_by_one(
         self, keys: list[OffloadKey], loading: dict[OffloadKey, int], use: RequestUse
     ) -> LoadStoreSpec:
-        """The spec of a load that names unreadable blocks (not in `loading`), or one twice."""
+        """The spec of a load with unreadable blocks (not in `loading`) or a key given twice."""
         missing = [key for key in keys if key not in loading]
         self._record_misuse("load of an unreadable block", missing, use, "load only after a HIT")
         found = (self._get(key) if key in loading else None for key in keys)
@@ -277,9 +277,9 @@ class CPUOffloadingManager(OffloadingManager):
     def _num_storable(self, wanted: int, use: RequestUse) -> int | None:
         """How many of `wanted` new blocks to store, from the first one on. None: refuse the store.
 
-        The engine offers refused blocks again later. But a request does not evict its own blocks:
-        if the new ones would not fit beside them even in an idle tier, waiting does not help, so as
-        many as fit are stored now. During a quarantine, too, as many as fit are stored.
+        The engine offers refused blocks again later. A request never evicts its own blocks. If the
+        new blocks do not fit beside them even in an otherwise idle tier, only as many as fit there
+        are wanted. During a quarantine, at most `slots.allowance` blocks are stored.
         """
         slots = self.slots
         num_free = slots.num_free()
@@ -290,7 +290,7 @@ class CPUOffloadingManager(OffloadingManager):
         if use.fills_tier_since == slots.generation:
             return 0
         most_now = self.num_blocks - self.reserve - slots.num_in_transfer()
-        # An estimate: counting the request's own blocks takes time, and rarely changes the answer.
+        # Try a lower bound first: counting exactly the request's own blocks takes time.
         if wanted <= min(num_free + max(slots.num_evictable - len(use.keys), 0), most_now):
             return wanted
         own = [block for key in use.keys if (block := self._get(key)) is not None]
@@ -327,7 +327,7 @@ class CPUOffloadingManager(OffloadingManager):
             use.seen_at = slots.generation  # the request's earlier blocks were not evicted
         policy.insert_run(new, blocks, use.keys, use.context)
         if closes_gap:
-            # In the prompt, the new blocks are between the earlier ones, not after them.
+            # In the prompt, a block that the request has used comes after the first new block.
             policy.touch(use.keys, use.context)
         return blocks, evicted
 

@@ -68,7 +68,8 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
 
 
 class CPUOffloadingSpec(OffloadingSpec):
-    """Makes the manager on the scheduler's side, and the region and the worker on a rank's.
+    """Makes the manager on the scheduler's side. On a rank's side, makes the worker and opens the
+    region, the shared memory with the slots.
 
     The scheduler's side opens no region: it uses slot numbers only. The constructor raises
     `ConfigError` on either side if the eviction policy cannot be found.

@@ -47,8 +47,8 @@ class RequestUse:
     def __init__(self, context: ReqContext) -> None:
         self.context = context
         self.keys: dict[OffloadKey, int] = {}
-        """The keys of the request in prompt order, each with the generation of the block that it
-        used or stored; 0 if there was no block."""
+        """The keys of the request in prompt order, each with the generation of the block that the
+        request used or stored; 0 if there was no block."""
         self.seen_at = -1
         """Generation of the slot table when all of `keys` were last looked up. While the table
         has the same generation, none of their blocks has come or left."""
@@ -57,7 +57,7 @@ class RequestUse:
         self.fresh: list[OffloadKey] = []
         """Uses not yet reported to the policy."""
         self.out_of_order = False
-        """True if a key of `fresh` may come before earlier ones in the prompt."""
+        """True if, in the prompt, a key of `fresh` may come before a key that was used earlier."""
         self.brought: set[OffloadKey] = set()
         """Keys that the reuse filter has counted for this request."""
         self.loading: dict[OffloadKey, int] = {}
@@ -293,8 +293,8 @@ class UseLog:
         use.fresh.append(block.key)
 
     def note_all(self, blocks: Iterable[BlockStatus], use: RequestUse) -> None:
-        """As `note`, for each block that is not noted yet. Does not call `note`, because there may
-        be thousands of blocks: the device may have kept those of a long prompt."""
+        """As `note`, for each block that is not noted yet. Does not call `note`, because a long
+        prompt has thousands of blocks, and a call for each would take too long."""
         keys = use.keys
         for block in blocks:
             key, generation = block.key, block.generation

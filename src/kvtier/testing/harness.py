@@ -190,7 +190,7 @@ class TierHarness:
         return self._submit(job)
 
     def load(self, keys: Sequence[OffloadKey]) -> TransferJob:
-        """Submit a load of these blocks into poisoned slots."""
+        """Submit a load of these blocks into slots that hold the fixed pattern of free slots."""
         return self._submit(self._new_job(keys, is_promotion=True))
 
     def wait_for(self, *jobs: TransferJob) -> list[Report]:

@@ -117,7 +117,7 @@ class JobFaults:
     def __init__(self, tier: SecondaryTierManager, schedule: FaultSchedule) -> None:
         self._tier = tier
         self._faulty_jobs: dict[int, _FaultyJob] = {}
-        """Jobs with a fault that the tier has not reported yet, by id."""
+        """Jobs with a fault, by job id, until the tier reports them."""
         self._late_jobs: HeldBack[_FaultyJob] = HeldBack(schedule.clock)
         self._late_results: HeldBack[JobResult] = HeldBack(schedule.clock)
         self._hung: list[TransferJob] = []

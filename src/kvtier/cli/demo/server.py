@@ -54,7 +54,7 @@ class Served:
     result: RequestResult
     first_token_s: float
     host_blocks: int = 0
-    """Blocks loaded from host memory, except those that were loaded from a tier for this
+    """Loaded blocks that were in host memory already, so were not promoted from a tier for this
     request."""
     tier_blocks: tuple[int, ...] = ()
     """For each tier, the number of blocks loaded from it."""
@@ -73,7 +73,7 @@ class Server:
     def __init__(
         self, model: ModelConfig, prompts: Sequence[Prompt], check: Callable[[], None]
     ) -> None:
-        """`prompts`: those to be served; the device cache has room for all of them together.
+        """`prompts`: the prompts to serve; the device cache has room for all of them together.
         `check` is called before every step, and may raise."""
         self._check = check
         self._engine = self._start(model, prompts)
@@ -132,8 +132,8 @@ class OffloadingServer(Server):
         *,
         spare_prompts: int = 0,
     ) -> None:
-        """`spare_prompts`: extra room in host memory, for this many of the longest prompt: a dead
-        tier does not give back its slots."""
+        """`spare_prompts`: number of prompts, each as long as the longest one, for which host
+        memory has extra room, because a dead tier never gives back the slots of its jobs."""
         self._tiers = tiers
         self._spare_prompts = spare_prompts
         super().__init__(model, prompts, check)
@@ -141,7 +141,7 @@ class OffloadingServer(Server):
     def _start(self, model: ModelConfig, prompts: Sequence[Prompt]) -> Engine:
         engine = engine_config(model, prompts)
         sizes = [num_blocks_of(prompt) * len(model.groups) for prompt in prompts]
-        # Twice what the prompts take: pending stores may pin only a share of all slots.
+        # Twice the slots that the prompts need, because stores may pin only a share of all slots.
         num_slots = 2 * sum(sizes) + self._spare_prompts * max(sizes) + WARM_UP_TOKENS
         self.block_bytes = sum(array_page_bytes(model, engine))
         options = {
@@ -149,7 +149,7 @@ class OffloadingServer(Server):
             "secondary_tiers": self._tiers,
             # A reset empties host memory and leaves the tiers alone.
             "reset_scope": "primary",
-            # A busy machine must not make loading look slower than computing.
+            # Turn the guard off: on a busy machine, it might measure that computing is faster.
             "prefill_tokens_per_s": 0,
         }
         name = f"kvtier-demo-{uuid.uuid4().hex}"
@@ -212,7 +212,7 @@ class OffloadingServer(Server):
         return int(self._figures().gauges["kvtier_cpu_resident_blocks"])
 
     def is_cut_off(self, position: int) -> bool:
-        """True if the tier's breaker is open or half-open."""
+        """True if the breaker of the tier at `position` in `tiers` is open or half-open."""
         state = self._figures().gauges[self._prefixes()[position] + "breaker_state"]
         return state != BreakerState.CLOSED.value
 

@@ -85,7 +85,7 @@ def _unescaped(text: str) -> str:
 
 
 class DiskChecks:
-    """Checks the disk tiers of one engine, in order. Those on one file system share its free
+    """Checks the disk tiers of one engine, in order. Tiers on one file system share its free
     space."""
 
     def __init__(self) -> None:

@@ -48,16 +48,18 @@ class RequestState:
         """`context` while the request may load; None once it must compute its blocks."""
         self.may_store = not skips
         self.head_is_reported = vllm_api.REPORTS_USE
-        """True once kvtier knows that the first blocks of the prompt are used. vLLM finds blocks on
-        the device without a call to kvtier. Unless the adapter reports their use, host memory
-        evicts them before the later blocks of the prompt, which are useless without them."""
+        """True once kvtier knows that the request uses the first blocks of its prompt; always True
+        if vLLM reports uses itself (`REPORTS_USE`). Other releases of vLLM find blocks on the
+        device without a call to kvtier. If the adapter did not report the use of these blocks, host
+        memory would evict them before the later blocks of the prompt, which are useless without
+        them."""
 
     def head_to_report(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> list[OffloadKey]:
-        """The prompt's keys, for the caller to report as used. None of them if `keys`, which the
-        request uses now, begin the prompt. Call it only while `head_is_reported` is False; it sets
-        that to True."""
+        """The prompt's keys, for the caller to report as used. An empty list if `keys`, which the
+        request uses now, begin with the prompt's first key. Call this only while `head_is_reported`
+        is False; it becomes True."""
         self.head_is_reported = True
         if vllm_api.begins_prompt(keys, req_context):
             return []
@@ -122,7 +124,7 @@ def announce_prefix_lookups(scheduler: Any, manager: ManagerAdapter) -> None:
     """Make vLLM's scheduler call `begin_prefix` with the keys of a prefix before it looks them up
     one by one. `KVTierConnector` calls this once.
 
-    vLLM has no hook for this, so this wraps the method `_LOOP` of this one object. In a release
+    vLLM has no hook for this, so a wrapper replaces the method `_LOOP` of `scheduler`. In a release
     without that method, keys are looked up one by one, with the same answers. The alternative, to
     compute the keys from the hashes of the request, would compute and keep every key twice.
     """

@@ -32,8 +32,8 @@ _PLAIN_CONNECTOR = (
 
 
 def kvtier_spec_cls(extra_config: Mapping[str, Any]) -> type[CPUOffloadingSpec]:
-    """The class of kvtier's spec for the user's keys. Other engines name it with the key
-    `spec_name`, which vLLM itself uses."""
+    """The class of kvtier's spec for the user's keys. In other engines, the user can choose it with
+    the key `spec_name`. In vLLM, that key names the class that vLLM loads."""
     return TieringOffloadingSpec if extra_config.get("secondary_tiers") else CPUOffloadingSpec
 
 
@@ -74,7 +74,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
 
         Raises `ConfigError` and leaves nothing behind if kvtier's own spec refuses the
         configuration, if a rank does not share this process's memory, or if a tier outlives the
-        process but no other process could find a block in it.
+        process but the block hashes are random, so that no other process would find its blocks.
         """
         if self._manager is None:
             with log_why_it_cannot_start():
@@ -102,7 +102,8 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
         return _PLAIN_CONNECTOR if self._facts is None else self._facts.fatal_because
 
     def _require_proven_model(self) -> None:
-        """Refuse unproven models in vLLM's own connector. `KVTierConnector` refuses them earlier.
+        """Refuse unproven kinds of models (`model_kinds`) if the connector is vLLM's own.
+        `KVTierConnector` refuses them earlier.
 
         Called only in a worker: on the scheduler side, vLLM does not describe the model to a spec.
         """
@@ -115,7 +116,8 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             )
 
     def _flush_of(self, worker: OffloadingWorker) -> Callable[[], None] | None:
-        """A function that hands all jobs to the device; None if the engine never sleeps."""
+        """A function that returns when all submitted jobs are on the device's streams. None if the
+        engine never sleeps, or if the worker has no such function."""
         facts = self._facts
         may_sleep = vllm_api.may_sleep() if facts is None else facts.may_sleep
         return getattr(worker, "flush", None) if may_sleep else None
@@ -123,7 +125,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
     @property
     def _has_random_hashes(self) -> bool:
         """True if it is known, before vLLM has made the root of the block hashes, that no other
-        process will compute the same hashes."""
+        process will compute the same hashes. The first hash of each prompt depends on the root."""
         facts = self._facts
         return vllm_api.draws_hash_root(None) if facts is None else facts.has_random_hashes
 
@@ -136,8 +138,9 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             if file is None:
                 raise _missing(config, range(config.parallel.world_size))
             at_the_end.callback(file.leave)
-            # By now all ranks have joined, or the engine does not start. Once the name is removed,
-            # the memory is freed when the last process that uses it ends, even by `kill -9`.
+            # The name is not needed any more: if a rank has not joined yet, the engine does not
+            # start. Once the name is removed, the memory is freed when the last process that uses
+            # it ends, even by `kill -9`.
             at_the_end.callback(file.remove_name)
             if tiers and self._has_random_hashes:
                 raise random_root_error(tiers, vllm_api.default_hash_seed())
@@ -161,7 +164,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
 
 def _check_hash_root(tiers: Sequence[str]) -> bool:
     """Log the root of the block hashes, or raise `ConfigError` if it is random. Returns False if
-    vLLM has not made the root yet; vLLM makes the manager before it."""
+    vLLM has not made the root yet: vLLM makes the manager first, then the root."""
     root = vllm_api.hash_root()
     if root is None:
         return False

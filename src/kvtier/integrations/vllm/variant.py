@@ -201,9 +201,9 @@ def _called(owner: Any, method: str) -> Any:
 
 
 def _max_model_len(model: Any) -> object:
-    """The longest prompt in tokens, which decides the RoPE or attention of some models. If vLLM
-    fits it to the memory, it does so after it builds the model, so the number has no effect:
-    "auto"."""
+    """The longest prompt in tokens, which decides the RoPE or attention of some models. "auto" if
+    vLLM chooses the length by the free memory: it does that after it has built the model, so the
+    length has no effect."""
     if getattr(model, "original_max_model_len", None) == -1:
         return "auto"
     return getattr(model, "max_model_len", None)

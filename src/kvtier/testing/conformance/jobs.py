@@ -116,8 +116,9 @@ class ReportingChecks(ConformanceHooks):
     job is reported twice or too early, two jobs may use the same slot."""
 
     def test_a_load_names_exactly_what_arrived(self) -> None:
-        """If the tier lacks some blocks of a load, it loads and names the others, and reports the
-        load as failed. Otherwise one lost block would cost a whole prefix."""
+        """If the tier lacks some blocks of a load, it loads the others, names them in
+        `successful_keys`, and reports the load as failed. Otherwise one lost block would cost a
+        whole prefix."""
         with self.harness() as harness:
             present = harness.keys(self.fitting(4))
             absent = harness.keys(len(present), start=1000)
@@ -137,8 +138,8 @@ class ReportingChecks(ConformanceHooks):
             )
 
     def test_a_load_of_unknown_blocks_fails(self) -> None:
-        """A load of blocks that the tier does not have is reported as failed. This happens if
-        blocks are evicted after they were a HIT."""
+        """A load of blocks that the tier does not have is reported as failed. An engine submits
+        such a load if the tier evicts blocks after they were a HIT."""
         with self.harness() as harness:
             (report,) = harness.wait_for(harness.load(harness.keys(3)))
             demand(
@@ -248,8 +249,9 @@ class SealChecks(ConformanceHooks):
 
     @pytest.mark.parametrize("how", list(Damage))
     def test_a_damaged_block_is_refused(self, how: Damage) -> None:
-        """A load does not name a block whose stored bytes were changed, is reported as failed, and
-        loads the other blocks. `take_seal_failures` counts the changed block."""
+        """If the stored bytes of a block were changed, its load is reported as failed and names
+        only the intact blocks in `successful_keys`. `take_seal_failures` counts the changed block.
+        """
         with self.harness() as harness:
             backing = self._backing_or_skip(harness)
             for case in range(self.fitting(3 * _MOST_CASES) // 3):

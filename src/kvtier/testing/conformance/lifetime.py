@@ -68,7 +68,7 @@ class LifetimeChecks(ConformanceHooks):
         """After `shutdown` the tier's threads have ended and its files and connections are closed.
 
         Only the second tier is checked: with the first one, the process may open descriptors that
-        it keeps. The test keeps both objects, as an engine does, so a thread that ends only when
+        it keeps. The test keeps both tiers, as an engine does, so a thread that ends only when
         its tier is garbage-collected counts as left behind.
         """
         kept = [self._live_once()]

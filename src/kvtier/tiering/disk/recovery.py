@@ -119,8 +119,8 @@ def _read_long_keys(file: SlabFile, superblock: Superblock, index: IndexTable) -
 def _drop_duplicates(index: IndexTable) -> None:
     """Keep one entry for each block. Several slots can have a header of the same block: after it
     was evicted and stored again, or while `resize` moved it. The slot with the largest sequence
-    number is kept. If two have the same number, the one with the lower slot number is a copy made
-    by `resize`, which may be incomplete, so the other is kept."""
+    number is kept. Of two slots with the same sequence number, the lower slot has a copy made by
+    `resize`, which may be incomplete, so the higher slot is kept."""
     entries = index.entries()
     slots = np.flatnonzero(entries["state"] != EMPTY)
     slots = slots[np.lexsort((-slots, np.iinfo(np.uint64).max - entries["seq"][slots]))]

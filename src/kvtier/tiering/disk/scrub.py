@@ -82,7 +82,7 @@ class SlabScrubber(Scrubber):
     def _look_again(self, suspects: list[Verdict], first_revision: int) -> list[Verdict]:
         """Check damaged slots again, with a new snapshot of the index, because an engine writes a
         slot before its index entry. Repeats this for `_PATIENCE_S` if an engine has the slab
-        open, or has changed the superblock since the snapshot. Returns the slots that are still
+        open, or has changed the superblock since the pass began. Returns the slots that are still
         damaged."""
         began = time.monotonic()
         while suspects:
@@ -127,7 +127,8 @@ class SlabScrubber(Scrubber):
         """Read and check neighbouring slots. Runs on one of the scrubber's threads."""
         slot_bytes = snapshot.geometry.slot_bytes
         offset = snapshot.geometry.slot_offset(run[0])
-        if offset + slot_bytes > self._reader.file.size:  # before memory is allocated for it
+        # If not even the first slot is complete in the file, allocate no memory for the run.
+        if offset + slot_bytes > self._reader.file.size:
             return [_unreadable(snapshot, slot) for slot in run]
         memory = self._buffer(len(run) * slot_bytes)
         try:

@@ -34,8 +34,8 @@ class SlabBlock(BlockStatus):
 class FreeSlots:
     """The free slots. Neighbouring slots are handed out together where possible.
 
-    `reset` takes the same time for any number of slots: it only computes how many are free, and
-    lists them as they are taken.
+    `reset` takes the same time for any number of slots: it only computes how many are free. `take`
+    finds them later, one by one.
     """
 
     def __init__(self, first: list[int], last: list[int]) -> None:

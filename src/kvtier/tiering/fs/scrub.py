@@ -32,15 +32,16 @@ class _Found:
     reason: str | None
     """What is wrong with the bytes that were read; None if they are intact."""
     is_there: bool
-    """True if the name still belongs to the file that was read."""
+    """True if the name still belongs to the file that was read. Not checked, but True, if the bytes
+    are intact."""
     is_unchanged: bool
     """True if `is_there`, and the file has not changed since it was opened."""
 
 
 class FsScrubber(Scrubber):
     """One pass over a root. A block never changes after it was published, but an engine may evict
-    it and overwrite its file during the read. A block that seems damaged and whose file has changed
-    since is read again, at most five times."""
+    it and overwrite its file during the read. If a block seems damaged, and its file was changed or
+    replaced during the read, the block is read again, at most five times."""
 
     def __init__(self, root: Path, max_rate: int | None, on_progress: Progress) -> None:
         super().__init__(max_rate, on_progress)
