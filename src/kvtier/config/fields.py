@@ -66,7 +66,8 @@ class Key:
     default: Any = REQUIRED
     """The parsed value to use if the user leaves the key out."""
     null_is_default: bool = False
-    """True if a JSON null means the default. It always does if the default is None."""
+    """True if a JSON null means the default. Has no effect if the default is None: a null then
+    always means the default."""
     example: str = ""
     """A value as the user writes it in JSON, for the message about a missing key."""
     remedy_if_missing: str = ""

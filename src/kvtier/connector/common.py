@@ -32,8 +32,9 @@ class EngineRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One hash for every full `tokens_per_hash` tokens so far. Each stands for all tokens up to
-        its end, so equal hashes mean equal prefixes. Grows while the request does."""
+        """One hash for every `tokens_per_hash` tokens that are complete; grows while the request
+        does. A hash covers all tokens from the start of the request up to the end of these tokens,
+        so equal hashes mean equal prefixes."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -48,8 +49,8 @@ class PrefixMatch(NamedTuple):
     """Answer of `get_num_new_matched_tokens`."""
 
     num_tokens: int
-    """Tokens after the computed ones that can be loaded. At least one token of the request is left
-    to be computed."""
+    """Number of tokens that can be loaded. They follow the tokens that are already computed. At
+    least one token of the request is left to be computed."""
     is_pending: bool
     """True if the manager does not know the answer yet, or is still promoting blocks. Leave the
     request waiting, and ask again in the next step."""

@@ -37,7 +37,8 @@ class _Local(NamedTuple):
 def describe_holders(address: int, length: int) -> list[str]:
     """One phrase for each object that refers to memory from `address` to `address + length`.
 
-    Slow, because it visits every live object: call it only when a part is still held at shutdown.
+    Slow, because it visits every live object: call it only if the memory cannot be unmapped because
+    an object still refers to it.
     Reads no attributes of the objects, not even `__class__`, because that may run code or raise.
     """
     running = list(_locals_of_running_functions())
@@ -126,7 +127,7 @@ def _place(container: Any, held: Any, running: list[_Local]) -> str:
 
 def _named_referrer_of(container: Any) -> Any:
     for referrer in gc.get_referrers(container):
-        # Lists and tuples are skipped, because they may belong to this search.
+        # Of the plain containers, only dicts count: a list or a tuple may belong to this search.
         kind = type(referrer)
         if kind is dict or kind not in (FrameType, _Local, *_PLAIN_CONTAINERS):
             return referrer

@@ -120,7 +120,7 @@ def _messages_once() -> Iterator[None]:
 
 
 def why_no_gpu(device: int) -> str | None:
-    """The reason why the GPU of that number cannot be used, with the remedy; None if it can."""
+    """The reason why GPU number `device` cannot be used, with the remedy; None if it can."""
     try:
         import torch
     except ImportError:
@@ -199,7 +199,7 @@ def _is_exact(
 ) -> bool:
     """True if scattered blocks are stored and loaded correctly, and no other byte changes.
 
-    Adds the paths that the jobs took to `taken`.
+    Adds to `taken` the copy paths that the jobs used.
     """
     from kvtier.cpu.cuda.streams import StreamCopies
     from kvtier.cpu.cuda.trial import open_trial

@@ -38,8 +38,8 @@ class RoomLimit(NamedTuple):
     where: str
     remedy: str
     advisable: int
-    """Bytes that a user is advised to take. Less than `available` if other processes use memory
-    under the same limit."""
+    """Bytes that a user is advised to take. In a filesystem: all that are available. Under a limit
+    of memory: a tenth less, because other processes may need memory under the same limit."""
 
 
 class _CgroupFiles(NamedTuple):

@@ -197,9 +197,9 @@ class Scheduler:
             if num_on_device == num_wanted:
                 self._run(request)
             else:
-                # With sliding-window attention, the shorter prefix may need blocks that were not
-                # loaded, because its window begins earlier. So the request starts again, and finds
-                # the loaded blocks in the device's cache.
+                # With sliding-window attention, the window of this shorter prefix begins earlier,
+                # so the request may not hold all of its blocks. So the request starts again, and
+                # looks for its prefix in the device's cache.
                 self._wait(request)
 
     # --- ends -----------------------------------------------------------------------------------

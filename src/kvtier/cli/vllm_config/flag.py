@@ -32,7 +32,7 @@ _OPTION_OF_KEY = {
 _PATH_KEYS = {"--disk": ("disk", "path"), "--fs": ("fs", "root_dir")}
 _MODULE = "kvtier.integrations.vllm"
 _SECONDS_FOR_VLLM = 5
-"""Time that vLLM itself needs to end an engine, in addition to that of the tiers."""
+"""Seconds that vLLM itself needs to end an engine, in addition to what the tiers need."""
 
 
 class WrongOption(Exception):
@@ -121,7 +121,7 @@ class RequestedConfig:
         return keys
 
     def option_of(self, key: str) -> str:
-        """Return the option that set `key`, such as `secondary_tiers[0].path`."""
+        """Return the option that set a key. `key`: for example `secondary_tiers[0].path`."""
         for position, tier in enumerate(self.tiers):
             if key.startswith(f"secondary_tiers[{position}]"):
                 return tier.option
@@ -155,8 +155,8 @@ def _no_constant(name: str) -> Any:
 
 
 def _require_text(keys: dict[str, Any]) -> None:
-    """Refuse texts that are not valid UTF-8 and numbers such as NaN: vLLM takes the configuration
-    as JSON."""
+    """Raise `WrongOption` for a number that JSON cannot express, such as NaN, and for a text that
+    is not valid UTF-8: vLLM takes the configuration as JSON."""
     try:
         json.dumps(keys, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:

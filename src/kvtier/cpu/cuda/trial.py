@@ -128,7 +128,7 @@ def open_trial(
 
 
 class Bandwidth(NamedTuple):
-    """Median GB/s, measured from the first call until the last byte is copied."""
+    """Median GB/s, measured from the submission of the first copy until the last byte is copied."""
 
     load: float
     """To the device."""
@@ -217,8 +217,9 @@ def _rate(
     device: Any,
     finish: Callable[[Any], object] = lambda _: None,
 ) -> float:
-    """Median GB/s of `start`, which must return when all copies are on the device's streams.
-    `finish` is called with the result of `start` after each round, outside the measured time."""
+    """Median GB/s of the copies that `start` submits. When `start` returns, all copies must be on
+    the device's streams; they need not have ended. `finish` is called with the result of `start`
+    after each round, outside the measured time."""
     seconds = []
     for _ in range(1 + _NUM_ROUNDS):
         torch.cuda.synchronize(device)

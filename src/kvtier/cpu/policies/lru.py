@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LRUCachePolicy(RunKeepingPolicy):
-    """Evicts the blocks that were not used for longest; within a request, the last one first."""
+    """Evicts the blocks whose last use is longest ago; of one request, its last block first."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -42,7 +42,7 @@ class LRUCachePolicy(RunKeepingPolicy):
         had_run = self._order.run_of(req_context.req_id) is not None
         self._order.append_new(req_context.req_id, new)
         if not had_run and len(brought) > len(keys):
-            # Blocks that the request used before are in other runs. Make them as recent as these.
+            # The blocks that the request used earlier are in other runs. Move them into its run.
             self.touch(brought, req_context)
 
     def remove(self, key: OffloadKey) -> None:

@@ -48,7 +48,7 @@ _OLD_RELEASE = (
 )
 
 _ORPHANS_PATIENCE_S = 5.0
-"""Seconds to wait for an earlier engine to end whose server was killed."""
+"""Seconds to wait until an earlier engine ends, if its server was killed."""
 
 
 class KVTierConnector(vllm_api.OffloadingConnector):
@@ -149,7 +149,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 
     def on_new_request(self, request: vllm_api.Request) -> None:
         super().on_new_request(request)
-        # Not with `max_load_tokens`, because then a load may end before the prompt does.
+        # Not with `max_load_tokens`: it may limit the load to a part of the prompt.
         if "max_load_tokens" not in (request.kv_transfer_params or ()):
             self._manager.expect_prompt(request.request_id, request.num_prompt_tokens)
 
@@ -185,7 +185,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         return done
 
     def _end_loads(self, output: vllm_api.KVConnectorOutput) -> None:
-        """Make requests whose load has failed load nothing more, and forget the loads that have
+        """Let a request whose load has failed load nothing more. Forget the loads that have
         ended."""
         invalid = output.invalid_block_ids
         failed = set(getattr(output, "failed_recving", None) or ())
@@ -201,7 +201,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
     # --- worker side --------------------------------------------------------------------------
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        # Copy it, because the next call makes vLLM forget the jobs that have ended.
+        # Copy vLLM's table of loads, because the next line removes the loads that have ended.
         requests: dict[int, str] = dict(self.connector_worker._load_jobs)
         sent, received = super().get_finished(finished_req_ids)
         worker = self.connector_worker.worker
@@ -235,7 +235,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 # --- how fast the engine computes prompts ---------------------------------------------------------
 
 _MAX_STEPS_UNDER_WAY = 256
-"""Most steps that are remembered. An engine with pipeline stages has fewer under way."""
+"""Largest number of steps to remember. Even with pipeline stages, fewer are under way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,8 +158,9 @@ __all__ = [
 ]
 
 METRIC_PREFIX = "vllm:"
-"""Prefix of every metric. vLLM shows only names with this prefix. It also removes only these when
-an engine ends, so a second engine in the same process could not register any other name again."""
+"""Prefix of every metric. vLLM shows only metrics with this prefix. When an engine ends, vLLM
+unregisters only these metrics: a second engine in the same process could not register a metric of
+another name again."""
 
 _warned = False
 
@@ -190,10 +191,10 @@ def warn_if_untested() -> None:
 BLOCK_LEVEL_POLICY: OffloadPolicy = (
     getattr(OffloadPolicy, "CHUNK_LEVEL", None) or OffloadPolicy.BLOCK_LEVEL
 )
-"""vLLM's name for `OffloadPolicy.BLOCK_LEVEL`."""
+"""vLLM's name for kvtier's `OffloadPolicy.BLOCK_LEVEL`: offer new blocks only."""
 
 MEDIA: dict[Medium, Any] = (
-    # Earlier releases have no enum, and their only name for storage is that of their own tier.
+    # Earlier releases have no enum. They name storage only by the name of their own tier, "FS".
     {Medium.CPU: "CPU", Medium.STORAGE: "FS"}
     if VllmMedium is None
     else {Medium.CPU: VllmMedium.CPU, Medium.STORAGE: VllmMedium.STORAGE}
@@ -204,8 +205,8 @@ _EVENTS_NAME_TIERS = "ownership" in getattr(OffloadingEvent, "__dataclass_fields
 
 
 def owner_in_event(tier: str | None) -> dict[str, Any]:
-    """The argument of vLLM's event that names a tier, for releases that have one. `tier`: None for
-    host memory."""
+    """The keyword argument that names the tier in vLLM's event. Empty in releases whose event does
+    not name the tier. `tier`: None for host memory."""
     return {"ownership": tier} if _EVENTS_NAME_TIERS else {}
 
 
@@ -253,7 +254,8 @@ def in_prompt_order(keys: Collection[OffloadKey], req_context: ReqContext) -> li
 
 
 def group_id(group: OffloadingGroupConfig, place: int) -> int:
-    """The group number in keys of this group. `place`: its index among the offloaded groups."""
+    """The number that the keys of this group contain. `place`: the group's index among the
+    offloaded groups, which is the number in releases without `group_id`."""
     return int(getattr(group, "group_id", place))
 
 
@@ -294,8 +296,8 @@ def draws_hash_root(algorithm: str | None) -> bool:
 
 def hash_root() -> HashRoot | None:
     """The root of this process's block hashes. In the hash of a prompt's first block, it takes the
-    place of the hash of the block before. None until vLLM has made it, which is after the manager
-    and before the first request."""
+    place of the hash of the block before. None until vLLM has made the root: vLLM makes it after
+    the manager and before the first request."""
     value: bytes | None = getattr(kv_cache_utils, "NONE_HASH", None)
     if value is None:
         return None

@@ -6,8 +6,9 @@ vLLM's connector asserts that every transfer succeeds. So a failed transfer is h
   as done. The scheduler side finds the record before the blocks become readable, and drops the
   blocks (`manager_state.StoreFailures`).
 - A **load** is tried again, at most twice. If it still fails, `KVTierConnector` makes vLLM compute
-  those device blocks. vLLM's own connector cannot do that: there `get_finished` raises, and the
-  engine stops with the reason. vLLM never uses the device blocks of a failed load as loaded blocks.
+  the load's device blocks. vLLM's own connector cannot do that: there `get_finished` raises, and
+  the engine stops with the reason. vLLM never uses the device blocks of a failed load as loaded
+  blocks.
 """
 
 from __future__ import annotations

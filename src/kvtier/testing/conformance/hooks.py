@@ -24,9 +24,9 @@ class ConformanceHooks:
     """Settings and methods that the author may override. Only `make_tier` is required."""
 
     capacity_blocks: ClassVar[int | None] = None
-    """Most blocks that the tier of `make_tier` keeps, at least 4. None means more than 1000. In at
-    least one test class, give a small number and a tier that keeps no more: the checks of a full
-    tier need it."""
+    """Largest number of blocks that the tier of `make_tier` keeps; 4 or more. None: more than 1000.
+    In at least one test class, give a small number and a tier that keeps no more: the checks of a
+    full tier need it."""
     survives_restart: ClassVar[bool] = False
     """True if a second tier with the same spec finds the blocks of a first one."""
     call_limit_s: ClassVar[float] = 0.1
@@ -86,8 +86,8 @@ class ConformanceHooks:
         return self.slow_backend(tier) or nullcontext()
 
     def skip_if_not_slowed(self, tier: SecondaryTierManager) -> None:
-        """Skip if there is no `slow_backend`. Called when a check has passed that proves little
-        without it."""
+        """Skip if there is no `slow_backend`. A check that proves little without a slow backend
+        calls this after it has passed."""
         if self.slow_backend(tier) is None:
             pytest.skip(
                 "no hook `slow_backend`: the check passed at the storage's normal speed; write the "

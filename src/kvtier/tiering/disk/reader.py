@@ -275,7 +275,7 @@ class CheckedSlot:
     """What `check_slot` found in a slot."""
 
     key: OffloadKey | None
-    """The key of the block in the slot. None if there is none, or it cannot be identified."""
+    """The key of the block in the slot. None if there is no block, or its key cannot be read."""
     failure: SealFailure | None = None
     """Why no engine would accept the block. None if one would, or if there is no block."""
 

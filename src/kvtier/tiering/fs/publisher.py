@@ -3,8 +3,8 @@ the ledger.
 
 A store, from the file to the published block:
 
-1. A lane takes a reservation, writes the block to that path in the staging directory, and passes it
-   to `publish_soon` (`mover`).
+1. A lane (an I/O thread of the tier) takes a reservation, writes the block to the reserved path in
+   the staging directory, and passes it to `publish_soon`: see the module `mover`.
 2. The publisher takes all blocks that wait, and opens one transaction for them (`_transact`).
 3. The transaction links each block under its final name and counts it (`Transaction.publish`).
 4. The staged names are removed, or their files kept to be overwritten (`_recycle`).
@@ -57,14 +57,14 @@ _QUIET_S = 1.0
 _RETRY_S = 1.0
 """Pause, in seconds, before the root is tried again after a failure."""
 _PATIENCE_S = 10.0
-"""How long lanes wait for space, in seconds, while none of the blocks found can be evicted."""
+"""Seconds that lanes wait for space while blocks are found, but none of them can be evicted."""
 
 
 class StagedBlock(NamedTuple, Generic[T]):
     """A block that is written and waits to be published."""
 
     what: T
-    """The caller's own; `on_done` returns it with the result."""
+    """Any object of the caller; `on_done` returns it with the result."""
     key: OffloadKey
     reservation: Reservation
     namespace: str
@@ -76,7 +76,7 @@ class StagedBlock(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the ledger said when this thread last read it."""
+    """What the ledger said when the publisher's thread last read it."""
 
     num_bytes: int = 0
     num_blocks: int = 0
@@ -277,8 +277,8 @@ class Publisher(Generic[T]):
             self._fail(blocks)
 
     def _take_returned(self) -> list[Reservation]:
-        """Take the reservations that lanes have returned. The pool counts them as unused even if
-        the caller fails."""
+        """Take the reservations that lanes have returned. The pool no longer counts them as taken,
+        even if the caller fails."""
         returned = _take_all(self._returned)
         self.pool.settle(returned)
         return returned
@@ -302,7 +302,7 @@ class Publisher(Generic[T]):
             self._session.rejoin()
             if self._namespace is not None and self._namespace.parent != self._session.blocks:
                 self._namespace = None  # it was lost with the old presence
-            # Last: the scheduler's thread answers the new directory with `use`, maybe at once.
+            # Set this last: the scheduler's thread calls `use` when it sees the new directory.
             self.private_blocks = self._session.presence.blocks
         else:
             with self._session.transaction():
@@ -323,7 +323,7 @@ class Publisher(Generic[T]):
 
     def _transact(self, blocks: list[StagedBlock[T]]) -> None:
         """Publish blocks and look for space, in one transaction. Empties the list `blocks` before
-        it reports them; the caller reports those still in it as failed."""
+        it reports the blocks. After an error, the caller reports what is left in it as failed."""
         self._last_active = time.monotonic()
         is_asked, self._is_asked = self._is_asked, False
         with self._session.transaction() as txn:
@@ -471,7 +471,8 @@ class Publisher(Generic[T]):
                 if self.pool.is_idle and not self.sweeper.is_removing:
                     txn.true_up()
                 self.quota.measure(txn)
-            # A correct ledger is not saved and keeps its revision, so others do not measure again.
+            # If nothing was corrected, the ledger keeps its revision: engines that have measured
+            # this revision do not measure again.
             self._measured_revision = balance.revision
         self.usage = Usage.of(balance)
 

@@ -1,7 +1,8 @@
 """Space for new blocks: the limits, reservations made in advance, and eviction.
 
-Lanes take a `Reservation` for each block from the `ReservationPool`, without the ledger's lock. The
-publisher's thread refills the pool with the space that `Quota` finds within the limits.
+Lanes, the tier's I/O threads, take a `Reservation` for each block from the `ReservationPool`,
+without the ledger's lock. The publisher's thread refills the pool with the space that `Quota` finds
+within the limits.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ class ReservationPool:
         self, charge: int, target: int, new_path: Callable[[], str], ask: Callable[[], None]
     ) -> None:
         """`charge`: bytes to reserve for a new block. `target`: how many reservations to hold in
-        advance; with 1, none is requested before a lane waits. `ask`: called on the lane, under
-        this pool's lock, when there are too few."""
+        advance; with 1, none is requested before a lane waits. `ask`: called on the lane's thread,
+        under this pool's lock, when there are too few reservations."""
         self.charge = charge
         self._target = target
         self._new_path = new_path
@@ -216,7 +217,7 @@ class ReservationPool:
                 self._changed.notify_all()
 
     def settle(self, reservations: Iterable[Reservation]) -> None:
-        """Record that no lane writes to these any more. Idempotent."""
+        """Record that no lane writes to the paths of these reservations any more. Idempotent."""
         with self._changed:
             self._taken.difference_update(reservation.path for reservation in reservations)
 
@@ -286,7 +287,7 @@ class Space:
     granted: int = 0
     """Bytes that were reserved."""
     victims: list[Evicted] = field(default_factory=list)
-    """Blocks that were evicted; their files can be overwritten."""
+    """Blocks that were evicted. Their files are in the staging directory, not removed yet."""
     missing_bytes: int = 0
     """Bytes that must become free before anything can be reserved."""
 
@@ -311,8 +312,8 @@ class Quota:
         self._said_full = False
 
     def find(self, txn: Transaction, namespace: Path | None) -> Space:
-        """Reserve the bytes that the pool lacks for blocks of this namespace. Evict blocks for what
-        cannot be reserved."""
+        """Reserve bytes for the reservations that the pool lacks. For each one that the limits do
+        not allow, evict a block, if one is found. `namespace`: where the new blocks will be."""
         wanted = self._pool.num_wanted
         if not wanted or namespace is None:
             return Space()

@@ -35,7 +35,7 @@ _PATIENCE_S = 10.0
 _HURRIED_PATIENCE_S = 1.0
 """How long an engine waits for the ledger's lock while it shuts down, in seconds."""
 _PRESENCE_BYTES = 16_384
-"""Upper bound for the bytes of a new presence."""
+"""Upper bound for the bytes on disk of a new presence: its file and its staging directory."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -112,9 +112,9 @@ class PresenceLost(Exception):
 
 
 class RootSession:
-    """Access of one engine or command to a root: the ledger, and this engine's own presence there.
-    Any thread may use it, but calls wait for the disk and for other engines, so the scheduler's
-    thread does so only while it starts the tier."""
+    """Access of one engine or command to a root: the ledger, and this engine's own presence there
+    (see the module `presence`). Any thread may use it. Its methods may wait for the disk and for
+    other engines, so the scheduler's thread calls them only while it starts the tier."""
 
     def __init__(self, path: Path, info: EngineInfo, patience_s: float) -> None:
         """Create missing parts of the root, and join it. Raises `OSError`, including `NotOurs`, or
@@ -342,8 +342,8 @@ class RootSession:
         removed: list[bytes] = []
         for peer in self._peers():
             if peer.engine in dead and peer.is_dead:
-                # `peer` holds the lock of its file, so no other engine does this. Its account
-                # reserves the bytes meanwhile.
+                # The object `peer` holds the lock of the dead engine's file, so no other engine
+                # removes this presence. The dead engine's account still reserves the bytes.
                 peer.remove()
                 removed.append(peer.engine)
         with self.transaction() as txn:
