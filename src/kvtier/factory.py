@@ -89,7 +89,8 @@ class ClassRegistry(Generic[T]):
     def resolve(self, name: str, module_path: str | None = None, at: str = "") -> type[T]:
         """Return the class that `name` refers to, or raise `ConfigError`. Called at engine start.
 
-        `at`: the entry of the configuration that gives both, such as `secondary_tiers[1]`.
+        `at`: the entry of the configuration that gives `name` and `module_path`, such as
+        `secondary_tiers[1]`.
         """
         source = self._find(name, module_path, f"{at}." if at else "")
         if module_path is not None and source.module_path_key is None:
@@ -104,7 +105,7 @@ class ClassRegistry(Generic[T]):
         return self._checked(_load(source), source)
 
     def known_names(self) -> list[str]:
-        """Registered names in the order of registration, then those of entry points."""
+        """Registered names in the order of registration, then the names of entry points, sorted."""
         return list(dict.fromkeys((*self._registered, *sorted(self._entry_points().names))))
 
     def _find(self, name: str, module_path: str | None, prefix: str) -> _Source:

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventTranslator", "KVCacheEvent"]
 
 _MAX_TOKENS = 1 << 22
-"""Most tokens kept for self-describing events, eight bytes each. The oldest are dropped first; the
-event for a block whose tokens were dropped is not self-describing."""
+"""Largest number of tokens kept for self-describing events, at eight bytes each. The oldest are
+dropped first; the event for a block whose tokens were dropped is not self-describing."""
 
 
 @dataclass(slots=True)
 class BlockStored:
     """Blocks that can be loaded from a medium from now on.
 
-    A *self-describing* event is about one block, and says which tokens it holds. The option
-    `self_describing_kv_events` asks for these.
+    A *self-describing* event is about one block, and names the tokens that the block holds. The
+    option `self_describing_kv_events` turns self-describing events on.
     """
 
     block_hashes: list[bytes]

@@ -60,7 +60,8 @@ class ConnectorJob:
     keys: list[OffloadKey]
     is_store: bool
     device_blocks: list[int]
-    """Device blocks that it reads or writes, of all groups: groups may share one pool of blocks."""
+    """Device blocks that the transfer reads or writes. One list for all groups, because groups may
+    share one pool of blocks."""
     tokens_before: int = 0
     """Loads only: tokens on the device before the load."""
     tokens_after: int = 0
@@ -81,17 +82,17 @@ class OffloadingConnectorScheduler:
     1. `on_new_request` for each new request;
     2. `get_num_new_matched_tokens` for a waiting request and, if the engine admits it,
        `update_state_after_alloc` at once, before the next request is looked up;
-    3. `build_connector_meta`, once, also in a step without requests. The workers carry it out
-       before the model runs;
+    3. `build_connector_meta`, once, also in a step without requests. The workers carry out the
+       returned metadata before the model runs;
     4. the model runs, and the workers report: `note_model_run` and `update_connector_output`;
     5. `request_finished` for each request that has ended, before its blocks are given away.
 
     Guarantees. A block is stored only when all of it has been computed, from the device blocks the
-    request has at that moment; if those are given to another request, the workers first wait for
-    the store. A block is loaded into the device blocks given with `update_state_after_alloc`; the
-    engine keeps them until the load is reported. A job ends when every rank has reported it. A
-    failed load leaves the request with the tokens it had before, and a failed store leaves no
-    block; neither raises.
+    request has at that moment. If the engine gives these device blocks to another request, the
+    workers wait for the store before the model runs. A block is loaded into the device blocks given
+    with `update_state_after_alloc`; the engine keeps them until the load is reported. A job ends
+    when every rank has reported it. A failed load leaves the request with the tokens it had before,
+    and a failed store leaves no block; neither raises.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
@@ -117,7 +118,8 @@ class OffloadingConnectorScheduler:
         self._readers: dict[int, set[int]] = {}
         """Job ids of the stores under way, by the device block they read."""
         self._reset_req_ids: list[str] = []
-        """Requests that waited at the last reset; the next `on_schedule_end` names them."""
+        """Requests that were waiting at the last reset. The next `on_schedule_end` names them
+        together with the preempted requests."""
         self._dropped: list[LoadedRequest] = []
         """Loads that ended without being sent to the workers, because of a reset or because the
         request was not announced."""
@@ -259,8 +261,8 @@ class OffloadingConnectorScheduler:
                 state.is_on_device = True
                 self._offer(state, scheduled)
         self._fence(plan)
-        # Requests that waited at a reset have no block from before it on the device. So they may
-        # store again, like preempted requests.
+        # A request that was waiting at a reset has no block from before the reset on the device. So
+        # the manager may store its blocks again, like those of a preempted request.
         preempted = {*plan.preempted_req_ids, *self._reset_req_ids}
         self._reset_req_ids = []
         self.manager.on_schedule_end(ScheduleEndContext(plan.new_req_ids, preempted))

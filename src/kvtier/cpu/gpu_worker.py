@@ -248,8 +248,8 @@ def open_pinned(
 def pin_region(region: SharedOffloadRegion, driver: CudaDriver) -> bool:
     """Pin the whole region for this process's device. Logs a warning and returns False on failure.
 
-    Every rank must pin it, because ranks share the memory, but not the mappings of their devices. A
-    rank's cells are in all rows, so each rank pins the whole region.
+    Every rank must pin the region, because pinning maps the shared memory only for the devices of
+    the calling process. A rank's cells are in all rows, so each rank pins the whole region.
     """
     began = time.perf_counter()
     try:

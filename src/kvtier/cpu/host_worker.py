@@ -47,8 +47,8 @@ class HostOffloadingWorker(SlotWorker):
     """Copies in two threads of its own, one for stores and one for loads.
 
     Neither direction waits for the other, and jobs of one direction run in the order in which they
-    were submitted. Those threads also check the jobs: an invalid job copies nothing and is reported
-    as failed, with the reason in the log.
+    were submitted. The two threads also check the jobs: an invalid job copies nothing and is
+    reported as failed, with the reason in the log.
 
     After a store, its slots hold the pages of that store and zeros; no earlier bytes are left.
 
@@ -216,8 +216,8 @@ class _GroupTensor:
         return device.view(page)[:, 0], host.view(page)[:, :, 0], transfer.portions(portion)
 
     def zero_rest(self, transfer: GroupTransfer) -> None:
-        """Zero the bytes of this tensor's part of the slots that the store does not write: padding,
-        and places before `first_place`."""
+        """In this tensor's part of the slots, zero the bytes that the store does not write: the
+        padding of all places, and the places of the first slot before `first_place`."""
         if self.data_bytes < self.host.shape[2]:
             self.host[transfer.slots, :, self.data_bytes :] = 0
         self.host[transfer.slots[0], : transfer.first_place] = 0

@@ -16,8 +16,8 @@ keeps these rules:
   all processes that will use it have joined.
 
 The lock belongs to one file descriptor, which no mapping shares, so a mapping does not keep the
-lock. A subprocess does not inherit the descriptor. A forked child does, because it also has the
-mapping.
+lock. A subprocess that runs another program does not inherit the descriptor. A forked child
+inherits it, and so keeps the region in use: this is right, because the child has the mapping, too.
 """
 
 from __future__ import annotations

@@ -73,11 +73,12 @@ class SlotTable:
         return len(self._free) + self.num_blocks - len(self.used)
 
     def num_in_transfer(self) -> int:
-        """Number of slots that cannot be evicted: being written, being read, or held."""
+        """Number of slots that are being written, pinned or held. Quarantined slots count only if
+        they are held."""
         return self.num_writing + self.num_pinned + len(self.held)
 
     def split(self, offered: dict[OffloadKey, int]) -> tuple[list[OffloadKey], list[BlockStatus]]:
-        """The keys that have no block, and the blocks of the others."""
+        """The offered keys that have no block, and the blocks of the offered keys that have one."""
         if self._resident is not None and self._resident.keys().isdisjoint(offered):
             return list(offered), []
         get = self.get
@@ -87,7 +88,8 @@ class SlotTable:
     # --- pins -----------------------------------------------------------------------------------
 
     def pin(self, blocks: Iterable[BlockStatus | None]) -> int:
-        """Pin the readable blocks; no block is given twice. Returns the number of others."""
+        """Pin the readable blocks among `blocks`, which names no block twice. Returns the number of
+        blocks that are missing or not readable."""
         newly_pinned: list[BlockStatus] = []
         num_unreadable = 0
         for block in blocks:
@@ -118,7 +120,7 @@ class SlotTable:
     # --- writes ---------------------------------------------------------------------------------
 
     def make_room(self, wanted: int, protected: Set[OffloadKey]) -> list[OffloadKey] | None:
-        """Evict blocks until `wanted` slots are free. Returns their keys.
+        """Evict blocks until `wanted` slots are free. Returns the keys of the evicted blocks.
 
         Returns None and evicts nothing if too few blocks can be evicted.
         """
@@ -201,7 +203,7 @@ class SlotTable:
 
     def let_go(self, blocks: Iterable[BlockStatus]) -> None:
         """Free held slots, because the tier transfer that held them has ended."""
-        self.generation += 1  # see `_remove`
+        self.generation += 1  # invalidates `RequestUse.fills_tier_since`
         for block in blocks:
             self.held[block] -= 1
             if not self.held[block]:

@@ -29,9 +29,9 @@ class FaultKind(StrEnum):
     REORDER = "reorder"
     """One call of `get_finished_jobs` returns its results in another order."""
     DROP = "drop"
-    """A job is carried out (late, if the fault has a time) and never reported."""
+    """A job is carried out (late, if the fault has a delay) and never reported."""
     DUPLICATE = "duplicate"
-    """A job is reported twice, the second time late if the fault has a time."""
+    """A job is reported twice, the second time late if the fault has a delay."""
     FAIL = "fail"
     """A job is carried out and reported as failed. A load leaves random bytes in its slots."""
     PARTIAL = "partial"
@@ -39,8 +39,8 @@ class FaultKind(StrEnum):
     LATE_WRITE = "late_write"
     """A job is accepted, and carried out and reported only after the delay of the fault."""
     HANG = "hang"
-    """A job is accepted, but neither carried out nor reported before `FaultyTier.recover`. For
-    `drain_jobs` and `shutdown`: the call does not return before `recover`."""
+    """A job is accepted, but neither carried out nor reported before `FaultyTier.recover`.
+    `shutdown` returns only after `recover`, and `drain_jobs` only after `recover` or `shutdown`."""
     RAISE = "raise"
     """The call raises and has no effect, except that `shutdown` still shuts the tier down."""
     RAISE_AFTER = "raise_after"
@@ -48,8 +48,9 @@ class FaultKind(StrEnum):
     UNKNOWN_JOB = "unknown_job"
     """A job is reported that was never submitted."""
     GARBAGE = "garbage"
-    """The call returns a value of another type, or a list that contains one. Results of jobs are
-    not lost, but may come later."""
+    """The call returns a value of a wrong type, a list that contains such a value, or (only
+    `lookup_batch`) a list with one answer too many. Results of jobs are not lost, but may come
+    later."""
     CORRUPT = "corrupt"
     """A stored block is damaged before the load reads it."""
 

@@ -38,8 +38,8 @@ __all__ = [
 
 _POLL_S = 0.1
 _PATIENCE_S = 60.0
-"""Seconds that the process has to end after its connection was closed. It notices that between two
-engine steps."""
+"""Seconds that the engine's process gets to end after the demo has closed the connection. The
+engine's process checks the connection between two engine steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,11 @@ class _DemoHasEnded(Exception):
 
 
 def main() -> int:
-    """Run the program of the process and return its exit code. Its arguments are the descriptor of
-    its end of the connection, and the folder to remove if the demo ends early."""
-    # Ctrl-C reaches every process of the terminal. The demo acts on it: it closes the connection.
+    """Run an engine in this process, and return the exit code. The arguments of the program are the
+    descriptor of this process's end of the connection, and the folder to remove if the demo ends
+    early."""
+    # Ctrl-C sends SIGINT to every process of the terminal. The demo handles the signal, and closes
+    # the connection to end this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, folder = sys.argv[1:]
     with Connection(int(descriptor)) as demo:
@@ -107,7 +109,7 @@ def main() -> int:
 
 def _serve(task: EngineTask, demo: Connection) -> None:
     def check() -> None:
-        if demo.poll():  # the demo sends nothing more, so the connection was closed
+        if demo.poll():  # the demo sends only the task, so the connection was closed
             raise _DemoHasEnded
 
     with OffloadingServer(task.model, task.prompts, check, task.tiers) as server:
@@ -120,8 +122,8 @@ def _serve(task: EngineTask, demo: Connection) -> None:
 # --- in the demo -------------------------------------------------------------------------------
 
 
-# Not `-m`: the classes of sent objects would then belong to `__main__`, where the demo could not
-# find them.
+# Run with `-c`. With `-m`, the classes of sent objects would belong to `__main__`, where the demo
+# could not find them.
 _PROGRAM = f"from {EngineTask.__module__} import main; raise SystemExit(main())"
 
 

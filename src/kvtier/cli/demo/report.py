@@ -61,7 +61,7 @@ class PhaseRow:
     identical: bool
     """True if every token and logit equals that of a run without offloading."""
     problems: list[str] = field(default_factory=list)
-    """A sentence for each way in which prompts did not come from where they should have."""
+    """One sentence for each different way in which a prompt's tokens came from a wrong place."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -72,8 +72,8 @@ class PhaseRow:
 
 @dataclass(slots=True, kw_only=True)
 class LengthRow:
-    """Times to the first token at one prompt length: computed, from host memory and from disk. The
-    latter two are medians."""
+    """Seconds to the first token of a prompt of one length, if the prompt is computed, loaded from
+    host memory, or loaded from the disk tier. `host_s` and `tier_s` are medians."""
 
     tokens: int
     cold_s: float
@@ -129,8 +129,8 @@ class Report:
 
     @property
     def slow_lengths(self) -> list[int]:
-        """Lengths at which warm was not faster than cold. That depends on the machine, so it is not
-        a failure."""
+        """Lengths at which loading from host memory, or loading from the disk tier, was not faster
+        than computing. The speed depends on the machine, so a slow length is not a failure."""
         return [r.tokens for r in self.lengths if min(r.host_speed_up, r.tier_speed_up) <= 1]
 
     def as_json(self) -> dict[str, object]:

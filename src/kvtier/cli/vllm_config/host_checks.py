@@ -33,7 +33,7 @@ _CAP_IPC_LOCK = 14
 
 
 class Status(StrEnum):
-    """How a finding affects an engine that is started with the flag."""
+    """How a finding affects an engine that is started with the printed `--kv-transfer-config`."""
 
     OK = "ok"
     WARNING = "warning"
@@ -151,8 +151,8 @@ def _judged(name: str, asked: int, limit: RoomLimit, where: str, left_over: int)
 
 def _bytes_of_regions(machine: Machine) -> int:
     """Return the bytes of shared memory that kvtier engines hold, including engines that were
-    killed. A lock would tell them apart, but a check must not take a lock that an engine may be
-    waiting for."""
+    killed. Locking a region would show whether its engine is alive, but a check must not take a
+    lock that an engine may be waiting for."""
     total = 0
     for path in machine.shared_memory.glob(_REGIONS):
         try:

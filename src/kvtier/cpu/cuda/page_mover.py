@@ -36,8 +36,9 @@ the driver takes a microsecond or more per page."""
 _MOST_COPIES = 512
 """Largest number of pages in one call for the copy engines, unless one block has more."""
 _LAUNCH_COPIES = 64
-"""Number of queue entries that a launch counts as. Also the largest number of slots in a buffer,
-because the copies of those slots and one launch are counted together as this number."""
+"""Number of queue entries counted for one launch of the kernel. For a copy through a buffer, it
+covers the launch and the copies of all slots in the buffer. So a buffer takes at most this many
+slots."""
 
 Choice = Callable[[Grid], CopyPath]
 """Chooses the path for a grid."""
@@ -69,8 +70,8 @@ _NO_SLOTS = np.empty(0, np.uint64)
 
 
 class PageMover:
-    """The streams, buffers and events of one direction. Used by one thread at a time, whose current
-    device is this one.
+    """The streams, buffers and events of one direction. Used by one thread at a time. The current
+    CUDA device of that thread must be the one that the streams belong to.
 
     The copies of a job are put on the streams in steps, between which another thread can
     take over.
@@ -261,8 +262,8 @@ class PageMover:
         in_buffer = [offsets + np.uint64(base) for base in buffers]
         sizes = np.full(slots_at_once, run_bytes, np.uint64)
         filling, emptying = self._second_stream, self.stream
-        # `filling` may start while `emptying` still runs the previous job, because that job writes
-        # nothing that is read here.
+        # `filling` may start while `emptying` still runs the previous job, because the previous job
+        # writes nothing that this job reads on `filling`.
         assert self._computed is not None
         self._computed.hold(filling)
         for part in _parts(len(plan.slots), slots_at_once):

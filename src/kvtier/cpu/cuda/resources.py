@@ -19,7 +19,8 @@ _MOST_ENTRIES = 2048
 H200 hold more. If they were full, the driver would block its caller, which may hold the interpreter
 lock."""
 _OF_EVENTS = 8
-"""Estimated number of queue entries of a part of a job besides its copies, such as events."""
+"""Estimated number of queue entries that a part of a job takes in addition to its copies and
+launches, for events and waits."""
 
 
 class Event:
@@ -72,7 +73,8 @@ class QueueRoom:
         self._num_entries = 0
 
     def add(self, num_copies: int, stream: int) -> None:
-        """Count a part of `num_copies` copies or launches, the last work put on `stream`."""
+        """Count a part of `num_copies` copies or launches. Call it right after the part was put on
+        `stream`."""
         event = self._spare.pop() if self._spare else Event(self._driver)
         event.record(stream)
         self._parts.append((event, num_copies + _OF_EVENTS))
@@ -89,8 +91,8 @@ class QueueRoom:
     def await_room(self, num_copies: int) -> None:
         """Return when there is room for a part of `num_copies`.
 
-        If there is none, wait until at most half of `_MOST_ENTRIES` are left. The device takes
-        longer for those than the thread takes to get the interpreter lock back.
+        If there is none, wait until at most `_MOST_ENTRIES // 2` entries are left. The device needs
+        longer for that many entries than the thread needs to get the interpreter lock back.
         """
         if not self.is_full(num_copies):
             return
@@ -113,9 +115,9 @@ class QueueRoom:
 class DeviceMemory:
     """Memory of the device that is current when it is made. Any thread may use it.
 
-    It is allocated by the driver, not by torch. An engine may treat memory that torch allocates
-    while it makes its KV caches as part of those caches. Such memory loses its contents when the
-    engine sleeps (vLLM's sleep mode).
+    It is allocated by the driver, not by torch. While an engine makes its KV caches, it may treat
+    everything that torch allocates as part of the caches, and the contents of the caches are lost
+    when the engine sleeps (vLLM's sleep mode).
     """
 
     def __init__(self, driver: CudaDriver, num_bytes: int) -> None:

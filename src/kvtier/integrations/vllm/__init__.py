@@ -10,9 +10,9 @@ The recommended way is a connector:
 The other way is a spec for vLLM's own `OffloadingConnector` (`spec_name`, `spec_module_path`).
 
 In both cases, vLLM's own connector decides which blocks a request loads and stores, and when device
-blocks may be reused. kvtier answers its lookups and moves the blocks. `kvtier.connector` decides
-the same for engines without a connector; this package uses only its code that reads a request's
-hints and measures prefill.
+blocks may be reused. kvtier answers the lookups of vLLM's connector and moves the blocks. For
+engines without a connector, `kvtier.connector` makes these decisions; this package uses only the
+code of `kvtier.connector` that reads a request's hints and measures prefill.
 
 Importing this package does not import vLLM: the classes load on first use. Commands that run
 without vLLM use the constants and functions below.

@@ -8,7 +8,7 @@ outlives the process, or that other machines reach.
 - The *root of the block hashes*. vLLM chains a block's hash to the hash of the block before, and
   the first block's hash to a root that every process makes by hashing a seed. Without
   `PYTHONHASHSEED`, the root is random for hash algorithms that vLLM considers too weak for a known
-  seed, and in earlier releases for all algorithms. With different roots all answers are right, but
+  seed, and before vLLM 0.32 for all algorithms. With different roots all answers are right, but
   no process finds another's blocks: a lasting tier would be written but never read. So kvtier
   refuses lasting tiers with a random root.
 
@@ -272,7 +272,8 @@ def _hub_revision(model: Any, load: Any, digest_files: bool) -> str:
         raise UnknownWeightsError("ModelScope does not say which commit it has given")
     hub = import_module("huggingface_hub.constants")
     cache = Path(getattr(load, "download_dir", None) or hub.HF_HUB_CACHE)
-    # Resolve it like the path of a local folder, so that both give the same revision.
+    # Resolve links, as `_revision_of` does for a local folder, so that a model gets the same
+    # revision whether it is given by its name in the hub or by its folder in the cache.
     repository = (cache / f"models--{model.model.replace('/', '--')}").resolve()
     revision = str(getattr(model, "revision", None) or "main")
     commit = revision if _is_commit(revision) else _commit_of_branch(repository, revision)
@@ -285,8 +286,9 @@ def _hub_revision(model: Any, load: Any, digest_files: bool) -> str:
 def _commit_of_branch(repository: Path, branch: str) -> str:
     """The commit that the hub client recorded for a branch or tag when it last asked the hub.
 
-    That commit was loaded, unless the branch has moved since or the client could not record it.
-    Raises if either is possible and the cache holds several commits.
+    That commit was loaded, unless the branch moved while the engine started, or the client could
+    not record a newer commit that it loaded. Raises if either is possible and the cache holds
+    several commits.
     """
     note = repository / "refs" / branch
     try:
@@ -365,7 +367,7 @@ class HashRoot:
 
 
 def lasting_tiers(tiers: Sequence[TierConfig]) -> list[str]:
-    """The types of the tiers in which another process could find this one's blocks. Raises
+    """The types of the tiers in which another process could find the blocks of this process. Raises
     `ConfigError` for a tier that cannot be made."""
     return [
         planned.config.type

@@ -1,4 +1,4 @@
-"""Which files of a model's folder decide what it computes, and one digest of all their bytes.
+"""Which files of a folder decide what the model computes, and one digest of all their bytes.
 
 Every byte is read, so a change of one row of one weight gives another digest. Reading a large model
 takes a while, so the digest of each file is remembered under the file's path, size, times and
@@ -66,8 +66,7 @@ _SEGMENT = 64 << 20
 """Bytes of a segment, which one thread reads. Files are split into segments so that all threads
 have work even if a model is a single file."""
 _READ = 1 << 20
-"""Bytes of one read. The number is small, so they are still in the processor's cache when they are
-hashed."""
+"""Bytes of one read: few enough to be still in the processor's cache when they are hashed."""
 _MAX_THREADS = 16
 
 _RACY_NS = 2_000_000_000
@@ -80,7 +79,7 @@ class UnknownWeightsError(Exception):
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """The files of a model's folder that decide what it computes, by name relative to `folder`.
+    """The files in `folder` that decide what the model computes, by name relative to `folder`.
 
     Links are followed: in a hub cache, all files are links. Raises `UnknownWeightsError` if there
     are no weights, or if the folder cannot be read.
@@ -102,7 +101,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     seen: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
         real = os.path.realpath(parent)
-        if real in seen:  # a link back to a folder above
+        if real in seen:  # reached again through a link, such as a link back to a folder above
             folders.clear()
             continue
         seen.add(real)

@@ -152,8 +152,8 @@ def _has_lost_its_parent(holder: Holder) -> bool:
 
 
 def _is_found_by_pid(holder: Holder) -> bool:
-    """True if `holder.pid` is the holder's pid as seen from this process. False if that pid may
-    belong to another container's process, or to a later one."""
+    """True if `holder.pid` names the holder as seen from this process. False if that pid may belong
+    to a process of another container, or to a process that was started after the holder ended."""
     return (
         holder.host == socket.gethostname()
         and holder.pid_namespace != 0
@@ -174,7 +174,7 @@ def _pid_namespace() -> int:
 def _parent_and_start(pid: int | str) -> tuple[int, int]:
     """Parent pid of a process, and its start in clock ticks since boot. (0, 0) if unknown."""
     try:
-        stat_line = Path(f"/proc/{pid}/stat").read_bytes()  # its name may not be UTF-8
+        stat_line = Path(f"/proc/{pid}/stat").read_bytes()  # the process's name may not be UTF-8
     except OSError:
         return 0, 0
     fields = stat_line.rpartition(b")")[2].split()  # begins with the third field

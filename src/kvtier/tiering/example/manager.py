@@ -110,13 +110,14 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         tier_type: str,
         **keys: Any,
     ) -> None:
-        """`keys`: those of `ExampleOptions`."""
+        """`keys`: the keys that `ExampleOptions` declares, with their values."""
         options = ExampleOptions.parse(keys)
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.locality = Locality.LOCAL
         self.max_blocks = self.capacity_blocks = options.max_blocks
         self.blocks: OrderedDict[OffloadKey, SealedBlock] = OrderedDict()
-        """All blocks, least recently used first. They belong to the namespace `fingerprint`."""
+        """All blocks, least recently used first. All of them were stored under the current
+        `fingerprint`, which names the namespace."""
         self._num_reserved = 0
         """Blocks that stores in flight will add."""
         self._storing: set[OffloadKey] = set()

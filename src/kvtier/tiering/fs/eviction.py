@@ -1,9 +1,10 @@
-"""Finds blocks to evict, keeps damaged blocks until they are removed, removes whole namespaces, and
+"""Finds blocks to evict, lists damaged blocks until they are removed, removes whole namespaces, and
 has the files of dead engines removed.
 
 The time of a block's last use is the mtime of its file, which every engine on every host sees. No
-engine keeps a list of all blocks. To evict, an engine lists shards in random order until it has
-found 20,000 blocks of its namespaces or has listed all of them, and evicts the oldest ones found.
+engine keeps a list of all blocks. To evict, an engine lists the shards (subdirectories) of its
+namespaces in random order, until it has found 20,000 blocks or has listed all shards. It evicts the
+oldest of the blocks found.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ _AT_ONCE = 256
 
 class Sweeper:
     """A thread for slow work: it lists blocks that may be evicted, cleans up after dead engines,
-    and removes private namespaces that this engine has left. The publisher's thread takes the
-    listed blocks and evicts them."""
+    and removes private namespaces that this engine has left. (A namespace is private if the engine
+    has begun it at a reset: no other engine reads it.) The publisher's thread takes the listed
+    blocks and evicts them."""
 
     def __init__(
         self,
@@ -106,8 +108,7 @@ class Sweeper:
 
     @property
     def is_removing(self) -> bool:
-        """True while a private namespace in our staging directory waits to be removed or is being
-        removed."""
+        """True while a private namespace of this engine waits to be removed or is being removed."""
         return bool(self._junk)
 
     def look_again(self) -> None:
@@ -156,7 +157,7 @@ class Sweeper:
             try:
                 remove_namespace(self._session, namespace, lambda: self._is_stopping)
             except OSError:
-                self._junk.rotate(-1)  # tried again later, and removed at the latest by `close`
+                self._junk.rotate(-1)  # retried later; at the latest, `RootSession.close` does it
                 raise
             self._junk.popleft()
             self._on_found()
