@@ -1,8 +1,8 @@
 """The seal: a header that identifies a block outside host memory and proves that it is intact.
 
 A seal is `SEAL_BYTES` bytes in front of a block's payload, or beside it. It names the block and
-holds a digest of the payload and a checksum of itself. The reader passes the key that it expects to
-`check`, which refuses any other block and any damaged one, and returns the reason.
+holds a digest of the payload and a checksum of itself. The reader calls `check` with the expected
+key and fingerprint. `check` refuses any other block and any damaged block, and returns the reason.
 
 Seals are made and checked on a tier's I/O threads, never on the scheduler's, because the digest
 reads every byte. The functions share no state, so any thread may call them.

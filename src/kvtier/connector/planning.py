@@ -59,7 +59,8 @@ class GroupGeometry:
 
     @property
     def is_prefix(self) -> bool:
-        """True if all earlier tokens are needed, so that the first miss ends a hit."""
+        """True if a token needs the cache of all earlier tokens, so that a match ends at the first
+        missing chunk."""
         return self.kind is AttentionKind.FULL
 
     def warn_if_rarely_stored(self) -> None:
@@ -149,8 +150,8 @@ class Match(NamedTuple):
     """How much of a request can be loaded."""
 
     end: int
-    """Tokens, from the start of the request, that can be on the device after a load. There is no
-    match if the device has at least this number already."""
+    """Number of tokens, from the start of the request, that the device can have after a load. If
+    the device has as many already, there is nothing to load."""
     is_pending: bool
     """True if the manager does not know yet whether it has some of these blocks, or if some of them
     are not readable yet."""
@@ -184,7 +185,7 @@ class Matcher:
             if end == before:
                 return Match(end, is_pending or windows_pending)
             if is_pending:
-                # The pending blocks may be after the new end, so ask again without them.
+                # The pending blocks may be after the new end, so ask again up to the new end.
                 end, is_pending = self._match_prefixes(prefixes, state, start, end)
         return Match(end, is_pending)
 
@@ -223,7 +224,8 @@ class Matcher:
             for chunk in range(end // per_chunk - 1, needed // per_chunk - 1, -1):
                 result = self._manager.lookup(group.keys[chunk], state.req_context)
                 if result is LookupResult.MISS:
-                    # No window that includes this block can be loaded, even if others are pending.
+                    # No window that includes this block can be loaded: try windows that end before
+                    # it. The blocks found pending so far are after it, so they no longer count.
                     end, is_pending = self._aligned(chunk * per_chunk), False
                     break
                 is_pending = is_pending or result is not LookupResult.HIT

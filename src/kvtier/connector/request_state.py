@@ -40,7 +40,7 @@ class RequestGroupState:
     loaded: range = range(0)
     """Chunks that were loaded: they are not offered for storing."""
     num_described: int = 0
-    """Chunks whose tokens the event translator has seen."""
+    """Chunks whose tokens `EventTranslator` has recorded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,8 @@ class RequestOffloadState:
     stores_hits: bool = False
     """True if blocks that the request has loaded are offered for storing as well."""
     has_failed_load: bool = False
-    """True once a load has failed: the request computes its blocks, until it is preempted."""
+    """True once a load has failed. Then nothing more is loaded for the request, unless it is
+    preempted and starts again."""
     is_on_device: bool = False
     """True once the engine runs the request or loads blocks for it; False again after a
     preemption."""
@@ -137,8 +138,9 @@ def parse_hints(params: Mapping[str, Any] | None) -> RequestHints:
     """Read the hints in a request's `kv_transfer_params`. Never raises.
 
     Both the connector of this package and the plug-in for vLLM call it, once per request. A value
-    that cannot be read is ignored with a warning. Keys that are not hints are for tiers. A key that
-    looks like a misspelt hint causes a warning.
+    that cannot be read causes a warning and is ignored; but if no entry of `kv_load_tiers` can be
+    read, only host memory is allowed. Keys that are not hints are for tiers. A key that looks like
+    a misspelt hint causes a warning.
     """
     if not params:
         return _NONE
@@ -207,9 +209,9 @@ _warned_topics: set[str] = set()
 
 
 def _warn(topic: str, given: object, what: str, *, name: str | None = None) -> None:
-    """Log the first warning about a topic, and later ones at DEBUG, because otherwise a client
-    could fill the log. `topic`: a hint, or "" for all of them. `name`: the key to show, if it is
-    not the topic."""
+    """Log the first warning about a topic at WARNING and later ones at DEBUG, because otherwise a
+    client could fill the log. `topic`: a text that warnings of the same kind share; "" for a
+    `kv_transfer_params` that is not an object. `name`: the key to show, if it is not the topic."""
     level = logging.DEBUG if topic in _warned_topics else logging.WARNING
     _warned_topics.add(topic)
     key = topic if name is None else name

@@ -272,6 +272,7 @@ def _populate(address: int, length: int) -> None:
 
 
 def _read_every_page(address: int, length: int) -> None:
-    """Prefault on kernels before 5.14. A read maps a page and cannot undo another's write."""
+    """Prefault on kernels before 5.14. Reads each page: that maps it, and cannot undo a write of
+    another process."""
     memory = (ctypes.c_ubyte * length).from_address(address)
     np.asarray(memory)[:: mmap.PAGESIZE].max()

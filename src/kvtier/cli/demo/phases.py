@@ -298,8 +298,9 @@ class _Outcome:
 
 
 def _forget(server: OffloadingServer, source: Source) -> list[str]:
-    """Empty the caches that an engine asks before `source`: the device cache and, before a tier,
-    host memory. Returns a problem if blocks are left in host memory."""
+    """Empty the caches that would serve a prompt instead of `source`: the device cache for host
+    memory, the device cache and host memory for a tier. Returns a problem if blocks are left in
+    host memory."""
     if source is Source.HOST:
         server.drop_device_cache()
     if source is Source.TIER and (num_left := server.flush_host_memory()):

@@ -80,7 +80,8 @@ def shown_progress(max_rate: int | None) -> Iterator[inspection.Progress]:
 
 @contextmanager
 def shown_count() -> Iterator[inspection.Progress]:
-    """Yield a function to call with the blocks done and the total. Shows the same bar."""
+    """Yield a function to call with the blocks done and the total. Shows a bar like that of
+    `shown_progress`."""
     with _bar(MofNCompleteColumn()) as show:
         yield show
 
@@ -107,7 +108,8 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """Print warnings that kvtier logs in the form of the command's own messages."""
+    """While this context is open, print kvtier's warnings in the form of the command's own
+    messages."""
     handler = _Notes(logging.WARNING)
     logger = logging.getLogger("kvtier")
     logger.addHandler(handler)

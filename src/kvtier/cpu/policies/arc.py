@@ -1,5 +1,5 @@
-"""ARC, the Adaptive Replacement Cache (Megiddo and Modha, FAST 2003), which keeps the blocks of one
-request together."""
+"""ARC, the Adaptive Replacement Cache (Megiddo and Modha, FAST 2003), changed to keep the blocks of
+one request together."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _Pair: TypeAlias = "tuple[OffloadKey, BlockStatus]"
 
 
 class ARCCachePolicy(RunKeepingPolicy):
-    """Balances recency (`t1`) against frequency (`t2`) by the evicted keys that are stored again.
+    """Balances recency (`t1`) against frequency (`t2`). Evicted keys that are stored again show
+    which of the two lists was too small.
 
     `t1` holds blocks that one request has used, `t2` blocks that several requests have used. `b1`
     and `b2` hold the keys that were evicted from `t1` and `t2`. A store of a key in `b1` shows that
     `t1` was too small, so `target_t1_size` grows; a store of a key in `b2` shows that `t2` was too
-    small, so it shrinks. In both cases the block enters `t2`, because it was used twice. As in the
-    paper, `t1` and `b1` together hold at most as many keys as the cache has blocks, and all four
+    small, so `target_t1_size` shrinks. In both cases the block enters `t2`, because it was used
+    twice. As in the paper, `t1` and `b1` together hold at most `cache_capacity` keys, and all four
     lists at most twice as many.
 
     A request counts once for each block, even if it uses the block several times.
@@ -79,7 +80,8 @@ class ARCCachePolicy(RunKeepingPolicy):
             self.t1.append_new(owner, new)
         self._bound_ghosts()
         if overtakes and len(brought) > len(keys):
-            # Blocks that the request used before are in other runs. Make them as recent as these.
+            # Blocks that the request used before are in other runs. Make them as recent as its new
+            # blocks.
             self.touch(brought, req_context)
 
     def remove(self, key: OffloadKey) -> None:
@@ -118,7 +120,8 @@ class ARCCachePolicy(RunKeepingPolicy):
     ) -> None:
         run = self.t2.run_of(req_context.req_id)
         if run is None:
-            self.touch(brought, req_context)  # see `insert_run`
+            # A new run for `keys` alone would be more recent than the request's earlier blocks.
+            self.touch(brought, req_context)
             return
         own_t1 = self.t1.run_of(req_context.req_id)
         for key in keys:
@@ -177,8 +180,8 @@ class ARCCachePolicy(RunKeepingPolicy):
         """Decide how many of `n` victims come from `t1`, and add their keys to `b1` and `b2`.
 
         `from_t1`, `from_t2`: candidates, in order of eviction. Incoming keys are handled from the
-        end of the prompt to its start. The first ones get free slots; each of the last `n` replaces
-        a block.
+        end of the prompt to its start. The `n` keys handled last, at the start of the prompt, each
+        replace a block; the keys handled before them get free slots.
         """
         incoming = self._incoming
         self._incoming = ()

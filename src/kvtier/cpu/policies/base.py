@@ -41,8 +41,8 @@ _NO_KEY: OffloadKey = b""  # type: ignore[assignment]
 class BlockStatus:
     """One slot of the primary tier and the block in it.
 
-    Each slot has one object, which the manager keeps until it ends. `generation` grows each time
-    the slot gets another block. Two blocks of one key never have the same generation.
+    Each slot has one object for as long as the manager exists. `generation` grows each time the
+    slot gets another block. Two blocks of one key never have the same generation.
     """
 
     __slots__ = ("block_id", "generation", "key", "place", "ref_cnt", "writer")
@@ -122,11 +122,11 @@ class CachePolicy(ABC):
         """Called when the block's `ref_cnt` is no longer 0."""
         return
 
-    # The methods below get a whole batch at a time. Most of their defaults call those above.
+    # The methods below get a whole batch at a time. Most of their defaults call the methods above.
 
     def on_store_miss(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Called before a request stores these blocks. If too few slots are free, `evict` is called
-        next, with all keys of the request as `protected`."""
+        next; `protected` then holds the request's keys that must stay."""
         return
 
     def insert_run(
@@ -138,8 +138,9 @@ class CachePolicy(ABC):
     ) -> None:
         """Add the blocks that a request stores with one call.
 
-        `brought`: all keys of the request so far, including these, in prompt order. The default
-        touches all of them; override it if that takes too long.
+        `brought`: all keys of the request so far, including `keys`, in prompt order; the disk tier
+        passes only `keys`. The default touches all keys in `brought`; override this method if that
+        takes too long.
         """
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             self.insert(key, block)
@@ -161,11 +162,13 @@ class CachePolicy(ABC):
 
     def renew(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note that a request uses all its blocks again. `keys`: all keys of the request, in prompt
-        order. An earlier call has passed the same keys in the same order."""
+        order. An earlier call of `touch`, `on_use` or `insert_run` has passed the same keys in the
+        same order."""
         self.touch(keys, req_context)
 
     def on_request_finished(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Called when a request has ended. `keys`: all its keys, in prompt order."""
+        """Called when a request has ended. `keys`: all its keys, in prompt order; the disk tier
+        passes none."""
         self.renew(keys, req_context)
 
     def pinned(self, blocks: Iterable[BlockStatus]) -> None:

@@ -4,8 +4,8 @@ A plain LRU list moves single blocks, so the order within a request depends on t
 calls: after a prompt is stored in two steps, its tail is more recent than its head. Here the unit
 of recency is a *run*: the blocks of one request, in prompt order. Runs are ordered by age; eviction
 takes the oldest run and, within it, the last block first. A request that stores more blocks appends
-them to its run; a request that uses another request's blocks moves them into its own run. Each of
-these takes constant time per block, and moving a whole run takes constant time.
+them to its run; a request that uses another request's blocks moves them into its own run. Both take
+constant time per block. Making a whole run the most recent one takes constant time in all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Run:
         """Clock value when the run was made or last refreshed. Runs are sorted by it."""
         self.blocks: dict[OffloadKey, BlockStatus] = {}
         self.num_dead = 0
-        """Entries deleted from `blocks` since the dictionary was made."""
+        """Number of blocks evicted from the dictionary `blocks` since it was made."""
         self.idle = 0
         """Blocks that are not pinned and not being written."""
         self.scattered = False
@@ -101,10 +101,11 @@ class RecencyList:
     def refresh_if_tail(
         self, run: Run, keys: list[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus]
     ) -> bool:
-        """Make `run` the most recent one if its blocks are the last of these keys, in this order.
+        """Make `run` the most recent one if its blocks belong to the last of `keys`, in this order,
+        and there are further keys before them.
 
-        The blocks of the other keys move into the run; its own blocks are not moved one by one.
-        Returns False, and changes nothing, if its blocks are not the last of these keys.
+        The blocks of those further keys move into the run; the run's own blocks are not moved one
+        by one. Otherwise returns False and changes nothing.
         """
         num_own = len(run.blocks)
         if num_own >= len(keys) or list(run.blocks) != keys[len(keys) - num_own :]:
@@ -116,11 +117,12 @@ class RecencyList:
     def take_over(
         self, owner: str, keys: list[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus]
     ) -> bool:
-        """Give a request without a run the run of a finished request, and make it the most recent.
+        """Give a request without a run a run without an owner, and make that run the most recent.
 
-        This is done only if the blocks of that run are a contiguous part of these keys, in this
-        order; otherwise returns False. The blocks of the other keys move into the run. Its own
-        blocks are not moved one by one, so a prompt that is repeated or continued costs little.
+        Tries the run of the first key, then the run of the middle key. Takes a run only if its
+        blocks are a contiguous part of `keys`, in this order; returns False if it takes neither.
+        The blocks of the other keys move into the run. The run's own blocks are not moved one by
+        one, so a prompt that is repeated or continued costs little.
         """
         for anchor in (0, len(keys) // 2) if keys else ():
             block = blocks.get(keys[anchor])
@@ -180,8 +182,9 @@ class RecencyList:
             self._join_with_older(run)
 
     def _join_with_older(self, run: Run) -> None:
-        """Join the most recent run with the one before it, if both are small and the older has no
-        owner. A run takes more memory than a block."""
+        """If `run` is the most recent one, join it with the next older run, to save memory: a run
+        takes more than a block. The older run must have no owner, and both together at most
+        `_MAX_JOINED` blocks."""
         newest_first = reversed(self._runs)
         if next(newest_first) is not run:
             return
@@ -207,9 +210,9 @@ class RecencyList:
     def append_new(self, owner: str | None, blocks: dict[OffloadKey, BlockStatus]) -> None:
         """Append new blocks, which are in no run and cannot be evicted yet, to the request's run.
 
-        The run becomes the most recent one, unless it is `scattered`: it would then become more
-        recent than the request's blocks in other runs. A scattered run keeps its place until the
-        request touches its blocks or finishes.
+        The run becomes the most recent one, unless it is `scattered`: refreshing it would make it
+        more recent than the request's blocks in other runs. A scattered run keeps its place until
+        the request touches its blocks or finishes.
         """
         run = self.open_run(owner)
         for block in blocks.values():
@@ -309,8 +312,8 @@ def move(key: OffloadKey, block: BlockStatus, target: Run) -> None:
 def move_all(
     keys: Iterable[OffloadKey], blocks: Mapping[OffloadKey, BlockStatus], target: Run
 ) -> None:
-    """As `move`, for the resident blocks of these keys that are not in `target`. The counts of a
-    run are updated once for adjacent blocks of that run."""
+    """Like `move`, for the resident blocks of these keys that are not in `target`. Updates the
+    counts of a run once for each group of successive blocks from that run."""
     find, moved = blocks.get, target.blocks
     source, left, num_idle, num_moved = target, moved, 0, 0
     for key in keys:
@@ -335,7 +338,8 @@ def move_all(
 
 
 def _account(source: Run, target: Run, num_moved: int, num_idle: int) -> None:
-    """Update the counts of two runs after a move of `num_moved` blocks, `num_idle` evictable."""
+    """Update the counts of two runs after a move of `num_moved` blocks, of which `num_idle` are
+    evictable."""
     source.scattered = True
     source.idle -= num_idle
     target.idle += num_idle
@@ -363,7 +367,8 @@ class RunKeepingPolicy(CachePolicy):
 
 
 def count_idle(blocks: Iterable[BlockStatus], change: int) -> None:
-    """Add `change` to the idle count of each block's run: 1 if it became evictable, else -1."""
+    """Add `change` to the idle count of each block's run. `change`: 1 if the blocks became
+    evictable, -1 if they no longer are."""
     run: Run | None = None
     count = 0
     for block in blocks:

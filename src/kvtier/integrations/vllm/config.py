@@ -1,8 +1,8 @@
 """vLLM's configuration, in kvtier's terms.
 
-vLLM gives an offloading spec only a part of its configuration, and a connector all of it.
-`KVTierConnector` collects what else kvtier needs in `EngineFacts`, and passes it to the spec inside
-the extra configuration, under a key that no user can write because it is not a string.
+vLLM gives an offloading spec only a part of vLLM's configuration, and a connector all of it.
+`KVTierConnector` collects the rest that kvtier needs as `EngineFacts`, and passes the facts to the
+spec inside the extra configuration, under a key that no user can write because it is not a string.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _KEY = _FactsKey()
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What `KVTierConnector` adds to the configuration that vLLM gives a spec. The spec is in the
-    same process."""
+    """What `KVTierConnector` adds to the configuration that vLLM gives a spec. Connector and spec
+    are in the same process, so the fields may hold any objects."""
 
     identity: ModelIdentity | None = None
     """The model that the engine has loaded; None in a worker's process, which does not need it."""
@@ -77,8 +77,8 @@ def engine_facts(
 ) -> EngineFacts:
     """Collect the facts. Called once, in the scheduler's process.
 
-    If there are secondary tiers and the user has given no `cache_namespace`, reads all weight files
-    of a local model whose digests are not remembered.
+    If there are secondary tiers and the user has given no `cache_namespace`, reads the weight files
+    of a local model in full, except files whose digest `DigestMemory` has.
     """
     options = OffloadingOptions.from_extra_config(
         vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -135,8 +135,8 @@ def config_from_vllm(
     starts, on the scheduler's side and on every rank.
 
     Without `facts`, the weights and the attention kind of a group are unknown. So a tier that
-    outlives the process requires `cache_namespace`, and a miss in a tier does not end the search
-    for blocks of its group. Host memory needs neither.
+    outlives the process requires `cache_namespace`, and a block that a tier lacks does not end the
+    search for other blocks of the same group. Host memory needs neither the weights nor the kind.
     """
     parallel = config.parallel
     return OffloadingConfig(
@@ -170,8 +170,8 @@ def config_from_vllm(
 def _group_from_vllm(
     group: vllm_api.OffloadingGroupConfig, number: int, facts: EngineFacts | None
 ) -> OffloadingGroupConfig:
-    # Declare a sliding window as UNKNOWN, so that kvtier does not limit how far vLLM searches:
-    # depending on where the prompt ends, vLLM needs more blocks than the window has.
+    # Declare a sliding window as UNKNOWN, so that kvtier does not limit how far vLLM searches: for
+    # some prompt lengths, vLLM needs more blocks than the window has.
     is_full = facts is not None and number in facts.full_attention_groups
     return OffloadingGroupConfig(
         tokens_per_block=group.tokens_per_block,

@@ -61,8 +61,9 @@ def log_through_vllm() -> None:
 def log_why_it_cannot_start() -> Iterator[None]:
     """Log an exception that keeps an engine from starting: once, in one line, with the remedy.
 
-    vLLM shows the exception only at the end of a traceback that further exceptions follow. This
-    also sets up the log, because vLLM may call kvtier before it makes any of kvtier's objects.
+    vLLM itself shows only tracebacks, and further exceptions follow the one that matters. Entering
+    this context also sets up the log, because vLLM may call kvtier before it makes any of kvtier's
+    objects.
     """
     log_through_vllm()
     try:

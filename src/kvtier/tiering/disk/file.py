@@ -228,7 +228,8 @@ def lock_within(fd: int, patience_s: float) -> bool:
 
 def read_superblock(file: SlabFile) -> Superblock:
     """The superblock: the newer of its intact copies. Raises `SlabVersionError` if either copy has
-    another version, and `SlabFormatError` or `OSError` if neither is intact."""
+    the format of another version of kvtier, and `SlabFormatError` or `OSError` if neither copy is
+    intact."""
     found = []
     problem: Exception = SlabFormatError("there is no superblock")
     for offset in SUPERBLOCK_OFFSETS:
@@ -267,8 +268,8 @@ def repair_copies(file: SlabFile, superblock: Superblock) -> None:
 def slots_in_file(file: SlabFile, superblock: Superblock) -> int:
     """Number of the slab's slots that are in the file, which may have been truncated.
 
-    In a truncated file only allocated bytes count: each slot takes memory, and a sparse file may
-    have any length.
+    In a truncated file only allocated bytes count. A sparse file may have any length, and the
+    engine needs memory for every slot that is counted.
     """
     geometry = superblock.geometry
     if file.size >= geometry.file_bytes:

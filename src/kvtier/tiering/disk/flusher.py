@@ -62,8 +62,8 @@ class IndexFlusher:
         self._to_destroy: deque[tuple[CachePolicy, dict[OffloadKey, SlabBlock]]] = deque()
         self._wanted_cut = slab.superblock.cut
         self._note: bytes | None = None
-        """The last note to be kept. Set by the scheduler's thread alone, so a newer one is never
-        lost."""
+        """The newest note passed to `keep_note`. Only the scheduler's thread sets it, so a newer
+        note is never replaced by an older one."""
         self._written_note: bytes | None = None
         self._is_writing = False
         """True while pages taken from the index are not in the file yet."""
@@ -71,11 +71,11 @@ class IndexFlusher:
         self._stopping = False
         self._resting_until = 0.0
         self._obeyed = slab.superblock.last_clear
-        """Id of the last clear request that this thread has acted on. The superblock names it once
-        the cut is written."""
+        """Id of the last clear request that this thread has acted on. The superblock gets this id
+        when the cut (see `cut_at`) is written."""
         self._clear_cut = 0
-        """Cut for that request. Fixed when the tier was emptied, so a cut that is written late does
-        not take the blocks stored since."""
+        """The cut for the request `_obeyed`. Chosen when the tier is told to empty itself, so a cut
+        that is written late does not invalidate blocks stored in the meantime."""
         self.allocated_bytes = slab.file.allocated_bytes
         """Disk usage of the file in bytes, updated about once a second. 0 once the file was removed
         or replaced."""

@@ -59,7 +59,7 @@ _ENTRIES_END = _PAGE_HEAD.size + ENTRIES_PER_PAGE * _ENTRY_BYTES
 
 
 def is_alive(entries: NDArray[np.void], cut: int) -> NDArray[np.bool_]:
-    """True for entries of valid blocks: not empty, and not from before the cut."""
+    """True for entries of valid blocks: not empty, and with a sequence number of at least `cut`."""
     alive: NDArray[np.bool_] = (entries["state"] != EMPTY) & (entries["seq"] >= cut)
     return alive
 
@@ -113,7 +113,7 @@ class IndexTable:
         return self._grid().flatten()[: self.geometry.num_slots]
 
     def keys(self, entries: NDArray[np.void], slots: NDArray[np.int64]) -> list[OffloadKey]:
-        """The keys of these slots, in the same order. `entries`: those of all slots."""
+        """The keys of these slots, in the same order. `entries`: the entries of all slots."""
         chosen = entries[slots]
         lengths = chosen["key_len"].tolist()
         keys: list[Any] = [

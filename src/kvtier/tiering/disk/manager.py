@@ -218,7 +218,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         """Arguments of the last `touch`: id of the request, and the keys it used. Empty once that
         request has ended."""
         self._stored_since = False
-        """True if a store for that request was submitted after the touch."""
+        """True if a store for the request in `_last_touch` was submitted after that touch."""
         self._events = _EventLog(self, self._table.readable)
         self._in_flight: set[Transfer[SlabBlock]] = set()
         self._results: list[JobResult] = []
@@ -283,7 +283,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             if is_last and self._stored_since:
                 # Blocks stored after the touch count as more recently used than the rest of the
                 # prompt. A second touch restores the order, in which the head is evicted last. One
-                # is enough for all stores of the request, so it is made when the request ends.
+                # second touch serves all stores of the request, so it is made when the request
+                # ends.
                 self._use(used, req_context)
         finally:  # a third party's policy may raise
             if is_last:
@@ -355,8 +356,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     # --- a store -------------------------------------------------------------------------------
 
     def _store(self, job: TransferJob) -> None:
-        """Evict, assign slots, and queue the blocks that are not here. The orchestrator limits how
-        many blocks wait in the queue, because they pin slots of the primary tier."""
+        """Evict, assign slots, and queue the blocks that are not here. `TieringOffloadingManager`
+        limits how many blocks wait in the queue, because they pin slots of the primary tier."""
         if job.fingerprint != self.fingerprint:
             self._results.append(JobResult(job.job_id, False))
             return
@@ -380,8 +381,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             self._stored_since = True
         if here:
             try:
-                # After `place`, whose blocks count as used now: this use covers the whole prompt,
-                # so its head is evicted last, whichever part of it is new.
+                # `place` has made the new blocks the most recent. Now note a use of all blocks of
+                # the job, so that the head is evicted last, whichever blocks are new.
                 self._use(keys, job.req_context)
             except BaseException:
                 table.not_written(blocks)

@@ -1,4 +1,5 @@
-"""Surveys a root from a process that has not joined it, while engines may use it.
+"""Surveys a root (the directory of an `fs` tier) from a process that has not joined it, while
+engines may use it.
 
 The survey writes nothing and never waits for a lock. It leaves out files that disappear meanwhile.
 """
@@ -78,7 +79,7 @@ class SeenNamespace:
     them."""
     num_blocks: int = 0
     num_bytes: int = 0
-    """As `du` counts them, including directories."""
+    """Disk usage of everything in `path`, including directories, in bytes."""
     used_ns: int = 0
     """When a block was last used, in nanoseconds since 1970. In an empty namespace, when its
     directories last changed."""
@@ -124,16 +125,17 @@ class Survey:
 
     @property
     def ledger_error(self) -> int | None:
-        """The ledger's bytes minus those found, without strays. None if the difference says
-        nothing, because the ledger cannot be read, the root was changing, or bytes are reserved."""
+        """The bytes in the ledger minus the bytes found, without strays and hidden files. None if
+        the difference says nothing, because the ledger cannot be read, the root was changing, or
+        bytes are reserved."""
         if self.balance is None or not self.is_steady or self.balance.reserved:
             return None
         strays = sum(stray.num_bytes for stray in self.strays)
         return self.balance.total - (self.num_bytes - self.hidden_bytes - strays)
 
     def live_users(self, name: str) -> list[SeenEngine]:
-        """The live engines that read this fingerprint, and those without `info`, which may read
-        it."""
+        """The live engines that read the namespace `name`, and live engines without `info`, which
+        may read it."""
         return [
             engine
             for engine in self.engines
@@ -161,8 +163,8 @@ def ledger_remark(seen: Survey) -> str | None:
 
 
 def read_balance(root: Path) -> Balance | None:
-    """Return the balance as last saved, without the lock. None if there is no ledger, or if it
-    cannot be read. Raises `OSError` or `LedgerVersion`."""
+    """Return the last saved balance. Takes no lock. None if there is no ledger, or if it cannot be
+    read. Raises `OSError` or `LedgerVersion`."""
     try:
         fd = NoFollowTree(root).open(root / "ledger", _OPEN)
     except FileNotFoundError:
@@ -197,7 +199,7 @@ def read_engines(root: Path) -> list[SeenEngine]:
 
 
 def _read_engine(tree: NoFollowTree, engines: Path, name: str) -> SeenEngine | None:
-    """Return None if it has the name of an engine but is something else."""
+    """Return None if the entry `name` has an engine's name but was made by something else."""
     directory = engines / name
     try:
         fd = tree.open(alive_file(engines, name), _OPEN)

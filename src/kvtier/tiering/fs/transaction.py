@@ -3,8 +3,9 @@
 These rules let any engine correct the ledger after another one was killed at any step:
 
 - A block is written into the staging directory of its engine, which has reserved its bytes. It is
-  published by a second link. Meanwhile the account says `is_publishing`: if it still does when
-  another engine takes the lock, staged files with two names are published and not counted yet.
+  published by a second link. Meanwhile the engine's account says `is_publishing`. If another engine
+  takes the lock and finds `is_publishing` set, staged files with two names are published, but not
+  counted yet.
 - A block is evicted by moving it into the staging directory of the evicting engine, under the
   number of a batch. The account's `counted_out` says up to which batch the blocks have been
   subtracted.
@@ -213,8 +214,9 @@ class Transaction:
                 _count_in_published(self.balance, account, staged)
 
     def settle(self, account: Account, directory: Path) -> None:
-        """Stop counting the blocks in the staging directory of a dead or ending engine as
-        published. Its account reserves their bytes until the files are removed."""
+        """Subtract from the balance the blocks in the staging directory of a dead or ending engine
+        that still count as published. The engine's account reserves the bytes of all files there
+        until they are removed."""
         if account.is_settled:
             return
         staged = staged_files(self._tree, directory)
@@ -265,7 +267,8 @@ def _publish(tree: NoFollowTree, block: Written, on_error: Callable[[OSError], N
             return Outcome.PUBLISHED if is_ours else Outcome.WAS_THERE
     except OSError as error:
         if error.errno not in _CERTAINLY_NOT_LINKED:
-            raise  # `is_publishing` stays set, and the next holder of the lock finds out
+            # The ledger keeps `is_publishing`, so the next holder of the lock checks for the link.
+            raise
         on_error(error)
         return Outcome.FAILED
     return Outcome.PUBLISHED
@@ -290,7 +293,7 @@ def _link(tree: NoFollowTree, block: Written) -> bool:
 
 def _is_evictable(status: os.stat_result) -> bool:
     """False for anything but a regular file, and for a block that got a second name less than a
-    minute ago: its engine may be about to remove its staged name."""
+    minute ago: the engine that stored it may be about to remove the staged name."""
     if not stat.S_ISREG(status.st_mode):
         return False
     return status.st_nlink == 1 or time.time() - status.st_ctime > _FIRST_NAME_S
@@ -298,8 +301,8 @@ def _is_evictable(status: os.stat_result) -> bool:
 
 def _count_in_published(balance: Balance, account: Account, staged: Sequence[StagedFile]) -> None:
     """Count the staged files that were linked under their final names but not counted."""
-    # An evicted file may be overwritten by a new block, and keeps its name in the staging
-    # directory: the batch number tells whether it was subtracted when it was evicted.
+    # An evicted file keeps its staged name, with a batch number, even if a new block overwrites it.
+    # If the batch is above `counted_out`, the file was never subtracted, so do not add it again.
     named = [f for f in staged if f.is_linked and (f.batch or 0) <= account.counted_out]
     balance.add_blocks(sum(file.num_bytes for file in named), len(named))
     balance.overhead += NAME_BYTES * len(named)
