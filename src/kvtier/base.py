@@ -110,7 +110,7 @@ class TierMatcher(NamedTuple):
     locality: Locality | None = None
 
     def matches(self, medium: Medium | None, locality: Locality | None) -> bool:
-        """True if a tier with this medium and locality fits. An unknown one (None) always fits."""
+        """True if a tier with this medium and locality fits. None (unknown) fits every pattern."""
         return (self.medium is None or medium is None or self.medium == medium) and (
             self.locality is None or locality is None or self.locality == locality
         )
@@ -277,7 +277,7 @@ class PrepareStoreOutput:
     keys_to_store: list[OffloadKey]
     """The keys to be copied, in the order in which they were offered."""
     store_spec: LoadStoreSpec
-    """Where they go, one entry per key to store."""
+    """Where to copy the blocks to: one entry per key to store."""
     evicted_keys: list[OffloadKey]
     """The keys that were evicted to make room."""
 
@@ -353,10 +353,11 @@ class OffloadingStats:
 class OffloadingManager(ABC):
     """Keeps track of offloaded blocks. Scheduler thread only; no method but `shutdown` blocks.
 
-    Transfers. `prepare_load` and `prepare_store` return places. The manager reuses a place only
-    after `complete_load` or `complete_store` with the same request and key. A completion may name
-    its keys in any order. A completion that matches no open transfer changes nothing: one that
-    comes twice, names the wrong request, or belongs to a transfer from before a reset.
+    Transfers. `prepare_load` and `prepare_store` return slots. The manager reuses such a slot only
+    after `complete_load` or `complete_store` with the same request and key, or, after a reset, when
+    its quarantine has ended (`reset_cache`). A completion may name its keys in any order. A
+    completion that matches no open transfer changes nothing: one that comes twice, names the wrong
+    request, or belongs to a transfer from before a reset.
 
     A caller's mistake does not raise, except in strict mode (`kvtier.misuse`): it is counted and
     logged, and the method returns the safe answer (a miss, no store).
@@ -432,10 +433,10 @@ class OffloadingManager(ABC):
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
         """Record that one engine step computed `num_tokens` prompt tokens in `seconds`.
 
-        `mean_position`: mean number of tokens, computed or cached, that precede each of them in its
-        prompt. Engines that measure this call it after a step, except after steps that mostly
-        decode; the call takes about a microsecond. Managers use it to decide whether to load a
-        prefix or to let the engine compute it.
+        `mean_position`: the mean, over these tokens, of the number of tokens before each in its
+        prompt, computed or cached. An engine that measures its steps calls `note_prefill` after
+        each step, except after steps that mostly decode; a call takes about a microsecond. Managers
+        use the measurements to decide whether to load a prefix or to let the engine compute it.
         """
         return
 
@@ -458,10 +459,11 @@ class OffloadingManager(ABC):
         """Make everything that was computed before this call unreachable. Never waits.
 
         Slots that a transfer may still be using are quarantined. The quarantine ends when a
-        transfer that was prepared after the reset has completed. So the engine must wait for all
-        earlier transfers before it starts a later one, and must not report their completion.
-        Requests that are running now store nothing until they are preempted (`on_schedule_end`),
-        because their blocks on the device were computed before the reset.
+        transfer that was prepared after the reset has completed. So, before the engine starts such
+        a transfer, it must wait for all transfers that were prepared before the reset; it must not
+        report the completion of these earlier transfers. Requests that are running now store
+        nothing until they are preempted (`on_schedule_end`), because their blocks on the device
+        were computed before the reset.
         """
         return
 

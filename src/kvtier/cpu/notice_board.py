@@ -1,9 +1,10 @@
 """Notes from an engine's ranks to its scheduler: which ranks are here, and which stores failed.
 
 An engine may have no other way to pass them on. vLLM's offloading connector asserts that every
-transfer succeeds, so a rank must report a failed store as done, and it does not say whether a rank
-runs on this host. Without the notes, the scheduler would serve blocks that were never stored. The
-notes are in a few pages of the region's file, before the rows.
+transfer succeeds, so a rank must report a failed store as done. Nor does the connector say whether
+a rank runs on this host. Without the notes, the scheduler would serve blocks that were never
+stored. The notes are in the file of the shared host memory (`region_file`), in a few pages before
+the slots.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class NoticeBoard:
     # --- a rank's side ------------------------------------------------------------------------
 
     def sign_in(self, rank: int) -> bool:
-        """Note that this rank uses this memory, until it signs out.
+        """Record that this rank uses this memory, until it signs out.
 
-        Returns False, and notes nothing, if another process has signed in as the same rank and has
-        not signed out. That process may have been killed.
+        Returns False, and records nothing, if another process has signed in as the same rank and
+        has not signed out. That process may have been killed.
         """
         if self._tallies[rank]:
             return False
@@ -52,11 +53,11 @@ class NoticeBoard:
         return True
 
     def sign_out(self, rank: int) -> None:
-        """Note that this rank no longer uses this memory."""
+        """Record that this rank no longer uses this memory."""
         self._tallies[rank] = 0
 
     def poison(self, rank: int, slots: Iterable[int]) -> None:
-        """Note that this rank failed to store into these slots."""
+        """Record that this rank failed to store into these slots."""
         for slot in slots:
             self._poisoned[slot] = 1
         self._tallies[rank] += np.uint64(1)

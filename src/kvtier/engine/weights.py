@@ -29,7 +29,7 @@ __all__ = [
 Array = NDArray[np.float32]
 
 TILE = 32
-"""Number of rows in every product: the tokens at positions [k * TILE, (k + 1) * TILE)."""
+"""Number of rows in every call. Tile k has the tokens at positions [k * TILE, (k + 1) * TILE)."""
 
 # OpenBLAS uses only the calling thread if rows * columns * summands is at most this number.
 _ONE_THREAD = 1 << 18

@@ -33,8 +33,8 @@ class Damage(StrEnum):
 class BackingBytes(Protocol):
     """Reads and writes the stored bytes of a tier directly. The tier's author implements it.
 
-    A block is its seal followed by its payload, even if the tier stores them apart. The kit calls
-    these methods while the tier does not use the block.
+    A block is its seal followed by its payload, even if the tier stores them apart. The
+    conformance kit calls these methods only while no job of the tier uses the block.
     """
 
     def read(self, fingerprint: bytes, key: OffloadKey) -> bytes:

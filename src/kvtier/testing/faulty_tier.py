@@ -49,7 +49,7 @@ class FaultyTier(SecondaryTierManager):
         backing: BackingBytes | None = None,
     ) -> None:
         """`backing`: access to the stored bytes of `tier`; needed for faults of kind `corrupt`."""
-        # Does not call the base's constructor: the wrapped tier has what that would set up.
+        # The base's constructor is not called: the wrapped tier has what that constructor sets up.
         self.tier = tier
         self.schedule = FaultSchedule() if schedule is None else schedule
         if self.schedule.can_have(FaultKind.CORRUPT) and backing is None:
@@ -241,8 +241,8 @@ class FaultyTier(SecondaryTierManager):
         return ask() if fault is None else cast("T", _garbage_of(fault))
 
     def _fault_of(self, method: str) -> Fault | None:
-        """Return the fault of a call that happens in the dark, too. Raises `InjectedFault` for the
-        kind RAISE."""
+        """Return the fault of this call, or None. For methods that have faults even after
+        `go_dark`. Raises `InjectedFault` for the kind RAISE."""
         fault = self.schedule.next_fault(method)
         self._inject(fault, method)
         return fault

@@ -113,7 +113,8 @@ def engine_config(model: ModelConfig, prompts: Sequence[Prompt]) -> EngineConfig
     """Return the configuration of an engine whose device cache has room for all prompts and their
     generated tokens."""
     num_groups = len(model.groups)
-    # Steps of 512 tokens are efficient. A window needs blocks for two such steps.
+    # Steps of 512 tokens are efficient. A group with a window needs blocks for the window and
+    # for two such steps.
     config = EngineConfig(token_budget=512)
     least = (_WINDOW + 2 * config.token_budget) // BLOCK_TOKENS + 2
     num_blocks = max(least, sum(num_blocks_of(prompt) for prompt in prompts) + 8)

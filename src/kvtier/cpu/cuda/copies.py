@@ -1,10 +1,11 @@
 """The interface of objects that copy pages, the choice of the fastest path, and the slow path.
 
-A page can be copied by the GPU's copy engines or by a kernel. The copy engines disturb no kernel,
-but need some time for every page. A kernel copies small pages as fast as large ones, but takes some
-SMs from the model and reaches at most 92 to 94 % of the bus, because it uses smaller packets. GB/s
-of scattered pages on an H200 (PCIe 5), host to device / device to host; a plain copy reaches
-55.2 / 55.1:
+A page is the part of one device block that is in one device cache. It can be copied by the GPU's
+copy engines or by a kernel. The copy engines disturb no kernel, but need some time for every page.
+A kernel copies small pages as fast as large ones, but takes some SMs from the model and reaches at
+most 92 to 94 % of the bus, because it uses smaller packets. The table gives GB/s for scattered
+pages on an H200 (PCIe 5), host to device / device to host. One copy of contiguous memory reaches
+55.2 / 55.1.
 
 | page    | copy engines, 1 stream | 2 streams   | 4 streams   | kernel      |
 |---------|------------------------|-------------|-------------|-------------|
@@ -14,13 +15,15 @@ of scattered pages on an H200 (PCIe 5), host to device / device to host; a plain
 | 1 MiB   | 53.4 / 52.4            | 54.3 / 53.7 | 54.8 / 54.3 | 50 / 51     |
 | 2 MiB   | 54.7 / 54.1            | 54.7 / 54.7 | 55.0 / 54.7 | 50 / 51     |
 
-A small job ends before a kernel reaches full speed: 16 pages of 64 KiB take equally long with both.
+A small job ends before a kernel reaches full speed: 16 pages of 64 KiB take as long with a
+kernel as with the copy engines.
 
 A kernel that reads or writes host memory occupies its SMs while the copy lasts, and matrix products
-that run at the same time take 2 to 17 % longer, even if the kernel uses few SMs. If the pages of a
-block are adjacent in its slot, as with an engine that has a tensor for each layer, a kernel
-therefore only copies between the pages and a buffer on the device, which takes about 20
-microseconds, and the copy engines copy whole slots between the buffer and host memory.
+that run at the same time take 2 to 17 % longer, even if the kernel uses few SMs. So, in a
+large job in which the pages of a block are adjacent in its slot, as with an engine that has a
+tensor for each layer, the kernel does not access host memory. It copies between the pages and a
+buffer on the device, which takes about 20 microseconds. The copy engines copy whole slots between
+the buffer and host memory.
 """
 
 from __future__ import annotations
@@ -93,8 +96,8 @@ class CopyPath(Enum):
 def choose_path(page_bytes: float, num_pages: int, run_bytes: int) -> CopyPath:
     """The fastest path for a job.
 
-    `page_bytes`: mean page size. `run_bytes`: as in `Grid`, the size of a rank's cell if cells can
-    be copied as a whole; otherwise 0.
+    `page_bytes`: mean page size. `run_bytes`: `Grid.run_bytes`, the bytes of this rank in one slot
+    if they can be copied as a whole; otherwise 0.
     """
     if page_bytes >= _ONE_STREAM_FROM_BYTES:
         return CopyPath.ENGINES

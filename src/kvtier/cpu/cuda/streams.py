@@ -44,10 +44,10 @@ thread gets the interpreter lock, which takes a while beside a busy engine."""
 class StreamCopies(Copies):
     """Two streams and a job thread for each direction.
 
-    The driver takes a microsecond or more per large page, so the job thread calls it, not the
-    engine's thread. The engine's thread records an event that the job waits for. It also plans each
-    job of more than `_SMALL_JOB_PAGES` pages, and begins it if its direction is idle, so that the
-    device need not wait for the job thread.
+    The driver takes a microsecond or more per large page, so the job thread makes most calls to it.
+    For every job, the engine's thread records an event that the job waits for. For a job of more
+    than `_SMALL_JOB_PAGES` pages, the engine's thread also plans the copies and, if the direction
+    is idle, starts the first of them, so that the device need not wait for the job thread.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class StreamCopies(Copies):
 
     def start(self, find: FindGrids, num_pages: int, *, is_store: bool) -> Ticket:
         direction = self._stores if is_store else self._loads
-        # Torch's compiler uses these calls, too. Those of `torch.cuda` may take some 50 us.
+        # Torch's compiler uses these private calls, too. The public calls in `torch.cuda` may
+        # take some 50 us.
         index = self._device.index
         stream = torch._C._cuda_getCurrentRawStream(index)
         if torch._C._cuda_getDevice() == index:  # the usual case
@@ -151,8 +152,8 @@ class _StreamTicket(Ticket):
         self._direction = direction
         self.events = events
         self.is_handed_over = False
-        """True once the whole job is on the streams, or has failed. The thread that puts it there
-        sets this last."""
+        """True once the whole job is on the streams, or has failed. The thread that puts the job on
+        the streams sets this last."""
         self.error: Exception | None = None
         self.elapsed_s: float | None = None
         """Seconds that the copy took; None until the job is known to have ended."""
@@ -180,9 +181,10 @@ class _StreamTicket(Ticket):
 class _Direction:
     """The jobs under way in one direction.
 
-    The engine's thread calls the methods above "the job thread", and the job thread those below,
-    except where noted. One thread at a time puts jobs on the streams: the engine's thread begins a
-    job only if all jobs before it have ended, and the job thread does everything else.
+    The engine's thread calls the methods before the heading "the job thread", and the job thread
+    the methods after it, except where noted. One thread at a time puts jobs on the streams: the
+    engine's thread begins a job only if all jobs before it have ended, and the job thread does
+    everything else.
     """
 
     def __init__(
@@ -264,7 +266,8 @@ class _Direction:
         return [self.mover.plan(grid) for grid in find()]
 
     def _steps(self, ticket: _StreamTicket, find_plans: Callable[[], list[Plan]]) -> Iterator[bool]:
-        """Put a job on the streams, step by step. Run by one thread at a time."""
+        """Put a job on the streams. Yields after each step, as `PageMover.steps` does. Run by one
+        thread at a time."""
         try:
             plans = find_plans()
         except TransferRefused as refusal:

@@ -30,8 +30,9 @@ DEFINITIONS = {
 
 _REPORT_ALL_EVERY_S = 1.0
 _POLL_TIERS_EVERY_S = 0.02
-"""Seconds between reports while tiers have jobs. An engine whose requests wait for tiers keeps
-stepping, and a report takes interpreter time from the threads that move the blocks."""
+"""Least number of seconds between two reports if nothing is known to have changed, but tiers have
+jobs. An engine whose requests wait for tiers keeps stepping, and each report would take interpreter
+time from the threads that move the blocks."""
 
 
 def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMetadata:
@@ -70,8 +71,8 @@ class MetricReporter:
             for name, definition in definitions.items()
             if definition.kind is MetricKind.COUNTER
         ]
-        """All counters until the first report, which contains them as 0; then empty. Without
-        `KVTierConnector`, vLLM would show no counter before it is first increased."""
+        """All counters until the first report, which contains them as 0; then empty.
+        vLLM's own connector, unlike `KVTierConnector`, shows no counter before its first report."""
         self._undeclared: set[str] = set()
         self._last: dict[str, float] = {}
         """The last reported value of each gauge."""
@@ -82,8 +83,8 @@ class MetricReporter:
         self._tier_jobs = JobCount(0, 0, 0)
         """Jobs of tiers at the last `note_tier_jobs`."""
         self.has_news = True
-        """True if metrics may have changed since the last report. The manager's adapter sets it,
-        too."""
+        """True if metrics may have changed since the last report. `ManagerAdapter` sets this
+        flag, too."""
         self.tiers_are_busy = False
         """True while tiers have jobs: metrics may then change between two calls of vLLM."""
 
@@ -93,7 +94,7 @@ class MetricReporter:
         self.has_news = True
 
     def note_tier_jobs(self, jobs: JobCount) -> None:
-        """Note how many jobs tiers have. Called at the end of every step with tiers."""
+        """Note how many jobs tiers have. Called at the end of every step if there are tiers."""
         if jobs != self._tier_jobs:
             self._tier_jobs = jobs
             self.has_news = True

@@ -51,10 +51,11 @@ def is_full_attention(spec: vllm_api.KVCacheSpec) -> bool:
 
 
 def can_compute_from_any_block(kv_cache_config: vllm_api.KVCacheConfig) -> bool:
-    """True if vLLM can resume at a lost device block, because all blocks before it are there.
+    """True if vLLM can compute a prompt from a device block that failed to load, because all
+    blocks before it are there.
 
-    With windows or states they are not, and with several groups the number of a device block does
-    not say which group it belongs to.
+    With windows or states, earlier blocks may be gone. With several groups, the number of a device
+    block does not say which group the block belongs to.
     """
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and is_full_attention(groups[0].kv_cache_spec)

@@ -77,8 +77,8 @@ class LookupChecks(ConformanceHooks):
             )
 
     def test_missing_names_no_block_that_is_there(self) -> None:
-        """`missing` names only blocks that it was asked for, each once. It names no block that the
-        tier keeps or is storing, because the engine stores the named blocks again."""
+        """`missing` names only blocks that it was asked about, each once. It names no block that
+        the tier keeps or is storing, because the engine stores the named blocks again."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(8))
             present, coming = keys[:2], keys[2:]
@@ -243,7 +243,7 @@ class EpochChecks(ConformanceHooks):
 
     def test_jobs_under_way_stay_in_their_epoch(self) -> None:
         """A store that was submitted before `begin_epoch` is reported, and its blocks are never
-        found afterwards. An earlier load is reported as well."""
+        found afterwards. A load that was submitted before `begin_epoch` is reported as well."""
         with self.harness() as harness:
             keys = harness.keys(self.fitting(16))
             harness.wait_for(harness.store(keys[:2]))

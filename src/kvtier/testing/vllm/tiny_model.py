@@ -64,7 +64,8 @@ class TinyModel:
     neutral_norm: float
     """The weight that leaves a normalised value unchanged."""
     cache_tensors: int
-    """Number of layer caches in one device block. KV-cache groups share them."""
+    """Number of tensors that hold the device cache. Each has a part of every device block. The
+    KV-cache groups share them."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every weight, as in a checkpoint of that architecture."""

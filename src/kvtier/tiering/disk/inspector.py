@@ -1,7 +1,7 @@
 """`kvtier store` on a slab file: lists, counts, verifies and clears its blocks.
 
-An engine may have the slab open at the same time. Only `clear` writes; the other commands keep no
-lock.
+An engine may have the slab open at the same time. Only `clear` writes. The other commands take the
+slab's lock at most for an instant, to see whether an engine holds it.
 """
 
 from __future__ import annotations

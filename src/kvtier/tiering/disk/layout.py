@@ -167,11 +167,12 @@ class Superblock:
     """Describes the whole file."""
 
     uuid: bytes
-    """Identifies the slab. Formatting it gives it a new one."""
+    """Identifies the slab. Formatting the slab changes its uuid."""
     geometry: Geometry
     clock: int = 0
-    """A sequence number, the first of the engine that opened the slab last (`Slab.first_seq`). It
-    is raised while that engine runs (`Slab.keep_clock`), so that the next one begins beyond it."""
+    """The first sequence number of the engine that opened the slab last (`Slab.first_seq`). Stored
+    blocks and their uses are numbered in sequence. While the engine runs, it raises the clock
+    (`Slab.keep_clock`), so that the numbers of the next engine are larger than its own."""
     cut: int = 0
     """Blocks with a smaller sequence number are invalid, even if slot and index have them."""
     revision: int = 0

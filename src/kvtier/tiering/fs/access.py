@@ -66,7 +66,7 @@ class _Handle:
 
 class NoFollowTree:
     """Opens, lists and changes the files and directories of one root. Any thread may use it, but
-    each call waits for the disk, so the scheduler's thread does so only while it starts the tier.
+    each call waits for the disk, so the scheduler's thread uses it only while it starts the tier.
 
     Every path is a whole path, as for `os`, and starts with the root's own path. Every method
     raises `OSError` with the whole path in `filename`.
@@ -76,8 +76,9 @@ class NoFollowTree:
         """Opens nothing: directories are opened at their first use."""
         self._path = str(root)
         self._names = (self._path, "") if self._path in (".", "/") else (self._path,)
-        """The root, as `_split` returns it for a path right below it. For the roots "." and "/"
-        that is an empty string, because pathlib writes "blocks" and "/blocks" there."""
+        """The names of the root: its path, and what `_split` returns as the directory of a path
+        right below the root. For the roots "." and "/", `_split` returns an empty string, because
+        pathlib writes such a path as "blocks" or "/blocks"."""
         self._handles: dict[str, _Handle] = {}
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_shards = min(len(SHARDS), max(0, soft_limit) // _LIMIT_DIVISOR)

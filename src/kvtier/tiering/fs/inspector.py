@@ -171,8 +171,8 @@ class FsInspector(TierInspector):
         return sum(space.num_blocks for space in _shared(self._survey(), namespace))
 
     def clear(self, namespace: str | None, patience_s: float, on_progress: Progress) -> Report:
-        """Removes the files of blocks. An engine's private blocks stay: it removes them when it
-        ends."""
+        """Remove the files of blocks. Blocks that an engine stored for itself alone, after a reset,
+        stay: the engine removes them when it ends."""
         seen = self._survey()
         spaces = _shared(seen, namespace)
         private = [space for space in seen.namespaces if space.owner is not None]

@@ -68,8 +68,8 @@ _PADDING = bytes(BODY_BYTES - seal.SEAL_BYTES)
 
 
 def namespace_path(blocks: Path, fingerprint: bytes) -> Path:
-    """The directory of a namespace. `blocks`: the root's directory of that name, or the one for an
-    engine's private blocks."""
+    """The directory of a namespace. `blocks`: the directory `blocks` in the root or, for the
+    private blocks of an engine, in its staging directory."""
     return blocks / fingerprint.hex()
 
 
@@ -256,7 +256,7 @@ def _bytes_of(tree: NoFollowTree, path: str | Path) -> int:
 def remove_directories(tree: NoFollowTree, namespace: Path) -> None:
     """Remove the directories of a namespace, up to the first that is not empty. Called under the
     ledger's lock, except for private namespaces. Removes the last shard first, because a namespace
-    that has its last shard counts as complete."""
+    that has its last shard is taken to have all of them."""
     for shard in reversed(SHARDS):
         with suppress(FileNotFoundError):
             try:

@@ -1,7 +1,7 @@
 """The ledger of a root: how many bytes its blocks take, and how many each engine has reserved.
 
 It is one small file. Every engine on every host changes it under the same file lock. The file holds
-two copies, which are written in turn, so one of them is whole even if a writer is killed.
+two copies of the ledger, which are written in turn, so one is whole even if a writer is killed.
 `Transaction` makes the changes; this module reads and writes the file.
 """
 
@@ -52,8 +52,8 @@ _open_ledgers: WeakSet[Ledger] = WeakSet()
 
 
 class LedgerLost(Exception):
-    """A copy is damaged. From `Ledger`: both are, and the blocks of the root have to be counted
-    again."""
+    """A copy of the ledger is damaged. If `Ledger` raises this, both copies are damaged, and the
+    blocks of the root have to be counted again."""
 
 
 class LedgerVersion(Exception):
@@ -74,13 +74,13 @@ class Account:
     reserved: int = 0
     """Bytes that the engine has staged, or may still write."""
     counted_out: int = 0
-    """Number of the last batch of evicted blocks that was subtracted from the published ones."""
+    """Number of the last batch of evicted blocks that `Balance.blocks` no longer includes."""
     is_publishing: bool = False
     """The engine is linking blocks that are not counted yet. Set only while it holds the lock: if
     the next holder of the lock finds it set, the transaction was cut short."""
     is_settled: bool = False
-    """Nothing in the staging directory counts as published any more: the engine is dead or shutting
-    down, or the ledger was rebuilt and the engine has to join again."""
+    """`Balance.blocks` no longer includes anything in the engine's staging directory: the engine is
+    dead or shutting down, or the ledger was rebuilt and the engine has to join again."""
 
     @property
     def flags(self) -> int:
@@ -193,7 +193,7 @@ def _newest(copies: Sequence[Balance | LedgerLost | LedgerVersion]) -> Balance:
 
 class Ledger:
     """The ledger's file. Any thread may use it, but calls wait for the disk, and `lock` waits for
-    other engines, so the scheduler's thread does so only while it starts the tier."""
+    other engines, so the scheduler's thread uses it only while it starts the tier."""
 
     def __init__(self, path: Path) -> None:
         """Creates an empty file if there is none."""
@@ -241,9 +241,9 @@ class Ledger:
                 return
 
     def load(self) -> tuple[Balance, bool]:
-        """Return the balance, and True if one copy is damaged: it may have been the newer one, so
-        the blocks have to be counted again. Called under the lock. Raises `LedgerLost` or
-        `LedgerVersion`."""
+        """Return the balance, and True if one copy is damaged or of another version: that copy may
+        have been the newer one, so the blocks have to be counted again. Called under the lock.
+        Raises `LedgerLost` or `LedgerVersion`."""
         copies = [_decoded(copy) for copy in copies_in(self._fd)]
         others = [problem for problem in copies if isinstance(problem, LedgerVersion)]
         if others and not any(isinstance(copy, Balance) for copy in copies):

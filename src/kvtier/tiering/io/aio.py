@@ -1,8 +1,8 @@
 """Linux native asynchronous I/O: one thread keeps many reads and writes in flight.
 
 The four system calls are made through libc's `syscall`; no library is needed. Docker's default
-seccomp profile allows them, but not io_uring; with O_DIRECT on a preallocated file they are as
-fast. Without O_DIRECT, `submit` waits until the I/O has ended, which is slower.
+seccomp profile allows them, but not io_uring. With O_DIRECT on a preallocated file they are as
+fast as io_uring. Without O_DIRECT, `submit` waits until the I/O has ended, which is slower.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class AioQueue:
 
     def submit(self, tags: Sequence[int]) -> tuple[int, int]:
         """Start the prepared reads and writes with these tags, in order. Returns how many were
-        started; and 0, or the error number with which the kernel refused the next one."""
+        started, and an error number: 0 unless the kernel refused the first one, so that none was
+        started. If fewer were started than given, submit the others again."""
         base = self._base
         pointers = [base + tag * _IOCB.size for tag in tags]
         struct.pack_into(f"<{len(tags)}Q", self._memory, self._pointers_at, *pointers)

@@ -1,11 +1,11 @@
 """Bounce buffers: their memory, the copies through them, and the decision whether to use them.
 
-A block is moved between the file and its row of the primary tier either directly (zero-copy) or
-through a buffer. Buffers can be faster: the disk of a virtual machine may be twice as fast with
-memory that it has used recently and that is physically contiguous. Buffers gave 4.1 instead of
-2.1 GB/s on a machine with an H200, and 2.6 instead of 3.0 GB/s on another. No property of the
-machine predicts this, so each tier measures both routes with its first blocks, in turns, and then
-keeps one.
+A block is moved between the file and its row, the bytes of its slot in host memory, either directly
+(zero-copy) or through a buffer. Buffers can be faster: the disk of a virtual machine may be twice
+as fast with memory that it has used recently and that is physically contiguous. Buffers gave 4.1
+instead of 2.1 GB/s on a machine with an H200, and 2.6 instead of 3.0 GB/s on another. No property
+of the machine predicts this, so each tier measures both routes with its first blocks, in turns, and
+then keeps one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ releasing the lock and taking it back."""
 _WINDOW_BYTES = 32 << 20
 """Bytes moved for one measurement."""
 _NUM_PAIRS = 9
-"""Measurements of each route before one is chosen, in pairs. Other load on the machine mostly slows
-both measurements of a pair equally, so their ratio stays. The median of the ratios ignores the few
-pairs in which it slowed only one."""
+"""Number of pairs of measurements, one of each route, before a route is chosen. Other load on the
+machine mostly slows both measurements of a pair equally, so their ratio stays. The median of the
+ratios ignores the few pairs in which the load slowed only one of the two."""
 _MARGIN = 1.2
 """Choose buffers if they are at least this many times as fast as zero-copy. More than 1, because a
 copy takes processor time, and noise alone must not decide for buffers."""
@@ -47,7 +47,8 @@ _MOST_TRIED_BYTES = 8 * _WINDOW_BYTES
 """Switch back to zero-copy if buffers could not be measured within this many bytes, because the
 tier is not busy enough."""
 _BUSY = 2
-"""Units that must be in flight during a measurement. With fewer, it says nothing about the disk."""
+"""Units (reads or writes, see `lane`) that must be in flight during a measurement. With fewer, the
+measurement says nothing about the disk."""
 
 
 def make_buffers(num_bytes: int) -> memoryview:
@@ -96,8 +97,8 @@ class Payload(NamedTuple):
 
 
 class Route:
-    """Decides whether blocks go through buffers or zero-copy. All lanes of a tier share one object
-    for loads and one for stores. Any thread.
+    """Decides whether blocks go through buffers or zero-copy. All lanes (I/O threads) of a tier
+    share one object for loads and one for stores. Any thread.
 
     After a switch to the other route, the measurement starts when as many units have ended as were
     in flight at the switch. From then on, every unit that ends counts.
