@@ -91,7 +91,10 @@ class SlabScrubber(Scrubber):
                 and self._reader.read_superblock().revision == first_revision
             )
             snapshot = self._reader.snapshot()
-            suspects = self._still_damaged(snapshot, [int(verdict.place) for verdict in suspects])
+            # In place: if Ctrl-C ends the next round, the caller has the result of this one.
+            suspects[:] = self._still_damaged(
+                snapshot, [int(verdict.place) for verdict in suspects]
+            )
             if is_alone or time.monotonic() - began > _PATIENCE_S:
                 break
             time.sleep(_PAUSE_S)
