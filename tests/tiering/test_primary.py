@@ -76,6 +76,32 @@ def test_promotions_leave_a_slot_for_the_store_that_ends_a_quarantine() -> None:
     assert primary.slot_states()[SlotState.QUARANTINED] == 0
 
 
+def test_tiers_get_no_slot_that_the_device_may_still_be_writing() -> None:
+    """All slots were being written at a reset, so no later store can prove that they are not any
+    more. After two steps the device may have them: its transfers wait for the earlier ones. A tier
+    has to wait for the end of such a transfer."""
+    primary = primary_of(8)
+    everything = keys(*range(7))
+    assert primary.prepare_store(everything, REQUEST) is not None
+    assert primary.prepare_write(1, keys(7), ReqContext("before")) is None, "one slot is kept back"
+    primary.reset_cache()
+    primary.slots.allowance = 0  # as after stores and promotions that have taken all of it
+    promotes, stores = ReqContext("promotes"), ReqContext("stores")
+    for _ in range(3):
+        primary.on_schedule_end(STEP)
+    for _ in range(2):  # another reset proves nothing
+        assert primary.slot_states()[SlotState.QUARANTINED] == 0
+        assert primary.num_writable(8, 0, promotes) == 0
+        assert primary.num_fitting(promotes) == 0
+        assert primary.prepare_write(2, keys(10), promotes) is None
+        primary.reset_cache()
+    output = primary.prepare_store(keys(30), stores)
+    assert output is not None
+    primary.complete_store(output.keys_to_store, stores)
+    assert primary.num_fitting(promotes) > 0
+    assert primary.prepare_write(3, keys(10), promotes) is not None
+
+
 def test_what_is_adopted_for_a_request_that_has_ended_can_be_evicted() -> None:
     rig = DrivenManager(num_blocks=8, load_timeout_s=2.0)
     blocks = keys(1, 2, 3)

@@ -59,6 +59,9 @@ class SlotTable:
         self.allowance = 0
         """Slots that stores and promotions may still take before the quarantine ends."""
         self._num_steps_in_quarantine = 0
+        self.is_only_for_device = False
+        """True after a quarantine that ended without proof: a device transfer from before the reset
+        may still be writing. Later device transfers wait for it, but a tier would not."""
         self.generation = 0
         """Grows when blocks are added or dropped, and when held slots are freed. Two blocks of one
         key never have the same generation."""
@@ -228,13 +231,15 @@ class SlotTable:
         """Called at the end of each engine step during a quarantine."""
         self._num_steps_in_quarantine += 1
         if self._num_steps_in_quarantine > 1 and not self.allowance:
-            # No store is possible, so none will end the quarantine. The transfers from before the
-            # reset have ended by now, because the engine flushes them before it starts later ones.
+            # No store is possible, so none will end the quarantine. The slots can go to the device:
+            # the engine flushes the transfers from before the reset before it starts later ones.
             self.end_quarantine()
+            self.is_only_for_device = True
 
     def end_quarantine(self) -> None:
         """Free the quarantined slots, except held ones. Called when a device transfer that began
         after the last reset has ended, because all earlier ones have then ended, too."""
+        self.is_only_for_device = False
         if self.quarantine:
             for block in self.quarantine:
                 if block not in self.held:

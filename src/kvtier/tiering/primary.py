@@ -142,6 +142,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         `num_leased`: slots of earlier promotions that are kept for other requests.
         """
         slots = self.slots
+        if slots.is_only_for_device:
+            return 0
         wanted = min(wanted, self.max_promoting - self.num_promoting - len(slots.held) - num_leased)
         if slots.quarantine:
             # Leave one slot for a store: the end of a device transfer ends the quarantine.
@@ -160,6 +162,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         """How many blocks could be promoted for this request at the same time, beside those that it
         has found here, if no other transfer ran. Slots that are held for transfers that were given
         up, or were under way at a reset, count as taken."""
+        if self.slots.is_only_for_device:
+            return 0
         use = self.uses.of(req_context)
         num_held = len(self.slots.held)
         most = self.num_blocks - self.reserve - num_held

@@ -27,6 +27,19 @@ def test_a_new_root_is_made_among_them(tmp_path: Path) -> None:
         fs_harness(tmp_path)
 
 
+def test_one_in_a_stray_directory_is_counted_once(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    with fs_harness(root) as harness:
+        harness.wait_for(harness.store(harness.keys(20)))
+    (root / "mine").mkdir()
+    for name in (".nfs0123", "thesis.tex"):
+        (root / "mine" / name).write_bytes(b"x" * 50_000)
+    seen = survey(root)
+    assert seen.ledger_error == 0
+    [stray] = seen.strays
+    assert stray.num_bytes + seen.hidden_bytes == du(root / "mine")
+
+
 def test_they_are_neither_strays_nor_missing_in_the_ledger(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     with fs_harness(root) as harness:

@@ -98,7 +98,7 @@ class Stray:
 
     path: str
     num_bytes: int
-    """As `du` counts them; of a directory, including everything below."""
+    """As `du` counts them; of a directory, including everything below but hidden files."""
 
 
 @dataclass(slots=True)
@@ -343,9 +343,10 @@ class _SurveyWalk:
         if _name(path).startswith(_HIDDEN):
             self._count_hidden(status)
             return
-        before = self.seen.num_bytes
+        seen = self.seen
+        before = seen.num_bytes - seen.hidden_bytes
         self.count_all(path, status)
-        self.seen.strays.append(Stray(path, self.seen.num_bytes - before))
+        seen.strays.append(Stray(path, seen.num_bytes - seen.hidden_bytes - before))
 
     def _count_hidden(self, status: os.stat_result) -> None:
         """Count a hidden file. Hidden directories are skipped: a directory of snapshots repeats the
