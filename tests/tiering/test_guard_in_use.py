@@ -576,18 +576,37 @@ def test_computing_counts_once_more_for_every_request_that_it_holds_up(
 
 
 def test_requests_that_wait_for_loads_are_not_held_up() -> None:
-    engine = learnt(SHORT_BLOCK_S * 1.5, SHORT)
+    """Behind another load, loading takes 1.8 times as long as computing."""
+    engine = learnt(SHORT_BLOCK_S * 0.9, SHORT)
     rig = engine.rig
     first, second = engine.new_prompt(SHORT), engine.new_prompt(SHORT)
     rig.keep_below([*first, *second])
-    decodes = rig.begin("decodes")
     loads = rig.begin("loads", num_prompt_tokens=SHORT)
     assert rig.manager.lookup_prefix(first, loads) == (len(first), False)
     rig.step()
     assert len(rig.tiers[0].loads()) == 1
-    rig.manager.on_request_finished(decodes)
     other = rig.begin("is alone with the device", num_prompt_tokens=SHORT)
     assert rig.manager.lookup_prefix(second, other) == (0, True)
+
+
+@pytest.mark.parametrize("what", ["has ended", "was never announced"])
+def test_who_does_not_wait_for_its_load_makes_no_other_one_wait_less(what: str) -> None:
+    """A request decodes, and would be held up. Another one's load goes on, though it has ended or
+    was never counted."""
+    engine = learnt(SHORT_BLOCK_S * 0.9, SHORT)
+    rig = engine.rig
+    first, second = engine.new_prompt(SHORT), engine.new_prompt(SHORT)
+    rig.keep_below([*first, *second])
+    loads = ReqContext("loads", num_prompt_tokens=SHORT)
+    if what == "has ended":
+        rig.manager.on_new_request(loads)
+    assert rig.manager.lookup_prefix(first, loads) == (len(first), False)
+    rig.step()
+    if what == "has ended":
+        rig.manager.on_request_finished(loads)
+    rig.begin("decodes")
+    other = rig.begin("other", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(second, other) == (len(second), False)
 
 
 def test_a_load_that_would_miss_its_deadline_is_not_begun() -> None:
@@ -649,3 +668,90 @@ def test_requests_are_counted_until_they_end() -> None:
     assert step.num_requests == 1
     rig.manager.on_request_finished(ReqContext("two"))
     assert step.num_requests == 0
+
+
+def long_load() -> tuple[GuardedEngine, list[OffloadKey], ReqContext, TransferJob]:
+    """A request loads a long prompt, all but its first four blocks, which host memory has or gets
+    from the device. Returns the engine, the prompt, the request and its job."""
+    engine = learnt(SHORT_BLOCK_S * 0.9, SHORT, LONG)
+    rig = engine.rig
+    prompt = engine.new_prompt(LONG)
+    rig.keep_below(prompt[4:])
+    head = rig.begin("stores the head")
+    output = rig.manager.prepare_store(prompt[:4], head)
+    assert output is not None
+    request = rig.begin("long", num_prompt_tokens=LONG)
+    assert not rig.manager.lookup_prefix(prompt, request).is_final
+    rig.step()
+    (job,) = rig.tiers[0].loads()
+    assert list(job.keys) == prompt[4:]
+    return engine, prompt, head, job
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_head_that_the_device_is_still_writing_is_not_a_hit(is_ready: bool) -> None:
+    """A short prompt does not wait for the tail of a long one, but for the head that both share."""
+    engine, prompt, head, _ = long_load()
+    if is_ready:
+        engine.rig.manager.complete_store(prompt[:4], head)
+    short = engine.rig.begin("short", num_prompt_tokens=9 * TOKENS)
+    assert engine.rig.manager.lookup_prefix(prompt[:8], short) == (4, is_ready)
+    engine.rig.step()
+    assert engine.rig.manager.lookup_prefix(prompt[:8], short) == (4, is_ready)
+    if not is_ready:
+        engine.rig.manager.complete_store(prompt[:4], head)
+        assert engine.rig.manager.lookup_prefix(prompt[:8], short) == (4, True)
+
+
+def test_nothing_is_kept_for_a_request_that_computes_instead_of_waiting() -> None:
+    engine, prompt, head, job = long_load()
+    rig = engine.rig
+    rig.manager.complete_store(prompt[:4], head)
+    short = rig.begin("short", num_prompt_tokens=9 * TOKENS)
+    assert rig.manager.lookup_prefix(prompt[:8], short) == (4, True)
+    rig.manager.on_request_finished(rig.manager._requests._requests["long"].context)
+    rig.tiers[0].finish(job, transfer_time=engine.load_time(len(job.keys)))
+    rig.step()
+    rig.step()
+    assert rig.manager.open_work()["leased blocks"] == 0
+
+
+def test_not_everybody_computes_what_one_load_brings() -> None:
+    """Each of them would be faster alone."""
+    engine, prompt, head, _ = long_load()
+    engine.rig.manager.complete_store(prompt[:4], head)
+    answers = []
+    for n in range(100):
+        short = engine.rig.begin(f"short {n}", num_prompt_tokens=65 * TOKENS)
+        answers.append(engine.rig.manager.lookup_prefix(prompt[:64], short).is_final)
+    assert answers[0]
+    assert 1 <= sum(answers) < 10
+
+
+def test_a_tier_that_did_not_know_a_block_keeps_nobody_waiting_for_it() -> None:
+    """Another request has brought the block meanwhile, with many more."""
+    engine = learnt(SHORT_BLOCK_S * 0.5, SHORT, LONG)
+    rig = engine.rig
+    prompt = engine.new_prompt(LONG)
+    rig.keep_below(prompt)
+    rig.tiers[0].unknown = {prompt[0]}
+    short = rig.begin("short", num_prompt_tokens=9 * TOKENS)
+    assert not rig.manager.lookup_prefix(prompt[:8], short).is_final
+    rig.step()
+    rig.tiers[0].unknown = set()
+    request = rig.begin("long", num_prompt_tokens=LONG)
+    assert not rig.manager.lookup_prefix(prompt, request).is_final
+    rig.step()
+    assert rig.manager.lookup_prefix(prompt[:8], short) == (0, True)
+
+
+def test_its_own_load_is_waited_for() -> None:
+    engine = learnt(SHORT_BLOCK_S * 0.9, SHORT)
+    rig, prompt = engine.rig, engine.new_prompt(SHORT)
+    rig.keep_below(prompt)
+    request = rig.begin("asks", num_prompt_tokens=SHORT)
+    assert rig.manager.lookup_prefix(prompt, request) == (len(prompt), False)
+    rig.step()
+    (job,) = rig.manager._promotions.jobs.values()
+    job.ready_at += 1e6  # it was expected to take far longer than computing
+    assert rig.manager.lookup_prefix(prompt[:4], request) == (4, False)

@@ -295,7 +295,7 @@ def trained(tokens_per_s: float, seconds_per_block: float) -> DrivenManager:
 
 
 def test_a_promotion_slower_than_computing_is_a_miss() -> None:
-    rig = trained(tokens_per_s=1600, seconds_per_block=0.02)  # computing a block takes 0.01 s
+    rig = trained(tokens_per_s=1600, seconds_per_block=0.03)  # computing a block takes 0.01 s
     rig.keep_below(keys(*range(100, 140)))
     rig.clock.now += 60.0
     rig.stat("declined_blocks")

@@ -64,7 +64,7 @@ def conversations(loads: str, shape: str, bytes_per_s: float) -> float:
     ("shape", "bytes_per_s", "most"),
     [
         ("8B", 0.4e9, 1.03),
-        ("8B", 1.25e9, 0.95),
+        ("8B", 1.25e9, 1.0),
         ("8B", 2.9e9, 0.80),
         ("8B", 6e9, 0.60),
         ("32B", 2.9e9, 0.65),

@@ -167,16 +167,17 @@ class LoadGuard:
         return self._is_worth_it(self._costs(keys, tier, request, num_held_up), tier, now)
 
     def is_much_faster(
-        self, keys: Sequence[OffloadKey], request: TierRequest, wait_s: float
+        self, keys: Sequence[OffloadKey], request: TierRequest, wait_s: float, num_before: int
     ) -> bool:
         """True if computing these blocks takes far less than `wait_s`, the time to wait for them. A
-        small advantage does not count: blocks that many requests share should be loaded once."""
+        small advantage does not count: blocks that many requests share should be loaded once. It
+        has to be the larger, the more requests compute them already (`num_before`)."""
         if not self._prefill.is_known:
             return False
         num_tokens = self._groups.num_tokens(keys)
         deepest = max(num_tokens, request.context.num_prompt_tokens or 0)
         compute_s = self._prefill.seconds_for(num_tokens, deepest - num_tokens / 2)
-        return compute_s * _MUCH_FASTER < wait_s
+        return compute_s * _MUCH_FASTER * (1 + num_before) < wait_s
 
     def note_load(self, verdict: Verdict) -> None:
         """The blocks of this verdict are being loaded."""

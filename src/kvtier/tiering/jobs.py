@@ -46,6 +46,7 @@ class Job:
         "is_done",
         "is_late",
         "num_beside",
+        "num_left",
         "ready_at",
         "submitted",
         "transfer",
@@ -63,6 +64,8 @@ class Job:
         self.is_done = False
         self.num_beside = 0
         """A load: blocks of other loads that were under way when the tier got this one."""
+        self.num_left = 0
+        """A load: requests that have computed blocks of it instead of waiting for its end."""
         self.ready_at = submitted
         """A load: when it is expected to end; the time of its submission while that is not
         known."""

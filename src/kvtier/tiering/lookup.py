@@ -322,6 +322,8 @@ class Lookup:
         num_hits, is_counting, is_final = 0, True, True
         for key in keys:
             result = self._primary.lookup(key, request.context)
+            if result is not _MISS and request.wait.asking:
+                request.wait.found(key, request.sources.all)
             if result is _HIT_PENDING:
                 result = self._promotions.await_writer(key, request)
             elif result is _MISS:
@@ -379,7 +381,8 @@ class Lookup:
         if first is None:
             return answer  # it waits for the device only
         if self._promotions.leaves(jobs[first:], hits[first:], request):
-            return PrefixLookup(first, True)
+            # The device may still be writing blocks before the first promoted one.
+            return PrefixLookup(first, all(map(self._primary.is_ready, hits[:first])))
         last = next(job_id for job_id in reversed(jobs) if job_id is not None)
         request.wait.awaited[group] = Awaited(keys, answer, self._promotions.jobs[last])
         return answer
@@ -408,7 +411,7 @@ class Lookup:
         many fit into host memory. If some do not, the run ends at the first of those."""
         wanted = request.wanted
         if request not in self._promotions.wanting:
-            self._promotions.wanting[request] = None
+            self._promotions.want(request)
             wanted.max_blocks = self._primary.num_fitting(request.context)
             request.wait.note(self._step.now, self._step.number)
         num_fitting = wanted.add(keys, group, tier)

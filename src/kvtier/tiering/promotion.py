@@ -41,7 +41,11 @@ class Promotions:
         self._guard = guard
         self._step = step
         self.wanting: dict[TierRequest, None] = {}
-        """Requests that have found blocks in lower tiers in this step."""
+        """Requests that have found blocks in lower tiers in this step. `want` adds to it."""
+        self._waiting: set[TierRequest] = set()
+        """Announced requests that wait for loads. Found anew in each step; see `_num_held_up`."""
+        self._waiting_in = -1
+        """The step that `_waiting` belongs to."""
         self.jobs: dict[int, Job] = {}
         """Promotions under way, late ones included."""
         self.leases = Leases(primary)
@@ -49,6 +53,12 @@ class Promotions:
         """Blocks that were not worth loading in this step."""
         self.num_given_up = 0
         """Requests whose promotion was late."""
+
+    def want(self, request: TierRequest) -> None:
+        """A request has found blocks in lower tiers: send jobs for it at the end of the step."""
+        self.wanting[request] = None
+        if request.is_announced:
+            self._waiting.add(request)
 
     def await_writer(self, key: OffloadKey, request: TierRequest) -> LookupResult:
         """A block is being written in host memory: HIT_PENDING if it is worth waiting for."""
@@ -74,11 +84,15 @@ class Promotions:
         jobs = {self.jobs[job_id] for job_id in writers if job_id is not None}
         if any(job.transfer.req_context is request.context for job in jobs):
             return False
-        left_s = max(job.ready_at for job in jobs) - self._step.now
-        if not self._guard.is_much_faster(keys, request, left_s):
+        last = max(jobs, key=lambda job: job.ready_at)
+        if not self._guard.is_much_faster(
+            keys, request, last.ready_at - self._step.now, last.num_left
+        ):
             return False
-        for job in jobs:
+        last.num_left += 1
+        for job in self.jobs.values():  # those of other groups, too
             job.wanters.pop(request, None)
+        self._waiting.discard(request)
         request.wait.give_up()
         return True
 
@@ -138,6 +152,7 @@ class Promotions:
             return False
         if verdict.choice is Choice.TRY_COMPUTING:
             _count_declined(keys, tier)
+            self._waiting.discard(request)
             for source in request.sources.all:  # compute them, whichever tier has them
                 request.decline(source)
             return False
@@ -177,16 +192,19 @@ class Promotions:
     def _num_held_up(self, request: TierRequest) -> int:
         """Other requests that the device computes or decodes, or that wait for it. A request that
         waits for a load is not one of them."""
-        loading = set(self.wanting)
-        for job in self.jobs.values():
-            loading.update(job.wanters)
-        loading.add(request)
-        return max(0, self._step.num_requests - len(loading))
+        if self._waiting_in != self._step.number:
+            self._waiting_in = self._step.number
+            candidates = set(self.wanting)
+            candidates.update(*(job.wanters for job in self.jobs.values()))
+            self._waiting = {each for each in candidates if each.may_wait_for_loads}
+        num_others = self._step.num_requests - request.is_announced
+        return num_others - len(self._waiting) + (request in self._waiting)
 
     def _decline(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
         """The request computes these blocks."""
         _count_declined(keys, tier)
         self._declined.append((tier, keys, request))
+        self._waiting.discard(request)
         request.decline(tier)
 
     def _explore(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
@@ -274,6 +292,7 @@ class Promotions:
     def withdraw(self, request: TierRequest) -> None:
         """A request waits for nothing any more."""
         self.wanting.pop(request, None)
+        self._waiting.discard(request)
         self.leases.end_for(request)
 
     def forget_all(self) -> None:

@@ -116,6 +116,11 @@ class Wait:
         """True while this tier has not answered whether it has a block."""
         return any(asked is tier for asked, _ in self.asking)
 
+    def found(self, key: OffloadKey, tiers: Iterable[GuardedTier]) -> None:
+        """The block is in host memory now: forget that these tiers were asked for it."""
+        for tier in tiers:
+            self.asking.pop((tier, key), None)
+
     def stop_asking(self, tier: GuardedTier) -> None:
         """Do not wait for the answers of this tier any more."""
         self.asking = {asked: when for asked, when in self.asking.items() if asked[0] is not tier}
@@ -275,6 +280,7 @@ class TierRequest:
         "context",
         "finished",
         "has_run",
+        "is_announced",
         "is_withdrawn",
         "leases",
         "request_level",
@@ -321,10 +327,18 @@ class TierRequest:
         self.used: tuple[OffloadKey, ...] = ()
         """The blocks it used, in prompt order. Set when it finishes, and emptied when the tiers are
         notified of these blocks."""
+        self.is_announced = False
+        """True if the engine has announced it, so that it counts in `Step.num_requests`."""
         self.finished = False
         """True once the engine has reported its end."""
         self.is_withdrawn = False
         """True once it wants nothing from below any more."""
+
+    @property
+    def may_wait_for_loads(self) -> bool:
+        """False for a request that wants nothing from lower tiers any more, has given up waiting,
+        or was not announced."""
+        return self.is_announced and not (self.is_withdrawn or self.wait.has_given_up)
 
     def decline(self, tier: GuardedTier) -> None:
         """Stop asking this tier, and load nothing from it."""
@@ -404,6 +418,7 @@ class RequestTable:
     def announce(self, context: ReqContext) -> TierRequest:
         """The engine has announced a request."""
         request = self._enter(context)
+        request.is_announced = True
         self._step.num_requests += 1
         return request
 
@@ -457,7 +472,7 @@ class RequestTable:
 
     def _withdraw(self, request: TierRequest) -> None:
         """The request wants nothing from below any more."""
-        if not request.is_withdrawn and request.context.req_id not in self._unannounced:
+        if request.is_announced and not request.is_withdrawn:
             self._step.num_requests -= 1
         request.is_withdrawn = True
         self._promotions.withdraw(request)

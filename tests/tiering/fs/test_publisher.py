@@ -245,6 +245,7 @@ def test_a_damaged_block_leaves(rig: PublisherRig) -> None:
     rig.publisher.damaged.add(bad)
     wait_until(lambda: len(block_files(rig.root)) == 1, "it has left")
     rig.wait_until_exact()
+    assert bad.path not in rig.publisher.damaged
     assert rig.publisher.num_evicted == 0, "it did not leave for others"
     assert rig.changes()[-1] == ({key(1)}, Change.REMOVED)
 

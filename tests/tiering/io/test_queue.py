@@ -111,6 +111,26 @@ def test_of_a_unit_that_is_finished_twice_the_first_word_counts() -> None:
     work.wait_until_idle()
 
 
+def test_it_is_loading_until_the_last_load_has_ended() -> None:
+    """Also while a load is in hand, and however it ends."""
+    work = Work(max_pieces=1)
+    assert not work.is_loading
+    work.submit(transfer(1))
+    assert not work.is_loading
+    work.submit(transfer(2, is_load=True))
+    work.submit(transfer(3, is_load=True))
+    work.submit(transfer(is_load=True))
+    good, bad = take(work, max_stores=0)
+    finish(work, good)
+    assert work.is_loading
+    finish(work, bad, num_failed=1)
+    assert not work.is_loading
+    work.submit(transfer(4, is_load=True))
+    assert work.is_loading
+    work.stop()
+    assert not work.is_loading
+
+
 def test_a_transfer_of_nothing_has_ended() -> None:
     work = Work(max_pieces=1)
     work.submit(transfer())
