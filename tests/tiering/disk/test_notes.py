@@ -51,6 +51,7 @@ def test_a_note_is_written_once_the_disk_lets_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flusher, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(flusher, "_NOTE_AGAIN_S", 0.1)
     with disk_harness(path) as harness:
         with bad_sectors(HOLDER_OFFSET, writing_mends=False):
             disk_of(harness).keep_note(NOTE)

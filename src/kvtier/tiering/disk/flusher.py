@@ -28,6 +28,9 @@ _WRITE_EVERY_S = 0.05
 write."""
 _NOTE_USES_EVERY_S = 2.0
 _LOOK_EVERY_S = 1.0
+_NOTE_AGAIN_S = 30.0
+"""Seconds from a note that could not be written to the next attempt. After each failed write the
+index waits, too."""
 _DESTROYED_AT_ONCE = 256
 _MAX_USES = 1024
 """Limit on batches of uses that wait to be written. Beyond it the oldest are dropped, so the next
@@ -65,6 +68,8 @@ class IndexFlusher:
         """The newest note passed to `keep_note`. Only the scheduler's thread sets it, so a newer
         note is never replaced by an older one."""
         self._written_note: bytes | None = None
+        self._note_again_at = 0.0
+        """No note is written before this time, since the last attempt has failed."""
         self._is_writing = False
         """True while pages taken from the index are not in the file yet."""
         self._wake = threading.Event()
@@ -207,10 +212,13 @@ class IndexFlusher:
         self._slab.keep_clock(self._next_seq())
 
     def _save_note(self) -> None:
-        note = self._note
-        if note is not None and note != self._written_note:
+        note, now = self._note, time.monotonic()
+        if note is None or note == self._written_note:
+            return
+        if now >= self._note_again_at or self._stopping:
+            self._note_again_at = now + _NOTE_AGAIN_S  # if this fails
             self._slab.save_note(note)
-            self._written_note = note
+            self._written_note, self._note_again_at = note, 0.0
 
     def _obey_request(self) -> None:
         """Clear the tier if a user has asked for it. If the cut cannot be written, `_run` tries
