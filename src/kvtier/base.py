@@ -433,10 +433,10 @@ class OffloadingManager(ABC):
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
         """Record that one engine step computed `num_tokens` prompt tokens in `seconds`.
 
-        `mean_position`: the mean, over these tokens, of the number of tokens before each in its
-        prompt, computed or cached. An engine that measures its steps calls `note_prefill` after
-        each step, except after steps that mostly decode; a call takes about a microsecond. Managers
-        use the measurements to decide whether to load a prefix or to let the engine compute it.
+        `mean_position`: the mean position of these tokens in their prompts. A token's position is
+        the number of tokens before it, computed or cached. An engine that measures its steps calls
+        `note_prefill` after each step, except after steps that mostly decode; a call takes about a
+        microsecond. Managers use the measurements to decide whether to load a prefix or to let the engine compute it.
         """
         return
 

@@ -249,7 +249,7 @@ def pin_region(region: SharedOffloadRegion, driver: CudaDriver) -> bool:
     """Pin the whole region for this process's device. Logs a warning and returns False on failure.
 
     Every rank must pin the region, because pinning maps the shared memory only for the devices of
-    the calling process. A rank's cells are in all rows, so each rank pins the whole region.
+    the calling process. Each row has a cell (a part) of every rank, so each rank pins all rows.
     """
     began = time.perf_counter()
     try:

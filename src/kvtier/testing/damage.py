@@ -41,8 +41,8 @@ class BackingBytes(Protocol):
         """Return the stored bytes of this block, or raise `KeyError`."""
 
     def write(self, fingerprint: bytes, key: OffloadKey, block: bytes) -> None:
-        """Replace the stored bytes of this block; the tier does not notice. A shorter block is
-        stored as it is. If blocks have a fixed length, the rest reads as zeros."""
+        """Replace the stored bytes of this block; the tier does not notice. `block` may be shorter:
+        store it as it is or, if blocks have a fixed length, fill the rest with zeros."""
 
 
 def inflict(

@@ -81,12 +81,12 @@ class JobResult:
     success: bool
     """True if every block was moved or was there already."""
     successful_keys: Collection[OffloadKey] | None = None
-    """Read only if `success` is False: the keys of the blocks that were moved nevertheless. None:
+    """Used only if `success` is False: the keys of the blocks that were moved nevertheless. None:
     there are none. For a load, these are exactly the blocks whose seal was verified."""
     transfer_time: float | None = None
     """Seconds that the I/O took, measured where it happened. None: not known. If a tier never
-    reports it, its speed is not known, so blocks are loaded from it without comparing that with
-    computing them."""
+    reports it, kvtier does not know how fast the tier is, and loads blocks from it without checking
+    whether computing them is faster."""
     num_gone: int = 0
     """For a load: the number of blocks that another engine or process has removed since they were
     looked up. They do not count as failures of the tier."""
@@ -98,8 +98,8 @@ class JobNotBegun(Exception):
 
 
 class TierRefused(Exception):
-    """Raised by the constructor of a tier that cannot start, if its configuration is not the only
-    reason. The message names the reason and ends with the remedy."""
+    """Raised by the constructor of a tier that cannot start, for a reason that involves more than
+    its configuration, such as a file. The message names the reason and ends with the remedy."""
 
 
 class PrimaryRows:
@@ -218,13 +218,13 @@ class SecondaryTierManager(ABC):
         """A request has used these blocks, given in prompt order. They may come from the device,
         host memory, this tier or another one.
 
-        Called at most once for each request: after it has ended, and its stores from the device to
-        host memory too. Single loads and stores cause no call.
+        Called at most once for each request, after the request and its stores from the device to
+        host memory have ended. Single loads and stores cause no call.
         """
         return
 
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
-        """Return the keys, out of these, of the blocks that are neither kept here nor being stored.
+        """Return those of `keys` whose blocks are neither kept here nor being stored.
 
         Called, if at all, right after `touch`, with the same keys. Those blocks that are still in
         host memory are then passed to `submit_store`, at a bounded rate. Answer from memory: leave

@@ -25,7 +25,7 @@ class BreakerSettings:
     min_failures: int = 5
     """Failures needed to open the breaker."""
     max_failure_rate: float = 0.5
-    """Share of the recent outcomes that must be failures as well."""
+    """The breaker opens only if at least this share of the recent outcomes are failures, too."""
     max_timeouts_in_a_row: int = 3
     """Missed deadlines in a row that open the breaker, whatever the share of failures."""
     first_pause_s: float = 1.0

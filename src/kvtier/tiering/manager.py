@@ -10,17 +10,18 @@ one call of `touch` with the blocks that the request used, and is offered those 
 Loads (`lookup`, `promotion`). If a block is not in the primary tier, the tiers below are asked for
 it. If one has it, the answer is HIT_PENDING, and at the end of the step one job for each request
 and tier loads the blocks that can still become hits. Blocks that have arrived are leased to the
-requests that wanted them, until these load blocks or end, or `load_timeout_s` has passed.
+requests that wanted them. A lease ends when its requests have loaded blocks or ended, or when
+`load_timeout_s` has passed.
 
 Load or compute (`guard`, `cost`). Blocks are not loaded if computing them is faster, unless
 computing them would delay other requests too much.
 
 Deadlines (`request.Wait`, `jobs`). A request waits for at most the longest `lookup_timeout_s` plus
-the longest `load_timeout_s` of its tiers. Then blocks that have not arrived are a MISS. A single
-step adds at most the longer of the two to the wait, so that a long step does not end a wait that
-has just begun. `Step.now` is read at the start and at the end of a step, when a request arrives,
-and when a store finds no room. Each step begins by asking the tiers for finished jobs, which is
-called harvesting. Only then are jobs judged late.
+the longest `load_timeout_s` of its tiers. Then blocks that have not arrived are a MISS. One step
+counts for at most the longer of these two timeouts, so that a long step does not end a wait that
+has just begun. `Step.now` is set from the clock at the start and at the end of a step, when a
+request arrives, and when a store finds no room. Each step begins by asking the tiers for finished
+jobs, which is called harvesting. Only then are jobs judged late.
 
 Health (`tier_calls`, `health`). Every tier has two breakers, one of them for stores alone. A tier
 is cut off for a while if it repeatedly raises, is late or does not report its jobs, and at once if
@@ -74,8 +75,8 @@ _STEPPED_FOR_S = 1.0
 """The engine keeps stepping for jobs that no request waits for, but at most this many seconds after
 its last work: a request that came or ended, or blocks from the device."""
 _SEND_SHARE, _SEND_PAUSE_S = 0.5, 0.002
-"""At shutdown, waiting blocks are still sent to tiers during this share of the time. This many
-seconds pass between two attempts."""
+"""At shutdown: the share of the timeout in which waiting blocks are still sent to tiers, and the
+seconds between two attempts."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -95,11 +96,12 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """The tiers below are given in lookup order. This object owns all tiers from now on.
 
-        `settings`: one for each tier below. `groups`: by the group index in keys; a group that is
-        not named is looked up from the start. `new_fingerprint`: makes the namespace after a
-        `reset_cache`; None: a reset leaves the tiers below as they are. `prefill_tokens_per_s`:
-        None: learn it, from `note_prefill` or else from the cadence of stores; 0: promote blocks
-        however long that takes. `clock`: monotonic, in seconds.
+        `settings`: one for each tier below. `groups`: how each group is looked up, by the group
+        index in keys; a group without an entry is looked up from the start of the prompt.
+        `new_fingerprint`: makes the namespace after a `reset_cache`; None: a reset leaves the tiers
+        below as they are. `prefill_tokens_per_s`: None: learn it, from `note_prefill` or else from
+        the cadence of stores; 0: promote blocks however long that takes. `clock`: monotonic, in
+        seconds.
         """
         tiers = list(secondary_tiers or ())
         settings = list(settings) if settings is not None else [TierSettings() for _ in tiers]

@@ -60,9 +60,13 @@ def load_all(harness: TierHarness, keys: Sequence[OffloadKey]) -> None:
 
 
 def wait_until_stored(harness: TierHarness, keys: Sequence[OffloadKey]) -> None:
-    """Store blocks again and again until the tier takes them all, and load them."""
-    wait_until(lambda: store_some(harness, keys) == set(keys), "the tier stores again")
-    load_all(harness, keys)
+    """Store and load blocks again and again until the tier takes them all and has them all. It may
+    take a block for stored that it has stored or seen a few seconds ago and that is gone now."""
+    every = set(keys)
+    wait_until(
+        lambda: store_some(harness, keys) == every == load_some(harness, keys),
+        "the tier stores again",
+    )
 
 
 def wait_until_the_gauge_is_right(harness: TierHarness, root: Path) -> None:

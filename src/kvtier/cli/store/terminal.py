@@ -41,7 +41,7 @@ _LONG_S = 60.0
 
 
 def require_terminal(remedy: str) -> None:
-    """Raise `InspectionRefused` if standard input is not a terminal, so that no user can answer.
+    """Raise `InspectionRefused` if standard input is not a terminal: then no user can answer.
     `remedy`: which options to add."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise InspectionRefused(f"there is no terminal to ask whether you are sure: add {remedy}")

@@ -193,8 +193,8 @@ class CudaDriver:
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """Let the calling thread query events, and wait for events and streams, while a thread of
-        this process captures a CUDA graph, even if it is the calling one. Outside this context,
+        """Let the calling thread query events, and wait for events and streams, while it or another
+        thread of this process captures a CUDA graph. Outside this context,
         such a query or wait fails, and so does the capture.
 
         Events and streams that are used in this context must not belong to the graph.

@@ -326,7 +326,7 @@ def _group(
     of_others = [(zeros, 0, offsets[t], pages[t], pages[t]) for t in unused]
     left_out = [(zeros, 0, offsets[t], pages[t], data_bytes[t]) for t in used]
     run_bytes = sum(pages) * cell.blocks_per_chunk
-    # In a buffer on the device, cells are adjacent, so their size must be aligned.
+    # Whole cells go through a buffer on the device, where they are adjacent: align their size.
     is_run = run_bytes % ALIGNMENT == 0 and sum(data_bytes.values()) >= _RUN_SHARE * sum(pages)
     return _Group(
         data=columns(data, run_bytes if is_run else 0),

@@ -194,8 +194,8 @@ def measure_plain_copy(device: Any, num_bytes: int) -> Bandwidth:
 
 
 def _jobs(trial: Trial, is_store: bool) -> Callable[..., list[int]]:
-    """Return a function that submits jobs which together copy every block `times` times, and that
-    returns the ids of these jobs."""
+    """Return a function `submit(times)`. It submits jobs that together copy every block `times`
+    times, and returns the ids of these jobs."""
     order = np.random.default_rng(0)
     shares, slots = (
         np.array_split(order.permutation(trial.num_blocks), _NUM_JOBS) for _ in range(2)

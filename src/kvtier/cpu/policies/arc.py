@@ -80,8 +80,8 @@ class ARCCachePolicy(RunKeepingPolicy):
             self.t1.append_new(owner, new)
         self._bound_ghosts()
         if overtakes and len(brought) > len(keys):
-            # Blocks that the request used before are in other runs. Make them as recent as its new
-            # blocks.
+            # The request's earlier blocks are in other runs (a run: blocks of one request that are
+            # equally recent). Make them as recent as its new blocks.
             self.touch(brought, req_context)
 
     def remove(self, key: OffloadKey) -> None:

@@ -309,11 +309,12 @@ def _commit_of_branch(repository: Path, branch: str) -> str:
 
 
 def _engine_process_started() -> float | None:
-    """The earliest time at which weights may have been loaded, in seconds since the epoch; None:
-    not known.
+    """When the engine's own process started, in seconds since the epoch: no weights were loaded
+    earlier. None: the engine has no process of its own, so files that were written after the start
+    of this process may still be the ones that were loaded.
 
     vLLM normally starts a process for each engine. With `VLLM_ENABLE_V1_MULTIPROCESSING=0` it does
-    not, and this process may have written the weights before it loaded them.
+    not.
     """
     return None if multiprocessing.parent_process() is None else _process_started()
 

@@ -282,9 +282,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         try:
             if is_last and self._stored_since:
                 # Blocks stored after the touch count as more recently used than the rest of the
-                # prompt. A second touch restores the order, in which the head is evicted last. One
-                # second touch serves all stores of the request, so it is made when the request
-                # ends.
+                # prompt. Touching all blocks again restores the order, in which the head is evicted
+                # last. Doing so once, when the request ends, serves all its stores.
                 self._use(used, req_context)
         finally:  # a third party's policy may raise
             if is_last:
@@ -425,7 +424,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     def begin_epoch(self, fingerprint: bytes) -> None:
         """Invalidate all earlier blocks: for this engine at once, and for later engines as soon as
-        the flusher has written the cut."""
+        the flusher has written the cut, the lowest sequence number that is still valid."""
         super().begin_epoch(fingerprint)
         self._flusher.cut_at(self._table.next_seq)
         self._reset()

@@ -98,7 +98,7 @@ class Stray:
 
     path: str
     num_bytes: int
-    """As `du` counts them; of a directory, including everything below but hidden files."""
+    """As `du` counts them. For a directory: with everything below it, except hidden files."""
 
 
 @dataclass(slots=True)
