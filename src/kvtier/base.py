@@ -436,7 +436,8 @@ class OffloadingManager(ABC):
         `mean_position`: the mean position of these tokens in their prompts. A token's position is
         the number of tokens before it, computed or cached. An engine that measures its steps calls
         `note_prefill` after each step, except after steps that mostly decode; a call takes about a
-        microsecond. Managers use the measurements to decide whether to load a prefix or to let the engine compute it.
+        microsecond. Managers use the measurements to decide whether to load a prefix or to let the
+        engine compute it.
         """
         return
 

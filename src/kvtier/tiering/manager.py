@@ -100,8 +100,7 @@ class TieringOffloadingManager(OffloadingManager):
         index in keys; a group without an entry is looked up from the start of the prompt.
         `new_fingerprint`: makes the namespace after a `reset_cache`; None: a reset leaves the tiers
         below as they are. `prefill_tokens_per_s`: None: learn it, from `note_prefill` or else from
-        the cadence of stores; 0: promote blocks however long that takes. `clock`: monotonic, in
-        seconds.
+        the cadence of stores; 0: promote blocks however long that takes. `clock`: in seconds.
         """
         tiers = list(secondary_tiers or ())
         settings = list(settings) if settings is not None else [TierSettings() for _ in tiers]
