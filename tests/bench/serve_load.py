@@ -15,7 +15,7 @@ import argparse
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -66,8 +66,6 @@ class Setting:
     """Seconds within which an engine must start."""
     workload_s: float
     """Seconds within which a workload must end."""
-    vllm_spec: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of vLLM's own specs."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """By the name of a ratio to `none` for the engine `disk`."""
 
@@ -102,7 +100,6 @@ class Setting:
                 "kv_connector_extra_config": {
                     "cpu_bytes_to_use": self.host_bytes,
                     **below,
-                    **self.vllm_spec,
                 },
             }
         return {
@@ -169,26 +166,18 @@ CHATS = Setting(
         "burst: later turns": 1.05,
     },
 )
-EAGER = Setting(
-    "eager",
-    _LLAMA_8B,
-    device_blocks=4096,
-    host_bytes=12 * _GIB,
-    disk_bytes=44 * _GIB,
+EAGER = replace(
+    CHATS,
+    name="eager",
     engine_args={**_ON_GPU, "gpu_memory_utilization": 0.5},
     workloads={"conversations": _CHATS | {"turns": 1}},
-    warm_up_tokens=3_000,
-    start_s=180.0,
-    workload_s=120.0,
     limits={"conversations: first turn": 1.08},
 )
-AGENTS = Setting(
-    "agents",
-    _LLAMA_8B,
+AGENTS = replace(
+    CHATS,
+    name="agents",
     device_blocks=2048,
     host_bytes=6 * _GIB,
-    disk_bytes=44 * _GIB,
-    engine_args={**_ON_GPU, **_GRAPHS, "gpu_memory_utilization": 0.5},
     workloads={
         "agents": {
             "start": 20_000,
@@ -199,20 +188,16 @@ AGENTS = Setting(
             "active": 8,
         }
     },
-    warm_up_tokens=3_000,
-    start_s=180.0,
-    workload_s=120.0,
     limits={"agents: first turn": 0.67},
 )
-LARGE = Setting(
-    "large",
-    _SHAPE_32B,
+LARGE = replace(
+    CHATS,
+    name="large",
+    shape=_SHAPE_32B,
     device_blocks=3072,
     host_bytes=8 * _GIB,
-    disk_bytes=44 * _GIB,
     engine_args={**_ON_GPU, **_GRAPHS, "gpu_memory_utilization": 0.75},
     workloads={"conversations": _CHATS | {"conversations": 14, "active": 4}},
-    warm_up_tokens=3_000,
     start_s=240.0,
     workload_s=180.0,
     limits={"conversations: later turns": 0.65},
