@@ -82,6 +82,10 @@ class Place:
     def await_waiter(self) -> None:
         """Return when a thread waits for held work, where the place supports that."""
 
+    def num_queued(self) -> int:
+        """Pieces of work in the streams' queues; 0 where the place cannot tell."""
+        return 0
+
     def mark(self) -> Any:
         """A timed event on the current stream, if there are streams."""
         raise NotImplementedError
@@ -146,6 +150,9 @@ class SimulatedPlace(Place):
 
     def await_waiter(self) -> None:
         self.simulated.await_waiter()
+
+    def num_queued(self) -> int:
+        return sum(len(stream.work) for stream in self.simulated.streams)
 
     def mark(self) -> Any:
         return self.simulated.current_stream.record_event()

@@ -18,6 +18,7 @@ from kvtier.cpu.cuda.copies import CopyPath
 from kvtier.cpu.cuda.driver import CudaDriver, CudaError
 from kvtier.cpu.cuda.page_mover import PageMover
 from kvtier.cpu.cuda.page_table import PageTable
+from kvtier.cpu.gpu_worker import GPUOffloadingWorker
 from tests.cpu.jobs import BAD_SPECS, BAD_SPECS_BLOCKS, BAD_SPECS_SLOTS
 from tests.gpu.cache_layout import plain_layout
 from tests.gpu.checked_worker import CheckedWorker, finish, open_checked_worker
@@ -215,6 +216,8 @@ def test_nobody_hears_of_a_failure_before_all_is_settled_nor_does_the_engine_wai
         device_place, plain_layout(64, num_blocks=20), shm, num_slots=20
     ) as rig:
         rig.do(job)
+        assert isinstance(rig.worker, GPUOffloadingWorker)
+        rig.worker.flush()  # from now on, jobs do not wait until their blocks are computed
         with monkeypatch.context() as patch, device_place.held():
             settling = BlockedSettling(patch)
             device_place.delay()

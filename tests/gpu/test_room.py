@@ -114,6 +114,30 @@ def test_a_large_job(
         rig.check()
 
 
+@DIRECTIONS
+@PATHS
+def test_a_large_job_does_not_fill_the_queues_before_its_blocks_are_computed(
+    path: CopyPath, is_store: bool, device_place: Place, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queues may have less room than expected: streams share them, and the engine's launches
+    are in them, too. So at most one part waits there for the engine's step."""
+    monkeypatch.setattr(streams, "_SMALL_JOB_PAGES", 16)
+    if path is CopyPath.KERNEL:
+        monkeypatch.setattr(page_kernel, "MOST_ENTRIES", 1)
+    device_place.use(path)
+    job = large_job(is_store)
+    layout = plain_layout(16, num_blocks=NUM_PAGES)
+    with open_checked_worker(device_place, layout, shm, num_slots=NUM_PAGES) as rig:
+        with device_place.held():
+            device_place.delay()
+            assert job.submit(rig.worker, 1)
+            device_place.await_waiter()  # the job thread waits for the step
+            assert rig.place.num_queued() <= page_mover._MOST_COPIES + 2 * resources._OF_EVENTS
+        assert all(result.success for result in finish(rig.worker, [1]))
+        rig.apply(job)
+        rig.check()
+
+
 def test_half_of_the_room_is_enough_for_any_part() -> None:
     """After one wait, the next part need not wait."""
     largest = max(page_mover._MOST_COPIES, page_mover._LAUNCH_COPIES)

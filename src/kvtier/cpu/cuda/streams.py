@@ -168,7 +168,7 @@ class _StreamTicket(Ticket):
     def wait(self) -> None:
         if self.elapsed_s is None:
             if not self.is_handed_over:
-                self._direction.flush()
+                self._direction.await_thread()
             if self.error is None:
                 self.events.ended.synchronize()
         self.is_done()
@@ -196,6 +196,9 @@ class _Direction:
         self._thread = thread
         self._under_way: deque[_StreamTicket] = deque()
         self._spare_events: list[_Events] = []
+        self._is_flushed = False
+        """True once the engine has called `flush`. vLLM with sleep mode does so at the end of every
+        step, and must not wait until the step is computed."""
         self._is_closed = False
 
     def start(self, find: FindGrids, num_pages: int, engines_stream: int) -> Ticket:
@@ -210,13 +213,13 @@ class _Direction:
         try:
             self._under_way.append(ticket)
             if is_small or not is_idle:
-                self._thread.put(lambda: self._finish(ticket, steps))
+                self._thread.put(lambda: self._finish(ticket, steps, is_small=is_small))
             else:
                 self._begin(ticket, steps, num_pages)
         except RuntimeError as error:  # the thread cannot be started
             self._fail(ticket, error)
         except BaseException as error:  # an interrupt: `wait` must not wait for this job forever
-            self._thread.flush()
+            self.await_thread()
             self._fail(ticket, error)
             raise
         return ticket
@@ -236,6 +239,11 @@ class _Direction:
                 self._spare_events.append(ticket.events)
 
     def flush(self) -> None:
+        self._is_flushed = True
+        self.await_thread()
+
+    def await_thread(self) -> None:
+        """Return when the job thread has put all jobs on the streams."""
         self._thread.flush()
 
     def close(self) -> None:
@@ -246,12 +254,14 @@ class _Direction:
             self.mover.close()
 
     def _begin(self, ticket: _StreamTicket, steps: Iterator[bool], num_pages: int) -> None:
-        """Do the first steps, for a bounded time, and leave the rest to the job thread."""
+        """Do the first steps, for a bounded time, and leave the rest to the job thread. Do only one
+        step if the job's blocks are not computed yet."""
         share = min(_AT_ONCE_S + num_pages * _AT_ONCE_S_PER_PAGE, _MOST_AT_ONCE_S)
         until = time.perf_counter() + share
         try:
             for would_wait in steps:
-                if would_wait or time.perf_counter() > until:
+                is_computed = ticket.events.computed.is_reached()
+                if would_wait or not is_computed or time.perf_counter() > until:
                     self._thread.put(lambda: self._finish(ticket, steps))
                     return
         except Exception as error:
@@ -281,9 +291,20 @@ class _Direction:
 
     # --- the job thread ---------------------------------------------------------------------------
 
-    def _finish(self, ticket: _StreamTicket, steps: Iterator[bool]) -> None:
+    def _finish(
+        self, ticket: _StreamTicket, steps: Iterator[bool], *, is_small: bool = False
+    ) -> None:
+        """Put the rest of a job on the streams. A large job waits until its blocks are computed.
+
+        Until then no copy can run, and all of them would stay in the device's queues, which may
+        have less room than `QueueRoom` expects: streams share queues, and the engine's own launches
+        are in them. The driver would block this thread, which holds the interpreter lock, until the
+        engine's step has been computed.
+        """
         try:
             torch.cuda.set_device(self._device)
+            if not (is_small or self._is_flushed):
+                ticket.events.computed.synchronize()
             for _ in steps:
                 pass
         except BaseException as error:
