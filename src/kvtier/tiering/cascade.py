@@ -33,13 +33,15 @@ next one without waiting for the engine's next step."""
 _MIN_SHARE = 32
 """The stores of a tier may pin this many slots, if the primary tier has them, even if that is more
 than the configured share."""
-_SPARE_PINS = 1.5
+_SPARE_PINS = 1.25
 """Slots that stores may pin, as a multiple of the slots that keep the tier busy."""
 _LEAST_PINNED, _LEAST_PINNED_BYTES = 4, 32 << 20
 """Stores may pin this many slots and bytes even if the tier is slow: smaller stores would make it
 slower still."""
 _NEWEST_SHARE = 0.25
 """Weight of the newest store in the moving average of the slots that keep the tier busy."""
+_LONGEST_LAG_S, _LAG_KEPT_S = 1.0, 5.0
+"""The longest lag that counts, and the seconds after which a long one counts only a third."""
 _GIVEN_BACK_FOR_S = 30.0
 """Each block that a request loads from the tier lets the tier's stores pin one more slot, for this
 many seconds on average."""
@@ -113,7 +115,8 @@ class StoreLimits:
         self._num_working = 0
         """Slots that were pinned when the tier was last asked for finished jobs (a harvest)."""
         self._lag = 0.0
-        """Seconds between the last two harvests."""
+        """Seconds between two harvests: the longest of late, since the tier must stay busy in long
+        engine steps, too. Older ones count less."""
         self._num_given_back = 0.0
         """Blocks that requests have loaded from the tier. Older ones count less."""
         self._most_in_store = max(1, _STORE_BYTES // block_bytes)
@@ -154,9 +157,9 @@ class StoreLimits:
             self._most_in_offer = max(1, most)
         if seconds is not None:
             # Little's law: to stay busy, the tier needs the pinned slots times the share of the
-            # store's life in which it worked on the store. The lag is added because a store may
-            # have ended long before the harvest: if all have, the tier was idle, the share is 1,
-            # and the number grows.
+            # store's life in which it worked on the store. The lag is added because the tier gets
+            # no further store before the next harvest. If all stores ended long before the last
+            # one, the tier was idle, the share is 1, and the number grows.
             life = now - job.submitted
             busy_share = min(1.0, (seconds + self._lag) / life) if life > 0 else 1.0
             needed = _SPARE_PINS * self._num_working * busy_share
@@ -169,7 +172,8 @@ class StoreLimits:
     def harvest_begins(self, lag: float) -> None:
         """The tier is about to be asked for finished jobs. `lag`: seconds since it was last asked.
         Lowers the weight of blocks that requests have loaded from the tier."""
-        self._num_working, self._lag = self.num_pinned, lag
+        self._num_working = self.num_pinned
+        self._lag = max(min(lag, _LONGEST_LAG_S), self._lag * exp(-lag / _LAG_KEPT_S))
         if self._num_given_back:
             self._num_given_back *= exp(-lag / _GIVEN_BACK_FOR_S)
 

@@ -53,6 +53,18 @@ STORIES: dict[str, tuple[clock_probe.Story, list[list[float]]]] = {
         ],
         [[128, 64.0, 0.5]],
     ),
+    "a late output of a decode": (
+        # The prompt is being computed since 2.2 at the latest, and maybe since 2.0.
+        [
+            (1.0, DECODES),
+            (1.2, BACK),
+            (2.0, DECODES),
+            (2.1, {"a": (0, 128)}),
+            (2.6, BACK),
+            (3.2, BACK),
+        ],
+        [[128, 64.0, 1.0]],
+    ),
     "prompts among decodes": (
         # One is new, one continues after a cached prefix; decodes are not counted.
         [(1.0, {"a": (64, 64), "b": (1000, 192)} | DECODES), (1.5, BACK)],

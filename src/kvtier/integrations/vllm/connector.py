@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from kvtier.config import ConfigError, OffloadingOptions, Problem
@@ -236,12 +237,15 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 
 _MAX_STEPS_UNDER_WAY = 256
 """Largest number of steps to remember. Even with pipeline stages, fewer are under way."""
+_NEWEST_DECODE = 0.1
+"""Weight of the newest step in the moving average of steps that compute no prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     began: float
-    prefill: Prefill
+    prefill: Prefill | None
+    """None if the step computes no prompt, or only a few tokens of one."""
 
 
 class PrefillClock:
@@ -251,6 +255,9 @@ class PrefillClock:
     vLLM may schedule a step before the output of the previous step comes back. So a step begins
     when it is scheduled or when the previous step ends, whichever is later, and ends when its
     output comes back.
+
+    The output of a step that only decodes comes back late if vLLM's thread is busy launching the
+    next one, which computes a prompt. Such a step counts as ended after the usual time.
     """
 
     def __init__(
@@ -262,14 +269,17 @@ class PrefillClock:
         duration of the step in seconds."""
         self._note_prefill = note_prefill
         self._now = now
-        self._under_way: deque[_Step | None] = deque(maxlen=_MAX_STEPS_UNDER_WAY)
+        self._under_way: deque[_Step] = deque(maxlen=_MAX_STEPS_UNDER_WAY)
         self._last_ended = 0.0
+        self._decode_s = inf
+        """The usual duration of a step that only decodes; infinite until one was measured."""
 
     def step_scheduled(self, output: vllm_api.SchedulerOutput) -> None:
         """The engine is about to compute this step."""
         counts: dict[str, int] = output.num_scheduled_tokens
         is_prefill = output.total_num_scheduled_tokens - len(counts) >= MIN_PREFILL_TOKENS
-        self._under_way.append(self._prefill_in(output, counts) if is_prefill else None)
+        prefill = self._prefill_in(output, counts) if is_prefill else None
+        self._under_way.append(_Step(self._now(), prefill))
 
     def step_ended(self) -> None:
         """The output of the oldest step under way has come back."""
@@ -277,21 +287,26 @@ class PrefillClock:
             return
         step = self._under_way.popleft()
         now = self._now()
-        if step is not None:
-            seconds = now - max(step.began, self._last_ended)
-            self._note_prefill(step.prefill.num_tokens, step.prefill.mean_position, seconds)
+        began = max(step.began, self._last_ended)
         self._last_ended = now
+        if step.prefill is not None:
+            self._note_prefill(step.prefill.num_tokens, step.prefill.mean_position, now - began)
+        elif self._under_way and self._under_way[0].prefill is not None:
+            self._last_ended = min(now, began + self._decode_s)
+        elif self._decode_s < inf:
+            self._decode_s += (now - began - self._decode_s) * _NEWEST_DECODE
+        else:
+            self._decode_s = now - began
 
-    def _prefill_in(self, output: vllm_api.SchedulerOutput, counts: dict[str, int]) -> _Step | None:
+    def _prefill_in(
+        self, output: vllm_api.SchedulerOutput, counts: dict[str, int]
+    ) -> Prefill | None:
         cached = output.scheduled_cached_reqs
         starts = [
             (request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs
         ]
         starts += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        prefill = prefill_in(
-            ComputedTokens(start, counts.get(req_id, 0)) for req_id, start in starts
-        )
-        return None if prefill is None else _Step(self._now(), prefill)
+        return prefill_in(ComputedTokens(start, counts.get(req_id, 0)) for req_id, start in starts)
 
 
 # --- checks before the start ----------------------------------------------------------------------
