@@ -11,7 +11,7 @@ its caller, except `OffloadingWorker.wait` and the `shutdown` methods.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NewType, TypeVar
@@ -428,6 +428,23 @@ class OffloadingManager(ABC):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """End a scheduling step. Called once per step."""
+        return
+
+    def on_request_queued(
+        self,
+        req_context: ReqContext,
+        find_blocks: Callable[[], Sequence[OffloadKey]],
+        *,
+        priority: int = 0,
+    ) -> None:
+        """A request waits in the engine's queue. Its blocks may be brought up before the engine
+        looks them up.
+
+        Called after `on_new_request`, if at all. `find_blocks`: returns the blocks that the request
+        will look up, from the first one that the device does not have. The manager may call it
+        until the engine looks up the request, starts it or ends it, at the end of any step.
+        `priority`: requests with a lower number start earlier.
+        """
         return
 
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:

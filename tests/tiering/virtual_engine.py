@@ -10,6 +10,7 @@ import mmap
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -175,6 +176,8 @@ class VirtualEngine:
         kept: Iterable[OffloadKey] = (),
         note: bytes | None = None,
         names_keys: bool = True,
+        announces: bool = True,
+        most_running: int = 64,
         **settings: Any,
     ) -> None:
         """`bytes_per_s`: speed of the tier, or a function of the time since the start; None: no
@@ -182,7 +185,8 @@ class VirtualEngine:
         decodes. `budget`: tokens that a step computes at most. `prefill_tokens_per_s`: what the
         manager is configured with: None to learn it, 0 to load always. `kept`, `note`: what an
         earlier engine has left in the tier. `names_keys`: the tier names the kept blocks at the
-        start."""
+        start. `announces`: the manager hears of requests when they are queued. `most_running`: the
+        most requests that run at the same time."""
         self.clock = Clock()
         self.start = self.clock.now
         self.primary = CPUPrimaryTierOffloadingManager(
@@ -211,6 +215,8 @@ class VirtualEngine:
             prefill_tokens_per_s=prefill_tokens_per_s,
             clock=self.clock,
         )
+        self._announces = announces
+        self._most_running = most_running
         self._step_s = step_s
         self._budget = budget
         self._device: OrderedDict[OffloadKey, None] = OrderedDict()
@@ -284,6 +290,10 @@ class VirtualEngine:
         self._storing = []
         for request in arrived:
             manager.on_new_request(request.context)
+            if self._announces:
+                manager.on_request_queued(
+                    request.context, partial(self._blocks_to_load, request.prompt)
+                )
             self._waiting.append(request)
         work, loads = self._schedule()
         new = [request.context.req_id for request, _ in loads]
@@ -310,11 +320,11 @@ class VirtualEngine:
             budget -= num_tokens
         loads = []
         waiting: deque[Answered] = deque()
-        while self._waiting and budget > 0 and len(self._running) < 64:
+        while self._waiting and budget > 0 and len(self._running) < self._most_running:
             request = self._waiting.popleft()
             if not request.is_loaded:
-                num_cached = self._num_on_device(request.prompt)
-                rest = request.prompt[num_cached:-1]
+                rest = self._blocks_to_load(request.prompt)
+                num_cached = len(request.prompt) - 1 - len(rest)
                 num_hits, is_final = self.manager.lookup_prefix(rest, request.context)
                 if not is_final:
                     waiting.append(request)
@@ -366,11 +376,12 @@ class VirtualEngine:
                 self.answered.append(request)
                 self.manager.on_request_finished(request.context)
 
-    def _num_on_device(self, prompt: Prompt) -> int:
+    def _blocks_to_load(self, prompt: Prompt) -> Prompt:
+        """The blocks from the first one that the device does not have, without the last one."""
         for n, key in enumerate(prompt[:-1]):
             if key not in self._device:
-                return n
-        return len(prompt) - 1
+                return prompt[n:-1]
+        return []
 
     def _cache_on_device(self, keys: Sequence[OffloadKey]) -> None:
         for key in reversed(keys):

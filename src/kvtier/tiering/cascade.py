@@ -40,7 +40,7 @@ _LEAST_PINNED, _LEAST_PINNED_BYTES = 4, 32 << 20
 slower still."""
 _NEWEST_SHARE = 0.25
 """Weight of the newest store in the moving average of the slots that keep the tier busy."""
-_LONGEST_LAG_S, _LAG_KEPT_S = 1.0, 5.0
+_LONGEST_LAG_S, _LAG_KEPT_S = 4.0, 1.0
 """The longest lag that counts, and the seconds after which a long one counts only a third."""
 _GIVEN_BACK_FOR_S = 30.0
 """Each block that a request loads from the tier lets the tier's stores pin one more slot, for this

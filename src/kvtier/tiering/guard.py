@@ -7,11 +7,12 @@ every other request that the device works on, while loading it delays none. So b
 
 where `load_s` includes the loads that the tier has to do first, and `num_held_up` is the number of
 other requests that compute, decode or wait for the device. A request that waits for a load is not
-held up. So the more requests load, the sooner the next one computes, and both sides stay busy.
+held up. So the more requests load, the sooner the next one computes, and both sides stay busy. A
+request that computes the same blocks is not held up either: it needs what is computed.
 
 `LoadGuard` applies this rule to the costs that `kvtier.tiering.cost` has learnt. To replace the
-rule, replace `LoadGuard.judge` and `LoadGuard.is_worth_loading`. `LoadSpeed` measures one tier,
-even while no request loads from it.
+rule, replace `LoadGuard.judge` and `LoadGuard.objection_to`. `LoadSpeed` measures one tier, even
+while no request loads from it.
 """
 
 from __future__ import annotations
@@ -84,6 +85,31 @@ class Verdict(NamedTuple):
     choice: Choice
     load_s: float | None
     """Seconds that loading is expected to take. None: not known."""
+    objection: Objection | None = None
+    """If the choice is to compute: why."""
+
+
+class Objection(Enum):
+    """Why blocks should be computed and not loaded. The value is the tier's counter."""
+
+    SLOWER = "declined_slower_blocks"
+    """Loading takes longer than computing, also for the requests that computing holds up."""
+    LATE = "declined_late_blocks"
+    """The load would probably miss its deadline."""
+    UNMEASURED = "declined_unmeasured_blocks"
+    """The cost of computing or of loading is not known yet, and is measured first."""
+    TRIAL = "declined_trial_blocks"
+    """Computed as a trial."""
+
+
+class Load(NamedTuple):
+    """Blocks of a tier that a request may load, and what else goes on."""
+
+    keys: Sequence[OffloadKey]
+    tier: GuardedTier
+    request: TierRequest
+    num_held_up: int
+    """Other requests that have to wait while this one computes."""
 
 
 class _Costs(NamedTuple):
@@ -132,39 +158,26 @@ class LoadGuard:
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def judge(
-        self,
-        keys: Sequence[OffloadKey],
-        tier: GuardedTier,
-        request: TierRequest,
-        num_held_up: int,
-        now: float,
-    ) -> Verdict:
-        """Decide about blocks that a tier has, and count the decision. `num_held_up`: the other
-        requests that have to wait while this one computes."""
-        costs = self._costs(keys, tier, request, num_held_up)
-        if not self._is_worth_it(costs, tier, now):
+    def judge(self, load: Load, now: float) -> Verdict:
+        """Decide about blocks that a tier has, and count the decision."""
+        tier, costs = load.tier, self._costs(load)
+        objection = self._objection(costs, tier, now)
+        if objection is not None:
             self._num_blind += costs.load_s is not None and costs.compute_s is None
-            return Verdict(Choice.COMPUTE, costs.load_s)
-        if self._is_trial_due(costs):
+            return Verdict(Choice.COMPUTE, costs.load_s, objection)
+        if load.request.queued is None and self._is_trial_due(costs):
             self._trials.note_trial()
             self.num_trials += 1
-            return Verdict(Choice.TRY_COMPUTING, costs.load_s)
+            return Verdict(Choice.TRY_COMPUTING, costs.load_s, Objection.TRIAL)
         if tier.load_speed.is_being_probed:
             return Verdict(Choice.WAIT, costs.load_s)
         is_new = costs.load_s is None and self._prefill.may_learn and not tier.load_speed.was_probed
         return Verdict(Choice.MEASURE if is_new else Choice.LOAD, costs.load_s)
 
-    def is_worth_loading(
-        self,
-        keys: Sequence[OffloadKey],
-        tier: GuardedTier,
-        request: TierRequest,
-        num_held_up: int,
-        now: float,
-    ) -> bool:
-        """True if the request should load these blocks. Counts nothing."""
-        return self._is_worth_it(self._costs(keys, tier, request, num_held_up), tier, now)
+    def objection_to(self, load: Load, now: float) -> Objection | None:
+        """Why the request should rather compute these blocks; None if it should load them. Counts
+        nothing."""
+        return self._objection(self._costs(load), load.tier, now)
 
     def is_much_faster(
         self, keys: Sequence[OffloadKey], request: TierRequest, wait_s: float, num_before: int
@@ -184,19 +197,20 @@ class LoadGuard:
         if verdict.load_s is not None:
             self._trials.note_load(verdict.load_s)
 
-    def _is_worth_it(self, costs: _Costs, tier: GuardedTier, now: float) -> bool:
-        """True if the known costs do not speak against loading the blocks."""
+    def _objection(self, costs: _Costs, tier: GuardedTier, now: float) -> Objection | None:
+        """What the known costs say against loading the blocks."""
         load_s, compute_s = costs.load_s, costs.compute_s
         if load_s is None:
-            return not tier.load_speed.is_being_probed or tier.load_speed.began_probing_within(
-                now, _PROBE_PATIENCE_S
-            )
+            speed = tier.load_speed
+            may_wait = speed.began_probing_within(now, _PROBE_PATIENCE_S)
+            return None if may_wait or not speed.is_being_probed else Objection.UNMEASURED
         if compute_s is not None:
-            # No request waits for a late load, so do not begin one that is expected to be late.
-            is_in_time = load_s <= tier.settings.load_timeout_s
-            return is_in_time and load_s <= compute_s * (1 + costs.num_held_up)
+            if load_s > tier.settings.load_timeout_s:
+                return Objection.LATE  # no request waits for a late load
+            return None if load_s <= compute_s * (1 + costs.num_held_up) else Objection.SLOWER
         may_learn = self._prefill.may_learn and costs.num_tokens > 0
-        return load_s <= _BLIND_S or not may_learn or self._num_blind >= _BLIND_REQUESTS
+        is_accepted = load_s <= _BLIND_S or not may_learn or self._num_blind >= _BLIND_REQUESTS
+        return None if is_accepted else Objection.UNMEASURED
 
     def _is_trial_due(self, costs: _Costs) -> bool:
         load_s, compute_s, num_tokens, mean_position, _ = costs
@@ -205,13 +219,8 @@ class LoadGuard:
         is_measured = self._prefill.is_measured(num_tokens, mean_position)
         return self._trials.are_due(load_s, compute_s, is_measured=is_measured)
 
-    def _costs(
-        self,
-        keys: Sequence[OffloadKey],
-        tier: GuardedTier,
-        request: TierRequest,
-        num_held_up: int,
-    ) -> _Costs:
+    def _costs(self, load: Load) -> _Costs:
+        keys, tier, request, num_held_up = load
         load_s = tier.load_speed.estimate.predict(len(keys) + tier.jobs.num_loading_in_time) or None
         num_tokens = self._groups.num_tokens(keys)
         if load_s is None or not num_tokens or not self._prefill.is_known:

@@ -380,7 +380,8 @@ class Lookup:
         first = next((n for n, job_id in enumerate(jobs) if job_id is not None), None)
         if first is None:
             return answer  # it waits for the device only
-        if self._promotions.leaves(jobs[first:], hits[first:], request):
+        may_leave = request.queued is None
+        if may_leave and self._promotions.leaves(jobs[first:], hits[first:], request):
             # The device may still be writing blocks before the first promoted one.
             return PrefixLookup(first, all(map(self._primary.is_ready, hits[:first])))
         last = next(job_id for job_id in reversed(jobs) if job_id is not None)
@@ -391,6 +392,8 @@ class Lookup:
 
     def _begin_step(self, request: TierRequest) -> None:
         """Decide which tiers the request asks in this step. Called at its first lookup below."""
+        if request.queued is not None and not request.queued.is_being_looked_up:
+            request.queued.leave()
         step, sources = self._step, request.sources
         request.wanted.begin(step.number)
         if not request.wait.may_go_on(step.now, step.number):

@@ -48,6 +48,7 @@ from kvtier.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from kvtier.tiering.ahead import LookAhead
 from kvtier.tiering.cascade import Cascades
 from kvtier.tiering.cost import PrefillRate
 from kvtier.tiering.guard import PROBE_SIZES, LoadGuard
@@ -128,6 +129,7 @@ class TieringOffloadingManager(OffloadingManager):
             primary_tier, self._jobs, self._groups, self._guard, self._step
         )
         self._lookup = Lookup(primary_tier, self._promotions, self._groups, self._step)
+        self._ahead = LookAhead(primary_tier, self._lookup, self._promotions, self._step)
         self._cascades = Cascades(primary_tier, self._jobs, clock)
         self._requests = RequestTable(
             primary_tier, self._tiers, self._promotions, self._cascades, self._step, clock
@@ -155,8 +157,23 @@ class TieringOffloadingManager(OffloadingManager):
             return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
+    def on_request_queued(
+        self,
+        req_context: ReqContext,
+        find_blocks: Callable[[], Sequence[OffloadKey]],
+        *,
+        priority: int = 0,
+    ) -> None:
+        self._ahead.enter(self._requests.of(req_context), find_blocks, priority)
+
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._leave_queue(req_context.req_id)
         self._requests.finish(req_context)
+
+    def _leave_queue(self, req_id: str) -> None:
+        request = self._requests.get(req_id)
+        if request is not None and request.queued is not None:
+            request.queued.leave()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary_tier.touch(keys, req_context)
@@ -196,6 +213,10 @@ class TieringOffloadingManager(OffloadingManager):
         step = self._step
         step.now = now = self._clock()
         self.primary_tier.on_schedule_end(context)
+        if self._ahead:
+            for req_id in context.new_req_ids:
+                self._leave_queue(req_id)
+            self._ahead.end_step()
         for req_id in context.preempted_req_ids:
             request = self._requests.get(req_id)
             if request is not None:
@@ -289,6 +310,8 @@ class TieringOffloadingManager(OffloadingManager):
         spec = self.primary_tier.prepare_load(keys, req_context)
         request = self._requests.of(req_context)
         request.has_run = True
+        if request.queued is not None:
+            request.queued.leave()
         request.goes_on()
         if request.leases:
             self._promotions.leases.end_for(request)
@@ -378,6 +401,9 @@ class TieringOffloadingManager(OffloadingManager):
         if self._guard.num_trials:
             stats.counters["kvtier_tiering_trial_requests"] = self._guard.num_trials
             self._guard.num_trials = 0
+        if self._promotions.num_left_blocks:
+            stats.counters["kvtier_tiering_left_blocks"] = self._promotions.num_left_blocks
+            self._promotions.num_left_blocks = 0
         if self._promotions.num_given_up or self._lookup.num_without_room:
             stats.counters["kvtier_tiering_given_up_requests"] = self._promotions.num_given_up
             stats.counters["kvtier_tiering_no_room_blocks"] = self._lookup.num_without_room
@@ -403,6 +429,7 @@ class TieringOffloadingManager(OffloadingManager):
         inspection."""
         return {
             "requests": len(self._requests),
+            "queued requests": len(self._ahead),
             "wanting requests": len(self._promotions.wanting),
             "promotions": len(self._promotions.jobs),
             "leases": len(self._promotions.leases),

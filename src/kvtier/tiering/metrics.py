@@ -20,6 +20,10 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
         MetricKind.COUNTER,
         "Requests that computed blocks a tier has, to measure the cost of computing.",
     ),
+    "kvtier_tiering_left_blocks": MetricDefinition(
+        MetricKind.COUNTER,
+        "Blocks that requests computed instead of waiting for the load of another request.",
+    ),
     "kvtier_tiering_no_room_blocks": MetricDefinition(
         MetricKind.COUNTER,
         "Lookups that found a block in a tier for which host memory has no room.",
@@ -66,6 +70,18 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
     "late_lookups": MetricDefinition(MetricKind.COUNTER, "Lookups that missed their deadline."),
     "declined_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not promoted because the guard chose to compute them."
+    ),
+    "declined_slower_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Of the declined blocks: loading them takes longer than computing."
+    ),
+    "declined_late_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Of the declined blocks: their load would miss its deadline."
+    ),
+    "declined_unmeasured_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Of the declined blocks: a cost was not known yet."
+    ),
+    "declined_trial_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Of the declined blocks: computed to measure the cost of computing."
     ),
     "errors": MetricDefinition(MetricKind.COUNTER, "Calls to the tier that raised."),
     "blocking_calls": MetricDefinition(

@@ -9,10 +9,11 @@ they load it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvtier.base import LookupResult
-from kvtier.tiering.guard import PROBE_SIZES, Choice
+from kvtier.tiering.guard import PROBE_SIZES, Choice, Load, Objection
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
@@ -42,10 +43,7 @@ class Promotions:
         self._step = step
         self.wanting: dict[TierRequest, None] = {}
         """Requests that have found blocks in lower tiers in this step. `want` adds to it."""
-        self._waiting: set[TierRequest] = set()
-        """Announced requests that wait for loads. Found anew in each step; see `_num_held_up`."""
-        self._waiting_in = -1
-        """The step that `_waiting` belongs to."""
+        self._choices = _Choices()
         self.jobs: dict[int, Job] = {}
         """Promotions under way, late ones included."""
         self.leases = Leases(primary)
@@ -53,12 +51,19 @@ class Promotions:
         """Blocks that were not worth loading in this step."""
         self.num_given_up = 0
         """Requests whose promotion was late."""
+        self.num_left_blocks = 0
+        """Blocks that requests computed instead of waiting for the load of another request."""
 
     def want(self, request: TierRequest) -> None:
         """A request has found blocks in lower tiers: send jobs for it at the end of the step."""
         self.wanting[request] = None
         if request.is_announced:
-            self._waiting.add(request)
+            self._choices.waiting.add(request)
+
+    def drop(self, request: TierRequest) -> None:
+        """Send no job for what a request has found in this step."""
+        self.wanting.pop(request, None)
+        request.wanted.begin(request.wanted.step)
 
     def await_writer(self, key: OffloadKey, request: TierRequest) -> LookupResult:
         """A block is being written in host memory: HIT_PENDING if it is worth waiting for."""
@@ -90,9 +95,10 @@ class Promotions:
         ):
             return False
         last.num_left += 1
+        self.num_left_blocks += len(keys)
         for job in self.jobs.values():  # those of other groups, too
             job.wanters.pop(request, None)
-        self._waiting.discard(request)
+        self._choices.waiting.discard(request)
         request.wait.give_up()
         return True
 
@@ -144,15 +150,17 @@ class Promotions:
         now = self._step.now
         if not tier.lets(request, now):
             return False
-        verdict = self._guard.judge(keys, tier, request, self._num_held_up(request), now)
+        num_held_up = self._num_held_up(keys, request)
+        verdict = self._guard.judge(Load(keys, tier, request, num_held_up), now)
         if verdict.choice is Choice.WAIT:
             return False
         if verdict.choice is Choice.COMPUTE:
-            self._decline(keys, tier, request)
+            assert verdict.objection is not None
+            self._decline(keys, tier, request, verdict.objection)
             return False
         if verdict.choice is Choice.TRY_COMPUTING:
-            _count_declined(keys, tier)
-            self._waiting.discard(request)
+            _count_declined(keys, tier, Objection.TRIAL)
+            self._choices.waiting.discard(request)
             for source in request.sources.all:  # compute them, whichever tier has them
                 request.decline(source)
             return False
@@ -164,6 +172,8 @@ class Promotions:
         tier.stats.count("hit_blocks", num_sent)
         if num_sent:
             self._guard.note_load(verdict)
+        if request.queued is not None:
+            request.queued.num_blocks += num_sent
         return num_sent == len(keys)
 
     def declines(self, group: bytes, request: TierRequest) -> bool:
@@ -181,31 +191,41 @@ class Promotions:
         if first is None or not first.lets(request, now):
             return False
         keys = [key for key, tier in run.items() if tier is first]
-        num_held_up = self._num_held_up(request)
-        if self._guard.is_worth_loading(keys, first, request, num_held_up, now):
+        num_held_up = self._num_held_up(keys, request)
+        objection = self._guard.objection_to(Load(keys, first, request, num_held_up), now)
+        if objection is None:
             return False
-        self._decline(keys, first, request)
-        self.wanting.pop(request, None)
-        request.wanted.begin(request.wanted.step)
+        self._decline(keys, first, request, objection)
+        self.drop(request)
         return True
 
-    def _num_held_up(self, request: TierRequest) -> int:
+    def _num_held_up(self, keys: Sequence[OffloadKey], request: TierRequest) -> int:
         """Other requests that the device computes or decodes, or that wait for it. A request that
-        waits for a load is not one of them."""
-        if self._waiting_in != self._step.number:
-            self._waiting_in = self._step.number
+        waits for a load is not one of them, nor one that computes the same blocks: it needs them as
+        well."""
+        choices = self._choices
+        if choices.step != self._step.number:
             candidates = set(self.wanting)
             candidates.update(*(job.wanters for job in self.jobs.values()))
-            self._waiting = {each for each in candidates if each.may_wait_for_loads}
+            choices.begin(self._step.number, candidates)
         num_others = self._step.num_requests - request.is_announced
-        return num_others - len(self._waiting) + (request in self._waiting)
+        num_waiting = len(choices.waiting) - (request in choices.waiting)
+        computing = choices.computing.get(keys[0], ())
+        return num_others - num_waiting - len(computing) + (request in computing)
 
-    def _decline(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
+    def _decline(
+        self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest, objection: Objection
+    ) -> None:
         """The request computes these blocks."""
-        _count_declined(keys, tier)
-        self._declined.append((tier, keys, request))
-        self._waiting.discard(request)
         request.decline(tier)
+        self._choices.waiting.discard(request)
+        if request.queued is not None:  # nothing is decided until the engine looks it up
+            request.queued.decline(self._step.now)
+            return
+        if request.is_announced:
+            self._choices.computing.setdefault(keys[0], set()).add(request)
+        _count_declined(keys, tier, objection)
+        self._declined.append((tier, keys, request))
 
     def _explore(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
         """Now and then, load some declined blocks that no request waits for. Otherwise a tier that
@@ -277,8 +297,10 @@ class Promotions:
         if moved and wanters:
             for request in wanters:
                 request.brought_up.update(dict.fromkeys(moved, tier.manager))
-            expires = self._step.now + tier.settings.load_timeout_s
-            self.leases.begin(moved, wanters, transfer.req_context, expires)
+            lasts_s = tier.settings.load_timeout_s
+            is_queued = any(request.queued is not None for request in wanters)
+            expires = inf if is_queued else self._step.now + lasts_s
+            self.leases.begin(moved, wanters, transfer.req_context, expires, lasts_s)
 
     def give_up(self, job: Job) -> None:
         """A promotion is late: nobody waits for it any more. Its slots are quarantined until the
@@ -292,7 +314,7 @@ class Promotions:
     def withdraw(self, request: TierRequest) -> None:
         """A request waits for nothing any more."""
         self.wanting.pop(request, None)
-        self._waiting.discard(request)
+        self._choices.waiting.discard(request)
         self.leases.end_for(request)
 
     def forget_all(self) -> None:
@@ -302,18 +324,42 @@ class Promotions:
         self.leases.end_all()
 
 
-def _count_declined(keys: list[OffloadKey], tier: GuardedTier) -> None:
+def _count_declined(keys: list[OffloadKey], tier: GuardedTier, objection: Objection) -> None:
     tier.stats.count("hit_blocks", len(keys))
     tier.stats.count("declined_blocks", len(keys))
+    tier.stats.count(objection.value, len(keys))
+
+
+class _Choices:
+    """What requests have chosen in one step."""
+
+    __slots__ = ("computing", "step", "waiting")
+
+    def __init__(self) -> None:
+        self.begin(-1, ())
+
+    def begin(self, step: int, waiting: Collection[TierRequest]) -> None:
+        """Forget the choices of earlier steps. `waiting`: requests that may wait for loads."""
+        self.step = step
+        self.waiting = {each for each in waiting if each.may_wait_for_loads}
+        """Announced requests that wait for loads."""
+        self.computing: dict[OffloadKey, set[TierRequest]] = {}
+        """Announced requests that compute, by the first block that they do not load. Requests with
+        the same one compute the same blocks, at least in part."""
 
 
 class _Lease:
-    __slots__ = ("expires", "num_blocks", "requests")
+    __slots__ = ("expires", "lasts_s", "num_blocks", "requests")
 
-    def __init__(self, requests: set[TierRequest], num_blocks: int, expires: float) -> None:
+    def __init__(
+        self, requests: set[TierRequest], num_blocks: int, expires: float, lasts_s: float
+    ) -> None:
         self.requests = requests
         self.num_blocks = num_blocks
         self.expires = expires
+        """Infinite while the requests wait in the engine's queue."""
+        self.lasts_s = lasts_s
+        """Seconds from the time when no such request waits in the engine's queue."""
 
 
 class Leases:
@@ -342,11 +388,12 @@ class Leases:
         requests: Collection[TierRequest],
         context: ReqContext,
         expires: float,
+        lasts_s: float,
     ) -> None:
-        """Pin blocks for these requests."""
+        """Pin blocks for these requests. `lasts_s`: see `begin_to_expire`."""
         self._last_id -= 1  # negative, because the primary tier also records jobs, by positive ids
         kept, _ = self._primary.prepare_read(self._last_id, keys, context)
-        self._leases[self._last_id] = _Lease(set(requests), len(kept), expires)
+        self._leases[self._last_id] = _Lease(set(requests), len(kept), expires, lasts_s)
         self.num_blocks += len(kept)
         for request in requests:
             request.leases.add(self._last_id)
@@ -359,6 +406,13 @@ class Leases:
             if not lease.requests:
                 self._end(lease_id)
         request.leases = set()
+
+    def begin_to_expire(self, request: TierRequest, now: float) -> None:
+        """The request has left the engine's queue."""
+        for lease_id in request.leases:
+            lease = self._leases[lease_id]
+            if all(each.queued is None for each in lease.requests):
+                lease.expires = min(lease.expires, now + lease.lasts_s)
 
     def end_expired(self, now: float) -> None:
         """End leases whose time is up. The blocks stay, but may be evicted."""

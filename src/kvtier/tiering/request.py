@@ -16,6 +16,7 @@ from kvtier.base import TierFilter
 if TYPE_CHECKING:
     from kvtier.base import LookupResult, OffloadKey, PrefixLookup, ReqContext
     from kvtier.cpu.uses import RequestUse
+    from kvtier.tiering.ahead import Queued
     from kvtier.tiering.base import SecondaryTierManager
     from kvtier.tiering.cascade import Cascades
     from kvtier.tiering.jobs import Job
@@ -283,6 +284,7 @@ class TierRequest:
         "is_announced",
         "is_withdrawn",
         "leases",
+        "queued",
         "request_level",
         "sources",
         "stores",
@@ -312,6 +314,8 @@ class TierRequest:
         self.leases: set[int] = set()
         self.brought_up: dict[OffloadKey, SecondaryTierManager] = {}
         """Blocks that tiers have loaded for it, and the tier that each came from."""
+        self.queued: Queued | None = None
+        """Its entry in `LookAhead`, until the engine looks it up."""
 
         # Stores.
         self.stores = OpenStores()
@@ -353,6 +357,8 @@ class TierRequest:
     def reset(self) -> None:
         """The cache was reset: no block that it has found, stored or used is valid any more."""
         self.goes_on()
+        if self.queued is not None:
+            self.queued.again_at = -inf
         self.wanted.step = -1
         self.stores.forget()
         self.used = ()

@@ -1,0 +1,164 @@
+"""Looks ahead: promotes the blocks of requests that still wait in the engine's queue.
+
+An engine looks up a request only when it is about to start it, which on a busy engine is long after
+its arrival. So at the end of each step, `LookAhead` looks up requests that the engine has queued
+and has not looked up yet, in the order in which they will probably start. What a tier has is
+promoted, by the same rule as for other requests, and leased to the request until it starts or ends.
+
+A request that the rule lets compute is asked again later, because the tier may be less busy by
+then. The engine's own lookup decides in the end: a load that has not begun may become computing.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from itertools import islice
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey
+    from kvtier.tiering.lookup import Lookup
+    from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+    from kvtier.tiering.promotion import Promotions
+    from kvtier.tiering.request import Step, TierRequest
+
+_SHARE = 1 / 4
+"""Share of the slots that may hold blocks promoted for queued requests."""
+_MOST_IN_STEP = 4
+"""The most requests that are looked up ahead in one step. Each takes as long as a lookup by the
+engine."""
+_MOST_CONSIDERED = 64
+"""Only these first requests of the queue are looked up ahead: the others start much later."""
+_AGAIN_S = 0.1
+"""Seconds until a request that should compute is asked again."""
+
+
+class Queued:
+    """A request in the engine's queue. `LookAhead` makes it; `Promotions` writes `num_blocks`, and
+    `again_at` when it decides against a load."""
+
+    __slots__ = (
+        "_ahead",
+        "again_at",
+        "find_blocks",
+        "is_being_looked_up",
+        "num_blocks",
+        "order",
+        "request",
+    )
+
+    def __init__(
+        self,
+        ahead: LookAhead,
+        request: TierRequest,
+        find_blocks: Callable[[], Sequence[OffloadKey]],
+        order: tuple[int, int],
+    ) -> None:
+        self._ahead = ahead
+        self.request = request
+        self.find_blocks = find_blocks
+        """Returns the blocks that the request will look up."""
+        self.order = order
+        """Requests are expected to start in this order: priority, then arrival."""
+        self.again_at = -inf
+        """When to look it up again; infinite if there is nothing left to do for it."""
+        self.is_being_looked_up = False
+        """True while `LookAhead` looks it up."""
+        self.num_blocks = 0
+        """Blocks promoted for it so far."""
+
+    def decline(self, now: float) -> None:
+        """The request should rather compute, as things are now."""
+        self.again_at = now + _AGAIN_S
+
+    def leave(self) -> None:
+        """The engine has looked up the request, has started it or has ended it. Its wait for tiers
+        begins now, and its leases last no longer than those of other requests."""
+        self._ahead.leave(self)
+
+
+class LookAhead:
+    """The requests in the engine's queue. Scheduler thread only."""
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        lookup: Lookup,
+        promotions: Promotions,
+        step: Step,
+    ) -> None:
+        self._lookup = lookup
+        self._promotions = promotions
+        self._step = step
+        self._most_blocks = int(primary.num_blocks * _SHARE)
+        self._queue: list[Queued] = []
+        """In the order in which the requests are expected to start."""
+        self._num_entered = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def enter(
+        self,
+        request: TierRequest,
+        find_blocks: Callable[[], Sequence[OffloadKey]],
+        priority: int,
+    ) -> None:
+        """The engine has queued a request."""
+        if request.queued is not None:
+            self.leave(request.queued)
+        if not request.sources.all:
+            return
+        self._num_entered += 1
+        order = priority, self._num_entered
+        request.queued = Queued(self, request, find_blocks, order)
+        insort(self._queue, request.queued, key=lambda queued: queued.order)
+
+    def leave(self, queued: Queued) -> None:
+        """See `Queued.leave`."""
+        self._queue.remove(queued)
+        request = queued.request
+        request.queued = None
+        request.wait.end()
+        self._promotions.leases.begin_to_expire(request, self._step.now)
+
+    def end_step(self) -> None:
+        """Look up the first requests in the queue, unless their answers are known. Called at the
+        end of each step, before promotions are sent."""
+        if not self._queue:
+            return
+        now = self._step.now
+        num_blocks = sum(queued.num_blocks for queued in self._queue)
+        num_looked_up = 0
+        for queued in list(islice(self._queue, _MOST_CONSIDERED)):
+            if num_looked_up == _MOST_IN_STEP or num_blocks >= self._most_blocks:
+                return
+            if queued.request.is_withdrawn:  # its id was given to another request
+                queued.leave()
+            elif now >= queued.again_at:
+                num_looked_up += 1
+                num_blocks += self._look_up(queued, self._most_blocks - num_blocks)
+
+    def _look_up(self, queued: Queued, most_blocks: int) -> int:
+        """Look up a request as the engine would. Returns how many blocks it wants to promote: at
+        most `most_blocks`, or else none."""
+        request, now = queued.request, self._step.now
+        request.wait.end()  # it waits for the engine, not for tiers
+        queued.again_at = inf
+        queued.is_being_looked_up = True
+        keys = queued.find_blocks()
+        if keys:
+            self._lookup.prefix(keys, request)
+        queued.is_being_looked_up = False
+        request.sources.declined = set()
+        if request.wait.asking:
+            queued.again_at = now  # a tier answers later
+        if request not in self._promotions.wanting:
+            return 0
+        if request.wanted.num_blocks > most_blocks:
+            self._promotions.drop(request)
+            queued.decline(now)
+            return 0
+        return request.wanted.num_blocks
