@@ -7,7 +7,7 @@ ends up with wrong bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -91,7 +91,9 @@ class StandIn:
 
     # --- the scheduler's half -------------------------------------------------------------------
 
-    def on_new_request(self, request: EngineRequest) -> None:
+    def on_new_request(
+        self, request: EngineRequest, count_cached: Callable[[], int] | None = None
+    ) -> None:
         assert request.request_id not in self.alive
         self.alive[request.request_id] = request
         self.num_offered[request.request_id] = [0] * len(self.model.groups)

@@ -8,6 +8,7 @@ groups may have blocks of different sizes. Everything runs on the scheduler thre
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
@@ -121,6 +122,8 @@ class Geometry:
                 )
         self.alignment = lcm(*(group.tokens_per_chunk for group in self.groups))
         """A hit ends at a multiple of this number of tokens: there, chunks of all groups end."""
+        self.is_one_prefix = len(self.groups) == 1 and self.groups[0].is_prefix
+        """True if there is one group, whose chunks are matched from the start of a prompt."""
 
 
 # --- loading ------------------------------------------------------------------------------------
@@ -200,6 +203,17 @@ class Matcher:
                 end = self._aligned(matched.end)
                 is_pending = is_pending or matched.is_pending
         return Match(end, is_pending)
+
+    def blocks_to_match(
+        self, state: RequestOffloadState, count_cached: Callable[[], int]
+    ) -> Sequence[OffloadKey]:
+        """The blocks that `match` will look up for a waiting request with a single group.
+        `count_cached`: returns the number of its tokens on the device."""
+        state.update_keys()
+        (group,) = state.group_states
+        start, end = count_cached(), self._aligned(state.req.num_tokens - 1)
+        per_chunk = group.geometry.tokens_per_chunk
+        return group.keys[start // per_chunk : end // per_chunk]
 
     def _aligned(self, tokens: int) -> int:
         return tokens // self._alignment * self._alignment

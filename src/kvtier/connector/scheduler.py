@@ -9,8 +9,9 @@ wait for stores whose device blocks were given away), `update_connector_output` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.base import (
@@ -129,11 +130,16 @@ class OffloadingConnectorScheduler:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def on_new_request(self, request: EngineRequest) -> None:
+    def on_new_request(
+        self, request: EngineRequest, count_cached: Callable[[], int] | None = None
+    ) -> None:
         """Announce a request. Call it before any other method for this request.
 
-        Raises `ValueError` if the load of an earlier request with the same id was not reported yet:
-        the engine would take the end of that load for the end of a load of the new request.
+        `count_cached`: returns the tokens of the request that the device's own cache has now, in
+        whole device blocks of every group. If it is given, tiers may bring up the request's blocks
+        while it waits for its turn. It is called at the end of steps, until the first lookup.
+
+        Raises `ValueError` if the load of an earlier request with the same id was not reported yet.
         """
         former = self._states.get(request.request_id)
         if former is not None and former.is_loading:
@@ -145,6 +151,9 @@ class OffloadingConnectorScheduler:
         self._states[request.request_id] = state
         answer = self.manager.on_new_request(state.req_context)
         state.stores_hits = answer.policy is OffloadPolicy.REQUEST_LEVEL
+        if count_cached is not None and not state.hints.skip and self._geometry.is_one_prefix:
+            find_blocks = partial(self._matcher.blocks_to_match, state, count_cached)
+            self.manager.on_request_queued(state.req_context, find_blocks)
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int

@@ -5,7 +5,7 @@ The two halves of the connector, for the scheduler and for the workers, are in `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,7 +43,9 @@ __all__ = ["Connector", "SchedulerHooks", "WorkerHooks", "make_connector", "offl
 class SchedulerHooks(Protocol):
     """The connector's scheduler half, as engines call it. See `OffloadingConnectorScheduler`."""
 
-    def on_new_request(self, request: EngineRequest) -> None: ...
+    def on_new_request(
+        self, request: EngineRequest, count_cached: Callable[[], int] | None = None
+    ) -> None: ...
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int

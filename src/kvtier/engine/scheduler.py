@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,7 +77,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request."""
         if self._hooks is not None:
-            self._hooks.on_new_request(request)
+            self._hooks.on_new_request(request, partial(self._blocks.match_prefix, request))
         insort(self._waiting, request, key=_BY_ARRIVAL)
 
     # --- a step ---------------------------------------------------------------------------------

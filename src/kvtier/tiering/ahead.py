@@ -11,8 +11,9 @@ then. The engine's own lookup decides in the end: a load that has not begun may 
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
     from kvtier.tiering.promotion import Promotions
     from kvtier.tiering.request import Step, TierRequest
+
+logger = logging.getLogger(__name__)
 
 _SHARE = 1 / 4
 """Share of the slots that may hold blocks promoted for queued requests."""
@@ -96,6 +99,8 @@ class LookAhead:
         self._queue: list[Queued] = []
         """In the order in which the requests are expected to start."""
         self._num_entered = 0
+        self._has_failed = False
+        """True once a `find_blocks` of the engine has raised."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -124,20 +129,21 @@ class LookAhead:
         request.wait.end()
         self._promotions.leases.begin_to_expire(request, self._step.now)
 
-    def end_step(self) -> None:
+    def end_step(self, started: Collection[str]) -> None:
         """Look up the first requests in the queue, unless their answers are known. Called at the
-        end of each step, before promotions are sent."""
+        end of each step, before promotions are sent. `started`: requests that the engine has
+        started, maybe without a lookup."""
         if not self._queue:
             return
+        for queued in [each for each in self._queue if each.request.context.req_id in started]:
+            queued.leave()
         now = self._step.now
         num_blocks = sum(queued.num_blocks for queued in self._queue)
         num_looked_up = 0
         for queued in list(islice(self._queue, _MOST_CONSIDERED)):
             if num_looked_up == _MOST_IN_STEP or num_blocks >= self._most_blocks:
                 return
-            if queued.request.is_withdrawn:  # its id was given to another request
-                queued.leave()
-            elif now >= queued.again_at:
+            if now >= queued.again_at:
                 num_looked_up += 1
                 num_blocks += self._look_up(queued, self._most_blocks - num_blocks)
 
@@ -147,11 +153,11 @@ class LookAhead:
         request, now = queued.request, self._step.now
         request.wait.end()  # it waits for the engine, not for tiers
         queued.again_at = inf
-        queued.is_being_looked_up = True
-        keys = queued.find_blocks()
+        keys = self._blocks_of(queued)
         if keys:
+            queued.is_being_looked_up = True
             self._lookup.prefix(keys, request)
-        queued.is_being_looked_up = False
+            queued.is_being_looked_up = False
         request.sources.declined = set()
         if request.wait.asking:
             queued.again_at = now  # a tier answers later
@@ -162,3 +168,16 @@ class LookAhead:
             queued.decline(now)
             return 0
         return request.wanted.num_blocks
+
+    def _blocks_of(self, queued: Queued) -> Sequence[OffloadKey]:
+        """The blocks that the request will look up; none if the engine's function fails."""
+        try:
+            return queued.find_blocks()
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception(
+                    "The engine cannot say which blocks a queued request will look up, so they are "
+                    "not brought up before it asks for them. Further failures are not logged."
+                )
+            return ()

@@ -17,6 +17,7 @@ while no request loads from it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from math import inf
@@ -25,11 +26,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtier.tiering.cost import Learnt, PrefillRate, TransferEstimate, read_note, write_note
 
 if TYPE_CHECKING:
-    from kvtier.base import OffloadKey
+    from kvtier.base import OffloadingStats, OffloadKey
     from kvtier.tiering.jobs import Job
     from kvtier.tiering.lookup import Groups
     from kvtier.tiering.request import TierRequest
     from kvtier.tiering.tier_calls import GuardedTier
+
+logger = logging.getLogger(__name__)
 
 PROBE_SIZES = (1, 8)
 """Sizes, in blocks, of the loads that measure a tier when the engine starts (probes). Two sizes
@@ -239,9 +242,7 @@ class LoadGuard:
     def begin(self, now: float) -> None:
         """Read the notes that an earlier engine left with the tiers."""
         self._keep_at = now + _KEPT_EVERY_S
-        if not self._prefill.may_learn:
-            return
-        for tier in self._tiers:
+        for tier in self._tiers if self._prefill.may_learn else ():
             note = tier.call("kept_note", tier.manager.kept_note, default=None)
             learnt = read_note(note, self._fingerprint)
             if learnt.loads is not None:
@@ -249,12 +250,27 @@ class LoadGuard:
             if learnt.prefill is not None:
                 self._prefill.recall(learnt.prefill)
 
+        if self._tiers and not self._prefill.is_known:
+            logger.info(
+                "The cost of computing prompts is %s, so loading is not compared with computing.",
+                "not known yet"
+                if self._prefill.learns_from_stores
+                else "configured as 0 (not known)",
+            )
+
     def step_ended(self, now: float) -> None:
         """A scheduling step has ended."""
         self._prefill.step_ended(now)
         if now >= self._keep_at:
             self._keep_at = now + _KEPT_EVERY_S
             self.keep()
+
+    def add_to(self, stats: OffloadingStats) -> None:
+        """Move the counter into `stats`, and add the gauge."""
+        if self.num_trials:
+            stats.counters["kvtier_tiering_trial_requests"] = self.num_trials
+            self.num_trials = 0
+        stats.gauges["kvtier_tiering_prefill_tokens_per_s"] = self._prefill.tokens_per_s or 0.0
 
     def keep(self) -> None:
         """Give every tier that is in use a note for the next engine, unless the cost of computing

@@ -26,7 +26,7 @@ from kvtier.tiering.health import BreakerState
 from kvtier.tiering.request import Awaited
 
 if TYPE_CHECKING:
-    from kvtier.base import OffloadKey
+    from kvtier.base import OffloadingStats, OffloadKey
     from kvtier.cpu.policies.base import BlockStatus
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
     from kvtier.tiering.promotion import Promotions
@@ -389,6 +389,12 @@ class Lookup:
         return answer
 
     # --- what `block` and `prefix` share --------------------------------------------------------
+
+    def add_to(self, stats: OffloadingStats) -> None:
+        """Move the counter into `stats`."""
+        if self.num_without_room:
+            stats.counters["kvtier_tiering_no_room_blocks"] = self.num_without_room
+            self.num_without_room = 0
 
     def _begin_step(self, request: TierRequest) -> None:
         """Decide which tiers the request asks in this step. Called at its first lookup below."""

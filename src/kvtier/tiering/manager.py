@@ -31,7 +31,6 @@ are quarantined until it reports the job, however long that takes.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -65,8 +64,6 @@ if TYPE_CHECKING:
     from kvtier.tiering.base import SecondaryTierManager
 
 __all__ = ["CPUPrimaryTierOffloadingManager", "GroupShape", "TieringOffloadingManager"]
-
-logger = logging.getLogger(__name__)
 
 _HIT = LookupResult.HIT
 _MISS = LookupResult.MISS
@@ -140,13 +137,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._guard.begin(self._step.now)
         if self._prefill.may_learn:
             _probe(self._tiers, self._requests, self._promotions)
-        if tiers and not self._prefill.is_known:
-            logger.info(
-                "The cost of computing prompts is %s, so loading is not compared with computing.",
-                "not known yet"
-                if self._prefill.learns_from_stores
-                else "configured as 0 (not known)",
-            )
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -167,13 +157,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._ahead.enter(self._requests.of(req_context), find_blocks, priority)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._leave_queue(req_context.req_id)
         self._requests.finish(req_context)
-
-    def _leave_queue(self, req_id: str) -> None:
-        request = self._requests.get(req_id)
-        if request is not None and request.queued is not None:
-            request.queued.leave()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.primary_tier.touch(keys, req_context)
@@ -213,10 +197,7 @@ class TieringOffloadingManager(OffloadingManager):
         step = self._step
         step.now = now = self._clock()
         self.primary_tier.on_schedule_end(context)
-        if self._ahead:
-            for req_id in context.new_req_ids:
-                self._leave_queue(req_id)
-            self._ahead.end_step()
+        self._ahead.end_step(context.new_req_ids)
         for req_id in context.preempted_req_ids:
             request = self._requests.get(req_id)
             if request is not None:
@@ -398,18 +379,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingStats:
         stats = self.primary_tier.get_stats()
-        if self._guard.num_trials:
-            stats.counters["kvtier_tiering_trial_requests"] = self._guard.num_trials
-            self._guard.num_trials = 0
-        if self._promotions.num_left_blocks:
-            stats.counters["kvtier_tiering_left_blocks"] = self._promotions.num_left_blocks
-            self._promotions.num_left_blocks = 0
-        if self._promotions.num_given_up or self._lookup.num_without_room:
-            stats.counters["kvtier_tiering_given_up_requests"] = self._promotions.num_given_up
-            stats.counters["kvtier_tiering_no_room_blocks"] = self._lookup.num_without_room
-            self._promotions.num_given_up = self._lookup.num_without_room = 0
-        stats.gauges["kvtier_tiering_leased_blocks"] = self._promotions.leases.num_blocks
-        stats.gauges["kvtier_tiering_prefill_tokens_per_s"] = self._prefill.tokens_per_s or 0.0
+        self._lookup.add_to(stats)
+        self._promotions.add_to(stats)
+        self._guard.add_to(stats)
         for tier in self._tiers:
             tier.add_stats(stats)
         return stats
@@ -430,10 +402,7 @@ class TieringOffloadingManager(OffloadingManager):
         return {
             "requests": len(self._requests),
             "queued requests": len(self._ahead),
-            "wanting requests": len(self._promotions.wanting),
-            "promotions": len(self._promotions.jobs),
-            "leases": len(self._promotions.leases),
-            "leased blocks": self._promotions.leases.num_blocks,
+            **self._promotions.open_work(),
             "parked blocks": len(self._cascades.parked),
             "waiting blocks": sum(tier.backlog.num_blocks for tier in self._tiers),
             "jobs": sum(len(tier.jobs) for tier in self._tiers),

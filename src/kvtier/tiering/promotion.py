@@ -16,7 +16,7 @@ from kvtier.base import LookupResult
 from kvtier.tiering.guard import PROBE_SIZES, Choice, Load, Objection
 
 if TYPE_CHECKING:
-    from kvtier.base import OffloadKey, ReqContext
+    from kvtier.base import OffloadingStats, OffloadKey, ReqContext
     from kvtier.tiering.guard import LoadGuard
     from kvtier.tiering.jobs import Job, JobFactory
     from kvtier.tiering.lookup import Groups
@@ -316,6 +316,25 @@ class Promotions:
         self.wanting.pop(request, None)
         self._choices.waiting.discard(request)
         self.leases.end_for(request)
+
+    def open_work(self) -> dict[str, int]:
+        """The sizes of the tables that must be empty once everything has ended."""
+        return {
+            "wanting requests": len(self.wanting),
+            "promotions": len(self.jobs),
+            "leases": len(self.leases),
+            "leased blocks": self.leases.num_blocks,
+        }
+
+    def add_to(self, stats: OffloadingStats) -> None:
+        """Move the counters into `stats`, and add the gauges."""
+        if self.num_given_up:
+            stats.counters["kvtier_tiering_given_up_requests"] = self.num_given_up
+            self.num_given_up = 0
+        if self.num_left_blocks:
+            stats.counters["kvtier_tiering_left_blocks"] = self.num_left_blocks
+            self.num_left_blocks = 0
+        stats.gauges["kvtier_tiering_leased_blocks"] = self.leases.num_blocks
 
     def forget_all(self) -> None:
         """The cache was reset: what is wanted or leased is not valid any more."""

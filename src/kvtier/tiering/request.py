@@ -481,6 +481,8 @@ class RequestTable:
         if request.is_announced and not request.is_withdrawn:
             self._step.num_requests -= 1
         request.is_withdrawn = True
+        if request.queued is not None:
+            request.queued.leave()
         self._promotions.withdraw(request)
         for tier in self._tiers:
             tier.breaker.let_go(request)

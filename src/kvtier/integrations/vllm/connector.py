@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
+from kvtier.base import OffloadKey
 from kvtier.config import ConfigError, OffloadingOptions, Problem
 from kvtier.connector.common import MIN_PREFILL_TOKENS, ComputedTokens, Prefill, prefill_in
 from kvtier.integrations.vllm import vllm_api
@@ -89,6 +91,8 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             self._loading: dict[str, frozenset[int]] = {}
             """Device blocks that loads are filling, by request."""
             self._clock = PrefillClock(self._manager.inner.note_prefill)
+            self._queue: _Queue | None = None
+            self._has_priorities = vllm_config.scheduler_config.policy == "priority"
             announce_prefix_lookups(self.connector_scheduler, self._manager)
             self._server_watch = ServerWatch.of_this_engine(vllm_config)
         else:
@@ -148,11 +152,23 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             watch.close()
         super().shutdown()
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        # vLLM calls this once, at the end of the start. For other kinds of caches, the blocks that
+        # a request will look up are known only when vLLM looks them up.
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if self._reports_by_block:
+            self._queue = _Queue(self.connector_scheduler, gpu_block_pool)
+
     def on_new_request(self, request: vllm_api.Request) -> None:
         super().on_new_request(request)
         # Not with `max_load_tokens`: it may limit the load to a part of the prompt.
-        if "max_load_tokens" not in (request.kv_transfer_params or ()):
-            self._manager.expect_prompt(request.request_id, request.num_prompt_tokens)
+        if "max_load_tokens" in (request.kv_transfer_params or ()):
+            return
+        self._manager.expect_prompt(request.request_id, request.num_prompt_tokens)
+        if self._queue is not None and not request.skip_reading_prefix_cache:
+            find_blocks = partial(self._queue.blocks_to_load, request)
+            priority = request.priority if self._has_priorities else 0
+            self._manager.on_request_queued(request.request_id, find_blocks, priority)
 
     def build_connector_meta(
         self, scheduler_output: vllm_api.SchedulerOutput
@@ -231,6 +247,42 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         on."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+
+# --- requests in vLLM's queue --------------------------------------------------------------------
+
+_GROUPS = [0]
+"""The only KV-cache group."""
+
+
+class _Queue:
+    """Finds the blocks that a request in vLLM's queue will look up. Scheduler thread only.
+
+    Only for models with one KV-cache group, with full attention.
+    """
+
+    def __init__(self, scheduler: Any, device_cache: Any) -> None:
+        """`scheduler`: the scheduler side of vLLM's connector. `device_cache`: vLLM's table of the
+        blocks on the device."""
+        self._scheduler = scheduler
+        self._device_cache = device_cache
+
+    def blocks_to_load(self, request: vllm_api.Request) -> Sequence[OffloadKey]:
+        """The blocks from the first one that the device does not have."""
+        status = self._scheduler._req_status.get(request.request_id)
+        if status is None:
+            return ()
+        status.update_offload_keys()
+        (group,) = status.group_states
+        (config,) = self._scheduler.config.kv_group_configs
+        find = self._device_cache.get_cached_block
+        num_cached = 0
+        for block_hash in request.block_hashes:
+            if find(block_hash, _GROUPS) is None:
+                break
+            num_cached += 1
+        keys: list[OffloadKey] = group.offload_keys
+        return keys[num_cached // config.hashes_per_chunk :]
 
 
 # --- how fast the engine computes prompts ---------------------------------------------------------

@@ -7,7 +7,7 @@ step, so `lookup` does as little as possible.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtier.base import (
@@ -100,6 +100,14 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def expect_prompt(self, req_id: str, num_tokens: int) -> None:
         """Note the number of prompt tokens of a new request."""
         self._requests[req_id].context.num_prompt_tokens = num_tokens
+
+    def on_request_queued(
+        self, req_id: str, find_blocks: Callable[[], Sequence[OffloadKey]], priority: int
+    ) -> None:
+        """A new request waits in vLLM's queue. See `OffloadingManager.on_request_queued`."""
+        context = self._requests[req_id].load_context
+        if context is not None:
+            self._manager.on_request_queued(context, find_blocks, priority=priority)
 
     def give_up_loading(self, req_id: str) -> None:
         """Answer MISS to all further lookups of a request, because a load of it has failed.
