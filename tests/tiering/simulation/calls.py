@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvtier.base import (
@@ -128,6 +129,16 @@ class WatchedCalls:
     def on_new_request(self, context: ReqContext) -> OffloadPolicy:
         self._world.note(f"on_new_request {context.req_id} {context.load_tier_filter}")
         return self._call("on_new_request", self._manager.on_new_request, context).policy
+
+    def on_request_queued(
+        self,
+        context: ReqContext,
+        find_blocks: Callable[[], Sequence[OffloadKey]],
+        priority: int,
+    ) -> None:
+        self._world.note(f"on_request_queued {context.req_id} {priority}")
+        queue = partial(self._manager.on_request_queued, priority=priority)
+        self._call("on_request_queued", queue, context, find_blocks)
 
     def on_request_finished(self, context: ReqContext) -> None:
         self._world.note(f"on_request_finished {context.req_id}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.base import (
     BlockIDsLoadStoreSpec,
@@ -20,9 +21,16 @@ from kvtier.base import (
     TierFilter,
     TierMatcher,
 )
+from kvtier.tiering.manager import GroupShape
 from tests.tiering.simulation.calls import WatchedCalls
 from tests.tiering.simulation.device import Device
-from tests.tiering.simulation.request import Group, Phase, PromptTree, Request
+from tests.tiering.simulation.request import (
+    TOKENS_PER_CHUNK,
+    Group,
+    Phase,
+    PromptTree,
+    Request,
+)
 from tests.tiering.simulation.world import World
 
 _FILTERS = (
@@ -55,6 +63,8 @@ class Habits:
     filters: float
     reused_ids: float
     unannounced: float
+    queued: float
+    """Rate of requests that the manager hears of while they wait for their turn."""
 
 
 class Engine:
@@ -114,7 +124,16 @@ class Engine:
         policy = OffloadPolicy.BLOCK_LEVEL
         if req_id in self._used_ids or not self._world.happens(habits.unannounced):
             policy = self._calls.on_new_request(context)
-        self.requests.append(Request(context, chunks, habits.groups, policy))
+        request = Request(context, chunks, habits.groups, policy)
+        self.requests.append(request)
+        if self._world.happens(habits.queued) and [g.shape() for g in habits.groups] == [
+            GroupShape(TOKENS_PER_CHUNK)
+        ]:
+            self._calls.on_request_queued(
+                context,
+                partial(self._blocks_to_load, request, rng.randrange(len(chunks))),
+                rng.randrange(3),
+            )
         self._used_ids.append(req_id)
         self._world.tally["requests"] += 1
 
@@ -305,6 +324,12 @@ class Engine:
                 request.phase = Phase.READY
 
     # --- lookups -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _blocks_to_load(request: Request, num_on_device: int) -> list[OffloadKey]:
+        """Called by the manager for a queued request, which the device may have a part of."""
+        assert request.phase is Phase.WAITING, "it has been looked up, or has ended"
+        return request.keys[0][num_on_device:]
 
     def _look_up(self, request: Request) -> int | None:
         """How many leading chunks can be loaded; None: ask again in the next step.

@@ -308,4 +308,5 @@ def _habits(rng: random.Random, groups: list[Group], scale: float) -> Habits:
         reused_ids=rng.choice((0.0, 0.3)),
         # The manager cannot know that blocks of an unannounced request are from before a reset.
         unannounced=0.0 if resets else rng.choice((0.0, 0.1)),
+        queued=rng.choice((0.0, 0.5, 1.0)),
     )
