@@ -3,10 +3,11 @@
     python -m tests.bench.serve_load measure    on the H200: eight to ten minutes for two rounds
     python -m tests.bench.serve_load rehearse   the same with a tiny model on the CPU, three minutes
 
-Engines run one after the other, in turns; each process runs all workloads. `none` is vLLM without
-offloading, and all ratios are to it. `host` and `disk` are kvtier with host memory alone, and with
-a disk tier below. `--engines` adds vLLM's own offloading (`vllm-host`, `vllm-fs`). Results are
-saved after every engine, in build/bench and in the folder $OUT if it is set.
+The engines of a setting start together, as many as fit on the GPU, and then run the workloads in
+turns: one works, the others wait. `none` is vLLM without offloading, and all ratios are to it.
+`host` and `disk` are kvtier with host memory alone, and with a disk tier below. `--engines` adds
+vLLM's own offloading (`vllm-host`, `vllm-fs`). Results are saved after every round of an engine, in
+build/bench and in the folder $OUT if it is set.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,6 +68,8 @@ class Setting:
     """Seconds within which an engine must start."""
     workload_s: float
     """Seconds within which a workload must end."""
+    num_at_once: int = 3
+    """Engines that fit on the GPU at the same time."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """By the name of a ratio to `none` for the engine `disk`."""
 
@@ -200,6 +204,7 @@ LARGE = replace(
     workloads={"conversations": _CHATS | {"conversations": 14, "active": 4}},
     start_s=240.0,
     workload_s=180.0,
+    num_at_once=1,
     limits={"conversations: later turns": 0.65},
 )
 REHEARSAL = Setting(
@@ -242,21 +247,15 @@ class Measurements:
 
     def __init__(self) -> None:
         self.rounds: dict[str, dict[str, dict[str, list[Parts]]]] = {}
-        self.figures: dict[str, dict[str, list[dict[str, float]]]] = {}
-        """kvtier's metrics at the end of each process."""
         self.problems: list[str] = []
 
     def add(self, setting: str, engine: str, workload: str, parts: Parts) -> None:
         by_workload = self.rounds.setdefault(setting, {}).setdefault(engine, {})
         by_workload.setdefault(workload, []).append(parts)
 
-    def add_figures(self, setting: str, engine: str, figures: dict[str, float]) -> None:
-        self.figures.setdefault(setting, {}).setdefault(engine, []).append(figures)
-
     def save(self, name: str) -> None:
         document = {
             "rounds": self.rounds,
-            "figures": self.figures,
             "problems": self.problems,
             "ratios": {
                 setting: {
@@ -369,14 +368,18 @@ def run(
 
     measured = Measurements()
     with scratch_directory() as scratch:
-        for number in range(num_rounds):
-            for setting in settings:
-                for engine in engines if number % 2 == 0 else engines[::-1]:
-                    if time.monotonic() - began > deadline_s:
-                        say("no time is left")
-                        break
-                    folder = scratch / f"{setting.name}-{engine}-{number}"
-                    _run_engine(setting, engine, folder, measured, say)
+        groups = [
+            (each, engines[first : first + each.num_at_once])
+            for each in settings
+            for first in range(0, len(engines), each.num_at_once)
+        ]
+        for setting, group in groups:
+            if time.monotonic() - began > deadline_s:
+                say(f"{setting.name}, {', '.join(group)}: no time is left")
+                continue
+            with _engines(setting, group, scratch, measured, say) as started:
+                for engine in _turns(started, num_rounds, began + deadline_s):
+                    _run_workloads(setting, started, engine, measured, say)
                     measured.save(name)
     for setting in settings:
         show(setting, measured.rounds.get(setting.name, {}))
@@ -385,27 +388,72 @@ def run(
         missed.append(f"serve_load: {problem}")
 
 
-def _run_engine(
-    setting: Setting, engine: str, folder: Path, measured: Measurements, say: Any
-) -> None:
-    order = setting.order(engine, folder, f"serve-load-{os.getpid()}-{folder.name}")
-    process = EngineProcess(engine, "tests.bench.serve_load_engine", order, folder)
-    what = f"{setting.name}, {engine}"
+def _turns(started: Mapping[str, object], num_rounds: int, deadline: float) -> Iterator[str]:
+    """The engines round by round: forwards, then backwards. No round begins after the deadline,
+    but the first."""
+    for number in range(num_rounds):
+        if number and time.monotonic() > deadline:
+            return
+        yield from list(started)[:: 1 if number % 2 == 0 else -1]
+
+
+@contextmanager
+def _engines(
+    setting: Setting, names: Sequence[str], scratch: Path, measured: Measurements, say: Any
+) -> Iterator[dict[str, EngineProcess]]:
+    """Start engines together, yield those that have started, and end them."""
+    processes = {}
+    for name in names:
+        folder = scratch / f"{setting.name}-{name}"
+        order = setting.order(name, folder, f"serve-load-{os.getpid()}-{folder.name}")
+        processes[name] = EngineProcess(name, "tests.bench.serve_load_engine", order, folder)
+    started = {}
     try:
-        if not process.has_started(setting.start_s):
-            raise EngineFailed("it did not start in time")
-        say(f"{what}: started in {process.started_in_s:.0f} s")
+        for name, process in processes.items():
+            try:
+                if not process.has_started(setting.start_s):
+                    raise EngineFailed("it did not start in time")
+            except EngineFailed as failure:
+                _report(setting, process, failure, measured, say)
+                continue
+            say(f"{setting.name}, {name}: started in {process.started_in_s:.0f} s")
+            started[name] = process
+        yield started
+    finally:
+        for process in processes.values():
+            process.end()
+            _remove(process.folder / "tier")
+
+
+def _run_workloads(
+    setting: Setting,
+    started: dict[str, EngineProcess],
+    engine: str,
+    measured: Measurements,
+    say: Any,
+) -> None:
+    """One round of one engine. Removes the engine from `started` if it fails."""
+    process = started[engine]
+    try:
         for workload, argument in setting.workloads.items():
             parts: Parts = process.ask(workload, dict(argument), setting.workload_s)
             measured.add(setting.name, engine, workload, parts)
-            say(f"{what}: {workload} {_seconds_of(parts)} s")
-        measured.add_figures(setting.name, engine, process.ask("figures", None))
+            say(f"{setting.name}, {engine}: {workload} {_seconds_of(parts)} s")
     except EngineFailed as failure:
-        say(f"{what}: {failure}\n--- the end of its log:\n{process.last_words()}\n---")
-        measured.problems.append(f"{what}: {failure}")
-    finally:
-        process.end()
-        _remove(folder / "tier")
+        _report(setting, process, failure, measured, say)
+        del started[engine]
+
+
+def _report(
+    setting: Setting,
+    process: EngineProcess,
+    failure: EngineFailed,
+    measured: Measurements,
+    say: Any,
+) -> None:
+    what = f"{setting.name}, {process.name}"
+    say(f"{what}: {failure}\n--- the end of its log:\n{process.last_words()}\n---")
+    measured.problems.append(f"{what}: {failure}")
 
 
 def _remove(folder: Path) -> None:
@@ -438,7 +486,7 @@ def main() -> None:
         type=positive_number,
         default=540.0,
         metavar="S",
-        help="start no engine after so many seconds (default: %(default)s)",
+        help="begin no further round after so many seconds (default: %(default)s)",
     )
     arguments = parser.parse_args()
     settings, rounds = [ON_GPU[name] for name in arguments.settings], arguments.rounds

@@ -107,19 +107,18 @@ class Session:
         ]
         return [*parts, self._measure(questions, len(questions))]
 
-    def figures(self, _: object) -> dict[str, float]:
-        """kvtier's metrics; empty for other engines."""
-        return self._engine.figures()
-
     def end(self) -> None:
         self._engine.close()
 
     # --- what they share ------------------------------------------------------------------------
 
     def _measure(self, questions: list[Question], num_active: int) -> dict[str, Any]:
+        before, cpu_s = self._engine.figures(), time.process_time()
         began = time.perf_counter()
         steps = list(self._serve(questions, num_active))
         seconds = time.perf_counter() - began
+        cpu_s = time.process_time() - cpu_s
+        figures = self._engine.figures()
         answers = [self._engine.answer(question.name) for question in questions]
         decoding = [took for took, only_decodes in steps if only_decodes]
         return {
@@ -129,6 +128,12 @@ class Session:
             "prompt_tokens": sum(len(question.prompt) for question in questions),
             "steps": len(steps),
             "decode_step": median(decoding) if decoding else None,
+            "cpu_seconds": cpu_s,
+            "figures": {
+                name: value - before.get(name, 0.0)
+                for name, value in figures.items()
+                if value != before.get(name, 0.0)
+            },
         }
 
     def _serve(
