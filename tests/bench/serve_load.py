@@ -1,7 +1,9 @@
 """A busy server: many requests in stock vLLM on a GPU, with more work than the caches hold.
 
     python -m tests.bench.serve_load measure    on the H200: eight to ten minutes for two rounds
-    python -m tests.bench.serve_load rehearse   the same with a tiny model on the CPU, three minutes
+    python -m tests.bench.serve_load emulate    without a GPU: one that only sleeps, as fast as an
+                                                H200; everything else is real. Needs 16 GB of memory
+    python -m tests.bench.serve_load rehearse   with a tiny model on the CPU, two minutes
 
 The engines of a setting start together, as many as fit on the GPU, and then run the workloads in
 turns: one works, the others wait. `none` is vLLM without offloading, and all ratios are to it.
@@ -70,6 +72,8 @@ class Setting:
     """Seconds within which a workload must end."""
     num_at_once: int = 3
     """Engines that fit on the GPU at the same time."""
+    emulated: str | None = None
+    """The name of a `Speed` in `tests.bench.sleeping_gpu`; None: on a real device."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """By the name of a ratio to `none` for the engine `disk`."""
 
@@ -115,6 +119,7 @@ class Setting:
             "engine_args": engine_args,
             "kvtier": kvtier,
             "warm_up_tokens": self.warm_up_tokens,
+            "emulated": self.emulated,
         }
 
 
@@ -207,6 +212,13 @@ LARGE = replace(
     num_at_once=1,
     limits={"conversations: later turns": 0.65},
 )
+LONG = replace(
+    CHATS,
+    name="long",
+    engine_args={**_ON_GPU, **_GRAPHS, "max_model_len": 33_000, "gpu_memory_utilization": 0.5},
+    workloads={"long_prompt": {"tokens": 32_000, "times": 3}},
+    limits={},
+)
 REHEARSAL = Setting(
     "rehearsal",
     _TINY,
@@ -234,12 +246,38 @@ REHEARSAL = Setting(
             "active": 3,
         },
         "burst": {"common_tokens": 512, "own_tokens": 20, "requests": 6},
+        "long_prompt": {"tokens": 1_200, "times": 1},
     },
     warm_up_tokens=200,
     start_s=120.0,
     workload_s=120.0,
 )
-ON_GPU = {setting.name: setting for setting in (CHATS, AGENTS, LARGE, EAGER)}
+ON_GPU = {setting.name: setting for setting in (CHATS, AGENTS, LARGE, EAGER, LONG)}
+
+
+def _emulated(setting: Setting, speed: str) -> Setting:
+    """The same on a GPU that only sleeps. Two engines fit, of which one has host memory."""
+    return replace(
+        setting,
+        engine_args={
+            **_ON_GPU,
+            "enforce_eager": True,
+            "max_num_batched_tokens": 16_384,
+            "max_model_len": setting.engine_args["max_model_len"],
+        },
+        emulated=speed,
+        num_at_once=2,
+        workload_s=400.0,
+    )
+
+
+EMULATED = {
+    "chats": _emulated(CHATS, "H200_8B"),
+    "agents": _emulated(AGENTS, "H200_8B"),
+    "large": _emulated(LARGE, "H200_32B"),
+    "eager": _emulated(EAGER, "H200_8B_EAGER"),
+    "long": _emulated(LONG, "H200_8B"),
+}
 
 
 class Measurements:
@@ -350,17 +388,14 @@ def run(
     deadline_s: float = 540.0,
 ) -> None:
     """Run all settings, round by round, until the time is up."""
-    is_rehearsal = REHEARSAL in settings
-    if not is_rehearsal and (missing := why_no_gpu()) is not None:
-        rehearse = "`python -m tests.bench.serve_load rehearse` needs no GPU"
-        not_measured("serve_load", f"{missing}. {rehearse}")
+    needs_gpu = all(setting in ON_GPU.values() for setting in settings)
+    why_not = _why_not(needs_gpu)
+    if why_not is not None:
+        not_measured("serve_load", why_not)
         return
-    if find_spec("vllm") is None:
-        not_measured(
-            "serve_load", "this Python has no vLLM: take another, such as that of `make vllm-env`"
-        )
-        return
-    name = "serve_load_rehearsal" if is_rehearsal else "serve_load"
+    name = "serve_load"
+    if not needs_gpu:
+        name += "_rehearsal" if REHEARSAL in settings else "_emulated"
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -386,6 +421,16 @@ def run(
     for problem in measured.problems:
         print(f"  problem: {problem}")
         missed.append(f"serve_load: {problem}")
+
+
+def _why_not(needs_gpu: bool) -> str | None:
+    """Why nothing can be measured here; None if it can."""
+    missing = why_no_gpu() if needs_gpu else None
+    if missing is not None:
+        return f"{missing}. `python -m tests.bench.serve_load emulate` needs no GPU"
+    if find_spec("vllm") is None:
+        return "this Python has no vLLM: take another, such as that of `make vllm-env`"
+    return None
 
 
 def _turns(started: Mapping[str, object], num_rounds: int, deadline: float) -> Iterator[str]:
@@ -469,7 +514,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("mode", choices=("measure", "rehearse"))
+    parser.add_argument("mode", choices=("measure", "emulate", "rehearse"))
     parser.add_argument(
         "--settings",
         nargs="+",
@@ -489,7 +534,8 @@ def main() -> None:
         help="begin no further round after so many seconds (default: %(default)s)",
     )
     arguments = parser.parse_args()
-    settings, rounds = [ON_GPU[name] for name in arguments.settings], arguments.rounds
+    known = EMULATED if arguments.mode == "emulate" else ON_GPU
+    settings, rounds = [known[name] for name in arguments.settings], arguments.rounds
     if arguments.mode == "rehearse":
         settings, rounds = [REHEARSAL], 1
     run(settings, arguments.engines, rounds, arguments.deadline)

@@ -45,6 +45,12 @@ class Session:
         (folder / "vllm").mkdir()
         (folder / "tier").mkdir()
         contain(folder / "vllm")
+        engine_args = dict(order["engine_args"])
+        if order["emulated"] is not None:
+            from tests.bench import sleeping_gpu  # imports vLLM
+
+            sleeping_gpu.install(getattr(sleeping_gpu, order["emulated"]))
+            engine_args["worker_cls"] = sleeping_gpu.WORKER
         self._vocabulary = order["vocabulary"]
         self._random = random.Random(7)
         self._num_workloads = 0
@@ -53,7 +59,7 @@ class Session:
             order["kvtier"],
             device_blocks=order["device_blocks"],
             max_requests=order["max_requests"],
-            **order["engine_args"],
+            **engine_args,
         )
         list(self._serve([Question("warm-up", self._text(order["warm_up_tokens"]), 8)], 1))
 
@@ -98,19 +104,33 @@ class Session:
         common = self._text(what["common_tokens"])
         first = Question(self._name("before"), common + self._text(what["own_tokens"]), 4)
         parts = [self._measure([first], 1)]
-        self._engine.settle(_SETTLED_WITHIN_S)
-        if not self._engine.reset_all():
-            raise RuntimeError("vLLM could not reset its cache: some blocks are in use")
+        self._keep_on_disk_alone()
         questions = [
             Question(self._name(f"burst-{n}"), common + self._text(what["own_tokens"]), 4)
             for n in range(what["requests"])
         ]
         return [*parts, self._measure(questions, len(questions))]
 
+    def long_prompt(self, what: dict[str, Any]) -> list[dict[str, Any]]:
+        """One long prompt on an idle engine, again and again. The first part computes and stores
+        it; in the others, it is only on disk."""
+        prompt = self._text(what["tokens"])
+        parts = []
+        for n in range(1 + what["times"]):
+            parts.append(self._measure([Question(self._name(f"time-{n}"), prompt, 1)], 1))
+            self._keep_on_disk_alone()
+        return parts
+
     def end(self) -> None:
         self._engine.close()
 
     # --- what they share ------------------------------------------------------------------------
+
+    def _keep_on_disk_alone(self) -> None:
+        """Empty the device's cache and host memory, once everything is stored."""
+        self._engine.settle(_SETTLED_WITHIN_S)
+        if not self._engine.reset_all():
+            raise RuntimeError("vLLM could not reset its cache: some blocks are in use")
 
     def _measure(self, questions: list[Question], num_active: int) -> dict[str, Any]:
         before, cpu_s = self._engine.figures(), time.process_time()
