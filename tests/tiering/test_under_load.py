@@ -168,6 +168,54 @@ def test_an_overloaded_engine_keeps_the_device_and_the_tier_busy() -> None:
     assert 0.3 < hit_share(engine.answered[200:]) < 0.9
 
 
+def test_what_is_brought_up_ahead_is_not_evicted_before_it_is_used() -> None:
+    """Host memory holds six prompts, and every second request is new and stores its blocks."""
+    engine = VirtualEngine(3e9, host_blocks=600, device_blocks=150, tokens_per_s=20_000)
+    new = prompts(400, 100)[100:]
+    engine.serve(
+        (when, new[n] if n % 2 else known)
+        for n, (when, known) in enumerate(zipf_prompts(300, per_s=3.0))
+    )
+    (tier,) = engine.tiers
+    assert tier.num_loaded > 2_000
+    assert tier.num_loaded_again <= 0.02 * tier.num_loaded
+    assert len(tier.unused) <= 0.05 * tier.num_loaded
+
+
+def test_a_device_without_room_for_more_does_not_waste_what_was_brought_up() -> None:
+    """The device has room for two prompts, and answers are long. So a lookup that finds no room
+    ends the step, and requests behind it do not see for seconds that their blocks have come."""
+    sizes: dict[str, Any] = {
+        "tokens_per_s": 20_000,
+        "device_blocks": 150,
+        "pool_blocks": 210,
+        "step_s": 0.02,
+    }
+    engine, alone = VirtualEngine(3e9, **sizes), VirtualEngine(None, **sizes)
+    for each in (engine, alone):
+        each.serve(zipf_prompts(120, per_s=0.5), num_answered=200)
+    (tier,) = engine.tiers
+    assert tier.num_loaded > 1_000
+    assert tier.num_loaded_again <= 0.02 * tier.num_loaded
+    assert engine.clock.now <= alone.clock.now
+    assert mean_ttft(engine.answered) <= mean_ttft(alone.answered)
+
+
+def test_a_prompt_too_long_to_be_loaded_in_time_is_loaded_in_part() -> None:
+    """Loading all of it takes 3.4 s and computing it 8.5, but no load may take more than 2 s."""
+    (prompt,) = prompts(1, 400)
+    engine = VirtualEngine(1e9, tokens_per_s=3_000, kept=prompt, device_blocks=600)
+    warm_up = [(n / 2, each) for n, each in enumerate(prompts(9, 10)[1:])]
+    engine.serve([*warm_up, (20.0, prompt)])
+    asked = engine.answered[-1]
+    assert 150 <= asked.num_hits <= 250
+    assert asked.ttft <= 0.8 * 400 * 64 / 3_000
+    assert asked.waited_for_tiers <= DEADLINE
+    counters = engine.manager.get_stats().counters
+    (left,) = (count for name, count in counters.items() if name.endswith("declined_late_blocks"))
+    assert left == 399 - asked.num_hits
+
+
 # --- stores ------------------------------------------------------------------------------------
 
 

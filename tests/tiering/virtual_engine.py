@@ -79,6 +79,11 @@ class PacedTier(SecondaryTierManager):
         self._began: dict[int, float] = {}
         self._worked_until = clock()
         self._results: list[JobResult] = []
+        self.unused: set[OffloadKey] = set()
+        """Blocks that it has loaded and that no request has used since."""
+        self.num_loaded = 0
+        self.num_loaded_again = 0
+        """Blocks that were loaded again before a request has used them."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.HIT if key in self.kept else LookupResult.MISS
@@ -90,6 +95,9 @@ class PacedTier(SecondaryTierManager):
     def submit_load(self, job: TransferJob) -> None:
         self._work()
         self._loads.append(job)
+        self.num_loaded += len(job.keys)
+        self.num_loaded_again += len(self.unused.intersection(job.keys))
+        self.unused.update(job.keys)
 
     def get_finished_jobs(self) -> list[JobResult]:
         self._work()
@@ -178,6 +186,7 @@ class VirtualEngine:
         names_keys: bool = True,
         announces: bool = True,
         most_running: int = 64,
+        pool_blocks: int = 1_000_000,
         **settings: Any,
     ) -> None:
         """`bytes_per_s`: speed of the tier, or a function of the time since the start; None: no
@@ -186,7 +195,8 @@ class VirtualEngine:
         manager is configured with: None to learn it, 0 to load always. `kept`, `note`: what an
         earlier engine has left in the tier. `names_keys`: the tier names the kept blocks at the
         start. `announces`: the manager hears of requests when they are queued. `most_running`: the
-        most requests that run at the same time."""
+        most requests that run at the same time. `pool_blocks`: device blocks for the prompts that
+        run or are loaded; a prompt that does not fit ends the lookups of a step."""
         self.clock = Clock()
         self.start = self.clock.now
         self.primary = CPUPrimaryTierOffloadingManager(
@@ -217,6 +227,7 @@ class VirtualEngine:
         )
         self._announces = announces
         self._most_running = most_running
+        self._pool_left = pool_blocks
         self._step_s = step_s
         self._budget = budget
         self._device: OrderedDict[OffloadKey, None] = OrderedDict()
@@ -329,10 +340,16 @@ class VirtualEngine:
                 if not is_final:
                     waiting.append(request)
                     continue
+                if self._pool_left < len(request.prompt):
+                    waiting.append(request)
+                    break
+                self._pool_left -= len(request.prompt)
                 request.num_hits = request.num_offered = num_cached + num_hits
                 request.num_computed = request.num_hits * TOKENS
                 if num_hits:
                     self.manager.prepare_load(rest[:num_hits], request.context)
+                    for tier in self.tiers:
+                        tier.unused.difference_update(rest[:num_hits])
                     loads.append((request, rest[:num_hits]))
                     continue
             num_tokens = min(budget, request.num_tokens - request.num_computed)
@@ -373,6 +390,7 @@ class VirtualEngine:
                     self._cache_on_device(request.prompt)
             elif request.answers_a_token():
                 self._running.remove(request)
+                self._pool_left += len(request.prompt)
                 self.answered.append(request)
                 self.manager.on_request_finished(request.context)
 

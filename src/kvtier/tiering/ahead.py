@@ -127,6 +127,7 @@ class LookAhead:
         request = queued.request
         request.queued = None
         request.wait.end()
+        request.sources.declined = set()  # the engine's lookup decides anew
         self._promotions.leases.begin_to_expire(request, self._step.now)
 
     def end_step(self, started: Collection[str]) -> None:

@@ -18,6 +18,7 @@ while no request loads from it.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from math import inf
@@ -44,6 +45,12 @@ _BLIND_S, _BLIND_REQUESTS = 1.0, 8
 """While the cost of computing is not known, the first `_BLIND_REQUESTS` requests whose loads would
 take longer than `_BLIND_S` seconds compute instead: only computing shows what it costs."""
 
+_STEPS_OF_HIT = 2
+"""Steps of the engine from the end of a load to the first step that computes: one in which it finds
+the blocks, and one in which they are copied to the device."""
+_IN_TIME = 0.75
+"""If a load would miss its deadline, only as many blocks are loaded as are expected in this share
+of the time."""
 _TRIAL_SHARE = 1 / 32
 """Trials may cost this share of the time of all loads. In a trial, a request computes blocks
 although the rule prefers to load them."""
@@ -89,7 +96,9 @@ class Verdict(NamedTuple):
     load_s: float | None
     """Seconds that loading is expected to take. None: not known."""
     objection: Objection | None = None
-    """If the choice is to compute: why."""
+    """Why the blocks are computed, or those behind `num_blocks`."""
+    num_blocks: int = 0
+    """If the choice is to load: how many leading blocks. The request computes the others."""
 
 
 class Objection(Enum):
@@ -113,13 +122,15 @@ class Load(NamedTuple):
     request: TierRequest
     num_held_up: int
     """Other requests that have to wait while this one computes."""
+    step_s: float
+    """How long a step of the engine takes."""
 
 
 class _Costs(NamedTuple):
     """What loading and computing some blocks are expected to cost."""
 
     load_s: float | None
-    """None: not known."""
+    """Until the tier has loaded them. None: not known."""
     compute_s: float | None
     """None: not known."""
     num_tokens: int
@@ -127,6 +138,8 @@ class _Costs(NamedTuple):
     """The mean position of these tokens in the prompt; 0 while `compute_s` is not known."""
     num_held_up: int
     """Other requests that have to wait while these tokens are computed."""
+    step_s: float
+    """How long a step of the engine takes."""
 
 
 class LoadGuard:
@@ -165,6 +178,9 @@ class LoadGuard:
         """Decide about blocks that a tier has, and count the decision."""
         tier, costs = load.tier, self._costs(load)
         objection = self._objection(costs, tier, now)
+        if objection is Objection.LATE and (num_in_time := self._num_in_time(load, now)):
+            part_s = self._load_s(tier, num_in_time)
+            return Verdict(Choice.LOAD, part_s, objection, num_in_time)
         if objection is not None:
             self._num_blind += costs.load_s is not None and costs.compute_s is None
             return Verdict(Choice.COMPUTE, costs.load_s, objection)
@@ -174,13 +190,18 @@ class LoadGuard:
             return Verdict(Choice.TRY_COMPUTING, costs.load_s, Objection.TRIAL)
         if tier.load_speed.is_being_probed:
             return Verdict(Choice.WAIT, costs.load_s)
-        is_new = costs.load_s is None and self._prefill.may_learn and not tier.load_speed.was_probed
-        return Verdict(Choice.MEASURE if is_new else Choice.LOAD, costs.load_s)
+        if costs.load_s is None and self._prefill.may_learn and not tier.load_speed.was_probed:
+            num_measured = min(len(load.keys), PROBE_SIZES[-1])
+            return Verdict(Choice.MEASURE, costs.load_s, None, num_measured)
+        return Verdict(Choice.LOAD, costs.load_s, None, len(load.keys))
 
     def objection_to(self, load: Load, now: float) -> Objection | None:
-        """Why the request should rather compute these blocks; None if it should load them. Counts
-        nothing."""
-        return self._objection(self._costs(load), load.tier, now)
+        """Why the request should rather compute these blocks; None if it should load at least some
+        of them. Counts nothing."""
+        objection = self._objection(self._costs(load), load.tier, now)
+        if objection is Objection.LATE and self._num_in_time(load, now):
+            return None
+        return objection
 
     def is_much_faster(
         self, keys: Sequence[OffloadKey], request: TierRequest, wait_s: float, num_before: int
@@ -210,24 +231,39 @@ class LoadGuard:
         if compute_s is not None:
             if load_s > tier.settings.load_timeout_s:
                 return Objection.LATE  # no request waits for a late load
-            return None if load_s <= compute_s * (1 + costs.num_held_up) else Objection.SLOWER
+            ready_s = load_s + _STEPS_OF_HIT * costs.step_s
+            return None if ready_s <= compute_s * (1 + costs.num_held_up) else Objection.SLOWER
         may_learn = self._prefill.may_learn and costs.num_tokens > 0
         is_accepted = load_s <= _BLIND_S or not may_learn or self._num_blind >= _BLIND_REQUESTS
         return None if is_accepted else Objection.UNMEASURED
 
+    def _num_in_time(self, load: Load, now: float) -> int:
+        """If loading all blocks would take too long: how many leading ones to load instead. 0 if
+        computing those is faster, too."""
+        tier = load.tier
+        limit = tier.settings.load_timeout_s * _IN_TIME
+        sizes = range(1, len(load.keys) + 1)
+        count = bisect_right(sizes, limit, key=lambda size: self._load_s(tier, size) or 0.0)
+        part = load._replace(keys=load.keys[:count])
+        return count if count and self._objection(self._costs(part), tier, now) is None else 0
+
+    def _load_s(self, tier: GuardedTier, num_blocks: int) -> float | None:
+        """Seconds until the tier would have loaded so many more blocks; None: not known."""
+        return tier.load_speed.estimate.predict(num_blocks + tier.jobs.num_loading_in_time) or None
+
     def _is_trial_due(self, costs: _Costs) -> bool:
-        load_s, compute_s, num_tokens, mean_position, _ = costs
+        load_s, compute_s, num_tokens, mean_position, _, _ = costs
         if load_s is None or compute_s is None or not self._prefill.has_reports:
             return False
         is_measured = self._prefill.is_measured(num_tokens, mean_position)
         return self._trials.are_due(load_s, compute_s, is_measured=is_measured)
 
     def _costs(self, load: Load) -> _Costs:
-        keys, tier, request, num_held_up = load
-        load_s = tier.load_speed.estimate.predict(len(keys) + tier.jobs.num_loading_in_time) or None
+        keys, tier, request, num_held_up, step_s = load
+        load_s = self._load_s(tier, len(keys))
         num_tokens = self._groups.num_tokens(keys)
         if load_s is None or not num_tokens or not self._prefill.is_known:
-            return _Costs(load_s, None, num_tokens, 0.0, num_held_up)
+            return _Costs(load_s, None, num_tokens, 0.0, num_held_up, step_s)
         wanted, num_below = request.wanted, num_tokens
         if wanted.num_blocks > len(keys):  # other tiers have the rest
             num_below = self._groups.num_tokens(
@@ -235,7 +271,7 @@ class LoadGuard:
             )
         mean_position = _earliest_start(request, num_below) + num_tokens / 2
         compute_s = self._prefill.seconds_for(num_tokens, mean_position)
-        return _Costs(load_s, compute_s, num_tokens, mean_position, num_held_up)
+        return _Costs(load_s, compute_s, num_tokens, mean_position, num_held_up, step_s)
 
     # --- what was learnt, from one engine to the next -------------------------------------------
 

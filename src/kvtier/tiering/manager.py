@@ -209,8 +209,7 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             if tier.is_in_use:
                 tier.step_ended(step.number, context)
-        step.number += 1
-        self._step.has_begun = False
+        step.end()
 
     def tiers_of(self, req_context: ReqContext) -> Mapping[OffloadKey, SecondaryTierManager]:
         """The promoted blocks of a request, and the tier that each came from. Other blocks were in

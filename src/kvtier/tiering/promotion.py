@@ -17,7 +17,7 @@ from kvtier.tiering.guard import PROBE_SIZES, Choice, Load, Objection
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingStats, OffloadKey, ReqContext
-    from kvtier.tiering.guard import LoadGuard
+    from kvtier.tiering.guard import LoadGuard, Verdict
     from kvtier.tiering.jobs import Job, JobFactory
     from kvtier.tiering.lookup import Groups
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -145,13 +145,12 @@ class Promotions:
         return by_tier
 
     def _promote(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> bool:
-        """Decide whether to promote blocks, and send a job for as many leading ones as possible, or
-        for a few if the tier is to be measured. Returns True if the job has all of them."""
+        """Decide how many leading blocks to promote, and send a job for as many of them as there is
+        room for. Returns True if the job has all blocks."""
         now = self._step.now
         if not tier.lets(request, now):
             return False
-        num_held_up = self._num_held_up(keys, request)
-        verdict = self._guard.judge(Load(keys, tier, request, num_held_up), now)
+        verdict = self._guard.judge(self._load_of(keys, tier, request), now)
         if verdict.choice is Choice.WAIT:
             return False
         if verdict.choice is Choice.COMPUTE:
@@ -164,16 +163,29 @@ class Promotions:
             for source in request.sources.all:  # compute them, whichever tier has them
                 request.decline(source)
             return False
-        is_measured = verdict.choice is Choice.MEASURE
-        sent = keys[: PROBE_SIZES[-1]] if is_measured else keys
-        num_sent = self._bring_up(sent, tier, request, is_awaited=True)
-        if num_sent and is_measured:
-            self._begin_probing([self._job_factory.last_id], tier)
+        return self._bring_up_for(keys, tier, request, verdict)
+
+    def _bring_up_for(
+        self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest, verdict: Verdict
+    ) -> bool:
+        """Promote the leading blocks that a verdict allows. Returns True if those are all, and host
+        memory has room for them."""
+        now = self._step.now
+        num_sent = self._bring_up(keys[: verdict.num_blocks], tier, request, is_awaited=True)
+        if not num_sent:
+            return False
         tier.stats.count("hit_blocks", num_sent)
-        if num_sent:
-            self._guard.note_load(verdict)
-        if request.queued is not None:
-            request.queued.num_blocks += num_sent
+        self._guard.note_load(verdict)
+        if verdict.choice is Choice.MEASURE:
+            self._begin_probing([self._job_factory.last_id], tier)
+        queued = request.queued
+        if queued is not None:
+            queued.num_blocks += num_sent
+            if verdict.objection is not None:
+                queued.decline(now)  # bring up more once these have arrived
+        elif verdict.objection is not None:
+            request.decline(tier)
+            _count_declined(keys[num_sent:], tier, verdict.objection)
         return num_sent == len(keys)
 
     def declines(self, group: bytes, request: TierRequest) -> bool:
@@ -191,13 +203,19 @@ class Promotions:
         if first is None or not first.lets(request, now):
             return False
         keys = [key for key, tier in run.items() if tier is first]
-        num_held_up = self._num_held_up(keys, request)
-        objection = self._guard.objection_to(Load(keys, first, request, num_held_up), now)
+        objection = self._guard.objection_to(self._load_of(keys, first, request), now)
         if objection is None:
             return False
         self._decline(keys, first, request, objection)
         self.drop(request)
         return True
+
+    def _load_of(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> Load:
+        """Blocks to decide about."""
+        # Nobody decodes or computes on an idle engine: its steps are short.
+        num_held_up = self._num_held_up(keys, request)
+        step_s = self._step.lasts_s if num_held_up else 0.0
+        return Load(keys, tier, request, num_held_up, step_s)
 
     def _num_held_up(self, keys: Sequence[OffloadKey], request: TierRequest) -> int:
         """Other requests that the device computes or decodes, or that wait for it. A request that

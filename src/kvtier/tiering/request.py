@@ -26,13 +26,25 @@ if TYPE_CHECKING:
 
 _MAX_UNANNOUNCED = 4096
 """The most requests kept that the engine has not announced. It may not report their end either."""
+_NEWEST_STEP = 0.1
+"""Weight of the newest step in the moving average of their durations."""
 
 
 class Step:
     """The scheduling step. The manager writes it. `RequestTable` writes `num_requests`, and also
     `now` and `last_work`."""
 
-    __slots__ = ("all_in_use", "has_begun", "last_work", "now", "num_requests", "number")
+    __slots__ = (
+        "_ended_at",
+        "_had_requests",
+        "all_in_use",
+        "has_begun",
+        "last_work",
+        "lasts_s",
+        "now",
+        "num_requests",
+        "number",
+    )
 
     def __init__(self, now: float) -> None:
         self.number = 0
@@ -47,6 +59,20 @@ class Step:
         """Requests that the engine has announced and that have not ended."""
         self.all_in_use = True
         """True if the breaker of every tier was closed when the step began."""
+        self.lasts_s = 0.0
+        """How long steps with requests take, on average."""
+        self._ended_at = now
+        self._had_requests = False
+        """True if there were requests at the end of the last step."""
+
+    def end(self) -> None:
+        """The step ends `now`."""
+        if self._had_requests:
+            self.lasts_s += (self.now - self._ended_at - self.lasts_s) * _NEWEST_STEP
+        self._ended_at = self.now
+        self._had_requests = self.num_requests > 0
+        self.number += 1
+        self.has_begun = False
 
 
 class Awaited(NamedTuple):

@@ -1,0 +1,204 @@
+"""Looking ahead: what queued requests will need is in host memory when the engine asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.tiering.manager import GroupShape
+from tests.tiering.driven_manager import DrivenManager, HandTier, keys
+
+TOKENS = 16
+"""Of a block."""
+
+
+class Queueing(DrivenManager):
+    """An engine that announces queued requests with what its device lacks."""
+
+    def __init__(self, num_blocks: int = 40, **kwargs: Any) -> None:
+        super().__init__(num_blocks, groups={0: GroupShape(TOKENS)}, **kwargs)
+        self.on_device: set[OffloadKey] = set()
+
+    @property
+    def only_tier(self) -> HandTier:
+        assert self.tier is not None
+        return self.tier
+
+    def queue(self, req_id: str, prompt: Sequence[OffloadKey], priority: int = 0) -> ReqContext:
+        """A request arrives whose prompt is below."""
+        self.keep_below(prompt)
+        context = self.begin(req_id, num_prompt_tokens=len(prompt) * TOKENS)
+        self.manager.on_request_queued(
+            context,
+            lambda: [block for block in prompt if block not in self.on_device],
+            priority=priority,
+        )
+        return context
+
+    def finds(self, prompt: Sequence[OffloadKey], context: ReqContext) -> tuple[int, bool]:
+        num_hits, is_final = self.manager.lookup_prefix(prompt, context)
+        return num_hits, is_final
+
+    def loading(self) -> list[tuple[str, list[OffloadKey]]]:
+        """The loads under way: for which request, and what."""
+        return [(job.req_context.req_id, list(job.keys)) for job in self.only_tier.loads()]
+
+    def assert_all_ended(self) -> None:
+        assert not any(self.manager.open_work().values()), self.manager.open_work()
+
+
+def test_a_queued_request_finds_its_blocks_in_host_memory() -> None:
+    rig, prompt = Queueing(), keys(*range(6))
+    request = rig.queue("queued", prompt)
+    rig.step()
+    assert rig.loading() == [("queued", prompt)]
+    rig.only_tier.finish()
+    rig.step()
+    assert rig.finds(prompt, request) == (6, True)
+    rig.load(prompt, request)
+    rig.manager.on_request_finished(request)
+    rig.step()
+    rig.assert_all_ended()
+
+
+def test_nothing_that_the_device_has_is_read() -> None:
+    rig, prompt = Queueing(), keys(*range(6))
+    rig.on_device.update(prompt[:4])
+    rig.queue("queued", prompt)
+    rig.step()
+    assert rig.loading() == [("queued", prompt[4:])]
+
+
+def test_what_was_promoted_is_kept_until_the_request_starts() -> None:
+    """Much longer than `load_timeout_s`, while other requests fill host memory several times."""
+    rig, prompt = Queueing(num_blocks=24), keys(*range(6))
+    request = rig.queue("queued", prompt)
+    rig.step()
+    rig.only_tier.finish()
+    for n in range(10):
+        other = rig.begin(f"other-{n}")
+        rig.store(keys(*range(100 * n + 100, 100 * n + 112)), other)
+        rig.manager.on_request_finished(other)
+        rig.only_tier.finish()
+        rig.step(seconds=5.0)
+    assert rig.loading() == []
+    assert rig.finds(prompt, request) == (6, True)
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_an_aborted_request_leaves_nothing_behind(has_arrived: bool) -> None:
+    rig, prompt = Queueing(), keys(*range(6))
+    request = rig.queue("queued", prompt)
+    rig.step()
+    if has_arrived:
+        rig.only_tier.finish()
+        rig.step()
+    rig.manager.on_request_finished(request)
+    rig.only_tier.finish()
+    rig.step()
+    rig.assert_all_ended()
+
+
+def test_a_request_that_starts_without_a_lookup_leaves_the_queue() -> None:
+    rig, prompt = Queueing(), keys(*range(6))
+    rig.queue("queued", prompt)
+    rig.step()
+    rig.only_tier.finish()
+    rig.step(new_req_ids=["queued"])
+    assert rig.manager.open_work()["queued requests"] == 0
+    rig.step(seconds=rig.settings.load_timeout_s + 1)
+    rig.step()
+    assert rig.manager.open_work()["leased blocks"] == 0
+
+
+def test_queued_requests_get_at_most_a_quarter_of_host_memory_in_the_order_of_their_turn() -> None:
+    rig = Queueing(num_blocks=40)
+    prompts = [keys(*range(10 * n, 10 * n + 5)) for n in range(5)]
+    requests = [rig.queue(f"queued-{n}", prompt) for n, prompt in enumerate(prompts)]
+    for _ in range(5):
+        rig.step()
+    assert rig.loading() == [("queued-0", prompts[0]), ("queued-1", prompts[1])]
+    rig.only_tier.finish()
+    rig.step()
+    # The first one starts, so its share is free for the next one.
+    assert rig.finds(prompts[0], requests[0]) == (5, True)
+    rig.load(prompts[0], requests[0])
+    rig.step(seconds=0.2)
+    rig.step(seconds=0.2)
+    assert rig.loading() == [("queued-2", prompts[2])]
+
+
+def test_priority_decides_whose_blocks_come_first() -> None:
+    rig = Queueing(num_blocks=40)
+    later, sooner = keys(*range(8)), keys(*range(20, 28))
+    rig.queue("later", later, priority=1)
+    rig.queue("sooner", sooner, priority=0)
+    rig.step()
+    assert rig.loading() == [("sooner", sooner)]
+
+
+def test_a_common_beginning_is_loaded_once() -> None:
+    rig = Queueing(num_blocks=80)
+    common = keys(*range(6))
+    for n in range(4):
+        rig.queue(f"queued-{n}", [*common, *keys(100 + n)])
+    for _ in range(4):
+        rig.step(seconds=0.2)
+    loaded = [block for _, blocks in rig.loading() for block in blocks]
+    assert len(loaded) == len(set(loaded)) == 6 + 4
+
+
+def test_a_declined_request_is_asked_again_and_the_engine_decides_in_the_end() -> None:
+    """The tier is so slow that the request should compute; then nothing else keeps it busy."""
+    rig = Queueing(num_blocks=200, prefill_tokens_per_s=16.0 * 100, load_timeout_s=100.0)
+    speed = rig.manager._tiers[0].load_speed.estimate
+    for n in range(1, 13):
+        speed.note(n, n / 90)  # computing takes a hundredth of a second
+    first, second = keys(*range(10)), keys(*range(50, 60))
+    rig.queue("first", first)
+    rig.queue("second", second)
+    assert rig.loading() == []
+    rig.step()
+    # Both hold up the other one, but the second would also wait for the load of the first.
+    num_loading = len(rig.loading())
+    assert num_loading >= 1
+    rig.only_tier.finish(transfer_time=10 / 90)
+    for _ in range(3):
+        rig.step(seconds=0.2)
+        rig.only_tier.finish(transfer_time=10 / 90)
+    assert rig.stat("leased_blocks") == 20
+
+
+def test_a_reset_drops_what_was_promoted() -> None:
+    rig, prompt = Queueing(), keys(*range(6))
+    request = rig.queue("queued", prompt)
+    rig.step()
+    rig.only_tier.finish()
+    rig.step()
+    rig.manager.reset_cache()
+    rig.step()
+    assert rig.finds(prompt, request) == (0, True)
+    assert rig.stat("leased_blocks") == 0
+
+
+def test_an_engine_that_cannot_name_the_blocks_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig, prompt = Queueing(), keys(*range(6))
+    rig.keep_below(prompt)
+
+    def fail() -> list[OffloadKey]:
+        raise RuntimeError("no such request")
+
+    requests = [rig.begin(f"queued-{n}") for n in range(2)]
+    for request in requests:
+        rig.manager.on_request_queued(request, fail)
+    rig.step()
+    rig.step()
+    told = [each.message for each in caplog.records if "queued request" in each.message]
+    assert len(told) == 1
+    assert "Further failures are not logged" in told[0]
+    assert rig.finds(prompt, requests[0])[0] == 6
