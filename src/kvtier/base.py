@@ -152,6 +152,8 @@ class ReqContext:
     load_tier_filter: TierFilter = TierFilter.ALL
     num_prompt_tokens: int | None = field(default=None, kw_only=True)
     """Tokens of the prompt. None: the engine does not say, or looks up only part of the prompt."""
+    is_prefetch: bool = field(default=False, kw_only=True)
+    """True if nobody waits for this request: it brings up blocks for one that is still to come."""
     _state: dict[type, Any] = field(default_factory=dict, init=False, repr=False)
 
     def set_state(self, value: object) -> None:

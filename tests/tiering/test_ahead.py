@@ -27,10 +27,12 @@ class Queueing(DrivenManager):
         assert self.tier is not None
         return self.tier
 
-    def queue(self, req_id: str, prompt: Sequence[OffloadKey], priority: int = 0) -> ReqContext:
+    def queue(
+        self, req_id: str, prompt: Sequence[OffloadKey], priority: int = 0, **kwargs: Any
+    ) -> ReqContext:
         """A request arrives whose prompt is below."""
         self.keep_below(prompt)
-        context = self.begin(req_id, num_prompt_tokens=len(prompt) * TOKENS)
+        context = self.begin(req_id, num_prompt_tokens=len(prompt) * TOKENS, **kwargs)
         self.manager.on_request_queued(
             context,
             lambda: [block for block in prompt if block not in self.on_device],
@@ -170,6 +172,25 @@ def test_a_declined_request_is_asked_again_and_the_engine_decides_in_the_end() -
         rig.step(seconds=0.2)
         rig.only_tier.finish(transfer_time=10 / 90)
     assert rig.stat("leased_blocks") == 20
+
+
+def test_a_prefetch_loads_what_a_request_would_compute_and_comes_last() -> None:
+    """The tier is a hundred times slower than computing."""
+    rig = Queueing(num_blocks=200, prefill_tokens_per_s=16.0 * 1000, load_timeout_s=100.0)
+    speed = rig.manager._tiers[0].load_speed.estimate
+    for n in range(1, 13):
+        speed.note(n, n / 10)
+    hinted, slow, urgent = (keys(*range(n, n + 10)) for n in (0, 20, 40))
+    rig.queue("prefetch", hinted, is_prefetch=True)
+    rig.queue("declined", slow)
+    rig.step()
+    assert rig.loading() == [("prefetch", hinted)]
+    rig.only_tier.finish()
+    rig = Queueing(num_blocks=60)
+    rig.queue("prefetch", hinted, is_prefetch=True)
+    rig.queue("urgent", urgent)
+    rig.step()
+    assert rig.loading() == [("urgent", urgent)]
 
 
 def test_a_reset_drops_what_was_promoted() -> None:

@@ -80,6 +80,7 @@ class RequestOffloadState:
             params,
             self.hints.load_tiers,
             num_prompt_tokens=self.req.num_prompt_tokens,
+            is_prefetch=self.hints.prefetch,
         )
         self.group_states = tuple(RequestGroupState(group) for group in self.config.groups)
 
@@ -123,11 +124,13 @@ class RequestHints:
     """Store only blocks within this number of tokens from the start of the prompt."""
     load_tiers: TierFilter = TierFilter.ALL
     """Tiers to load from. Host memory is always allowed."""
+    prefetch: bool = False
+    """Nobody waits for this request: it brings up blocks for one that is still to come."""
 
 
 _NONE = RequestHints()
 
-_KEYS = ("skip", "max_offload_tokens", "kv_load_tiers", "max_load_tokens")
+_KEYS = ("skip", "max_offload_tokens", "kv_load_tiers", "prefetch", "max_load_tokens")
 """Hints that kvtier reads, and `max_load_tokens`, which vLLM reads itself."""
 _MAX_KEY_LENGTH = 32
 """Longer keys are not compared with `_KEYS`. A client chooses the keys, and comparing long keys
@@ -151,16 +154,22 @@ def parse_hints(params: Mapping[str, Any] | None) -> RequestHints:
         if key not in _KEYS and (meant := _meant_by(key)):
             what = f"is not read by kvtier: did you mean {meant}?"
             _warn(f"not {meant}", params[key], what, name=key)
-    skip = params.get("skip", False)
-    if not isinstance(skip, bool):
-        _warn("skip", skip, "is ignored: give true or false.")
-        skip = False
+    skip, prefetch = _flag("skip", params), _flag("prefetch", params)
     most = params.get("max_offload_tokens")
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
         _warn("max_offload_tokens", most, "is ignored: give a whole number, 0 or more.")
         most = None
     entries = params.get("kv_load_tiers")
-    return RequestHints(skip, most, TierFilter.ALL if entries is None else _filter_of(entries))
+    load_tiers = TierFilter.ALL if entries is None else _filter_of(entries)
+    return RequestHints(skip, most, load_tiers, prefetch)
+
+
+def _flag(name: str, params: Mapping[str, Any]) -> bool:
+    value = params.get(name, False)
+    if isinstance(value, bool):
+        return value
+    _warn(name, value, "is ignored: give true or false.")
+    return False
 
 
 @lru_cache(maxsize=256)

@@ -57,14 +57,15 @@ class Queued:
         ahead: LookAhead,
         request: TierRequest,
         find_blocks: Callable[[], Sequence[OffloadKey]],
-        order: tuple[int, int],
+        order: tuple[bool, int, int],
     ) -> None:
         self._ahead = ahead
         self.request = request
         self.find_blocks = find_blocks
         """Returns the blocks that the request will look up."""
         self.order = order
-        """Requests are expected to start in this order: priority, then arrival."""
+        """Requests are served in this order: those that somebody waits for, then by priority, then
+        by arrival."""
         self.again_at = -inf
         """When to look it up again; infinite if there is nothing left to do for it."""
         self.is_being_looked_up = False
@@ -117,7 +118,7 @@ class LookAhead:
         if not request.sources.all:
             return
         self._num_entered += 1
-        order = priority, self._num_entered
+        order = request.context.is_prefetch, priority, self._num_entered
         request.queued = Queued(self, request, find_blocks, order)
         insort(self._queue, request.queued, key=lambda queued: queued.order)
 

@@ -5,10 +5,14 @@ every other request that the device works on, while loading it delays none. So b
 
     load_s <= compute_s * (1 + num_held_up)
 
-where `load_s` includes the loads that the tier has to do first, and `num_held_up` is the number of
-other requests that compute, decode or wait for the device. A request that waits for a load is not
-held up. So the more requests load, the sooner the next one computes, and both sides stay busy. A
-request that computes the same blocks is not held up either: it needs what is computed.
+where `load_s` includes the loads that the tier has to do first and the steps in which the engine
+takes over the blocks, and `num_held_up` is the number of other requests that compute, decode or
+wait for the device. A request that waits for a load is not held up. So the more requests load, the
+sooner the next one computes, and both sides stay busy. A request that computes the same blocks is
+not held up either: it needs what is computed.
+
+A load that would miss its deadline is not begun. Then only as many blocks are loaded as arrive in
+time, if that is better than computing them, and the request computes the rest.
 
 `LoadGuard` applies this rule to the costs that `kvtier.tiering.cost` has learnt. To replace the
 rule, replace `LoadGuard.judge` and `LoadGuard.objection_to`. `LoadSpeed` measures one tier, even
@@ -136,10 +140,6 @@ class _Costs(NamedTuple):
     num_tokens: int
     mean_position: float
     """The mean position of these tokens in the prompt; 0 while `compute_s` is not known."""
-    num_held_up: int
-    """Other requests that have to wait while these tokens are computed."""
-    step_s: float
-    """How long a step of the engine takes."""
 
 
 class LoadGuard:
@@ -177,14 +177,15 @@ class LoadGuard:
     def judge(self, load: Load, now: float) -> Verdict:
         """Decide about blocks that a tier has, and count the decision."""
         tier, costs = load.tier, self._costs(load)
-        objection = self._objection(costs, tier, now)
+        objection = self._objection(load, costs, now)
         if objection is Objection.LATE and (num_in_time := self._num_in_time(load, now)):
             part_s = self._load_s(tier, num_in_time)
             return Verdict(Choice.LOAD, part_s, objection, num_in_time)
         if objection is not None:
             self._num_blind += costs.load_s is not None and costs.compute_s is None
             return Verdict(Choice.COMPUTE, costs.load_s, objection)
-        if load.request.queued is None and self._is_trial_due(costs):
+        is_urgent = load.request.queued is None and not load.request.context.is_prefetch
+        if is_urgent and self._is_trial_due(costs):
             self._trials.note_trial()
             self.num_trials += 1
             return Verdict(Choice.TRY_COMPUTING, costs.load_s, Objection.TRIAL)
@@ -198,7 +199,7 @@ class LoadGuard:
     def objection_to(self, load: Load, now: float) -> Objection | None:
         """Why the request should rather compute these blocks; None if it should load at least some
         of them. Counts nothing."""
-        objection = self._objection(self._costs(load), load.tier, now)
+        objection = self._objection(load, self._costs(load), now)
         if objection is Objection.LATE and self._num_in_time(load, now):
             return None
         return objection
@@ -221,18 +222,20 @@ class LoadGuard:
         if verdict.load_s is not None:
             self._trials.note_load(verdict.load_s)
 
-    def _objection(self, costs: _Costs, tier: GuardedTier, now: float) -> Objection | None:
+    def _objection(self, load: Load, costs: _Costs, now: float) -> Objection | None:
         """What the known costs say against loading the blocks."""
         load_s, compute_s = costs.load_s, costs.compute_s
         if load_s is None:
-            speed = tier.load_speed
+            speed = load.tier.load_speed
             may_wait = speed.began_probing_within(now, _PROBE_PATIENCE_S)
             return None if may_wait or not speed.is_being_probed else Objection.UNMEASURED
         if compute_s is not None:
-            if load_s > tier.settings.load_timeout_s:
+            if load_s > load.tier.settings.load_timeout_s:
                 return Objection.LATE  # no request waits for a late load
-            ready_s = load_s + _STEPS_OF_HIT * costs.step_s
-            return None if ready_s <= compute_s * (1 + costs.num_held_up) else Objection.SLOWER
+            if load.request.context.is_prefetch:
+                return None  # nobody waits for it, but somebody would wait for computing
+            ready_s = load_s + _STEPS_OF_HIT * load.step_s
+            return None if ready_s <= compute_s * (1 + load.num_held_up) else Objection.SLOWER
         may_learn = self._prefill.may_learn and costs.num_tokens > 0
         is_accepted = load_s <= _BLIND_S or not may_learn or self._num_blind >= _BLIND_REQUESTS
         return None if is_accepted else Objection.UNMEASURED
@@ -245,25 +248,25 @@ class LoadGuard:
         sizes = range(1, len(load.keys) + 1)
         count = bisect_right(sizes, limit, key=lambda size: self._load_s(tier, size) or 0.0)
         part = load._replace(keys=load.keys[:count])
-        return count if count and self._objection(self._costs(part), tier, now) is None else 0
+        return count if count and self._objection(part, self._costs(part), now) is None else 0
 
     def _load_s(self, tier: GuardedTier, num_blocks: int) -> float | None:
         """Seconds until the tier would have loaded so many more blocks; None: not known."""
         return tier.load_speed.estimate.predict(num_blocks + tier.jobs.num_loading_in_time) or None
 
     def _is_trial_due(self, costs: _Costs) -> bool:
-        load_s, compute_s, num_tokens, mean_position, _, _ = costs
+        load_s, compute_s, num_tokens, mean_position = costs
         if load_s is None or compute_s is None or not self._prefill.has_reports:
             return False
         is_measured = self._prefill.is_measured(num_tokens, mean_position)
         return self._trials.are_due(load_s, compute_s, is_measured=is_measured)
 
     def _costs(self, load: Load) -> _Costs:
-        keys, tier, request, num_held_up, step_s = load
+        keys, tier, request = load.keys, load.tier, load.request
         load_s = self._load_s(tier, len(keys))
         num_tokens = self._groups.num_tokens(keys)
         if load_s is None or not num_tokens or not self._prefill.is_known:
-            return _Costs(load_s, None, num_tokens, 0.0, num_held_up, step_s)
+            return _Costs(load_s, None, num_tokens, 0.0)
         wanted, num_below = request.wanted, num_tokens
         if wanted.num_blocks > len(keys):  # other tiers have the rest
             num_below = self._groups.num_tokens(
@@ -271,7 +274,7 @@ class LoadGuard:
             )
         mean_position = _earliest_start(request, num_below) + num_tokens / 2
         compute_s = self._prefill.seconds_for(num_tokens, mean_position)
-        return _Costs(load_s, compute_s, num_tokens, mean_position, num_held_up, step_s)
+        return _Costs(load_s, compute_s, num_tokens, mean_position)
 
     # --- what was learnt, from one engine to the next -------------------------------------------
 

@@ -70,7 +70,12 @@ def new_state(req_context: vllm_api.ReqContext) -> RequestState:
     """Make the state of a request, and keep it in vLLM's own context for later calls."""
     # Do not use vLLM's parser: it allows every tier if no entry of `kv_load_tiers` is valid.
     hints = parse_hints(req_context.kv_transfer_params)
-    context = ReqContext(req_context.req_id, req_context.kv_transfer_params, hints.load_tiers)
+    context = ReqContext(
+        req_context.req_id,
+        req_context.kv_transfer_params,
+        hints.load_tiers,
+        is_prefetch=hints.prefetch,
+    )
     state = RequestState(context, skips=hints.skip)
     req_context.kvtier = state
     return state

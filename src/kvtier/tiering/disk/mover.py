@@ -117,9 +117,7 @@ class SlabMover:
         routes = Routes.of(self.where)
         # Of several lanes, the first takes loads only: if the file system blocks writes, the lanes
         # that write are blocked, and loads go on.
-        stores_of_lanes = [max_stores] * io_threads
-        if io_threads > 1:
-            stores_of_lanes[0] = 0
+        stores_of_lanes = [0] * (io_threads - 1) + [depth_for(_STORES_IN_FLIGHT, unit_bytes)]
         sum_of_depths = io_threads * max_loads + sum(stores_of_lanes)
         has_buffers = may_have_buffers(sum_of_depths, unit_bytes)
         try:
