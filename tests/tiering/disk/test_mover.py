@@ -65,7 +65,7 @@ MIB = 1 << 20
         (64 << 10, None, True),
         (2 * MIB, None, True),
         (8 * MIB, None, True),
-        (12 * MIB, None, False),
+        (14 * MIB, None, False),
         (2 * MIB, 8, True),
         (2 * MIB, 64, False),
         (4096, 1, True),

@@ -107,17 +107,15 @@ class SlabMover:
         if geometry.slot_bytes < _ALONE_BYTES:
             max_pieces = min(_UNIT_BYTES // geometry.slot_bytes, _MAX_PIECES)
         unit_bytes = max_pieces * geometry.slot_bytes
-        max_loads, max_stores = (
-            depth_for(in_flight // io_threads, unit_bytes)
-            for in_flight in (_LOADS_IN_FLIGHT, _STORES_IN_FLIGHT)
-        )
+        max_loads = depth_for(_LOADS_IN_FLIGHT // io_threads, unit_bytes)
+        max_stores = depth_for(_STORES_IN_FLIGHT, unit_bytes)
         self.work: WorkQueue[SlabBlock] = WorkQueue(max_pieces)
         """Transfers that wait or are under way, and those that have ended."""
         self.lanes: list[Lane[SlabBlock]] = []
         routes = Routes.of(self.where)
-        # Of several lanes, the first takes loads only: if the file system blocks writes, the lanes
-        # that write are blocked, and loads go on.
-        stores_of_lanes = [0] * (io_threads - 1) + [depth_for(_STORES_IN_FLIGHT, unit_bytes)]
+        # One lane stores. It is fast enough for a disk, and each further one would take turns of
+        # the interpreter lock from the engine. If the file system blocks writes, loads go on.
+        stores_of_lanes = [0] * (io_threads - 1) + [max_stores]
         sum_of_depths = io_threads * max_loads + sum(stores_of_lanes)
         has_buffers = may_have_buffers(sum_of_depths, unit_bytes)
         try:

@@ -61,8 +61,8 @@ class DiskOptions(TierOptions):
     )
     io_threads: int | None = key(
         whole_number_up_to(64, "; four are enough for most disks"),
-        "I/O threads; with two or more, one only loads. Default: 4 for blocks of 512 KiB or more, "
-        "otherwise 2.",
+        "I/O threads; with two or more, one stores and the others only load. Default: 4 for blocks "
+        "of 512 KiB or more, otherwise 2.",
         default=None,
     )
     use_o_direct: bool | None = key(

@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B")
 
 _SUBMIT_BYTES = 8 << 20
-"""Prepared stores are submitted when they reach this size: small ones together, large ones without
-waiting until the next one is sealed. Loads need no preparation, so all that were taken are
-submitted with one call: each system call releases the interpreter lock and then waits for it."""
+"""Prepared stores are submitted when they reach this size. Loads need no preparation, so all that
+were taken are submitted with one call. Few calls, because each one releases the interpreter lock
+and then waits for it."""
 LARGE_BLOCK_BYTES = 512 << 10
 """With blocks of this size or more, a lane asks for the interpreter lock after 0.1 ms instead of 5
 (`prompt_turns`), because it needs the lock rarely and briefly. With smaller blocks it needs the
@@ -46,7 +46,7 @@ _TAGS_PER_UNIT = 2
 """Tags for each unit that may be in flight. A tag is the number of a read or write in `AioQueue`,
 and has header pages and buffers of its own. Two, because a unit keeps its tag while it is verified,
 and the next unit is in flight meanwhile."""
-_WAKE_FRACTION = 2
+_WAKE_FRACTION = 4
 """Wait until about a fourth of the units in flight have ended."""
 _STORES_BESIDE_LOADS = 1
 """Stores that a lane keeps in flight while a load waits or is under way. With more, stores would
