@@ -57,10 +57,10 @@ test-gpu: ## tests of the CUDA worker; needs an NVIDIA GPU, and a Python with to
 	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -o minversion=9.0 -W default -rs tests/gpu tests/cpu/cuda
 
 .PHONY: bench-gpu
-bench-gpu: ## benchmarks of the CUDA worker; if that Python has vLLM, also time to first token
+bench-gpu: ## benchmarks of the CUDA worker; if that Python has vLLM, also of vLLM with it
 	@$(call HAS_GPU,numpy xxhash)
 	@PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.bench gpu_copy \
-	$$($(PYTHON) -c 'from importlib.util import find_spec; print("gpu_ttft" if find_spec("vllm") else "")')
+	$$($(PYTHON) -c 'from importlib.util import find_spec; print("gpu_ttft serve_load" if find_spec("vllm") else "")')
 
 .PHONY: soak
 soak: $(VENV)/.ready vllm-env ## the long tests, with random examples
