@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Callable, Collection, Sequence
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -34,21 +34,23 @@ _MOST_IN_STEP = 4
 engine."""
 _MOST_CONSIDERED = 64
 """Only these first requests of the queue are looked up ahead: the others start much later."""
-_AGAIN_S = 0.1
-"""Seconds until a request that should compute is asked again."""
+_AGAIN_S, _LONGEST_PAUSE_S = 0.1, 1.6
+"""Seconds until a request that should compute is looked up again. They double each time, up to the
+longest pause: in a long queue, lookups in vain would take the engine's time."""
 
 
 class Queued:
-    """A request in the engine's queue. `LookAhead` makes it; `Promotions` writes `num_blocks`, and
-    `again_at` when it decides against a load."""
+    """A request in the engine's queue. `LookAhead` makes it; `Promotions` tells it what becomes of
+    its blocks."""
 
     __slots__ = (
         "_ahead",
+        "_pause_s",
         "again_at",
         "find_blocks",
         "is_being_looked_up",
         "num_blocks",
-        "order",
+        "rank",
         "request",
     )
 
@@ -57,15 +59,16 @@ class Queued:
         ahead: LookAhead,
         request: TierRequest,
         find_blocks: Callable[[], Sequence[OffloadKey]],
-        order: tuple[bool, int, int],
+        rank: tuple[bool, int],
     ) -> None:
         self._ahead = ahead
+        self._pause_s = _AGAIN_S
         self.request = request
         self.find_blocks = find_blocks
         """Returns the blocks that the request will look up."""
-        self.order = order
-        """Requests are served in this order: those that somebody waits for, then by priority, then
-        by arrival."""
+        self.rank = rank
+        """Requests with a lower rank come first: those that somebody waits for, then by priority.
+        Among requests of one rank, the earliest comes first."""
         self.again_at = -inf
         """When to look it up again; infinite if there is nothing left to do for it."""
         self.is_being_looked_up = False
@@ -73,9 +76,14 @@ class Queued:
         self.num_blocks = 0
         """Blocks promoted for it so far."""
 
+    def promoted(self, num_blocks: int) -> None:
+        """So many blocks are being promoted for it."""
+        self._ahead.note_promoted(self, num_blocks)
+
     def decline(self, now: float) -> None:
         """The request should rather compute, as things are now."""
-        self.again_at = now + _AGAIN_S
+        self.again_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def leave(self) -> None:
         """The engine has looked up the request, has started it or has ended it. Its wait for tiers
@@ -97,14 +105,18 @@ class LookAhead:
         self._promotions = promotions
         self._step = step
         self._most_blocks = int(primary.num_blocks * _SHARE)
-        self._queue: list[Queued] = []
-        """In the order in which the requests are expected to start."""
-        self._num_entered = 0
+        self._ranks: list[tuple[bool, int]] = []
+        """The ranks of all requests in the queue, in order."""
+        self._by_rank: dict[tuple[bool, int], dict[Queued, None]] = {}
+        """By rank: requests in the order of their arrival."""
+        self._by_id: dict[str, Queued] = {}
+        self._num_blocks = 0
+        """Blocks promoted for requests in the queue."""
         self._has_failed = False
         """True once a `find_blocks` of the engine has raised."""
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._by_id)
 
     def enter(
         self,
@@ -117,15 +129,24 @@ class LookAhead:
             self.leave(request.queued)
         if not request.sources.all:
             return
-        self._num_entered += 1
-        order = request.context.is_prefetch, priority, self._num_entered
-        request.queued = Queued(self, request, find_blocks, order)
-        insort(self._queue, request.queued, key=lambda queued: queued.order)
+        rank = request.context.is_prefetch, priority
+        queued = request.queued = Queued(self, request, find_blocks, rank)
+        self._by_id[request.context.req_id] = queued
+        if rank not in self._by_rank:
+            self._by_rank[rank] = {}
+            insort(self._ranks, rank)
+        self._by_rank[rank][queued] = None
 
     def leave(self, queued: Queued) -> None:
         """See `Queued.leave`."""
-        self._queue.remove(queued)
         request = queued.request
+        del self._by_id[request.context.req_id]
+        same_rank = self._by_rank[queued.rank]
+        del same_rank[queued]
+        if not same_rank:
+            del self._by_rank[queued.rank]
+            self._ranks.remove(queued.rank)
+        self._num_blocks -= queued.num_blocks
         request.queued = None
         request.wait.end()
         request.sources.declined = set()  # the engine's lookup decides anew
@@ -135,19 +156,27 @@ class LookAhead:
         """Look up the first requests in the queue, unless their answers are known. Called at the
         end of each step, before promotions are sent. `started`: requests that the engine has
         started, maybe without a lookup."""
-        if not self._queue:
+        if not self._by_id:
             return
-        for queued in [each for each in self._queue if each.request.context.req_id in started]:
-            queued.leave()
+        for req_id in started:
+            queued = self._by_id.get(req_id)
+            if queued is not None:
+                queued.leave()
         now = self._step.now
-        num_blocks = sum(queued.num_blocks for queued in self._queue)
-        num_looked_up = 0
-        for queued in list(islice(self._queue, _MOST_CONSIDERED)):
-            if num_looked_up == _MOST_IN_STEP or num_blocks >= self._most_blocks:
+        num_wanted = num_looked_up = 0
+        in_order = chain.from_iterable(self._by_rank[rank] for rank in self._ranks)
+        for queued in list(islice(in_order, _MOST_CONSIDERED)):
+            room = self._most_blocks - self._num_blocks - num_wanted
+            if num_looked_up == _MOST_IN_STEP or room <= 0:
                 return
             if now >= queued.again_at:
                 num_looked_up += 1
-                num_blocks += self._look_up(queued, self._most_blocks - num_blocks)
+                num_wanted += self._look_up(queued, room)
+
+    def note_promoted(self, queued: Queued, num_blocks: int) -> None:
+        """So many blocks are being promoted for a request in the queue."""
+        queued.num_blocks += num_blocks
+        self._num_blocks += num_blocks
 
     def _look_up(self, queued: Queued, most_blocks: int) -> int:
         """Look up a request as the engine would. Returns how many blocks it wants to promote: at

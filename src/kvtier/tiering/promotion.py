@@ -180,7 +180,7 @@ class Promotions:
             self._begin_probing([self._job_factory.last_id], tier)
         queued = request.queued
         if queued is not None:
-            queued.num_blocks += num_sent
+            queued.promoted(num_sent)
             if verdict.objection is not None:
                 queued.decline(now)  # bring up more once these have arrived
         elif verdict.objection is not None:
