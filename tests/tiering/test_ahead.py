@@ -133,13 +133,88 @@ def test_queued_requests_get_at_most_a_quarter_of_host_memory_in_the_order_of_th
     assert rig.loading() == [("queued-2", prompts[2])]
 
 
+def test_a_prompt_larger_than_the_share_is_brought_up_in_part() -> None:
+    rig, prompt = Queueing(num_blocks=40), keys(*range(25))
+    request = rig.queue("queued", prompt)
+    rig.step()
+    assert rig.loading() == [("queued", prompt[:10])]
+    rig.only_tier.finish()
+    rig.step()
+    assert rig.finds(prompt, request) == (25, False)
+    rig.step()
+    assert rig.loading() == [("queued", prompt[10:])]
+
+
+def test_requests_that_share_a_load_hold_no_more_than_the_share() -> None:
+    """Each first one ends when its blocks have come; the second one stays in the queue."""
+    rig = Queueing(num_blocks=100)
+    for n in range(12):
+        prompt = keys(*range(100 * n, 100 * n + 20))
+        first = rig.queue(f"first-{n}", prompt)
+        rig.queue(f"second-{n}", prompt)
+        for _ in range(3):
+            rig.step(seconds=0.15)
+        rig.only_tier.finish()
+        rig.step(seconds=0.15)
+        rig.manager.on_request_finished(first)
+        rig.step(seconds=0.15)
+    assert rig.manager.open_work()["leased blocks"] == 25
+    assert len(rig.store(keys(*range(9000, 9040)), rig.begin("running"))) == 40
+
+
+def test_prefetches_leave_the_share_to_requests_that_somebody_waits_for() -> None:
+    rig = Queueing(num_blocks=40)
+    for n in range(6):
+        rig.queue(f"prefetch-{n}", keys(*range(100 * n, 100 * n + 5)), is_prefetch=True)
+    for _ in range(3):
+        rig.step()
+        rig.only_tier.finish()
+    assert rig.stat("leased_blocks") == 5
+    prompt = keys(*range(5000, 5008))
+    rig.queue("urgent", prompt)
+    rig.step()
+    assert rig.loading() == [("urgent", prompt)]
+
+
+@pytest.mark.parametrize("num_prefetches", [0, 20])
+def test_nobody_is_held_up_by_waiting_for_a_prefetch(num_prefetches: int) -> None:
+    """Loading takes five times as long as computing, on an idle engine."""
+    rig = Queueing(num_blocks=400, prefill_tokens_per_s=TOKENS * 100.0, load_timeout_s=100.0)
+    speed = rig.manager._tiers[0].load_speed.estimate
+    for n in range(1, 13):
+        speed.note(n, n / 20)
+    for n in range(num_prefetches):
+        rig.queue(f"prefetch-{n}", keys(5000 + n), is_prefetch=True)
+    for _ in range(6):
+        rig.step()
+        rig.only_tier.finish(transfer_time=0.05)
+    prompt = keys(*range(10))
+    rig.keep_below(prompt)
+    assert rig.finds(prompt, rig.begin("urgent", num_prompt_tokens=160)) == (0, True)
+
+
+def test_a_prefetch_needs_no_other_request_and_is_not_kept_forever() -> None:
+    rig, prompt = Queueing(num_blocks=48), keys(*range(6))
+    prefetch = rig.queue("prefetch", prompt, is_prefetch=True)
+    assert rig.manager.has_pending_work()
+    while rig.manager.has_pending_work():  # as an idle engine does
+        rig.step()
+        rig.only_tier.finish()
+    assert rig.stat("leased_blocks") == 6
+    rig.step(seconds=61.0)
+    rig.step()
+    assert rig.stat("leased_blocks") == 0
+    rig.manager.on_request_finished(prefetch)
+    rig.assert_all_ended()
+
+
 def test_priority_decides_whose_blocks_come_first() -> None:
     rig = Queueing(num_blocks=40)
     later, sooner = keys(*range(8)), keys(*range(20, 28))
     rig.queue("later", later, priority=1)
     rig.queue("sooner", sooner, priority=0)
     rig.step()
-    assert rig.loading() == [("sooner", sooner)]
+    assert rig.loading() == [("sooner", sooner), ("later", later[:2])]
 
 
 def test_a_common_beginning_is_loaded_once() -> None:
@@ -186,11 +261,11 @@ def test_a_prefetch_loads_what_a_request_would_compute_and_comes_last() -> None:
     rig.step()
     assert rig.loading() == [("prefetch", hinted)]
     rig.only_tier.finish()
-    rig = Queueing(num_blocks=60)
+    rig = Queueing(num_blocks=80)
     rig.queue("prefetch", hinted, is_prefetch=True)
     rig.queue("urgent", urgent)
     rig.step()
-    assert rig.loading() == [("urgent", urgent)]
+    assert rig.loading() == [("urgent", urgent), ("prefetch", hinted)]
 
 
 def test_a_reset_drops_what_was_promoted() -> None:
@@ -223,3 +298,140 @@ def test_an_engine_that_cannot_name_the_blocks_is_reported_once(
     assert len(told) == 1
     assert "Further failures are not logged" in told[0]
     assert rig.finds(prompt, requests[0])[0] == 6
+
+
+# --- what is kept until the request starts -------------------------------------------------------
+
+
+def fill_host_memory(rig: Queueing) -> None:
+    """Other requests come and go for 5 s."""
+    for n in range(10):
+        other = rig.begin(f"other-{n}")
+        rig.store(keys(*range(1000 * n + 1000, 1000 * n + 1012)), other)
+        rig.manager.on_request_finished(other)
+        for job in list(rig.only_tier.waiting):
+            if not job.is_promotion:
+                rig.only_tier.finish(job)
+        rig.step(seconds=0.5)
+
+
+def test_a_request_that_is_looked_up_again_and_again_keeps_its_blocks() -> None:
+    """The engine has no room on the device for the first request of its queue."""
+    rig, prompt = Queueing(num_blocks=24), keys(*range(6))
+    request = rig.queue("queued", prompt)
+    rig.step()
+    rig.only_tier.finish()
+    rig.step()
+    for n in range(10):
+        assert rig.finds(prompt, request) == (6, True)
+        rig.store(keys(*range(100 * n + 100, 100 * n + 112)), rig.begin(f"other-{n}"))
+        rig.only_tier.finish()
+        rig.step(seconds=0.5)
+
+
+def test_blocks_that_were_in_host_memory_are_kept_as_well() -> None:
+    rig, prompt = Queueing(num_blocks=24), keys(*range(6))
+    warm = rig.begin("warm")
+    rig.store(prompt[:3], warm)
+    rig.manager.on_request_finished(warm)
+    rig.only_tier.finish()
+    rig.step()
+    request = rig.queue("queued", prompt)
+    rig.step()
+    assert rig.loading() == [("queued", prompt[3:])]
+    rig.only_tier.finish()
+    fill_host_memory(rig)
+    assert rig.finds(prompt, request) == (6, True)
+
+
+@pytest.mark.parametrize("is_prefetch", [False, True])
+def test_what_another_request_has_brought_up_is_kept(is_prefetch: bool) -> None:
+    rig, prompt = Queueing(num_blocks=48), keys(*range(6))
+    first = rig.queue("first", prompt, is_prefetch=is_prefetch)
+    rig.step()
+    rig.only_tier.finish()
+    rig.step()
+    second = rig.queue("second", prompt)
+    rig.step()
+    rig.manager.on_request_finished(first)
+    fill_host_memory(rig)
+    assert rig.finds(prompt, second) == (6, True)
+
+
+# --- looked up again -----------------------------------------------------------------------------
+
+
+def test_after_a_reset_queued_requests_are_looked_up_again() -> None:
+    rig, prompt = Queueing(num_blocks=40), keys(*range(10))
+    rig.queue("queued", prompt)
+    rig.step()
+    rig.only_tier.finish()
+    rig.step()
+    rig.manager.reset_cache()
+    rig.keep_below(prompt)
+    rig.step()
+    assert rig.loading() == [("queued", prompt)]
+
+
+def test_failed_loads_take_no_room_and_are_tried_in_the_next_tier() -> None:
+    rig, prompt, other = Queueing(num_tiers=2), keys(*range(10)), keys(*range(20, 30))
+    rig.keep_below(prompt, rig.tiers[1])
+    rig.queue("queued", prompt)
+    rig.step()
+    rig.tiers[0].finish(success=False)
+    rig.step()
+    rig.step()
+    assert [list(job.keys) for job in rig.tiers[1].loads()] == [prompt]
+    rig.tiers[1].finish(success=False)
+    rig.queue("other", other)
+    rig.step()
+    rig.step()
+    assert ("other", other) in rig.loading()
+
+
+def test_a_tier_that_does_not_know_yet_is_asked_again() -> None:
+    rig, prompt = Queueing(), keys(*range(6))
+    rig.only_tier.unknown.update(prompt)
+    rig.queue("queued", prompt)
+    rig.step()
+    assert rig.loading() == []
+    rig.only_tier.unknown.clear()
+    rig.step()
+    assert rig.loading() == [("queued", prompt)]
+
+
+def test_without_room_a_request_is_looked_up_again() -> None:
+    rig, prompt = Queueing(), keys(*range(6))
+    busy, written = rig.begin("busy"), keys(*range(100, 139))
+    rig.manager.prepare_store(written, busy)
+    rig.queue("queued", prompt)
+    rig.step()
+    assert rig.loading() == []
+    rig.manager.complete_store(set(written), busy)
+    rig.manager.on_request_finished(busy)
+    rig.only_tier.finish()
+    for _ in range(4):
+        rig.step(seconds=0.2)
+    assert rig.loading() == [("queued", prompt)]
+
+
+def test_while_the_tier_is_measured_a_request_is_looked_up_again() -> None:
+    rig = Queueing(num_blocks=80, prefill_tokens_per_s=None)
+    for n in range(2):
+        rig.queue(f"queued-{n}", keys(*range(20 * n, 20 * n + 10)))
+    for _ in range(20):
+        rig.step(seconds=0.1)
+        rig.only_tier.finish(transfer_time=0.01)
+    assert rig.stat("leased_blocks") == 20
+
+
+def test_a_wait_in_the_engines_queue_is_no_wait_for_tiers() -> None:
+    """A request that was looked up ahead for minutes may still wait for its load."""
+    rig, prompt = Queueing(num_blocks=40), keys(*range(30))
+    request = rig.queue("queued", prompt)
+    for _ in range(10):
+        rig.step(seconds=20.0)
+        rig.only_tier.finish()
+    assert rig.finds(prompt, request) == (30, False)
+    rig.step()
+    assert rig.loading() == [("queued", prompt[10:])]

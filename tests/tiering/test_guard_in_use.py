@@ -755,3 +755,37 @@ def test_its_own_load_is_waited_for() -> None:
     (job,) = rig.manager._promotions.jobs.values()
     job.ready_at += 1e6  # it was expected to take far longer than computing
     assert rig.manager.lookup_prefix(prompt[:4], request) == (4, False)
+
+
+@pytest.mark.parametrize(("step_s", "is_loaded"), [(0.001, True), (0.05, False)])
+def test_the_steps_in_which_the_engine_takes_over_the_blocks_count(
+    step_s: float, is_loaded: bool
+) -> None:
+    """Loading takes 0.15 s, and computing 0.1 s, which would hold up one other request."""
+    rig = DrivenManager(
+        64, groups={0: GroupShape(TOKENS)}, prefill_tokens_per_s=100.0 * TOKENS, load_timeout_s=10.0
+    )
+    for n in range(1, 13):
+        rig.manager._tiers[0].load_speed.estimate.note(n, n * 0.015)
+    rig.begin("running")
+    for _ in range(100):
+        rig.step(seconds=step_s)
+    prompt = keys(*range(10))
+    rig.keep_below(prompt)
+    answer = rig.manager.lookup_prefix(prompt, rig.begin("new", num_prompt_tokens=10 * TOKENS))
+    assert (answer.num_hits == 10) == is_loaded
+
+
+def test_a_step_that_was_stopped_for_a_minute_does_not_make_the_engine_slow() -> None:
+    rig = DrivenManager(
+        64, groups={0: GroupShape(TOKENS)}, prefill_tokens_per_s=100.0 * TOKENS, load_timeout_s=10.0
+    )
+    for n in range(1, 13):
+        rig.manager._tiers[0].load_speed.estimate.note(n, n * 0.001)
+    rig.begin("running")
+    for seconds in (*[0.01] * 50, 60.0, 0.01):
+        rig.step(seconds=seconds)
+    prompt = keys(*range(10))
+    rig.keep_below(prompt)
+    answer = rig.manager.lookup_prefix(prompt, rig.begin("new", num_prompt_tokens=10 * TOKENS))
+    assert answer.num_hits == 10

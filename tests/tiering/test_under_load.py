@@ -85,16 +85,17 @@ def test_conversations_take_less_time_than_with_either_alone(
 # --- random rates ------------------------------------------------------------------------------
 
 
-def outcome(loads: str, seed: int) -> list[Answered]:
+def outcome(loads: str, seed: int, busy: float, num_answered: int) -> list[Answered]:
+    """`busy`: the most work, as a multiple of what the device could compute without any cache,
+    which has about a third of it."""
     rng = random.Random(seed)
     tokens_per_s = math.exp(rng.uniform(math.log(3e3), math.log(4e4)))
     bytes_per_s = math.exp(rng.uniform(math.log(0.2e9), math.log(8e9)))
     num_blocks = rng.choice((25, 50, 100))
-    # Of what the device could compute without any cache, which has about a third of it.
-    busy = rng.uniform(0.3, 4.0)
     engine = engine_that(loads, bytes_per_s, tokens_per_s=tokens_per_s)
-    per_s = busy * tokens_per_s / (num_blocks * 64)
-    engine.serve(zipf_prompts(300, per_s, num_blocks=num_blocks, seed=seed))
+    per_s = rng.uniform(0.3, busy) * tokens_per_s / (num_blocks * 64)
+    arrivals = zipf_prompts(300, per_s, num_blocks=num_blocks, seed=seed)
+    engine.serve(arrivals, num_answered=num_answered)
     return sorted(engine.answered, key=lambda request: request.arrives)[100:]
 
 
@@ -102,11 +103,18 @@ def seconds_for(answered: list[Answered]) -> float:
     return max(request.first_token for request in answered) - answered[0].arrives
 
 
-def test_deciding_is_on_average_no_worse_than_the_better_of_never_and_always() -> None:
+@pytest.mark.parametrize(
+    ("busy", "num_answered", "num_seeds"), [(4.0, 20, 24), (1.0, 600, 12)], ids=["busy", "decoding"]
+)
+def test_deciding_is_on_average_no_worse_than_the_better_of_never_and_always(
+    busy: float, num_answered: int, num_seeds: int
+) -> None:
     """Over random speeds of the device and of the tier, and random load."""
     ttft, span = [], []
-    for seed in range(24):
-        never, always, decides = (outcome(loads, seed) for loads in (NEVER, ALWAYS, DECIDES))
+    for seed in range(num_seeds):
+        never, always, decides = (
+            outcome(loads, seed, busy, num_answered) for loads in (NEVER, ALWAYS, DECIDES)
+        )
         ttft.append(mean_ttft(decides) / min(mean_ttft(never), mean_ttft(always)))
         span.append(seconds_for(decides) / min(seconds_for(never), seconds_for(always)))
         # A step of more than two seconds counts as two, so a wait may have two such steps.
@@ -208,7 +216,7 @@ def test_a_prompt_too_long_to_be_loaded_in_time_is_loaded_in_part() -> None:
     warm_up = [(n / 2, each) for n, each in enumerate(prompts(9, 10)[1:])]
     engine.serve([*warm_up, (20.0, prompt)])
     asked = engine.answered[-1]
-    assert 150 <= asked.num_hits <= 250
+    assert 150 <= asked.num_hits <= 200
     assert asked.ttft <= 0.8 * 400 * 64 / 3_000
     assert asked.waited_for_tiers <= DEADLINE
     counters = engine.manager.get_stats().counters

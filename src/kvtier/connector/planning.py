@@ -208,8 +208,7 @@ class Matcher:
         self, state: RequestOffloadState, count_cached: Callable[[], int]
     ) -> Sequence[OffloadKey]:
         """The blocks that `match` will look up for a waiting request with a single group.
-        `count_cached`: returns the number of its tokens on the device."""
-        state.update_keys()
+        Its keys are up to date. `count_cached`: returns the number of its tokens on the device."""
         (group,) = state.group_states
         start, end = count_cached(), self._aligned(state.req.num_tokens - 1)
         per_chunk = group.geometry.tokens_per_chunk

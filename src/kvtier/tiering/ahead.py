@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 1 / 4
-"""Share of the slots that may hold blocks promoted for queued requests."""
-_MOST_IN_STEP = 4
-"""The most requests that are looked up ahead in one step. Each takes as long as a lookup by the
-engine."""
+_SHARE, _PREFETCH_SHARE = 1 / 4, 1 / 8
+"""Share of the slots that may hold blocks promoted for queued requests, and for prefetches."""
+_MOST_IN_STEP, _MOST_BLOCKS_IN_STEP = 4, 2048
+"""Limits on one step: requests that are looked up ahead, each of which takes as long as a lookup by
+the engine, and their blocks. The last one may exceed the limit."""
 _MOST_CONSIDERED = 64
 """Only these first requests of the queue are looked up ahead: the others start much later."""
 _AGAIN_S, _LONGEST_PAUSE_S = 0.1, 1.6
@@ -49,9 +49,10 @@ class Queued:
         "again_at",
         "find_blocks",
         "is_being_looked_up",
-        "num_blocks",
+        "kept_lease",
         "rank",
         "request",
+        "room",
     )
 
     def __init__(
@@ -73,15 +74,18 @@ class Queued:
         """When to look it up again; infinite if there is nothing left to do for it."""
         self.is_being_looked_up = False
         """True while `LookAhead` looks it up."""
-        self.num_blocks = 0
-        """Blocks promoted for it so far."""
+        self.kept_lease: int | None = None
+        """The lease on blocks that were in host memory already."""
+        self.room = 0
+        """The most slots that it may get now."""
 
-    def promoted(self, num_blocks: int) -> None:
-        """So many blocks are being promoted for it."""
-        self._ahead.note_promoted(self, num_blocks)
+    def look_up_next(self) -> None:
+        """Look it up again in the next step."""
+        self.again_at = -inf
+        self._pause_s = _AGAIN_S
 
-    def decline(self, now: float) -> None:
-        """The request should rather compute, as things are now."""
+    def look_up_later(self, now: float) -> None:
+        """The request should rather compute, as things are now, or there is no room for more."""
         self.again_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
@@ -104,14 +108,16 @@ class LookAhead:
         self._lookup = lookup
         self._promotions = promotions
         self._step = step
-        self._most_blocks = int(primary.num_blocks * _SHARE)
+        self._most_blocks = {
+            False: int(primary.num_blocks * _SHARE),
+            True: int(primary.num_blocks * _PREFETCH_SHARE),
+        }
+        """Slots that prefetches may have (True), and those that other requests may have."""
         self._ranks: list[tuple[bool, int]] = []
         """The ranks of all requests in the queue, in order."""
         self._by_rank: dict[tuple[bool, int], dict[Queued, None]] = {}
         """By rank: requests in the order of their arrival."""
         self._by_id: dict[str, Queued] = {}
-        self._num_blocks = 0
-        """Blocks promoted for requests in the queue."""
         self._has_failed = False
         """True once a `find_blocks` of the engine has raised."""
 
@@ -146,7 +152,6 @@ class LookAhead:
         if not same_rank:
             del self._by_rank[queued.rank]
             self._ranks.remove(queued.rank)
-        self._num_blocks -= queued.num_blocks
         request.queued = None
         request.wait.end()
         request.sources.declined = set()  # the engine's lookup decides anew
@@ -162,43 +167,55 @@ class LookAhead:
             queued = self._by_id.get(req_id)
             if queued is not None:
                 queued.leave()
+        room = self._room()
+        num_blocks = 0
+        for queued in list(islice(self._due(room), _MOST_IN_STEP)):
+            is_prefetch = queued.request.context.is_prefetch
+            queued.room = room[is_prefetch]
+            if queued.room > 0 and num_blocks < _MOST_BLOCKS_IN_STEP:
+                keys = self._blocks_of(queued)
+                num_blocks += len(keys)
+                room[is_prefetch] -= self._look_up(keys, queued)
+
+    def has_some_to_look_up(self) -> bool:
+        """True if the next step looks up a request."""
+        return bool(self._by_id) and any(self._due(self._room()))
+
+    def _room(self) -> dict[bool, int]:
+        """Slots that prefetches may get now (True), and those that other requests may get."""
+        return {
+            is_prefetch: most - self._promotions.num_ahead(is_prefetch)
+            for is_prefetch, most in self._most_blocks.items()
+        }
+
+    def _due(self, room: Mapping[bool, int]) -> Iterator[Queued]:
+        """The requests to look up now, in order."""
         now = self._step.now
-        num_wanted = num_looked_up = 0
         in_order = chain.from_iterable(self._by_rank[rank] for rank in self._ranks)
-        for queued in list(islice(in_order, _MOST_CONSIDERED)):
-            room = self._most_blocks - self._num_blocks - num_wanted
-            if num_looked_up == _MOST_IN_STEP or room <= 0:
-                return
-            if now >= queued.again_at:
-                num_looked_up += 1
-                num_wanted += self._look_up(queued, room)
+        for queued in islice(in_order, _MOST_CONSIDERED):
+            if now >= queued.again_at and room[queued.request.context.is_prefetch] > 0:
+                yield queued
 
-    def note_promoted(self, queued: Queued, num_blocks: int) -> None:
-        """So many blocks are being promoted for a request in the queue."""
-        queued.num_blocks += num_blocks
-        self._num_blocks += num_blocks
-
-    def _look_up(self, queued: Queued, most_blocks: int) -> int:
-        """Look up a request as the engine would. Returns how many blocks it wants to promote: at
-        most `most_blocks`, or else none."""
-        request, now = queued.request, self._step.now
+    def _look_up(self, keys: Sequence[OffloadKey], queued: Queued) -> int:
+        """Look up a request as the engine would. Returns how many slots it gets: for blocks to
+        promote, and for those that are in host memory already."""
+        request = queued.request
         request.wait.end()  # it waits for the engine, not for tiers
         queued.again_at = inf
-        keys = self._blocks_of(queued)
-        if keys:
-            queued.is_being_looked_up = True
-            self._lookup.prefix(keys, request)
-            queued.is_being_looked_up = False
+        if not keys:
+            return 0
+        queued.is_being_looked_up = True
+        num_hits, _ = self._lookup.prefix(keys, request)
+        queued.is_being_looked_up = False
         request.sources.declined = set()
         if request.wait.asking:
-            queued.again_at = now  # a tier answers later
-        if request not in self._promotions.wanting:
-            return 0
-        if request.wanted.num_blocks > most_blocks:
-            self._promotions.drop(request)
-            queued.decline(now)
-            return 0
-        return request.wanted.num_blocks
+            queued.look_up_next()  # a tier answers later
+        is_wanting = request in self._promotions.wanting
+        num_kept = self._promotions.keep_hits(keys[:num_hits], queued)
+        num_wanted = request.wanted.num_blocks if is_wanting else 0
+        if num_wanted >= queued.room:
+            queued.look_up_later(self._step.now)  # there may be more
+        return num_wanted + num_kept
 
     def _blocks_of(self, queued: Queued) -> Sequence[OffloadKey]:
         """The blocks that the request will look up; none if the engine's function fails."""

@@ -7,9 +7,9 @@ every other request that the device works on, while loading it delays none. So b
 
 where `load_s` includes the loads that the tier has to do first and the steps in which the engine
 takes over the blocks, and `num_held_up` is the number of other requests that compute, decode or
-wait for the device. A request that waits for a load is not held up. So the more requests load, the
-sooner the next one computes, and both sides stay busy. A request that computes the same blocks is
-not held up either: it needs what is computed.
+wait for the device, up to four. A request that waits for a load is not held up. So the more
+requests load, the sooner the next one computes, and both sides stay busy. A request that computes
+the same blocks is not held up either: it needs what is computed.
 
 A load that would miss its deadline is not begun. Then only as many blocks are loaded as arrive in
 time, if that is better than computing them, and the request computes the rest.
@@ -49,6 +49,9 @@ _BLIND_S, _BLIND_REQUESTS = 1.0, 8
 """While the cost of computing is not known, the first `_BLIND_REQUESTS` requests whose loads would
 take longer than `_BLIND_S` seconds compute instead: only computing shows what it costs."""
 
+_MOST_HELD_UP = 4
+"""The most requests that count as held up. Where many only decode, computing a prompt makes each of
+them a little later, while a long load makes one request wait for long."""
 _STEPS_OF_HIT = 2
 """Steps of the engine from the end of a load to the first step that computes: one in which it finds
 the blocks, and one in which they are copied to the device."""
@@ -229,13 +232,14 @@ class LoadGuard:
             speed = load.tier.load_speed
             may_wait = speed.began_probing_within(now, _PROBE_PATIENCE_S)
             return None if may_wait or not speed.is_being_probed else Objection.UNMEASURED
+        if compute_s is not None and load_s > load.tier.settings.load_timeout_s:
+            return Objection.LATE  # no request waits for a late load
+        if load.request.context.is_prefetch:
+            return None  # nobody waits for it, but somebody would wait for computing
         if compute_s is not None:
-            if load_s > load.tier.settings.load_timeout_s:
-                return Objection.LATE  # no request waits for a late load
-            if load.request.context.is_prefetch:
-                return None  # nobody waits for it, but somebody would wait for computing
             ready_s = load_s + _STEPS_OF_HIT * load.step_s
-            return None if ready_s <= compute_s * (1 + load.num_held_up) else Objection.SLOWER
+            weight = 1 + min(load.num_held_up, _MOST_HELD_UP)
+            return None if ready_s <= compute_s * weight else Objection.SLOWER
         may_learn = self._prefill.may_learn and costs.num_tokens > 0
         is_accepted = load_s <= _BLIND_S or not may_learn or self._num_blind >= _BLIND_REQUESTS
         return None if is_accepted else Objection.UNMEASURED

@@ -216,6 +216,8 @@ class Lookup:
             answer = self._prefix(keys, group, request)
         if not answer.is_final:
             return self._await(keys, answer, group, request)
+        if request.leases and request.queued is None:
+            self._promotions.leases.extend(request, self._step.now)
         return answer
 
     def _prefix(
@@ -422,10 +424,12 @@ class Lookup:
         if request not in self._promotions.wanting:
             self._promotions.want(request)
             wanted.max_blocks = self._primary.num_fitting(request.context)
+            if request.queued is not None:
+                wanted.max_blocks = min(wanted.max_blocks, request.queued.room)
             request.wait.note(self._step.now, self._step.number)
         num_fitting = wanted.add(keys, group, tier)
         if num_fitting < len(keys):
-            self.num_without_room += 1
+            self.num_without_room += request.queued is None
             wanted.ended[group] = _MISS
         return num_fitting
 

@@ -224,8 +224,10 @@ class TieringOffloadingManager(OffloadingManager):
         now = self._clock()
         if not self._step.has_begun and any(tier.jobs.has_overdue(now) for tier in self._tiers):
             self._begin_step()  # finds late jobs: there may be no further step
-        if self._promotions.wanting or any(
-            tier.jobs.has_awaited_loads(now) for tier in self._tiers
+        if (
+            self._promotions.wanting
+            or self._ahead.has_some_to_look_up()
+            or any(tier.jobs.has_awaited_loads(now) for tier in self._tiers)
         ):
             return True
         return now - self._step.last_work < _STEPPED_FOR_S and any(

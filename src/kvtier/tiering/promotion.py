@@ -9,6 +9,7 @@ they load it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice, takewhile
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -17,12 +18,17 @@ from kvtier.tiering.guard import PROBE_SIZES, Choice, Load, Objection
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingStats, OffloadKey, ReqContext
+    from kvtier.tiering.ahead import Queued
     from kvtier.tiering.guard import LoadGuard, Verdict
     from kvtier.tiering.jobs import Job, JobFactory
     from kvtier.tiering.lookup import Groups
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
     from kvtier.tiering.request import Step, TierRequest
     from kvtier.tiering.tier_calls import GuardedTier
+
+_PREFETCH_KEPT_S = 60.0
+"""Seconds for which blocks of a prefetch are kept from eviction, unless it ends earlier: the
+request that needs them may never come."""
 
 
 class Promotions:
@@ -102,6 +108,36 @@ class Promotions:
         request.wait.give_up()
         return True
 
+    # --- requests in the engine's queue ----------------------------------------------------------
+
+    def num_ahead(self, is_prefetch: bool) -> int:
+        """Slots that are kept for requests in the engine's queue, or are being written for them.
+        `is_prefetch`: for prefetches alone, or for all other requests."""
+        num_coming = 0
+        for job in self.jobs.values():
+            queued = [each for each in job.wanters if each.queued is not None]
+            if queued and all(each.context.is_prefetch for each in queued) == is_prefetch:
+                num_coming += len(job.transfer.keys)
+        return self.leases.num_ahead[is_prefetch] + num_coming
+
+    def keep_hits(self, hits: Sequence[OffloadKey], queued: Queued) -> int:
+        """Keep the leading blocks of these from eviction, as far as they are readable, until the
+        queued request starts or ends. Replaces what an earlier call has kept for it. Returns how
+        many are kept."""
+        request = queued.request
+        if queued.kept_lease is not None:
+            self.leases.end_one(queued.kept_lease, request)
+            queued.kept_lease = None
+        most = max(0, queued.room - request.wanted.num_blocks)
+        ready = islice(takewhile(self._primary.is_ready, hits), most)
+        kept = [key for key in ready if key not in request.brought_up]  # the others have a lease
+        if kept:
+            lasts_s = request.wait.longest_s
+            queued.kept_lease = self.leases.begin(
+                kept, [request], request.context, self._step.now, lasts_s
+            )
+        return len(kept)
+
     # --- the end of a step: jobs leave ----------------------------------------------------------
 
     @property
@@ -152,6 +188,8 @@ class Promotions:
             return False
         verdict = self._guard.judge(self._load_of(keys, tier, request), now)
         if verdict.choice is Choice.WAIT:
+            if request.queued is not None:
+                request.queued.look_up_next()
             return False
         if verdict.choice is Choice.COMPUTE:
             assert verdict.objection is not None
@@ -171,19 +209,19 @@ class Promotions:
         """Promote the leading blocks that a verdict allows. Returns True if those are all, and host
         memory has room for them."""
         now = self._step.now
+        queued = request.queued
         num_sent = self._bring_up(keys[: verdict.num_blocks], tier, request, is_awaited=True)
+        if queued is not None and num_sent < len(keys):
+            queued.look_up_later(now)
         if not num_sent:
             return False
         tier.stats.count("hit_blocks", num_sent)
         self._guard.note_load(verdict)
         if verdict.choice is Choice.MEASURE:
             self._begin_probing([self._job_factory.last_id], tier)
-        queued = request.queued
-        if queued is not None:
-            queued.promoted(num_sent)
-            if verdict.objection is not None:
-                queued.decline(now)  # bring up more once these have arrived
-        elif verdict.objection is not None:
+            if queued is not None:
+                queued.look_up_next()
+        if queued is None and verdict.objection is not None:
             request.decline(tier)
             _count_declined(keys[num_sent:], tier, verdict.objection)
         return num_sent == len(keys)
@@ -238,7 +276,7 @@ class Promotions:
         request.decline(tier)
         self._choices.waiting.discard(request)
         if request.queued is not None:  # nothing is decided until the engine looks it up
-            request.queued.decline(self._step.now)
+            request.queued.look_up_later(self._step.now)
             return
         if request.is_announced:
             self._choices.computing.setdefault(keys[0], set()).add(request)
@@ -312,13 +350,13 @@ class Promotions:
             failed = set(transfer.keys).difference(moved)
             for request in wanters:
                 request.sources.note_failed(failed, tier)
+                if request.queued is not None:
+                    request.queued.look_up_next()  # another tier may have them
         if moved and wanters:
             for request in wanters:
                 request.brought_up.update(dict.fromkeys(moved, tier.manager))
             lasts_s = tier.settings.load_timeout_s
-            is_queued = any(request.queued is not None for request in wanters)
-            expires = inf if is_queued else self._step.now + lasts_s
-            self.leases.begin(moved, wanters, transfer.req_context, expires, lasts_s)
+            self.leases.begin(moved, wanters, transfer.req_context, self._step.now, lasts_s)
 
     def give_up(self, job: Job) -> None:
         """A promotion is late: nobody waits for it any more. Its slots are quarantined until the
@@ -386,21 +424,22 @@ class _Choices:
 
 
 class _Lease:
-    __slots__ = ("expires", "lasts_s", "num_blocks", "requests")
+    __slots__ = ("expires", "for_prefetch", "lasts_s", "num_blocks", "requests")
 
-    def __init__(
-        self, requests: set[TierRequest], num_blocks: int, expires: float, lasts_s: float
-    ) -> None:
+    def __init__(self, requests: set[TierRequest], num_blocks: int, lasts_s: float) -> None:
         self.requests = requests
         self.num_blocks = num_blocks
-        self.expires = expires
-        """Infinite while the requests wait in the engine's queue."""
         self.lasts_s = lasts_s
-        """Seconds from the time when no such request waits in the engine's queue."""
+        """Seconds for which it lasts once none of its requests is in the engine's queue."""
+        self.expires = 0.0
+        """Infinite while a request that somebody waits for is in the engine's queue."""
+        self.for_prefetch: bool | None = None
+        """Whether those of its requests that are in the engine's queue are all prefetches; None if
+        none is there."""
 
 
 class Leases:
-    """Pins on promoted blocks, for the requests that wait for them. Scheduler thread only.
+    """Pins on blocks, for the requests that are going to load them. Scheduler thread only.
 
     A lease ends when all of its requests have loaded the blocks or do not want them any more, or
     when its time is up.
@@ -411,6 +450,9 @@ class Leases:
         self._leases: dict[int, _Lease] = {}
         self._last_id = 0
         self.num_blocks = 0
+        self.num_ahead = {False: 0, True: 0}
+        """Blocks kept for requests in the engine's queue: for prefetches alone (True), or for
+        others."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -424,32 +466,47 @@ class Leases:
         keys: Sequence[OffloadKey],
         requests: Collection[TierRequest],
         context: ReqContext,
-        expires: float,
+        now: float,
         lasts_s: float,
-    ) -> None:
-        """Pin blocks for these requests. `lasts_s`: see `begin_to_expire`."""
+    ) -> int:
+        """Pin readable blocks for these requests. `lasts_s`: how long, once none of them is in the
+        engine's queue. Returns the lease's id."""
         self._last_id -= 1  # negative, because the primary tier also records jobs, by positive ids
         kept, _ = self._primary.prepare_read(self._last_id, keys, context)
-        self._leases[self._last_id] = _Lease(set(requests), len(kept), expires, lasts_s)
+        lease = _Lease(set(requests), len(kept), lasts_s)
+        lease.expires = now + lasts_s
+        self._leases[self._last_id] = lease
+        self._settle(lease, now)
         self.num_blocks += len(kept)
         for request in requests:
             request.leases.add(self._last_id)
+        return self._last_id
 
     def end_for(self, request: TierRequest) -> None:
         """The request does not need its leases any more."""
-        for lease_id in request.leases:
-            lease = self._leases[lease_id]
-            lease.requests.remove(request)
-            if not lease.requests:
-                self._end(lease_id)
-        request.leases = set()
+        for lease_id in list(request.leases):
+            self.end_one(lease_id, request)
+
+    def end_one(self, lease_id: int, request: TierRequest) -> None:
+        """The request does not need this lease any more. It may have ended."""
+        if lease_id not in request.leases:
+            return
+        request.leases.remove(lease_id)
+        lease = self._leases[lease_id]
+        lease.requests.remove(request)
+        if not lease.requests:
+            self._end(lease_id)
 
     def begin_to_expire(self, request: TierRequest, now: float) -> None:
         """The request has left the engine's queue."""
         for lease_id in request.leases:
+            self._settle(self._leases[lease_id], now)
+
+    def extend(self, request: TierRequest, now: float) -> None:
+        """The engine has looked up the request again, and has not started it yet."""
+        for lease_id in request.leases:
             lease = self._leases[lease_id]
-            if all(each.queued is None for each in lease.requests):
-                lease.expires = min(lease.expires, now + lease.lasts_s)
+            lease.expires = max(lease.expires, now + lease.lasts_s)
 
     def end_expired(self, now: float) -> None:
         """End leases whose time is up. The blocks stay, but may be evicted."""
@@ -462,11 +519,31 @@ class Leases:
         for lease_id in list(self._leases):
             self._drop(lease_id)
 
+    def _settle(self, lease: _Lease, now: float) -> None:
+        """Which of its requests are in the engine's queue decides how long a lease lasts."""
+        queued = [each for each in lease.requests if each.queued is not None]
+        for_prefetch = all(each.context.is_prefetch for each in queued) if queued else None
+        if for_prefetch is lease.for_prefetch:
+            return
+        self._count(lease, -lease.num_blocks)
+        lease.for_prefetch = for_prefetch
+        self._count(lease, lease.num_blocks)
+        if for_prefetch is None:
+            lease.expires = now + lease.lasts_s
+        else:
+            lease.expires = now + _PREFETCH_KEPT_S if for_prefetch else inf
+
+    def _count(self, lease: _Lease, num_blocks: int) -> None:
+        if lease.for_prefetch is not None:
+            self.num_ahead[lease.for_prefetch] += num_blocks
+
     def _drop(self, lease_id: int) -> None:
         for request in self._leases[lease_id].requests:
             request.leases.discard(lease_id)
         self._end(lease_id)
 
     def _end(self, lease_id: int) -> None:
-        self.num_blocks -= self._leases.pop(lease_id).num_blocks
+        lease = self._leases.pop(lease_id)
+        self.num_blocks -= lease.num_blocks
+        self._count(lease, -lease.num_blocks)
         self._primary.complete_read(lease_id)

@@ -28,6 +28,9 @@ _MAX_UNANNOUNCED = 4096
 """The most requests kept that the engine has not announced. It may not report their end either."""
 _NEWEST_STEP = 0.1
 """Weight of the newest step in the moving average of their durations."""
+_LONGEST_STEP, _LEAST_STEP_S = 4, 0.1
+"""A step counts as at most so many times the average, and so many seconds more: an engine that was
+stopped for a minute is not slow."""
 
 
 class Step:
@@ -56,7 +59,7 @@ class Step:
         self.last_work = now
         """Time of the engine's last work: a request that came or ended, or stored blocks."""
         self.num_requests = 0
-        """Requests that the engine has announced and that have not ended."""
+        """Requests that the engine has announced and that have not ended, without prefetches."""
         self.all_in_use = True
         """True if the breaker of every tier was closed when the step began."""
         self.lasts_s = 0.0
@@ -68,7 +71,8 @@ class Step:
     def end(self) -> None:
         """The step ends `now`."""
         if self._had_requests:
-            self.lasts_s += (self.now - self._ended_at - self.lasts_s) * _NEWEST_STEP
+            lasted_s = min(self.now - self._ended_at, _LONGEST_STEP * self.lasts_s + _LEAST_STEP_S)
+            self.lasts_s += (lasted_s - self.lasts_s) * _NEWEST_STEP
         self._ended_at = self.now
         self._had_requests = self.num_requests > 0
         self.number += 1
@@ -358,7 +362,8 @@ class TierRequest:
         """The blocks it used, in prompt order. Set when it finishes, and emptied when the tiers are
         notified of these blocks."""
         self.is_announced = False
-        """True if the engine has announced it, so that it counts in `Step.num_requests`."""
+        """True if the engine has announced it, and it is no prefetch: it counts in
+        `Step.num_requests`."""
         self.finished = False
         """True once the engine has reported its end."""
         self.is_withdrawn = False
@@ -367,7 +372,7 @@ class TierRequest:
     @property
     def may_wait_for_loads(self) -> bool:
         """False for a request that wants nothing from lower tiers any more, has given up waiting,
-        or was not announced."""
+        was not announced, or is a prefetch."""
         return self.is_announced and not (self.is_withdrawn or self.wait.has_given_up)
 
     def decline(self, tier: GuardedTier) -> None:
@@ -384,7 +389,7 @@ class TierRequest:
         """The cache was reset: no block that it has found, stored or used is valid any more."""
         self.goes_on()
         if self.queued is not None:
-            self.queued.again_at = -inf
+            self.queued.look_up_next()
         self.wanted.step = -1
         self.stores.forget()
         self.used = ()
@@ -450,8 +455,8 @@ class RequestTable:
     def announce(self, context: ReqContext) -> TierRequest:
         """The engine has announced a request."""
         request = self._enter(context)
-        request.is_announced = True
-        self._step.num_requests += 1
+        request.is_announced = not context.is_prefetch
+        self._step.num_requests += request.is_announced
         return request
 
     def _enter(self, context: ReqContext) -> TierRequest:

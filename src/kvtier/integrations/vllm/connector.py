@@ -281,6 +281,8 @@ class _Queue:
             if find(block_hash, _GROUPS) is None:
                 break
             num_cached += 1
+        if len(request.block_hashes) - num_cached < config.hashes_per_chunk:
+            return ()  # vLLM computes less than a chunk
         keys: list[OffloadKey] = group.offload_keys
         return keys[num_cached // config.hashes_per_chunk :]
 
