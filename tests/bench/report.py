@@ -60,17 +60,17 @@ def run_alone(run: Callable[[], None], about: str | None) -> None:
 def verdict(what: str, value: float, limit: float) -> str:
     """One line that says whether `value` is at most `limit`. If not, the run fails at its end."""
     if value <= limit:
-        return f"{what}: ok ({value:.2f}, at most {limit:.4g})"
+        return f"{what}: ok ({value:.3g}, at most {limit:.4g})"
     missed.append(what)
-    return f"{what}: MISSED ({value:.2f}, at most {limit:.4g})"
+    return f"{what}: MISSED ({value:.3g}, at most {limit:.4g})"
 
 
 def verdict_at_least(what: str, value: float, limit: float) -> str:
     """One line that says whether `value` is at least `limit`. If not, the run fails at its end."""
     if value >= limit:
-        return f"{what}: ok ({value:.2f}, at least {limit:.4g})"
+        return f"{what}: ok ({value:.3g}, at least {limit:.4g})"
     missed.append(what)
-    return f"{what}: MISSED ({value:.2f}, at least {limit:.4g})"
+    return f"{what}: MISSED ({value:.3g}, at least {limit:.4g})"
 
 
 def save(name: str, result: dict[str, Any], folder: Path = RESULTS) -> None:

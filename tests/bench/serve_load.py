@@ -3,12 +3,14 @@
     python -m tests.bench.serve_load measure    on the H200: eight to ten minutes for two rounds
     python -m tests.bench.serve_load emulate    without a GPU: one that only sleeps, as fast as an
                                                 H200; everything else is real. Needs 16 GB of memory
-    python -m tests.bench.serve_load rehearse   with a tiny model on the CPU, two minutes
+    python -m tests.bench.serve_load rehearse   with a tiny model on the CPU, one minute; one round
 
 The engines of a setting start together, as many as fit on the GPU, and then run the workloads in
-turns: one works, the others wait. `none` is vLLM without offloading, and all ratios are to it.
-`host` and `disk` are kvtier with host memory alone, and with a disk tier below. `--engines` adds
-vLLM's own offloading (`vllm-host`, `vllm-fs`). Results are saved after every round of an engine, in
+turns: one works, the others wait. `none` is vLLM without offloading, and all ratios are to it;
+without it there are no ratios and no limits. `host` and `disk` are kvtier with host memory alone,
+and with a disk tier below; `vllm-host` and `vllm-fs` are vLLM's own offloading. `measure` and
+`emulate` take 12 GiB of /dev/shm and 44 GiB of disk. Run it with a Python that has vLLM, such as
+`.venv-vllm/bin/python` after `make vllm-env`. Results are saved after every round of an engine, in
 build/bench and in the folder $OUT if it is set.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -366,10 +369,10 @@ def show(setting: Setting, by_engine: Mapping[str, Mapping[str, list[Parts]]]) -
                         _seconds_of(parts),
                         f"{found / asked:.0%}",
                         *(f"{_ttft([parts[1:] or parts], p):.2f}" for p in (50, 90, 99)),
-                        f"{_decode_step([parts]) * 1e3:.1f}",
+                        f"{step * 1e3:.1f}" if (step := _decode_step([parts])) else "-",
                     ]
                 )
-        header = ("", "seconds by turn", "found", "TTFT p50", "p90", "p99", "decode step, ms")
+        header = ("", "seconds by turn", "found", "TTFT p50, s", "p90", "p99", "decode step, ms")
         print_table(f"{setting.name}: {workload}", header, rows)
     if NONE in by_engine and DISK in by_engine:
         ratios = ratios_to_none(by_engine[NONE], by_engine[DISK])
@@ -425,11 +428,11 @@ def run(
 
 def _why_not(needs_gpu: bool) -> str | None:
     """Why nothing can be measured here; None if it can."""
+    if find_spec("vllm") is None:
+        return "this Python has no vLLM: take another, such as that of `make vllm-env`"
     missing = why_no_gpu() if needs_gpu else None
     if missing is not None:
         return f"{missing}. `python -m tests.bench.serve_load emulate` needs no GPU"
-    if find_spec("vllm") is None:
-        return "this Python has no vLLM: take another, such as that of `make vllm-env`"
     return None
 
 
@@ -447,13 +450,13 @@ def _engines(
     setting: Setting, names: Sequence[str], scratch: Path, measured: Measurements, say: Any
 ) -> Iterator[dict[str, EngineProcess]]:
     """Start engines together, yield those that have started, and end them."""
-    processes = {}
-    for name in names:
-        folder = scratch / f"{setting.name}-{name}"
-        order = setting.order(name, folder, f"serve-load-{os.getpid()}-{folder.name}")
-        processes[name] = EngineProcess(name, "tests.bench.serve_load_engine", order, folder)
+    processes: dict[str, EngineProcess] = {}
     started = {}
     try:
+        for name in names:
+            folder = scratch / f"{setting.name}-{name}"
+            order = setting.order(name, folder, f"serve-load-{os.getpid()}-{folder.name}")
+            processes[name] = EngineProcess(name, "tests.bench.serve_load_engine", order, folder)
         for name, process in processes.items():
             try:
                 if not process.has_started(setting.start_s):
@@ -465,6 +468,8 @@ def _engines(
             started[name] = process
         yield started
     finally:
+        for process in processes.values():
+            process.hang_up()  # so that all of them end at the same time
         for process in processes.values():
             process.end()
             _remove(process.folder / "tier")
@@ -520,12 +525,22 @@ def main() -> None:
         nargs="+",
         choices=list(ON_GPU),
         default=[CHATS.name],
-        help="what to measure (default: %(default)s)",
+        help="what to measure; `rehearse` has its own (default: chats)",
     )
     parser.add_argument(
-        "--engines", nargs="+", choices=ENGINES, default=[NONE, HOST, DISK], help="in this order"
+        "--engines",
+        nargs="+",
+        choices=ENGINES,
+        default=[NONE, HOST, DISK],
+        help="these alone, in this order (default: none host disk)",
     )
-    parser.add_argument("--rounds", type=whole_number, default=2, metavar="N")
+    parser.add_argument(
+        "--rounds",
+        type=whole_number,
+        default=2,
+        metavar="N",
+        help="rounds of each engine (default: %(default)s)",
+    )
     parser.add_argument(
         "--deadline",
         type=positive_number,
@@ -535,10 +550,16 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     known = EMULATED if arguments.mode == "emulate" else ON_GPU
-    settings, rounds = [known[name] for name in arguments.settings], arguments.rounds
+    settings, rounds = [known[name] for name in dict.fromkeys(arguments.settings)], arguments.rounds
     if arguments.mode == "rehearse":
         settings, rounds = [REHEARSAL], 1
-    run(settings, arguments.engines, rounds, arguments.deadline)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the engines first
+    try:
+        run(settings, list(dict.fromkeys(arguments.engines)), rounds, arguments.deadline)
+    except KeyboardInterrupt:
+        raise SystemExit(
+            "interrupted; the engines have ended, and what was measured is saved"
+        ) from None
     if unmeasured or missed:
         raise SystemExit(verdict_of_all())
 

@@ -205,10 +205,15 @@ class Matcher:
         return Match(end, is_pending)
 
     def blocks_to_match(
-        self, state: RequestOffloadState, count_cached: Callable[[], int]
+        self,
+        state: RequestOffloadState,
+        count_cached: Callable[[], int],
+        update_keys: Callable[[RequestOffloadState], None],
     ) -> Sequence[OffloadKey]:
         """The blocks that `match` will look up for a waiting request with a single group.
-        Its keys are up to date. `count_cached`: returns the number of its tokens on the device."""
+        `count_cached`: returns the number of its tokens on the device. `update_keys`: makes keys
+        for its blocks."""
+        update_keys(state)
         (group,) = state.group_states
         start, end = count_cached(), self._aligned(state.req.num_tokens - 1)
         per_chunk = group.geometry.tokens_per_chunk

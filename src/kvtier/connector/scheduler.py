@@ -152,15 +152,8 @@ class OffloadingConnectorScheduler:
         answer = self.manager.on_new_request(state.req_context)
         state.stores_hits = answer.policy is OffloadPolicy.REQUEST_LEVEL
         if count_cached is not None and not state.hints.skip and self._geometry.is_one_prefix:
-            find_blocks = partial(self._blocks_to_match, state, count_cached)
-            self.manager.on_request_queued(state.req_context, find_blocks)
-
-    def _blocks_to_match(
-        self, state: RequestOffloadState, count_cached: Callable[[], int]
-    ) -> Sequence[OffloadKey]:
-        """The blocks that a waiting request will look up."""
-        self._update_keys(state)
-        return self._matcher.blocks_to_match(state, count_cached)
+            match = partial(self._matcher.blocks_to_match, state, count_cached)
+            self.manager.on_request_queued(state.req_context, partial(match, self._update_keys))
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int

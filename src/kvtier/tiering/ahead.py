@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -105,6 +105,7 @@ class LookAhead:
         promotions: Promotions,
         step: Step,
     ) -> None:
+        self._primary = primary
         self._lookup = lookup
         self._promotions = promotions
         self._step = step
@@ -184,7 +185,7 @@ class LookAhead:
     def _room(self) -> dict[bool, int]:
         """Slots that prefetches may get now (True), and those that other requests may get."""
         return {
-            is_prefetch: most - self._promotions.num_ahead(is_prefetch)
+            is_prefetch: most - self._num_taken(is_prefetch)
             for is_prefetch, most in self._most_blocks.items()
         }
 
@@ -211,11 +212,37 @@ class LookAhead:
         if request.wait.asking:
             queued.look_up_next()  # a tier answers later
         is_wanting = request in self._promotions.wanting
-        num_kept = self._promotions.keep_hits(keys[:num_hits], queued)
+        num_kept = self._keep(keys[:num_hits], queued)
         num_wanted = request.wanted.num_blocks if is_wanting else 0
         if num_wanted >= queued.room:
             queued.look_up_later(self._step.now)  # there may be more
         return num_wanted + num_kept
+
+    def _num_taken(self, is_prefetch: bool) -> int:
+        """Slots that are kept or being written for prefetches alone, or for other requests."""
+        num_coming = 0
+        for job in self._promotions.jobs.values():
+            queued = [each for each in job.wanters if each.queued is not None]
+            if queued and all(each.context.is_prefetch for each in queued) == is_prefetch:
+                num_coming += len(job.transfer.keys)
+        return self._promotions.leases.num_ahead[is_prefetch] + num_coming
+
+    def _keep(self, hits: Sequence[OffloadKey], queued: Queued) -> int:
+        """Keep the leading blocks of these from eviction, as far as they are readable and there is
+        room. Replaces what an earlier call has kept for the request. Returns how many are kept."""
+        request, leases = queued.request, self._promotions.leases
+        if queued.kept_lease is not None:
+            leases.end_one(queued.kept_lease, request)
+            queued.kept_lease = None
+        most = max(0, queued.room - request.wanted.num_blocks)
+        ready = islice(takewhile(self._primary.is_ready, hits), most)
+        kept = [key for key in ready if key not in request.brought_up]  # the others have a lease
+        if kept:
+            lasts_s = request.wait.longest_s
+            queued.kept_lease = leases.begin(
+                kept, [request], request.context, self._step.now, lasts_s
+            )
+        return len(kept)
 
     def _blocks_of(self, queued: Queued) -> Sequence[OffloadKey]:
         """The blocks that the request will look up; none if the engine's function fails."""
