@@ -16,6 +16,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    TaskProgressColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "require_terminal",
     "shown_count",
     "shown_progress",
+    "shown_share",
     "warnings_as_notes",
 ]
 
@@ -83,6 +85,14 @@ def shown_count() -> Iterator[inspection.Progress]:
     """Yield a function to call with the blocks done and the total. Shows a bar like that of
     `shown_progress`."""
     with _bar(MofNCompleteColumn()) as show:
+        yield show
+
+
+@contextmanager
+def shown_share() -> Iterator[inspection.Progress]:
+    """Yield a function to call with what is done and the total, in any unit. Shows a bar like that
+    of `shown_progress`, in percent."""
+    with _bar(TaskProgressColumn()) as show:
         yield show
 
 
