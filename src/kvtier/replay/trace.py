@@ -11,6 +11,7 @@ import io
 import json
 import lzma
 import os
+import stat
 import zipfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -79,7 +80,10 @@ def open_trace(path: str, block_tokens: int | None = None) -> Iterator[Trace]:
     """
     with ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
-        if os.fstat(raw.fileno()).st_size == 0:
+        status = os.fstat(raw.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise TraceError(f"{path} is not a regular file: save the trace in a file first")
+        if status.st_size == 0:
             raise TraceError(f"{path} is empty: {_FORMS}")
         data: IO[bytes] = raw
         if raw.read(len(_XZ)) == _XZ:
@@ -95,8 +99,8 @@ def open_trace(path: str, block_tokens: int | None = None) -> Iterator[Trace]:
                 content = io.BytesIO(data.read())
             yield _BlockTree(path, content, block_tokens)
         else:
-            size = os.fstat(raw.fileno()).st_size
-            yield _JsonLines(path, data, raw, size, block_tokens or DEFAULT_BLOCK_TOKENS)
+            tokens = block_tokens or DEFAULT_BLOCK_TOKENS
+            yield _JsonLines(path, data, raw, status.st_size, tokens)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ cost model in virtual time, the time to first token and the throughput.
 \b
     kvtier replay trace.jsonl --host 64GiB
     kvtier replay trace.jsonl.xz --host 64GiB --tier disk:2TiB
-    kvtier replay trace.jsonl --tier disk:2TiB,read=6GB,write=4GB --tier nas:20TiB,read=1GB
+    kvtier replay trace.jsonl --tier disk:2TiB,read=12GB,write=8GB --tier nas:20TiB,read=1GB
     kvtier replay trace.npz --host 512GiB --policy arc --no-timing
     kvtier replay trace.jsonl --host 64GiB --speed-up 2 --limit 5000 --json | jq .timing.ttft_s
     kvtier replay --calibrate /mnt/nvme
@@ -48,7 +48,7 @@ def replay(
         typer.Option(
             metavar="NAME:SIZE[,KEY=VALUE...]",
             help="A tier below host memory; may be given several times, in the order in which they "
-            "are asked. Keys: read and write (bytes per second: 3GB, 2GB), latency (0.1ms), policy "
+            "are asked. Keys: read and write (bytes per second: 6GB, 4GB), latency (0.1ms), policy "
             "(lru).",
         ),
     ] = None,

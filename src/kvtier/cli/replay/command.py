@@ -32,7 +32,8 @@ __all__ = ["Wishes", "run_replay"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 _HOST_SPEED = "50GB"
-_TIER_READ, _TIER_WRITE, _TIER_LATENCY = "3GB", "2GB", "0.1ms"
+_TIER_READ, _TIER_WRITE, _TIER_LATENCY = "6GB", "4GB", "0.1ms"
+"""About what one PCIe 4 NVMe drive does."""
 _SHOWN_EVERY_S = 0.1
 _OVERLOADED_PERCENT = 95.0
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(us|ms|s)", re.ASCII)
@@ -201,7 +202,7 @@ def _tier(text: str, measured: Calibration | None) -> TierSettings:
             raise SettingError(
                 "--tier",
                 f'"{pair}" in "{text}": after the size, write each of {", ".join(_TIER_KEYS)} at '
-                "most once, such as read=3GB,write=2GB,latency=0.1ms,policy=lru",
+                "most once, such as read=6GB,write=4GB,latency=0.1ms,policy=lru",
             )
         given[key] = value
     speeds = {"read": float(parse_size(_TIER_READ)), "write": float(parse_size(_TIER_WRITE))}
@@ -286,6 +287,17 @@ def _lines(
     yield f"tokens saved   {saved:,} of {prompt:,} ({_percent(saved, prompt)})"
     if figures.timing is not None:
         yield from _timing_lines(figures.timing)
+    for place in figures.places:
+        if place.declined_blocks:
+            yield (
+                f"{place.name}: {place.declined_blocks:,} blocks found there were computed, which "
+                "was expected to be faster"
+            )
+        if place.refused_blocks:
+            yield (
+                f"{place.name}: {place.refused_blocks:,} blocks were not written: no room, or too "
+                "slow for what arrived"
+            )
     if seconds > 0:
         rate = figures.num_references / seconds
         yield f"replayed in    {seconds:.1f} s, {rate:,.0f} block references per s"

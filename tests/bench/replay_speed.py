@@ -1,0 +1,107 @@
+"""How fast `kvtier replay` goes through real traces, beside a bare LRU loop over a dictionary."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+from kvtier.base import OffloadKey
+from kvtier.replay.counting import Counting
+from kvtier.replay.engine import TimedEngine
+from kvtier.replay.settings import ReplaySettings, TierSettings
+from kvtier.replay.trace import Request, open_trace
+from tests.bench.report import print_table, run_alone, save, verdict_at_least
+from tests.traces import TRACES
+
+LEAST_PER_S = 200_000
+"""References per second that counting in host memory alone must reach."""
+GIB = 1 << 30
+TRACE_FILES = {
+    "conversation": ("mooncake_conversation.jsonl.xz", 12_031),
+    "coding agents": ("weka_claudecode_64slots_512.npz.xz", 8_000),
+}
+"""The file, and how many of its requests are replayed."""
+HOST = TierSettings(name="host", num_bytes=512 * GIB, read_bytes_per_s=50e9, write_bytes_per_s=50e9)
+DISK = TierSettings(
+    name="disk", num_bytes=2048 * GIB, read_bytes_per_s=6e9, write_bytes_per_s=4e9, latency_s=1e-4
+)
+
+
+def bare_loop(path: Path, limit: int, num_blocks: int = 8192) -> int:
+    """The least that a simulator does: one ordered dictionary, one prompt after the other."""
+    cached: OrderedDict[OffloadKey, None] = OrderedDict()
+    num_hits = 0
+    with open_trace(str(path)) as trace:
+        for request in islice(trace.requests(), limit):
+            is_hit = True
+            for key in request.keys:
+                is_hit = is_hit and key in cached
+                num_hits += is_hit
+            for key in reversed(request.keys):
+                if key in cached:
+                    cached.move_to_end(key)
+                else:
+                    cached[key] = None
+                    if len(cached) > num_blocks:
+                        cached.popitem(last=False)
+    return num_hits
+
+
+def replayed(path: Path, limit: int, settings: ReplaySettings) -> int:
+    kind = TimedEngine if settings.is_timed else Counting
+    with open_trace(str(path)) as trace:
+        run = kind(settings, trace.block_tokens)
+        for _ in run.serve(islice(trace.requests(), limit)):
+            pass
+    return run.end().num_references
+
+
+def _rate(num_references: int, work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return num_references / (time.perf_counter() - began)
+
+
+def _num_references(path: Path, limit: int) -> int:
+    with open_trace(str(path)) as trace:
+        requests: islice[Request] = islice(trace.requests(), limit)
+        return sum(len(request.keys) for request in requests)
+
+
+def run() -> None:
+    settings = {
+        "host memory, counted": ReplaySettings(host=HOST, is_timed=False),
+        "host memory, timed": ReplaySettings(host=HOST),
+        "host memory and disk, counted": ReplaySettings(host=HOST, tiers=(DISK,), is_timed=False),
+        "host memory and disk, timed": ReplaySettings(host=HOST, tiers=(DISK,)),
+    }
+    rates: dict[str, dict[str, float]] = {}
+    for name, (file, limit) in TRACE_FILES.items():
+        path = TRACES / file
+        count = _num_references(path, limit)
+        rates[name] = {"a bare loop": _rate(count, lambda: bare_loop(path, limit))}  # noqa: B023
+        for what, chosen in settings.items():
+            rates[name][what] = _rate(count, lambda: replayed(path, limit, chosen))  # noqa: B023
+    rows = [
+        [
+            what,
+            *(f"{rates[name][what] / 1e3:,.0f}" for name in rates),
+            *(f"{rates[name][what] / rates[name]['a bare loop']:.2f}" for name in rates),
+        ]
+        for what in rates["conversation"]
+    ]
+    print_table(
+        "Thousand block references per second, and relative to the bare loop",
+        ["replay", *rates, *(f"{name}, relative" for name in rates)],
+        rows,
+    )
+    slowest = min(figures["host memory, counted"] for figures in rates.values())
+    print("  " + verdict_at_least("references per s, host memory, counted", slowest, LEAST_PER_S))
+    save("replay_speed", {"references_per_s": rates})
+
+
+if __name__ == "__main__":
+    run_alone(run, __doc__)
