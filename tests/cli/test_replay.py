@@ -17,12 +17,12 @@ import pytest
 from kvtier.cli import main
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.replay import calibration, trace
+from tests import traces
 from tests.test_architecture import REPO, SRC
 from tests.trace_replay import replay
 from tests.traces import TRACES, conversation
 
-CHATS = str(TRACES / "chats.jsonl")
-CONVERSATION = str(TRACES / "mooncake_conversation.jsonl.xz")
+CHATS, CONVERSATION = str(traces.CHATS), str(traces.CONVERSATION)
 PAGE = REPO / "docs" / "replay.md"
 
 

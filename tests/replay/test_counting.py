@@ -13,7 +13,7 @@ from kvtier.replay.settings import ReplaySettings
 from kvtier.replay.trace import Request, open_trace
 from tests.replay.oracle import BLOCK_TOKENS, Oracle, settings_for, some_requests
 from tests.trace_replay import replay
-from tests.traces import TRACES, conversation
+from tests.traces import CONVERSATION, conversation
 
 
 def counted(requests: Iterable[Request], settings: ReplaySettings) -> Figures:
@@ -27,7 +27,7 @@ def counted(requests: Iterable[Request], settings: ReplaySettings) -> Figures:
 def test_the_conversation_trace_has_the_hits_of_a_plain_loop(num_blocks: int, policy: str) -> None:
     expected = replay(conversation(), CPUOffloadingManager(num_blocks, cache_policy=policy))
     counting = Counting(settings_for(num_blocks, policy=policy), BLOCK_TOKENS)
-    with open_trace(str(TRACES / "mooncake_conversation.jsonl.xz")) as trace:
+    with open_trace(str(CONVERSATION)) as trace:
         for _ in counting.serve(trace.requests()):
             pass
     figures = counting.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import lzma
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from kvtier.replay.trace import Request, TraceError, open_trace
 from tests.trace_replay import key_of
-from tests.traces import TRACES, coding_agents
+from tests.traces import CODING_AGENTS
 
 LINE: dict[str, Any] = {
     "timestamp": 1500,
@@ -75,13 +76,17 @@ def test_a_tree_of_blocks(tmp_path: Path, is_compressed: bool) -> None:
 
 
 def test_a_real_tree_is_walked_as_a_plain_loop_walks_it() -> None:
-    with open_trace(str(TRACES / "weka_claudecode_64slots_512.npz.xz")) as trace:
-        requests = trace.requests()
-        for number, (request, blocks) in enumerate(zip(requests, coding_agents(), strict=False)):
-            assert request.keys == list(map(key_of, blocks)), number
-            if number == 500:
-                break
-        assert trace.progress() == (501, 44_766)
+    with lzma.open(CODING_AGENTS) as archive:
+        arrays = np.load(io.BytesIO(archive.read()))
+    leaf, to_parent = arrays["leaf"].tolist(), arrays["dparent"].tolist()
+    with open_trace(str(CODING_AGENTS)) as trace:
+        for number, request in enumerate(islice(trace.requests(), 500)):
+            block, blocks = leaf[number], [leaf[number]]
+            while to_parent[block]:
+                block -= to_parent[block]
+                blocks.append(block)
+            assert request.keys == [key_of(block) for block in reversed(blocks)], number
+        assert trace.progress() == (500, 44_766)
 
 
 @pytest.mark.parametrize(
