@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.cli.output import finish, note, write
+from kvtier.cli.replay.options import require, seconds_of, size_of, tiers_of
 from kvtier.cli.store.terminal import shown_share
-from kvtier.config.sizes import SizeError, as_size, parse_size
+from kvtier.config.sizes import as_size
 from kvtier.replay.calibration import Calibration, calibrate
 from kvtier.replay.counting import Counting
 from kvtier.replay.engine import TimedEngine
@@ -32,13 +31,8 @@ __all__ = ["Wishes", "run_replay"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 _HOST_SPEED = "50GB"
-_TIER_READ, _TIER_WRITE, _TIER_LATENCY = "6GB", "4GB", "0.1ms"
-"""About what one PCIe 4 NVMe drive does."""
 _SHOWN_EVERY_S = 0.1
 _OVERLOADED_PERCENT = 95.0
-_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(us|ms|s)", re.ASCII)
-_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_TIER_KEYS = ("read", "write", "latency", "policy")
 _WIDTH = 100
 
 
@@ -131,94 +125,37 @@ def _replay(trace: Trace, settings: ReplaySettings, limit: int | None) -> Figure
 def settings_of(wishes: Wishes, measured: Calibration | None) -> ReplaySettings:
     """The settings. Speeds that are not given are those measured, or else the defaults."""
     if wishes.limit is not None:
-        _require(wishes.limit, "--limit", "a whole number, 1 or more")
+        require(wishes.limit, "--limit", "a whole number, 1 or more")
     if wishes.block_tokens is not None:
-        _require(wishes.block_tokens, "--block-tokens", "a whole number, 1 or more")
-    _require(wishes.prefill, "--prefill", "prompt tokens per second, above 0")
-    _require(wishes.step_tokens, "--step-tokens", "a whole number, 1 or more")
-    _require(wishes.running, "--running", "a whole number, 1 or more")
-    _require(wishes.speed_up, "--speed-up", "a number above 0; 2 is twice as fast")
+        require(wishes.block_tokens, "--block-tokens", "a whole number, 1 or more")
+    require(wishes.prefill, "--prefill", "prompt tokens per second, above 0")
+    require(wishes.step_tokens, "--step-tokens", "a whole number, 1 or more")
+    require(wishes.running, "--running", "a whole number, 1 or more")
+    require(wishes.speed_up, "--speed-up", "a number above 0; 2 is twice as fast")
     given_speed = wishes.host_speed
     if given_speed is None and measured is not None:
         host_speed = measured.copy_bytes_per_s
     else:
-        host_speed = float(_size(given_speed or _HOST_SPEED, "--host-speed", is_speed=True))
-    tiers = tuple(_tier(text, measured) for text in wishes.tiers)
-    names = [tier.name for tier in tiers]
-    twice = next((name for name in names if names.count(name) > 1 or name == "host"), None)
-    if twice is not None:
-        raise SettingError("--tier", f'"{twice}" names two tiers: give each a name of its own')
+        host_speed = float(size_of(given_speed or _HOST_SPEED, "--host-speed", is_speed=True))
+    tiers = tiers_of(wishes.tiers, measured)
     return ReplaySettings(
         host=TierSettings(
             name="host",
-            num_bytes=_size(wishes.host, "--host"),
+            num_bytes=size_of(wishes.host, "--host"),
             policy=wishes.policy,
             read_bytes_per_s=host_speed,
             write_bytes_per_s=host_speed,
         ),
         tiers=tiers,
-        kv_bytes_per_token=_size(wishes.kv_bytes_per_token, "--kv-bytes-per-token"),
+        kv_bytes_per_token=size_of(wishes.kv_bytes_per_token, "--kv-bytes-per-token"),
         engine=EngineSettings(
             prefill_tokens_per_s=wishes.prefill,
-            decode_step_s=_time(wishes.decode_step, "--decode-step", may_be_zero=False),
+            decode_step_s=seconds_of(wishes.decode_step, "--decode-step", may_be_zero=False),
             step_tokens=wishes.step_tokens,
             most_running=wishes.running,
         ),
         is_timed=wishes.is_timed,
         speed_up=wishes.speed_up,
-    )
-
-
-def _require(value: float, option: str, allowed: str) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise SettingError(option, f"{value:g}: give {allowed}")
-
-
-def _size(text: str, option: str, *, is_speed: bool = False) -> int:
-    try:
-        return parse_size(text.removesuffix("/s") if is_speed else text)
-    except SizeError as error:
-        raise SettingError(option, f'"{text}": {error}') from None
-
-
-def _time(text: str, option: str, *, may_be_zero: bool = True) -> float:
-    match = _TIME.fullmatch(text.strip())
-    seconds = float(match[1]) * _TIME_UNITS[match[2]] if match else -1.0
-    if seconds < 0 or not (seconds or may_be_zero):
-        raise SettingError(option, f'"{text}": write a number and one of us, ms, s, such as 0.1ms')
-    return seconds
-
-
-def _tier(text: str, measured: Calibration | None) -> TierSettings:
-    """One `--tier`: NAME:SIZE[,KEY=VALUE...]."""
-    head, *rest = text.split(",")
-    name, colon, size = head.partition(":")
-    if not colon or not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII):
-        raise SettingError("--tier", f'"{text}": write NAME:SIZE, such as disk:2TiB')
-    given: dict[str, str] = {}
-    for pair in rest:
-        key, equals, value = pair.partition("=")
-        if not equals or key not in _TIER_KEYS or key in given:
-            raise SettingError(
-                "--tier",
-                f'"{pair}" in "{text}": after the size, write each of {", ".join(_TIER_KEYS)} at '
-                "most once, such as read=6GB,write=4GB,latency=0.1ms,policy=lru",
-            )
-        given[key] = value
-    speeds = {"read": float(parse_size(_TIER_READ)), "write": float(parse_size(_TIER_WRITE))}
-    latency_s = _time(_TIER_LATENCY, "--tier")
-    if measured is not None:
-        speeds = {"read": measured.read_bytes_per_s, "write": measured.write_bytes_per_s}
-        latency_s = measured.latency_s
-    for key in speeds.keys() & given.keys():
-        speeds[key] = float(_size(given[key], "--tier", is_speed=True))
-    return TierSettings(
-        name=name,
-        num_bytes=_size(size, "--tier"),
-        policy=given.get("policy", "lru"),
-        read_bytes_per_s=speeds["read"],
-        write_bytes_per_s=speeds["write"],
-        latency_s=_time(given["latency"], "--tier") if "latency" in given else latency_s,
     )
 
 
