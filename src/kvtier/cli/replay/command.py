@@ -27,7 +27,7 @@ from kvtier.replay.figures import Figures, Timing
 from kvtier.replay.settings import EngineSettings, ReplaySettings, SettingError, TierSettings
 from kvtier.replay.trace import Trace, TraceError, open_trace
 
-__all__ = ["Wishes", "run_replay"]
+__all__ = ["Wishes", "as_duration", "explain_os_error", "run_replay"]
 
 _INTERRUPTED = 128 + signal.SIGINT
 _HOST_SPEED = "50GB"
@@ -76,7 +76,7 @@ def run_replay(wishes: Wishes, *, as_json: bool) -> int:
             figures = _replay(trace, settings, wishes.limit)
             seconds = time.monotonic() - began
     except OSError as error:
-        raise TraceError(_explain(wishes.trace, error)) from None
+        raise TraceError(explain_os_error(wishes.trace, error, "a trace")) from None
     if as_json:
         document = {
             "trace": wishes.trace,
@@ -91,11 +91,12 @@ def run_replay(wishes: Wishes, *, as_json: bool) -> int:
     return 0 if figures.is_complete else _INTERRUPTED
 
 
-def _explain(path: str, error: OSError) -> str:
+def explain_os_error(path: str, error: OSError, what: str) -> str:
+    """Why a file cannot be read, and the remedy. `what`: what it should be."""
     if isinstance(error, FileNotFoundError):
-        return f"there is no {path}: give the path of a trace"
+        return f"there is no {path}: give the path of {what}"
     if isinstance(error, IsADirectoryError):
-        return f"{path} is a directory: give the path of a trace"
+        return f"{path} is a directory: give the path of {what}"
     if isinstance(error, PermissionError):
         return f"no permission to read {path} as uid {os.geteuid()}: run this as its owner"
     return f"{path} cannot be read: {error.strerror or error}"
@@ -175,7 +176,7 @@ def _print_calibration(measured: Calibration, *, as_json: bool) -> None:
             f"host copies   {_rate(measured.copy_bytes_per_s)}, one thread\n"
             f"disk reads    {_rate(measured.read_bytes_per_s)}\n"
             f"disk writes   {_rate(measured.write_bytes_per_s)}\n"
-            f"disk latency  {_duration(measured.latency_s)}\n\n"
+            f"disk latency  {as_duration(measured.latency_s)}\n\n"
             f"--host-speed {_flag(measured.copy_bytes_per_s)} "
             f"--tier disk:SIZE,read={_flag(measured.read_bytes_per_s)},"
             f"write={_flag(measured.write_bytes_per_s)},latency={measured.latency_s * 1e6:.0f}us\n"
@@ -263,7 +264,7 @@ def _table(figures: Figures) -> Table:
 def _timing_lines(timing: Timing) -> Iterator[str]:
     document = timing.document()
     ttft = document["ttft_s"]
-    shown = ", ".join(f"{name} {_duration(value)}" for name, value in ttft.items())
+    shown = ", ".join(f"{name} {as_duration(value)}" for name, value in ttft.items())
     yield f"first token    {shown}"
     yield (
         f"throughput     {document['requests_per_s']:.2f} requests, "
@@ -283,7 +284,8 @@ def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
-def _duration(seconds: float) -> str:
+def as_duration(seconds: float) -> str:
+    """A time as text, such as "120 ms"."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
