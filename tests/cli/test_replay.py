@@ -89,6 +89,16 @@ def test_an_overloaded_engine_is_pointed_out(capsys: pytest.CaptureFixture[str])
     assert "--speed-up" not in capsys.readouterr().out
 
 
+def test_a_tier_that_is_cut_off_is_named_on_standard_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["replay", CHATS, "--tier", "nas:16GiB,write=1MB", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "kvtier replay: tier 0 (nas): stores: cut off" in printed.err
+    nas = json.loads(printed.out)["tiers"][1]
+    assert nas["refused_blocks"] > nas["written_bytes"] // (64 << 20)
+
+
 # --- the page ----------------------------------------------------------------------------------
 
 
@@ -147,8 +157,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a latency without unit": ([CHATS, "--tier", "disk:2TiB,latency=3"], "us, ms, s"),
     "one name twice": ([CHATS, "--tier", "a:2TiB", "--tier", "a:2TiB"], '"a" names two tiers'),
     "the name of host memory": ([CHATS, "--tier", "host:2TiB"], '"host" names two tiers'),
-    "no prefill": ([CHATS, "--prefill", "0"], "above 0"),
-    "endless prefill": ([CHATS, "--prefill", "inf"], "above 0"),
+    "no prefill": ([CHATS, "--prefill", "0"], "from 0.001"),
+    "endless prefill": ([CHATS, "--prefill", "inf"], "to 1e12"),
     "steps without length": ([CHATS, "--decode-step", "0ms"], "us, ms, s"),
     "steps without tokens": ([CHATS, "--step-tokens", "0"], "1 or more"),
     "nobody runs": ([CHATS, "--running", "0"], "1 or more"),

@@ -57,7 +57,7 @@ def run_plan(wishes: PlanWishes, *, as_json: bool) -> int:
         (wishes.limit, "--limit"),
     ):
         if value is not None:
-            require(value, option, "a number above 0")
+            require(value, option, "a number above 0, up to 1e12")
     bytes_per_token, has_windows = _bytes_per_token(wishes)
     speed = float(size_of(wishes.host_speed, "--host-speed", is_speed=True))
     host = TierSettings(

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvtier.cli.output import finish, note, write
 from kvtier.cli.replay.options import require, seconds_of, size_of, tiers_of
-from kvtier.cli.store.terminal import shown_share
+from kvtier.cli.store.terminal import shown_share, warnings_as_notes
 from kvtier.config.sizes import as_size
 from kvtier.replay.calibration import Calibration, calibrate
 from kvtier.replay.counting import Counting
@@ -106,7 +106,7 @@ def _replay(trace: Trace, settings: ReplaySettings, limit: int | None) -> Figure
     kind = TimedEngine if settings.is_timed else Counting
     run = kind(settings, trace.block_tokens)
     is_complete = True
-    with shown_share() as show:
+    with warnings_as_notes("kvtier replay"), shown_share() as show:
         try:
             show_at = 0.0
             for _ in run.serve(islice(trace.requests(), limit)):
@@ -129,10 +129,10 @@ def settings_of(wishes: Wishes, measured: Calibration | None) -> ReplaySettings:
         require(wishes.limit, "--limit", "a whole number, 1 or more")
     if wishes.block_tokens is not None:
         require(wishes.block_tokens, "--block-tokens", "a whole number, 1 or more")
-    require(wishes.prefill, "--prefill", "prompt tokens per second, above 0")
+    require(wishes.prefill, "--prefill", "prompt tokens per second, from 0.001 to 1e12")
     require(wishes.step_tokens, "--step-tokens", "a whole number, 1 or more")
     require(wishes.running, "--running", "a whole number, 1 or more")
-    require(wishes.speed_up, "--speed-up", "a number above 0; 2 is twice as fast")
+    require(wishes.speed_up, "--speed-up", "a number from 0.001 to 1e12; 2 is twice as fast")
     given_speed = wishes.host_speed
     if given_speed is None and measured is not None:
         host_speed = measured.copy_bytes_per_s

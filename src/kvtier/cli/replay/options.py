@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 
@@ -16,6 +15,7 @@ _TIER_READ, _TIER_WRITE, _TIER_LATENCY = "6GB", "4GB", "0.1ms"
 """About what one PCIe 4 NVMe drive does."""
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(us|ms|s)", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_LEAST, _MOST = 1e-3, 1e12
 _TIER_KEYS = ("read", "write", "latency", "policy")
 
 
@@ -31,8 +31,9 @@ def tiers_of(texts: Iterable[str], measured: Calibration | None = None) -> tuple
 
 
 def require(value: float, option: str, allowed: str) -> None:
-    """Refuse a number that is not above 0. `allowed`: what to give instead."""
-    if not (math.isfinite(value) and value > 0):
+    """Refuse a number that is 0 or less, or of no sensible size. `allowed`: what to give
+    instead."""
+    if not _LEAST <= value <= _MOST:
         raise SettingError(option, f"{value:g}: give {allowed}")
 
 

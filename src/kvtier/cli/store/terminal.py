@@ -112,15 +112,19 @@ def _bar(*columns: ProgressColumn) -> Iterator[inspection.Progress]:
 
 
 class _Notes(logging.Handler):
+    def __init__(self, command: str) -> None:
+        super().__init__(logging.WARNING)
+        self._command = command
+
     def emit(self, record: logging.LogRecord) -> None:
-        note(f"kvtier store: {record.getMessage()}")
+        note(f"{self._command}: {record.getMessage()}")
 
 
 @contextmanager
-def warnings_as_notes() -> Iterator[None]:
+def warnings_as_notes(command: str = "kvtier store") -> Iterator[None]:
     """While this context is open, print kvtier's warnings in the form of the command's own
     messages."""
-    handler = _Notes(logging.WARNING)
+    handler = _Notes(command)
     logger = logging.getLogger("kvtier")
     logger.addHandler(handler)
     try:
