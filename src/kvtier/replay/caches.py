@@ -339,6 +339,5 @@ def _add_counters(host: PlaceFigures, counted: dict[str, float]) -> None:
         counted.get("kvtier_cpu_promoted_blocks", 0) + counted.get("kvtier_cpu_adopted_blocks", 0)
     )
     host.evicted_blocks += int(counted.get("kvtier_cpu_evicted_blocks", 0))
-    host.refused_blocks += int(
-        counted.get("kvtier_cpu_refused_blocks", 0) + counted.get("kvtier_cpu_truncated_blocks", 0)
-    )
+    # Refused stores are offered again; the engine counts those that never found room.
+    host.refused_blocks += int(counted.get("kvtier_cpu_truncated_blocks", 0))

@@ -87,6 +87,8 @@ class TimedEngine:
         """Requests whose hits are on their way to the device, by the time of their end."""
         self._storing: deque[tuple[float, _Serving, list[OffloadKey]]] = deque()
         """Blocks on their way from the device to host memory."""
+        self._unstored: dict[_Serving, None] = {}
+        """Requests with blocks for which there was no room."""
         self._waiting: deque[_Serving] = deque()
         self._prefilling: list[_Serving] = []
         self._decoding: list[tuple[int, int, _Serving]] = []
@@ -144,6 +146,8 @@ class TimedEngine:
         self._end_transfers()
         work, started = self._schedule()
         self._manager.on_schedule_end(ScheduleEndContext(started) if started else _NOTHING_STARTED)
+        for serving in list(self._unstored):
+            self._store(serving, serving.num_computed)
         for serving, num_tokens in work:
             self._store(serving, serving.num_computed + num_tokens)
         if work or self._decoding:
@@ -221,7 +225,7 @@ class TimedEngine:
 
     def _store(self, serving: _Serving, num_tokens: int) -> None:
         """Offer the blocks that lie within the first `num_tokens` tokens. If there is no room, they
-        are offered again with the next chunk."""
+        are offered again in the next step."""
         end = min(len(serving.keys), num_tokens // self._block_tokens)
         if end <= serving.num_offered:
             return
@@ -229,7 +233,9 @@ class TimedEngine:
             serving.keys[serving.num_offered : end], serving.context
         )
         if output is None:
+            self._unstored[serving] = None
             return
+        self._unstored.pop(serving, None)
         serving.num_offered = end
         keys = output.keys_to_store
         if keys:
@@ -241,7 +247,9 @@ class TimedEngine:
     def _compute(self, work: list[tuple[_Serving, int]], next_arrival_s: float | None) -> None:
         num_tokens = sum(n for _, n in work)
         model, clock = self._model, self._clock
-        num_steps = 1 if work or self._waiting else self._num_equal_steps(next_arrival_s)
+        num_steps = (
+            1 if work or self._waiting or self._unstored else self._num_equal_steps(next_arrival_s)
+        )
         seconds = num_steps * model.decode_step_s + num_tokens / model.prefill_tokens_per_s
         clock.now += seconds
         self._timing.busy_s += seconds
@@ -294,4 +302,7 @@ class TimedEngine:
             self.caches.count_into(self.figures)  # the manager keeps a list of times until then
         self._timing.prompt_tokens += serving.prompt_tokens
         self._timing.output_tokens += serving.output_tokens
+        if serving in self._unstored:
+            del self._unstored[serving]
+            self.figures.places[0].refused_blocks += len(serving.keys) - serving.num_offered
         self._manager.on_request_finished(serving.context)

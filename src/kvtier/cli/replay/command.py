@@ -32,7 +32,7 @@ __all__ = ["Wishes", "as_duration", "explain_os_error", "run_replay"]
 _INTERRUPTED = 128 + signal.SIGINT
 _HOST_SPEED = "50GB"
 _SHOWN_EVERY_S = 0.1
-_OVERLOADED_PERCENT = 95.0
+_OVERLOADED_PERCENT = 90.0
 _WIDTH = 100
 
 
