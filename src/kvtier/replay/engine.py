@@ -161,6 +161,8 @@ class TimedEngine:
         while self._storing and self._storing[0][0] <= now:
             _, serving, keys = self._storing.popleft()
             manager.complete_store(keys, serving.context)
+        if not self._loading:
+            return
         loaded = []
         while self._loading and self._loading[0][0] <= now:
             _, serving = self._loading.popleft()
@@ -254,7 +256,7 @@ class TimedEngine:
         clock.now += seconds
         self._timing.busy_s += seconds
         self._num_steps += num_steps
-        if num_tokens:
+        if num_tokens and self.caches.tiers:
             position = sum(n * (s.num_computed + n / 2) for s, n in work) / num_tokens
             self._manager.note_prefill(num_tokens, position, seconds)
         is_done = False
