@@ -3,6 +3,8 @@ counting."""
 
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
@@ -172,3 +174,34 @@ def test_nothing_that_depends_on_time_differs_between_two_runs() -> None:
 def test_a_request_without_tokens_is_answered() -> None:
     _, timing = served([Request(0.0, 0, 0, []), prompt(1)], settings(10))
     assert len(timing.first_token_s) == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tiny_and_slow_tiers_keep_nobody_waiting_for_ever(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts may be larger than host memory, and tiers so slow that they are cut off."""
+    caplog.set_level(logging.CRITICAL)
+    rng = random.Random(seed)
+    requests = some_requests(seed, 60, longest=rng.choice([5, 12, 30]))
+    sizes = [rng.choice([1, 2, 3, 5, 8, 40]) for _ in range(rng.randint(1, 3))]
+    chosen = settings(*sizes, host_speed=rng.choice([200.0, 5e3, 1e9]))
+    tiers = [
+        replace(
+            tier,
+            policy=rng.choice(["lru", "arc"]),
+            read_bytes_per_s=rng.choice([100.0, 2e3, 1e6]),
+            write_bytes_per_s=rng.choice([10.0, 2e3, 1e6]),
+            latency_s=rng.choice([0.0, 0.1, 3.0]),
+        )
+        for tier in chosen.tiers
+    ]
+    figures, timing = served(requests, replace(chosen, tiers=tuple(tiers), speed_up=5.0))
+    assert figures.num_requests == len(timing.first_token_s) == 60
+    assert figures.places[0].read_blocks == figures.hit_blocks
+    counting = Counting(replace(chosen, tiers=tuple(tiers), is_timed=False), BLOCK_TOKENS)
+    for _ in counting.serve(requests):
+        pass
+    counted = counting.end()
+    assert counted.num_requests == 60
+    assert all(place.hit_blocks >= 0 for place in [*counted.places, *figures.places])

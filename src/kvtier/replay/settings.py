@@ -11,7 +11,7 @@ from kvtier.cpu.policies.factory import CachePolicyFactory
 __all__ = ["EngineSettings", "ReplaySettings", "SettingError", "TierSettings"]
 
 MOST_BLOCKS = 1 << 28
-"""The largest number of blocks of a tier. The managers need about 400 bytes for each block used."""
+"""The largest number of blocks of a tier. The managers need about 220 bytes for each block used."""
 
 
 class SettingError(ValueError):
