@@ -23,8 +23,8 @@ _STEP = ScheduleEndContext()
 class Counting:
     """Serves requests one after the other: look up, use what is there, store what is missing.
 
-    Tiers take no time, and each request finds them idle. So the figures depend on the order of
-    requests alone, and they are the most that these sizes and policies can give.
+    Tiers take no time, and each request finds them idle. So the figures depend only on the order of
+    requests, the sizes and the policies.
     """
 
     def __init__(self, settings: ReplaySettings, block_tokens: int) -> None:
