@@ -276,7 +276,7 @@ def _timing_lines(timing: Timing) -> Iterator[str]:
     if busy > _OVERLOADED_PERCENT:
         yield (
             "The engine has hardly a pause: requests arrive about as fast as it serves them, or "
-            "faster. Times to first token then show the queue. --speed-up 0.5 halves the load."
+            "faster. Times to first token then show the queue. A lower --speed-up lowers the load."
         )
 
 
