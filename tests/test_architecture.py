@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "connector": _CONNECTOR,
     "engine": _TOP,
     "integrations": _TOP,
-    "cli": _TOP | {"engine", "integrations"},
+    "replay": _CONNECTOR,
+    "cli": _TOP | {"engine", "integrations", "replay"},
     "__main__": frozenset({"cli"}),
     "testing": _TOP | {"engine", "integrations"},
 }
@@ -64,7 +65,9 @@ MAX_CLASS_LINES = 350
 # Names that say nothing about what is inside.
 DRAWERS = frozenset({"utils", "helpers", "misc"})
 
-LIGHT_ROOMS = ("base", "config", "factory", "misuse", "seal", "cpu", "tiering", "admission")
+LIGHT_ROOMS = (
+    *("base", "config", "factory", "misuse", "seal", "cpu", "tiering", "admission", "replay"),
+)
 LIGHT_DISTRIBUTIONS = frozenset({"numpy", "xxhash"})
 NEED_TORCH = {
     "kvtier.cpu.cuda.trial",

@@ -19,6 +19,7 @@ from tests.bench import (
     gpu_ttft,
     hit_ratios,
     host_copy,
+    replay_speed,
     scale,
     scheduler_cost,
     seal_cost,
@@ -49,6 +50,7 @@ BENCHMARKS = {
     "gpu_threads": (gpu_threads.run, "how many threads a copying kernel should have (two minutes)"),
     "gpu_ttft": (gpu_ttft.run, "time to first token in vLLM on a GPU (ten to fifteen minutes)"),
     "serve_load": (serve_load.run, "many requests at once in vLLM on a GPU (ten minutes)"),
+    "replay_speed": (replay_speed.run, "kvtier replay, beside a bare loop over a dictionary"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
 }
 

@@ -7,10 +7,13 @@ import json
 import subprocess
 import sys
 
-from kvtier.cpu.manager import CPUOffloadingManager
-from tests import traces
+from kvtier.replay.counting import Counting
+from kvtier.replay.settings import ReplaySettings, TierSettings
+from kvtier.replay.trace import open_trace
 from tests.bench.report import print_table, run_alone, save, verdict
-from tests.trace_replay import replay
+from tests.traces import CODING_AGENTS, CONVERSATION
+
+TRACES = {"conversation": CONVERSATION, "coding_agents": CODING_AGENTS}
 
 TOLERANCE = 0.3
 """Largest allowed difference, in percentage points."""
@@ -32,13 +35,24 @@ PUBLISHED: dict[str, dict[str, dict[float, float]]] = {
 
 def measure(trace: str, policy: str) -> dict[float, float]:
     """Hit percentage by capacity."""
-    requests = list(getattr(traces, trace)())
-    num_unique = traces.num_unique(requests)
+    with open_trace(str(TRACES[trace])) as opened:
+        requests, block_tokens = list(opened.requests()), opened.block_tokens
+    num_unique = len(set().union(*(request.keys for request in requests)))
     percentages = {}
     for percent in PUBLISHED[trace][policy]:
-        capacity = int(num_unique * percent / 100)
-        manager = CPUOffloadingManager(capacity, cache_policy=policy)
-        percentages[percent] = replay(requests, manager).hit_percentage
+        # One byte per token, so that capacities are exact.
+        host = TierSettings(
+            name="host",
+            num_bytes=int(num_unique * percent / 100) * block_tokens,
+            policy=policy,
+            read_bytes_per_s=1,
+            write_bytes_per_s=1,
+        )
+        settings = ReplaySettings(host=host, kv_bytes_per_token=1, is_timed=False)
+        counting = Counting(settings, block_tokens)
+        for _ in counting.serve(requests):
+            pass
+        percentages[percent] = counting.end().hit_percent
         print(f"  {trace}, {policy}, {percent:g} %: done", file=sys.stderr, flush=True)
     return percentages
 

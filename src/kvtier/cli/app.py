@@ -9,6 +9,10 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
+from kvtier.cli.plan.app import HELP as PLAN_HELP
+from kvtier.cli.plan.app import plan
+from kvtier.cli.replay.app import HELP as REPLAY_HELP
+from kvtier.cli.replay.app import replay
 from kvtier.cli.store.app import store_app
 from kvtier.cli.vllm_config.app import HELP as VLLM_CONFIG_HELP
 from kvtier.cli.vllm_config.app import InGivenOrder, vllm_config
@@ -35,6 +39,12 @@ Inspect what tiers keep on disk, also while engines run:
 
 \b
     kvtier store --help
+
+Replay a request trace, or plan by a model's size, to see which tiers pay off:
+
+\b
+    kvtier replay --help
+    kvtier plan --help
 """
 
 _DEMO_HELP = """
@@ -67,6 +77,8 @@ app = typer.Typer(
 )
 app.add_typer(store_app)
 app.command("vllm-config", help=VLLM_CONFIG_HELP, cls=InGivenOrder)(vllm_config)
+app.command("replay", help=REPLAY_HELP)(replay)
+app.command("plan", help=PLAN_HELP)(plan)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    TaskProgressColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "require_terminal",
     "shown_count",
     "shown_progress",
+    "shown_share",
     "warnings_as_notes",
 ]
 
@@ -87,6 +89,14 @@ def shown_count() -> Iterator[inspection.Progress]:
 
 
 @contextmanager
+def shown_share() -> Iterator[inspection.Progress]:
+    """Yield a function to call with what is done and the total, in any unit. Shows a bar like that
+    of `shown_progress`, in percent."""
+    with _bar(TaskProgressColumn()) as show:
+        yield show
+
+
+@contextmanager
 def _bar(*columns: ProgressColumn) -> Iterator[inspection.Progress]:
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -102,15 +112,19 @@ def _bar(*columns: ProgressColumn) -> Iterator[inspection.Progress]:
 
 
 class _Notes(logging.Handler):
+    def __init__(self, command: str) -> None:
+        super().__init__(logging.WARNING)
+        self._command = command
+
     def emit(self, record: logging.LogRecord) -> None:
-        note(f"kvtier store: {record.getMessage()}")
+        note(f"{self._command}: {record.getMessage()}")
 
 
 @contextmanager
-def warnings_as_notes() -> Iterator[None]:
+def warnings_as_notes(command: str = "kvtier store") -> Iterator[None]:
     """While this context is open, print kvtier's warnings in the form of the command's own
     messages."""
-    handler = _Notes(logging.WARNING)
+    handler = _Notes(command)
     logger = logging.getLogger("kvtier")
     logger.addHandler(handler)
     try:

@@ -1,0 +1,147 @@
+"""The options and exit codes of `kvtier replay`."""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated
+
+import typer
+
+__all__ = ["HELP", "replay"]
+
+HELP = """
+Replay a request trace: which tiers and sizes pay off, before you buy or configure them.
+
+The requests of TRACE go through kvtier's own managers, without a GPU and without any KV cache: only
+keys are kept. The result shows the hits of each tier, the bytes it would write and read, and, by a
+cost model in virtual time, the time to first token and the throughput.
+
+\b
+    kvtier replay trace.jsonl --host 64GiB
+    kvtier replay trace.jsonl.xz --host 64GiB --tier disk:2TiB
+    kvtier replay trace.jsonl --tier disk:2TiB,read=12GB,write=8GB --tier nas:20TiB,read=1GB
+    kvtier replay trace.npz --host 512GiB --policy arc --no-timing
+    kvtier replay trace.jsonl --host 64GiB --speed-up 2 --limit 5000 --json | jq .timing.ttft_s
+    kvtier replay --calibrate /mnt/nvme
+
+TRACE is a JSONL file in Mooncake's form (one request in each line: timestamp in ms, input_length,
+output_length, hash_ids with one id for each block of 512 tokens), or an npz archive; .xz is fine.
+
+The defaults are the shape of Llama-3-8B on one H200. Your model's prefill speed cannot be measured
+without the model: take it from your engine's log, and give --prefill. --kv-bytes-per-token is 2 x
+layers x KV heads x head size x bytes per number.
+
+Exit code 0: done; 2: wrong input, or the result could not be written; 130: ended by Ctrl-C, and the
+figures until then are printed; 141: the reader of standard output has gone.
+docs/replay.md says more.
+"""
+
+
+def replay(
+    trace: Annotated[
+        str | None,
+        typer.Argument(metavar="TRACE", help="The trace to replay.", show_default=False),
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="SIZE", help="Size of host memory.")] = "64GiB",
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:SIZE[,KEY=VALUE...]",
+            help="A tier below host memory; may be given several times, in the order in which they "
+            "are asked. Keys: read and write (bytes per second: 6GB, 4GB), latency (0.1ms), policy "
+            "(lru).",
+        ),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="Eviction policy of host memory: lru, arc, ...")
+    ] = "lru",
+    kv_bytes_per_token: Annotated[
+        str, typer.Option(metavar="SIZE", help="KV cache of one token, all layers and ranks.")
+    ] = "128KiB",
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Tokens per block of the trace. Default: 512, or what an npz says."
+        ),
+    ] = None,
+    timing: Annotated[
+        bool,
+        typer.Option(
+            "--timing/--no-timing",
+            help="With --no-timing, only hits and bytes are counted: requests run one after the "
+            "other, and no transfer takes time.",
+        ),
+    ] = True,
+    prefill: Annotated[
+        float, typer.Option(metavar="N", help="Prompt tokens that the engine computes per second.")
+    ] = 26_000,
+    decode_step: Annotated[
+        str, typer.Option(metavar="TIME", help="What an engine step takes besides prompt tokens.")
+    ] = "10ms",
+    step_tokens: Annotated[
+        int, typer.Option(metavar="N", help="The most prompt tokens computed in one step.")
+    ] = 8192,
+    running: Annotated[
+        int, typer.Option(metavar="N", help="The most requests that run at the same time.")
+    ] = 64,
+    host_speed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes per second between GPU and host memory, each way. Default: 50GB.",
+        ),
+    ] = None,
+    speed_up: Annotated[
+        float, typer.Option(metavar="X", help="Requests arrive X times as fast as in the trace.")
+    ] = 1.0,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Replay only the first N requests.")
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Measure host copies and the disk of this directory for some seconds, and use the "
+            "figures where no speed is given. Without TRACE: print them.",
+        ),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document on standard output.")
+    ] = False,
+) -> None:
+    # Imported here because it loads numpy, which `kvtier --help` does not need.
+    from kvtier.cli.output import CannotWrite, NobodyReads, note
+    from kvtier.cli.replay.command import Wishes, run_replay
+    from kvtier.replay.calibration import NotMeasured
+    from kvtier.replay.settings import SettingError
+    from kvtier.replay.trace import TraceError
+
+    wishes = Wishes(
+        trace=trace,
+        host=host,
+        tiers=tier or [],
+        policy=policy,
+        kv_bytes_per_token=kv_bytes_per_token,
+        block_tokens=block_tokens,
+        is_timed=timing,
+        prefill=prefill,
+        decode_step=decode_step,
+        step_tokens=step_tokens,
+        running=running,
+        host_speed=host_speed,
+        speed_up=speed_up,
+        limit=limit,
+        calibrate=calibrate,
+    )
+    try:
+        code = run_replay(wishes, as_json=json)
+    except SettingError as wrong:
+        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
+    except (TraceError, NotMeasured, CannotWrite) as problem:
+        note(f"kvtier replay: {problem}")
+        code = 2
+    except NobodyReads:
+        code = 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    raise typer.Exit(code)

@@ -1,0 +1,87 @@
+"""Sizes, times, speeds and tiers as the options of `kvtier replay` and `kvtier plan` give them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from kvtier.config.sizes import SizeError, parse_size
+from kvtier.replay.calibration import Calibration
+from kvtier.replay.settings import SettingError, TierSettings
+
+__all__ = ["require", "seconds_of", "size_of", "tiers_of"]
+
+_TIER_READ, _TIER_WRITE, _TIER_LATENCY = "6GB", "4GB", "0.1ms"
+"""About what one PCIe 4 NVMe drive does."""
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(us|ms|s)", re.ASCII)
+_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_LEAST, _MOST = 1e-3, 1e12
+_TIER_KEYS = ("read", "write", "latency", "policy")
+
+
+def tiers_of(texts: Iterable[str], measured: Calibration | None = None) -> tuple[TierSettings, ...]:
+    """The tiers of all `--tier` options. Speeds that are not given are those measured, or else the
+    defaults."""
+    tiers = tuple(_tier_of(text, measured) for text in texts)
+    names = [tier.name for tier in tiers]
+    twice = next((name for name in names if names.count(name) > 1 or name == "host"), None)
+    if twice is not None:
+        raise SettingError("--tier", f'"{twice}" names two tiers: give each a name of its own')
+    return tiers
+
+
+def require(value: float, option: str, allowed: str) -> None:
+    """Refuse a number that is 0 or less, or of no sensible size. `allowed`: what to give
+    instead."""
+    if not _LEAST <= value <= _MOST:
+        raise SettingError(option, f"{value:g}: give {allowed}")
+
+
+def size_of(text: str, option: str, *, is_speed: bool = False) -> int:
+    """The bytes of a size. `is_speed`: `/s` at its end is allowed."""
+    try:
+        return parse_size(text.removesuffix("/s") if is_speed else text)
+    except SizeError as error:
+        raise SettingError(option, f'"{text}": {error}') from None
+
+
+def seconds_of(text: str, option: str, *, may_be_zero: bool = True) -> float:
+    """The seconds of a time such as `0.1ms`."""
+    match = _TIME.fullmatch(text.strip())
+    seconds = float(match[1]) * _TIME_UNITS[match[2]] if match else -1.0
+    if seconds < 0 or not (seconds or may_be_zero):
+        raise SettingError(option, f'"{text}": write a number and one of us, ms, s, such as 0.1ms')
+    return seconds
+
+
+def _tier_of(text: str, measured: Calibration | None) -> TierSettings:
+    """One `--tier`: NAME:SIZE[,KEY=VALUE...]."""
+    head, *rest = text.split(",")
+    name, colon, size = head.partition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII):
+        raise SettingError("--tier", f'"{text}": write NAME:SIZE, such as disk:2TiB')
+    given: dict[str, str] = {}
+    for pair in rest:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in _TIER_KEYS or key in given:
+            raise SettingError(
+                "--tier",
+                f'"{pair}" in "{text}": after the size, write each of {", ".join(_TIER_KEYS)} at '
+                "most once, such as read=6GB,write=4GB,latency=0.1ms,policy=lru",
+            )
+        given[key] = value
+    speeds = {"read": float(parse_size(_TIER_READ)), "write": float(parse_size(_TIER_WRITE))}
+    latency_s = seconds_of(_TIER_LATENCY, "--tier")
+    if measured is not None:
+        speeds = {"read": measured.read_bytes_per_s, "write": measured.write_bytes_per_s}
+        latency_s = measured.latency_s
+    for key in speeds.keys() & given.keys():
+        speeds[key] = float(size_of(given[key], "--tier", is_speed=True))
+    return TierSettings(
+        name=name,
+        num_bytes=size_of(size, "--tier"),
+        policy=given.get("policy", "lru"),
+        read_bytes_per_s=speeds["read"],
+        write_bytes_per_s=speeds["write"],
+        latency_s=seconds_of(given["latency"], "--tier") if "latency" in given else latency_s,
+    )

@@ -1,0 +1,343 @@
+"""The real managers over tiers that keep keys and no bytes, by a clock that the replay sets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+
+import numpy as np
+
+from kvtier.base import (
+    LookupResult,
+    Medium,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from kvtier.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.replay.figures import Figures, PlaceFigures
+from kvtier.tiering.base import JobNotBegun, JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.health import TierSettings as Deadlines
+from kvtier.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    GroupShape,
+    TieringOffloadingManager,
+)
+from kvtier.tiering.metrics import metric_prefix
+
+if TYPE_CHECKING:
+    from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+    from kvtier.replay.settings import ReplaySettings, TierSettings
+
+__all__ = ["Caches", "Clock", "KeyTier", "Lane"]
+
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
+_NO_LIMIT_S = 1e9
+_UNTIMED_BLOCK_BYTES = 1
+"""The size of a block to the orchestrator if nothing takes time. Its limits on bytes per second
+have no meaning then, and no block is large enough to reach them."""
+
+
+class Clock:
+    """Virtual time, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Lane:
+    """Transfers one after the other, at one speed."""
+
+    def __init__(self, bytes_per_s: float, latency_s: float, clock: Clock) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self._clock = clock
+        self._free_at = 0.0
+
+    def end_of(self, num_bytes: int) -> tuple[float, float]:
+        """Begin a transfer. Returns when it ends, and how long it takes without the wait for
+        earlier ones. The latencies of transfers overlap."""
+        now = self._clock.now
+        begins = max(now + self._latency_s, self._free_at)
+        seconds = num_bytes / self._bytes_per_s
+        self._free_at = begins + seconds
+        return self._free_at, seconds + self._latency_s
+
+
+class _UntouchedSlots:
+    """Host memory without memory: a view of the right shape over one byte."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        byte = np.zeros(1, np.uint8)
+        self._view = np.lib.stride_tricks.as_strided(byte, (num_blocks, block_bytes), (0, 0)).data
+
+    def create_kv_memoryview(self) -> memoryview:
+        return self._view
+
+    def cleanup(self) -> None:
+        """Called by the manager's `shutdown`."""
+
+
+class _TraceSpec(OffloadingSpec):
+    """Tells tiers the names that are part of every key's namespace. Nothing is ever stored."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            OffloadingConfig(
+                groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",)),),
+                worker_kv_bytes_per_block=4096,
+                engine_id="replay",
+                model=OffloadingModelConfig(name="trace", dtype="none"),
+                cache=OffloadingCacheConfig(tokens_per_hash=16),
+                parallel=OffloadingParallelConfig(),
+                extra_config={"cpu_bytes_to_use": 1 << 20},
+            )
+        )
+
+    def get_manager(self) -> OffloadingManager:
+        raise NotImplementedError("a replay makes its managers itself")
+
+    def get_worker(self, kv_caches: object) -> OffloadingWorker:
+        raise NotImplementedError("a replay moves no bytes")
+
+
+class _Store(NamedTuple):
+    job: TransferJob
+    output: PrepareStoreOutput
+
+
+class KeyTier(SecondaryTierManager):
+    """One tier below host memory, in virtual time.
+
+    A `CPUOffloadingManager` keeps the keys, so that the tier evicts as host memory does, with any
+    eviction policy. Loads do not wait for stores: each direction has a lane of its own.
+    """
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self, settings: TierSettings, num_blocks: int, block_bytes: int, clock: Clock | None
+    ) -> None:
+        """`clock`: None: every job ends at once."""
+        nothing = np.zeros((1, 1), np.uint8).data
+        super().__init__(_TraceSpec(), nothing, settings.name)
+        self.table = CPUOffloadingManager(num_blocks, settings.policy)
+        self._get = self.table.slots.get
+        self._block_bytes = block_bytes
+        self._clock = clock
+        if clock is not None:
+            self._reading = Lane(settings.read_bytes_per_s, settings.latency_s, clock)
+            self._writing = Lane(settings.write_bytes_per_s, settings.latency_s, clock)
+        self._loads: deque[tuple[float, JobResult, Callable[[], None]]] = deque()
+        self._stores: deque[tuple[float, JobResult, Callable[[], None]]] = deque()
+        self.num_refused = 0
+        """Blocks of stores for which there was no room."""
+
+    # --- lookups and uses -----------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        block = self._get(key)
+        return _MISS if block is None or block.ref_cnt < 0 else _HIT
+
+    def lookup_batch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> Sequence[LookupResult]:
+        answers = []
+        for block in map(self._get, keys):
+            if block is None or block.ref_cnt < 0:
+                answers.append(_MISS)
+                break
+            answers.append(_HIT)
+        return answers
+
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        return [key for key in keys if self._get(key) is None]
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.table.touch(keys, req_context)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return self.table.on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.table.on_request_finished(req_context)
+
+    # --- jobs -----------------------------------------------------------------------------------
+
+    def submit_store(self, job: TransferJob) -> None:
+        output = self.table.prepare_store(job.keys, job.req_context)
+        if output is None:
+            self.num_refused += len(job.keys)
+            raise JobNotBegun("too many blocks are being written")
+        new = output.keys_to_store
+        kept = [key for key in job.keys if self._get(key) is not None]
+        self.num_refused += len(job.keys) - len(kept)
+
+        def end() -> None:
+            self.table.complete_store(new, job.req_context)
+
+        self._begin(self._stores, job, kept, len(new), end)
+
+    def submit_load(self, job: TransferJob) -> None:
+        found = [key for key in job.keys if self.lookup(key, job.req_context) is _HIT]
+        self.table.prepare_load(found, job.req_context)
+
+        def end() -> None:
+            self.table.complete_load(found, job.req_context)
+
+        self._begin(self._loads, job, found, len(found), end)
+
+    def _begin(
+        self,
+        queue: deque[tuple[float, JobResult, Callable[[], None]]],
+        job: TransferJob,
+        done: list[OffloadKey],
+        num_moved: int,
+        end: Callable[[], None],
+    ) -> None:
+        ends_at, seconds = 0.0, None
+        if self._clock is not None:
+            lane = self._reading if job.is_promotion else self._writing
+            ends_at, seconds = lane.end_of(num_moved * self._block_bytes)
+        is_whole = len(done) == len(job.keys)
+        result = JobResult(job.job_id, is_whole, None if is_whole else done, seconds)
+        if self._clock is None:
+            end()
+            end = _nothing
+        queue.append((ends_at, result, end))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        now = _NO_LIMIT_S if self._clock is None else self._clock.now
+        results = []
+        for queue in (self._loads, self._stores):
+            while queue and queue[0][0] <= now:
+                _, result, end = queue.popleft()
+                end()
+                results.append(result)
+        return results
+
+    def drain_jobs(self) -> None:
+        for queue in (self._loads, self._stores):
+            for _, _, end in queue:
+                end()
+
+    @property
+    def next_end_s(self) -> float | None:
+        """When the next job ends; None if there is none."""
+        return min(
+            (queue[0][0] for queue in (self._loads, self._stores) if queue),
+            default=None,
+        )
+
+
+def _nothing() -> None:
+    pass
+
+
+class Caches:
+    """Host memory and the tiers below it."""
+
+    def __init__(self, settings: ReplaySettings, block_tokens: int, clock: Clock) -> None:
+        """`clock`: the replay sets it. If the settings are not timed, tiers take no time, but the
+        orchestrator limits what it offers to tiers by time all the same."""
+        block_bytes = settings.block_bytes(block_tokens)
+        is_timed = settings.is_timed
+        host = settings.host
+        num_blocks = host.num_bytes // block_bytes
+        self.num_blocks = num_blocks
+        self.host: CPUOffloadingManager
+        self.tiers: list[KeyTier] = []
+        self.manager: OffloadingManager
+        self.tiering: TieringOffloadingManager | None = None
+        if not settings.tiers:
+            self.host = self.manager = CPUOffloadingManager(num_blocks, host.policy)
+            return
+        slots = _UntouchedSlots(num_blocks, block_bytes if is_timed else _UNTIMED_BLOCK_BYTES)
+        primary = CPUPrimaryTierOffloadingManager(
+            num_blocks, cast("SharedOffloadRegion", slots), host.policy
+        )
+        self.host = primary
+        self.tiers = [
+            KeyTier(tier, tier.num_bytes // block_bytes, block_bytes, clock if is_timed else None)
+            for tier in settings.tiers
+        ]
+        deadlines: dict[str, Any] = {} if is_timed else {"max_pinned_share": 1.0}
+        self.manager = self.tiering = TieringOffloadingManager(
+            primary,
+            self.tiers,
+            settings=[Deadlines(**deadlines) for _ in self.tiers],
+            groups={0: GroupShape(block_tokens)},
+            # Without times, a block that a tier has is always loaded.
+            prefill_tokens_per_s=None if is_timed else 0,
+            clock=clock,
+        )
+
+    def hits_by_place(
+        self, keys: Sequence[OffloadKey], num_hits: int, context: ReqContext
+    ) -> list[int]:
+        """How many of the first `num_hits` blocks were in host memory, and in each tier."""
+        hits = [num_hits] + [0] * len(self.tiers)
+        if self.tiering is None:
+            return hits
+        sources = self.tiering.tiers_of(context)
+        if not sources:
+            return hits
+        place_of = {tier: n for n, tier in enumerate(self.tiers, start=1)}
+        for key in keys[:num_hits]:
+            tier = sources.get(key)
+            if tier is not None:
+                hits[place_of[cast("KeyTier", tier)]] += 1
+                hits[0] -= 1
+        return hits
+
+    def figures(self, settings: ReplaySettings, block_tokens: int) -> Figures:
+        """Empty figures, with a place for host memory and one for each tier."""
+        places = [PlaceFigures(settings.host.name, settings.host.policy, self.num_blocks)]
+        places += [
+            PlaceFigures(its.name, its.policy, tier.table.num_blocks)
+            for its, tier in zip(settings.tiers, self.tiers, strict=True)
+        ]
+        return Figures(block_tokens, settings.block_bytes(block_tokens), places)
+
+    def count_into(self, figures: Figures) -> None:
+        """Add what the managers have counted since the last call."""
+        stats = self.manager.get_stats()
+        host = figures.places[0]
+        counted = stats.counters if stats is not None else {}
+        _add_counters(host, counted)
+        for position, (tier, place) in enumerate(zip(self.tiers, figures.places[1:], strict=True)):
+            prefix = metric_prefix(position, tier.tier_type)
+            own = tier.table.get_stats().counters
+            place.read_blocks += int(counted.get(f"{prefix}loaded_blocks", 0))
+            place.declined_blocks += int(counted.get(f"{prefix}declined_blocks", 0))
+            place.written_blocks += int(own.get("kvtier_cpu_stored_blocks", 0))
+            place.evicted_blocks += int(own.get("kvtier_cpu_evicted_blocks", 0))
+            place.refused_blocks += tier.num_refused + sum(
+                int(counted.get(prefix + name, 0)) for name in ("dropped_blocks", "shed_blocks")
+            )
+            tier.num_refused = 0
+
+
+def _add_counters(host: PlaceFigures, counted: dict[str, float]) -> None:
+    host.written_blocks += int(counted.get("kvtier_cpu_stored_blocks", 0))
+    host.promoted_blocks += int(
+        counted.get("kvtier_cpu_promoted_blocks", 0) + counted.get("kvtier_cpu_adopted_blocks", 0)
+    )
+    host.evicted_blocks += int(counted.get("kvtier_cpu_evicted_blocks", 0))
+    # Refused stores are offered again; the engine counts those that never found room.
+    host.refused_blocks += int(counted.get("kvtier_cpu_truncated_blocks", 0))

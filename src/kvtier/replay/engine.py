@@ -1,0 +1,310 @@
+"""Serves a trace as an engine would, many requests at a time, in virtual time.
+
+The engine works in steps, as vLLM does: requests start in order of arrival, prompts are computed in
+chunks, and every running request decodes one token in a step. A step lasts `decode_step_s` plus the
+time that its prompt tokens take. Transfers run beside it: between device and host memory at host
+memory's speeds, and between host memory and each tier at the tier's. Nothing waits and nothing is
+copied; only the managers do real work.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING
+
+from kvtier.base import ReqContext, ScheduleEndContext
+from kvtier.replay.caches import Caches, Clock, Lane
+from kvtier.replay.figures import Figures, Timing
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadKey
+    from kvtier.replay.settings import ReplaySettings
+    from kvtier.replay.trace import Request
+
+__all__ = ["TimedEngine"]
+
+_IDLE_STEP_S = 0.001
+"""The length of a step in which nothing can be computed and no transfer is about to end."""
+_COUNTED_EVERY = 1000
+"""Requests from one collection of the managers' statistics to the next."""
+_NOTHING_STARTED = ScheduleEndContext()
+
+
+class _Serving:
+    """A request and how far it is."""
+
+    __slots__ = (
+        "arrived_s",
+        "context",
+        "is_loaded",
+        "keys",
+        "num_computed",
+        "num_hits",
+        "num_offered",
+        "output_tokens",
+        "prompt_tokens",
+    )
+
+    def __init__(self, number: int, request: Request, arrived_s: float) -> None:
+        self.context = ReqContext(str(number), num_prompt_tokens=request.prompt_tokens)
+        self.keys = request.keys
+        self.prompt_tokens = request.prompt_tokens
+        self.output_tokens = request.output_tokens
+        self.arrived_s = arrived_s
+        self.is_loaded = False
+        """True once it has been looked up and its hits are on the device."""
+        self.num_hits = 0
+        self.num_computed = 0
+        """Prompt tokens that are on the device."""
+        self.num_offered = 0
+        """Blocks that need not be stored any more."""
+
+    def find_blocks(self) -> list[OffloadKey]:
+        """The blocks that the engine will look up. Managers call it while the request waits."""
+        return self.keys
+
+
+class TimedEngine:
+    """The engine, its queue, and the clock."""
+
+    def __init__(self, settings: ReplaySettings, block_tokens: int) -> None:
+        self._clock = Clock()
+        self.caches = Caches(settings, block_tokens, self._clock)
+        self._manager = self.caches.manager
+        self.figures: Figures = self.caches.figures(settings, block_tokens)
+        self._timing = self.figures.timing = Timing()
+        self._model = settings.engine
+        self._speed_up = settings.speed_up
+        self._block_tokens = block_tokens
+        self._block_bytes = settings.block_bytes(block_tokens)
+        host = settings.host
+        self._to_device = Lane(host.read_bytes_per_s, host.latency_s, self._clock)
+        self._to_host = Lane(host.write_bytes_per_s, host.latency_s, self._clock)
+        self._loading: deque[tuple[float, _Serving]] = deque()
+        """Requests whose hits are on their way to the device, by the time of their end."""
+        self._storing: deque[tuple[float, _Serving, list[OffloadKey]]] = deque()
+        """Blocks on their way from the device to host memory."""
+        self._unstored: dict[_Serving, None] = {}
+        """Requests with blocks for which there was no room."""
+        self._waiting: deque[_Serving] = deque()
+        self._prefilling: list[_Serving] = []
+        self._decoding: list[tuple[int, int, _Serving]] = []
+        """A heap of the steps in which requests end."""
+        self._num_steps = 0
+        self._num_finished = 0
+        self._order = count()
+        self._first_arrival_s: float | None = None
+        self._ended_s: float | None = None
+        """When the last request ended. Stores may go on."""
+
+    def serve(self, requests: Iterable[Request]) -> Iterator[None]:
+        """Serve all requests, and end their stores. Yields after each step."""
+        coming = enumerate(requests)
+        following = self._next(coming)
+        while following is not None or self._has_requests():
+            while following is not None and following.arrived_s <= self._clock.now:
+                self._enter(following)
+                following = self._next(coming)
+            self._step(None if following is None else following.arrived_s)
+            yield
+        self._ended_s = self._clock.now
+        tiering = self.caches.tiering
+        while self._storing or (tiering is not None and tiering.is_moving_blocks()):
+            self._step(None)
+            yield
+
+    def end(self) -> Figures:
+        """The figures of everything served so far."""
+        self.caches.count_into(self.figures)
+        ended_s = self._clock.now if self._ended_s is None else self._ended_s
+        self._timing.seconds = ended_s - (self._first_arrival_s or 0.0)
+        return self.figures
+
+    def _next(self, coming: Iterator[tuple[int, Request]]) -> _Serving | None:
+        for number, request in coming:
+            arrives_s = request.arrives_s / self._speed_up
+            if self._first_arrival_s is None:
+                self._first_arrival_s = self._clock.now = arrives_s
+            return _Serving(number, request, arrives_s)
+        return None
+
+    def _has_requests(self) -> bool:
+        return bool(self._waiting or self._prefilling or self._decoding or self._loading)
+
+    def _enter(self, serving: _Serving) -> None:
+        self._manager.on_new_request(serving.context)
+        if self.caches.tiers:
+            self._manager.on_request_queued(serving.context, serving.find_blocks)
+        self._waiting.append(serving)
+
+    # --- one step -------------------------------------------------------------------------------
+
+    def _step(self, next_arrival_s: float | None) -> None:
+        self._end_transfers()
+        work, started = self._schedule()
+        self._manager.on_schedule_end(ScheduleEndContext(started) if started else _NOTHING_STARTED)
+        for serving in list(self._unstored):
+            self._store(serving, serving.num_computed)
+        for serving, num_tokens in work:
+            self._store(serving, serving.num_computed + num_tokens)
+        if work or self._decoding:
+            self._compute(work, next_arrival_s)
+        else:
+            self._idle(next_arrival_s)
+
+    def _end_transfers(self) -> None:
+        """Report the copies that have ended. Loaded requests go on before those that wait."""
+        now, manager = self._clock.now, self._manager
+        while self._storing and self._storing[0][0] <= now:
+            _, serving, keys = self._storing.popleft()
+            manager.complete_store(keys, serving.context)
+        if not self._loading:
+            return
+        loaded = []
+        while self._loading and self._loading[0][0] <= now:
+            _, serving = self._loading.popleft()
+            manager.complete_load(serving.keys[: serving.num_hits], serving.context)
+            serving.is_loaded = True
+            loaded.append(serving)
+        self._waiting.extendleft(reversed(loaded))
+
+    def _schedule(self) -> tuple[list[tuple[_Serving, int]], list[str]]:
+        """The requests that compute in this step, with their numbers of tokens; and the ids of
+        those that have started."""
+        budget = self._model.step_tokens
+        work: list[tuple[_Serving, int]] = []
+        for serving in self._prefilling:
+            num_tokens = min(budget, serving.prompt_tokens - serving.num_computed)
+            if num_tokens:
+                work.append((serving, num_tokens))
+                budget -= num_tokens
+        started: list[str] = []
+        deferred: list[_Serving] = []
+        num_free = self._model.most_running - len(self._prefilling) - len(self._decoding)
+        num_free -= len(self._loading)
+        while self._waiting and budget > 0 and len(deferred) < num_free:
+            serving = self._waiting.popleft()
+            if not serving.is_loaded:
+                if not self._look_up(serving):
+                    deferred.append(serving)
+                    continue
+                started.append(serving.context.req_id)
+                if serving.num_hits:
+                    self._load(serving)
+                    num_free -= 1
+                    continue
+            num_tokens = min(budget, serving.prompt_tokens - serving.num_computed)
+            work.append((serving, num_tokens))
+            budget -= num_tokens
+            num_free -= 1
+            self._prefilling.append(serving)
+        self._waiting.extendleft(reversed(deferred))
+        return work, started
+
+    def _look_up(self, serving: _Serving) -> bool:
+        """Look up the prompt. False: ask again in the next step."""
+        keys = serving.keys
+        num_hits, is_final = self._manager.lookup_prefix(keys, serving.context)
+        if not is_final:
+            return False
+        serving.num_hits = serving.num_offered = num_hits
+        # The last token is always computed: the first new one follows from it.
+        cached = num_hits * self._block_tokens
+        serving.num_computed = max(0, min(cached, serving.prompt_tokens - 1))
+        hits = self.caches.hits_by_place(keys, num_hits, serving.context)
+        self.figures.note_lookup(len(keys), serving.prompt_tokens, hits)
+        return True
+
+    def _load(self, serving: _Serving) -> None:
+        hits = serving.keys[: serving.num_hits]
+        self._manager.prepare_load(hits, serving.context)
+        ends_s, _ = self._to_device.end_of(len(hits) * self._block_bytes)
+        self.figures.places[0].read_blocks += len(hits)
+        self._loading.append((ends_s, serving))
+
+    def _store(self, serving: _Serving, num_tokens: int) -> None:
+        """Offer the blocks that lie within the first `num_tokens` tokens. If there is no room, they
+        are offered again in the next step."""
+        end = min(len(serving.keys), num_tokens // self._block_tokens)
+        if end <= serving.num_offered:
+            return
+        output = self._manager.prepare_store(
+            serving.keys[serving.num_offered : end], serving.context
+        )
+        if output is None:
+            self._unstored[serving] = None
+            return
+        self._unstored.pop(serving, None)
+        serving.num_offered = end
+        keys = output.keys_to_store
+        if keys:
+            ends_s, _ = self._to_host.end_of(len(keys) * self._block_bytes)
+            self._storing.append((ends_s, serving, keys))
+
+    # --- time passes ----------------------------------------------------------------------------
+
+    def _compute(self, work: list[tuple[_Serving, int]], next_arrival_s: float | None) -> None:
+        num_tokens = sum(n for _, n in work)
+        model, clock = self._model, self._clock
+        num_steps = (
+            1 if work or self._waiting or self._unstored else self._num_equal_steps(next_arrival_s)
+        )
+        seconds = num_steps * model.decode_step_s + num_tokens / model.prefill_tokens_per_s
+        clock.now += seconds
+        self._timing.busy_s += seconds
+        self._num_steps += num_steps
+        if num_tokens and self.caches.tiers:
+            position = sum(n * (s.num_computed + n / 2) for s, n in work) / num_tokens
+            self._manager.note_prefill(num_tokens, position, seconds)
+        is_done = False
+        for serving, n in work:
+            serving.num_computed += n
+            if serving.num_computed >= serving.prompt_tokens:
+                is_done = True
+                self._timing.first_token_s.append(clock.now - serving.arrived_s)
+                ends_at = self._num_steps + max(0, serving.output_tokens - 1)
+                heappush(self._decoding, (ends_at, next(self._order), serving))
+        if is_done:
+            self._prefilling = [s for s in self._prefilling if s.num_computed < s.prompt_tokens]
+        while self._decoding and self._decoding[0][0] <= self._num_steps:
+            self._finish(heappop(self._decoding)[2])
+
+    def _num_equal_steps(self, next_arrival_s: float | None) -> int:
+        """Steps that only decode, until something else happens. With tiers it is always one: the
+        manager of tiers works in each step."""
+        if self.caches.tiers:
+            return 1
+        num_steps = self._decoding[0][0] - self._num_steps
+        events = [queue[0][0] for queue in (self._loading, self._storing) if queue]
+        if next_arrival_s is not None:
+            events.append(next_arrival_s)
+        if events:
+            left_s = min(events) - self._clock.now
+            num_steps = min(num_steps, int(left_s / self._model.decode_step_s) + 1)
+        return max(1, num_steps)
+
+    def _idle(self, next_arrival_s: float | None) -> None:
+        """Nothing can be computed: go on to the next event."""
+        events = [queue[0][0] for queue in (self._loading, self._storing) if queue]
+        events += [end_s for tier in self.caches.tiers if (end_s := tier.next_end_s) is not None]
+        if next_arrival_s is not None:
+            events.append(next_arrival_s)
+        now = self._clock.now
+        following = min((when for when in events if when > now), default=now + _IDLE_STEP_S)
+        if self._waiting:  # for an answer that may come without an event, such as a deadline
+            following = min(following, now + _IDLE_STEP_S)
+        self._clock.now = following
+
+    def _finish(self, serving: _Serving) -> None:
+        self._num_finished += 1
+        if self._num_finished % _COUNTED_EVERY == 0:
+            self.caches.count_into(self.figures)  # the manager keeps a list of times until then
+        self._timing.prompt_tokens += serving.prompt_tokens
+        self._timing.output_tokens += serving.output_tokens
+        if serving in self._unstored:
+            del self._unstored[serving]
+            self.figures.places[0].refused_blocks += len(serving.keys) - serving.num_offered
+        self._manager.on_request_finished(serving.context)

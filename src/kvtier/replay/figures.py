@@ -1,0 +1,152 @@
+"""What a replay has counted and timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Figures", "PlaceFigures", "Timing"]
+
+
+@dataclass(slots=True)
+class PlaceFigures:
+    """Host memory, or one tier below it."""
+
+    name: str
+    policy: str
+    capacity_blocks: int
+    hit_blocks: int = 0
+    """Blocks of prompts that were found here, and in no place above."""
+    written_blocks: int = 0
+    """Blocks written: into host memory by the engine, into a tier from host memory."""
+    promoted_blocks: int = 0
+    """Blocks that tiers have written into host memory."""
+    read_blocks: int = 0
+    """Blocks read back: from host memory by the engine, from a tier into host memory."""
+    evicted_blocks: int = 0
+    refused_blocks: int = 0
+    """Blocks that were not written, because there was no room or the place was too slow."""
+    declined_blocks: int = 0
+    """Blocks found here that were computed, because that was expected to be faster."""
+
+    def document(self, num_references: int, block_bytes: int) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "policy": self.policy,
+            "capacity_blocks": self.capacity_blocks,
+            "capacity_bytes": self.capacity_blocks * block_bytes,
+            "hit_blocks": self.hit_blocks,
+            "hit_percent": _percent(self.hit_blocks, num_references),
+            "written_bytes": self.written_blocks * block_bytes,
+            "promoted_bytes": self.promoted_blocks * block_bytes,
+            "read_bytes": self.read_blocks * block_bytes,
+            "written_per_read": self.written_per_read,
+            "evicted_blocks": self.evicted_blocks,
+            "refused_blocks": self.refused_blocks,
+            "declined_blocks": self.declined_blocks,
+        }
+
+    @property
+    def written_per_read(self) -> float | None:
+        """Bytes written per byte read back; None if nothing was read back."""
+        return round(self.written_blocks / self.read_blocks, 4) if self.read_blocks else None
+
+
+@dataclass(slots=True)
+class Timing:
+    """Times by the cost model. Virtual seconds."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    """From the arrival of each request to its first token."""
+    seconds: float = 0.0
+    """From the first arrival to the last token."""
+    busy_s: float = 0.0
+    """Of these, the seconds in which the engine computed or decoded."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """Tokens of requests that have ended."""
+
+    def document(self) -> dict[str, Any]:
+        ttft = np.array(self.first_token_s or [0.0])
+        p50, p90, p99 = np.percentile(ttft, [50, 90, 99]).tolist()
+        seconds = self.seconds or 1.0
+        return {
+            "answered": len(self.first_token_s),
+            "ttft_s": {
+                "mean": round(float(ttft.mean()), 6),
+                "p50": round(p50, 6),
+                "p90": round(p90, 6),
+                "p99": round(p99, 6),
+            },
+            "virtual_seconds": round(self.seconds, 3),
+            "busy_percent": _percent(self.busy_s, self.seconds),
+            "requests_per_s": round(len(self.first_token_s) / seconds, 4),
+            "prompt_tokens_per_s": round(self.prompt_tokens / seconds, 1),
+            "output_tokens_per_s": round(self.output_tokens / seconds, 1),
+        }
+
+
+@dataclass(slots=True)
+class Figures:
+    """All figures of one replay."""
+
+    block_tokens: int
+    block_bytes: int
+    places: list[PlaceFigures]
+    """Host memory, then the tiers in the order in which they are asked."""
+    num_requests: int = 0
+    num_references: int = 0
+    """Blocks of all prompts."""
+    prompt_tokens: int = 0
+    timing: Timing | None = None
+    is_complete: bool = True
+    """False if the user has ended the replay early."""
+
+    @property
+    def hit_blocks(self) -> int:
+        return sum(place.hit_blocks for place in self.places)
+
+    @property
+    def hit_percent(self) -> float:
+        return _percent(self.hit_blocks, self.num_references)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.hit_blocks * self.block_tokens
+
+    def note_lookup(self, num_blocks: int, prompt_tokens: int, hits: list[int]) -> None:
+        """A request was looked up. `hits`: by place."""
+        self.num_requests += 1
+        self.num_references += num_blocks
+        self.prompt_tokens += prompt_tokens
+        for place, count in zip(self.places, hits, strict=True):
+            place.hit_blocks += count
+
+    def document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        computed = self.num_references - self.hit_blocks
+        return {
+            "complete": self.is_complete,
+            "requests": self.num_requests,
+            "block_references": self.num_references,
+            "block_tokens": self.block_tokens,
+            "block_bytes": self.block_bytes,
+            "hit_blocks": self.hit_blocks,
+            "hit_percent": self.hit_percent,
+            "computed_blocks": computed,
+            "computed_percent": _percent(computed, self.num_references),
+            "prompt_tokens": self.prompt_tokens,
+            "saved_tokens": self.saved_tokens,
+            "saved_tokens_percent": _percent(self.saved_tokens, self.prompt_tokens),
+            "tiers": [
+                place.document(self.num_references, self.block_bytes) for place in self.places
+            ],
+            "timing": None if self.timing is None else self.timing.document(),
+        }
+
+
+def _percent(part: float, whole: float) -> float:
+    return round(100 * part / whole, 4) if whole else 0.0

@@ -1,0 +1,115 @@
+"""`kvtier plan`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+from tests import traces
+from tests.replay.test_plan import LLAMA_3_8B, written
+from tests.test_architecture import REPO
+from tests.traces import TRACES
+
+CHATS = str(traces.CHATS)
+PAGE = REPO / "docs" / "replay.md"
+SIZE = ["--kv-bytes-per-token", "128KiB"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    document: dict[str, Any] = json.loads(printed.out)
+    return document
+
+
+def test_a_model_and_its_bytes_give_the_same_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--host", "64GiB", "--tier", "disk:2TiB,read=6GB"]
+    document = plan(capsys, written(tmp_path, LLAMA_3_8B), *options)
+    assert document == plan(capsys, *SIZE, *options)
+    assert document["kv_bytes_per_token"] == 131_072
+    host, disk = document["tiers"]
+    assert (host["num_tokens"], host["num_conversations"]) == (524_288, 64)
+    assert disk["break_even_tokens_per_s"] == pytest.approx(6e9 / 131_072, rel=0.01)
+    assert document["sweep"] == []
+
+
+def test_with_a_prefill_speed_it_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--tier", "quick:2TiB,read=6GB", "--tier", "slow:2TiB,read=1GB"]
+    assert main(["plan", *SIZE, *options, "--prefill", "26000"]) == 0
+    quick, slow = capsys.readouterr().out.splitlines()[-2:]
+    assert quick.endswith("1.8x faster")
+    assert slow.endswith("3.4x slower")
+
+
+def test_windows_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, LLAMA_3_8B | {"sliding_window": 4096})
+    assert main(["plan", path]) == 0
+    assert "long prompts need less" in capsys.readouterr().out
+    assert plan(capsys, path)["is_upper_bound"] is True
+
+
+def test_a_sweep_has_the_hits_of_replays(capsys: pytest.CaptureFixture[str]) -> None:
+    document = plan(capsys, *SIZE, "--host", "1GiB", "--trace", CHATS, "--tier", "disk:4GiB")
+    sizes = [point["host_bytes"] for point in document["sweep"]]
+    assert sizes == [(1 << 27) << n for n in range(7)]
+    for point in document["sweep"][::3]:
+        options = ["--no-timing", "--host", str(point["host_bytes"]), "--tier", "disk:4GiB"]
+        assert main(["replay", CHATS, *options, "--json"]) == 0
+        replayed = json.loads(capsys.readouterr().out)
+        assert point["tiers"] == replayed["tiers"]
+    sweep = plan(capsys, *SIZE, "--host", "1GiB", "--trace", CHATS)["sweep"]
+    hits = [point["hit_percent"] for point in sweep]
+    assert hits == sorted(hits)
+    assert main(["plan", *SIZE, "--host", "1GiB", "--trace", CHATS]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 12
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], "or else --kv-bytes-per-token"),
+    "both": (["config.json", *SIZE], "or else --kv-bytes-per-token"),
+    "no such model": (["gone.json"], "there is no gone.json: give the path of a model's"),
+    "a directory": ([str(TRACES)], "is a directory"),
+    "a trace as a model": ([CHATS], "give a model's config.json"),
+    "an unknown type": ([*SIZE, "--kv-dtype", "int3"], "give one of float32"),
+    "no conversation": ([*SIZE, "--conversation", "0"], "above 0"),
+    "no prefill": ([*SIZE, "--prefill", "0"], "above 0"),
+    "no requests": ([*SIZE, "--limit", "0"], "above 0"),
+    "no such trace": ([*SIZE, "--trace", "gone.jsonl"], "there is no gone.jsonl"),
+    "host memory too small": ([*SIZE, "--trace", CHATS, "--host", "1MiB"], "one block of 512"),
+    "host memory too large": (
+        ["--kv-bytes-per-token", "1", "--trace", CHATS, "--host", "100TiB"],
+        "give at most",
+    ),
+    "an unknown policy": ([*SIZE, "--trace", CHATS, "--policy", "random"], "random"),
+    "a wrong tier": ([*SIZE, "--tier", "disk"], "NAME:SIZE"),
+    "a wrong speed": ([*SIZE, "--host-speed", "fast"], "8GiB"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_refused_with_a_remedy(
+    case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, remedy = WRONG[case]
+    assert main(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert remedy in " ".join(printed.err.split())
+
+
+def test_the_page_explains_every_option_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGE.read_text().partition("## kvtier plan")[2]
+    assert main(["plan", "--help"]) == 0
+    words = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out)) - {"--help"}
+    assert [word for word in sorted(words) if f"`{word}" not in page] == []
+    document = plan(capsys, *SIZE, "--trace", CHATS)
+    keys = {*document, *document["tiers"][0], "host_bytes"}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
