@@ -27,8 +27,10 @@ from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import SlotState
+from kvtier.cpu.policies.density import DensityCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.recency import RecencyList
+from tests.cpu.policies.tree_checks import check_tree
 
 NUM_NODES = 24
 
@@ -444,6 +446,8 @@ class PrimaryTier(RuleBasedStateMachine):
 
     def orders(self) -> list[RecencyList]:
         policy = self.manager.slots.policy
+        if isinstance(policy, DensityCachePolicy):
+            return []
         if isinstance(policy, LRUCachePolicy):
             return [policy._order]
         assert isinstance(policy, ARCCachePolicy)
@@ -478,7 +482,21 @@ class PrimaryTierWithARC(PrimaryTier):
     policy = "arc"
 
 
-MACHINES = pytest.mark.parametrize("machine", [PrimaryTier, PrimaryTierWithARC])
+class PrimaryTierWithDensity(PrimaryTier):
+    policy = "density"
+
+    @invariant()
+    def the_head_is_the_last_to_leave(self) -> None:
+        """The tree has every block once, and counts right. See also `test_density.py`."""
+        policy = self.manager.slots.policy
+        assert isinstance(policy, DensityCachePolicy)
+        assert policy.blocks.keys() == self.blocks.keys()
+        check_tree(policy)
+
+
+MACHINES = pytest.mark.parametrize(
+    "machine", [PrimaryTier, PrimaryTierWithARC, PrimaryTierWithDensity]
+)
 
 
 @MACHINES

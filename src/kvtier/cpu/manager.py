@@ -210,7 +210,7 @@ class CPUOffloadingManager(OffloadingManager):
         if present:
             self.uses.note_all(present, use)
             comes_last = False
-        new = self._admitted(new)
+        new = self._admitted(new, use)
         num_storable = self._num_storable(len(new), use)
         if num_storable is None:
             self._count("kvtier_cpu_refused_blocks", len(new))
@@ -265,14 +265,15 @@ class CPUOffloadingManager(OffloadingManager):
         self._record_misuse("stray completion of a store", stray, use, "complete each store once")
         return ended if success else []
 
-    def _admitted(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """The keys that are in the prompts of enough requests; without a filter, all keys."""
-        if self._filter is None:
-            return keys
-        admitted = self._filter.admitted(keys)
+    def _admitted(self, keys: list[OffloadKey], use: RequestUse) -> list[OffloadKey]:
+        """The keys that the filter lets pass and that the policy wants."""
+        admitted = keys if self._filter is None else self._filter.admitted(keys)
         if len(admitted) < len(keys):
             self._count("kvtier_cpu_filtered_blocks", len(keys) - len(admitted))
-        return admitted
+        wanted = self.uses.wanted(admitted, use)
+        if len(wanted) < len(admitted):
+            self._count("kvtier_cpu_declined_blocks", len(admitted) - len(wanted))
+        return wanted
 
     def _num_storable(self, wanted: int, use: RequestUse) -> int | None:
         """How many of `wanted` new blocks to store, from the first one on. None: refuse the store.

@@ -50,6 +50,9 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
     "kvtier_cpu_filtered_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because too few requests had them in their prompts."
     ),
+    "kvtier_cpu_declined_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because the policy would rather keep others."
+    ),
     "kvtier_cpu_truncated_blocks": MetricDefinition(
         MetricKind.COUNTER,
         "Blocks not stored because the prompt is larger than the tier, or than the slots that a "

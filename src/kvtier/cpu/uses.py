@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 from kvtier.base import ReqContext
+from kvtier.cpu.policies.base import CachePolicy
 
 if TYPE_CHECKING:
     from kvtier.admission import ReuseFilter
@@ -195,6 +196,7 @@ class UseLog:
         """The record of `last_context`."""
         self._slots = slots
         self._policy = slots.policy
+        self._may_decline = type(slots.policy).num_admitted is not CachePolicy.num_admitted
         self._get = slots.get
         self._requests: dict[str, RequestUse] = {}
         self._was_reset = False
@@ -387,6 +389,13 @@ class UseLog:
             use.seen_at = generation
             use.all_here = all(blocks)
         return is_new
+
+    def wanted(self, new: list[OffloadKey], use: RequestUse) -> list[OffloadKey]:
+        """The new keys of a request that the policy wants to be stored."""
+        if not (new and self._may_decline):
+            return new
+        self.settle()
+        return new[: self._policy.num_admitted(new, self._slots.num_free(), use.context)]
 
     def settle(self) -> None:
         """Report all uses noted since the last time to the policy."""

@@ -58,6 +58,12 @@ class TestDiskWithARC(_DiskTier):
     options: ClassVar[dict[str, Any]] = {"eviction_policy": "arc"}
 
 
+class TestDiskWithDensity(_DiskTier):
+    capacity_blocks = 12
+    num_slots = 12
+    options: ClassVar[dict[str, Any]] = {"eviction_policy": "density"}
+
+
 class TestDiskThroughThePageCache(_DiskTier):
     capacity_blocks = 40
     num_slots = 40

@@ -124,6 +124,16 @@ class CachePolicy(ABC):
 
     # The methods below get a whole batch at a time. Most of their defaults call the methods above.
 
+    def num_admitted(
+        self, keys: Sequence[OffloadKey], num_free: int, req_context: ReqContext
+    ) -> int:
+        """How many of these new blocks of a request are worth storing, from the first one on.
+
+        `num_free`: blocks that fit without an eviction. By default, every block is worth storing. A
+        manager may store fewer, and a tier with free slots may store more.
+        """
+        return len(keys)
+
     def on_store_miss(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Called before a request stores these blocks. If too few slots are free, `evict` is called
         next; `protected` then holds the request's keys that must stay."""

@@ -43,3 +43,6 @@ class CachePolicyFactory:
 
 CachePolicyFactory.register_cache_policy("lru", "kvtier.cpu.policies.lru", "LRUCachePolicy")
 CachePolicyFactory.register_cache_policy("arc", "kvtier.cpu.policies.arc", "ARCCachePolicy")
+CachePolicyFactory.register_cache_policy(
+    "density", "kvtier.cpu.policies.density", "DensityCachePolicy"
+)

@@ -485,8 +485,8 @@ def _policy_cls(name: str, module_path: str | None) -> type[CachePolicy]:
             Problem(
                 "eviction_policy",
                 describe(name),
-                'the name of an eviction policy: "lru", "arc", one that is installed, or the '
-                "one that the primary tier uses",
+                'the name of an eviction policy: "lru", "arc", "density", one that is '
+                "installed, or the one that the primary tier uses",
                 "Write one of these",
             )
         ) from None

@@ -1,0 +1,277 @@
+"""The `density` policy: heads leave last, the same calls have the same outcome, and traffic that
+suits one rule of eviction is served as well as that rule would."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.policies import reuse_odds
+from kvtier.cpu.policies.base import BlockStatus
+from kvtier.cpu.policies.density import DensityCachePolicy
+from kvtier.cpu.policies.prompt_tree import PromptTree, Segment, _Queue
+from kvtier.cpu.policies.reuse_odds import ReuseOdds
+from tests.cpu.policies import synthetic_traces
+from tests.cpu.policies.test_textbook import prompts
+from tests.cpu.policies.tree_checks import check_tree
+from tests.trace_replay import key_of, replay
+from tests.traces import conversation, num_unique
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hasty() -> Iterator[None]:
+    """Lets the policy learn from few requests, unless a test is about real traffic."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reuse_odds, "_PERIOD", 4)
+        patch.setattr(reuse_odds, "_MIN_REUSED", 2)
+        yield
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse_odds, "_PERIOD", 64)
+    monkeypatch.setattr(reuse_odds, "_MIN_REUSED", 20)
+
+
+def policy_of(manager: CPUOffloadingManager) -> DensityCachePolicy:
+    policy = manager.slots.policy
+    assert isinstance(policy, DensityCachePolicy)
+    return policy
+
+
+def hit_percentage(requests: list[list[int]], policy: str, capacity: int) -> float:
+    return replay(requests, CPUOffloadingManager(capacity, cache_policy=policy)).hit_percentage
+
+
+# --- the tree ------------------------------------------------------------------------------------
+
+
+def check_heads_stay(requests: list[list[int]], capacity: int) -> None:
+    """After each request, every stored block has all earlier blocks of its prompts."""
+    manager = CPUOffloadingManager(capacity, cache_policy="density")
+    for count in range(len(requests)):
+        replay(requests[count : count + 1], manager)
+        check_tree(policy_of(manager))
+        stored = set(manager.resident_keys())
+        for prompt in requests:
+            present = [key_of(block) in stored for block in prompt]
+            assert present == sorted(present, reverse=True), "a tail outlived its head"
+
+
+@given(requests=prompts(), capacity=st.integers(2, 24))
+def test_a_head_leaves_after_its_tail(requests: list[list[int]], capacity: int) -> None:
+    check_heads_stay(requests, capacity)
+
+
+def close_without_parent(tree: PromptTree, segment: Segment) -> None:
+    if segment.is_queued:
+        tree.queues[segment.group].remove(segment)
+        segment.is_queued = False
+    else:
+        tree._unqueued.pop(segment, None)
+
+
+def oldest_with_children(
+    tree: PromptTree, queue: _Queue, owner: str | None, skipped: list[Segment]
+) -> Segment | None:
+    while (segment := queue.oldest) is not None:
+        if segment.idle and segment.owner != owner:
+            return segment
+        tree._set_aside(segment, skipped)
+    return None
+
+
+def take_from_the_head(
+    tree: PromptTree, segment: Segment, n: int, protected: set[OffloadKey]
+) -> list[BlockStatus]:
+    taken = [block for block in segment.blocks if block.key not in protected][:n]
+    segment.blocks[:] = [block for block in segment.blocks if block not in taken]
+    segment.idle -= len(taken)
+    tree.num_idle -= len(taken)
+    return taken
+
+
+def undivided(tree: PromptTree, last: BlockStatus, count: int) -> Segment:
+    segment: Segment = last.place
+    return segment
+
+
+def uncounted(tree: PromptTree, segment: Segment, blocks: list[BlockStatus]) -> None:
+    segment.blocks += blocks
+    for block in blocks:
+        block.place = segment
+        segment.idle += 1
+        tree.num_idle += 1
+
+
+BUGS: dict[str, tuple[str, Callable[..., object]]] = {
+    "a parent does not learn that its child has gone": ("_close", close_without_parent),
+    "a segment with children is evicted": ("_oldest", oldest_with_children),
+    "the head of a segment is evicted first": ("_take", take_from_the_head),
+    "a prompt that leaves another one is put behind its tail": ("_divide", undivided),
+    "blocks that are being written count as evictable": ("extend", uncounted),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_checks_find_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [[0, 1, 2, 3], [0, 1, 4, 5], [0, 6, 7], [0, 1, 2, 3, 8], [9, 10, 11], [12, 13, 14]]
+    check_heads_stay(requests * 4, 8)
+    monkeypatch.setattr(PromptTree, *BUGS[bug])
+    with pytest.raises((AssertionError, KeyError)):
+        check_heads_stay(requests * 4, 8)
+
+
+def filled(policy: DensityCachePolicy, name: str, keys: list[OffloadKey]) -> list[BlockStatus]:
+    """Blocks of a request that has stored them and ended."""
+    context = ReqContext(name)
+    blocks = [BlockStatus(number) for number in range(len(keys))]
+    for key, block in zip(keys, blocks, strict=True):
+        block.key = key
+    policy.insert_run(keys, blocks, keys, context)
+    for block in blocks:
+        block.ref_cnt = 0
+    policy.unpinned(blocks)
+    policy.on_request_finished(keys, context)
+    return blocks
+
+
+def test_evicts_exactly_n_or_nothing() -> None:
+    policy = DensityCachePolicy(8)
+    keys = [key_of(number) for number in range(8)]
+    filled(policy, "a", keys[:4])
+    filled(policy, "b", keys[4:])
+    assert policy.evict(7, {keys[0], keys[4]}) is None
+    assert len(policy.blocks) == 8
+    victims = policy.evict(6, {keys[0], keys[4]})
+    assert victims is not None
+    assert [key for key, _ in victims] == [*keys[3:0:-1], *keys[:4:-1]]
+    check_tree(policy)
+
+
+def test_a_head_is_evicted_if_its_tail_is_pinned() -> None:
+    policy = DensityCachePolicy(4)
+    keys = [key_of(number) for number in range(4)]
+    head = filled(policy, "a", keys[:2])
+    policy.touch(keys[:2], ReqContext("b"))
+    tail = [BlockStatus(2)]
+    tail[0].key = keys[2]
+    policy.insert_run(keys[2:3], tail, keys[:3], ReqContext("b"))
+    policy.on_request_finished(keys[:3], ReqContext("b"))
+    assert policy.evict(3, frozenset()) is None
+    assert policy.evict(2, frozenset()) == [(keys[1], head[1]), (keys[0], head[0])]
+
+
+def test_a_request_does_not_evict_what_it_has_stored() -> None:
+    policy = DensityCachePolicy(4)
+    keys = [key_of(number) for number in range(4)]
+    filled(policy, "a", keys[:2])
+    context = ReqContext("b")
+    blocks = [BlockStatus(2), BlockStatus(3)]
+    for key, block in zip(keys[2:], blocks, strict=True):
+        block.key = key
+    policy.insert_run(keys[2:], blocks, keys[2:], context)
+    for block in blocks:
+        block.ref_cnt = 0
+    policy.unpinned(blocks)
+    policy.on_store_miss([key_of(9)], context)
+    assert policy.evict(3, frozenset()) is None
+    policy.on_store_miss([key_of(9)], context)
+    victims = policy.evict(2, frozenset())
+    assert victims is not None
+    assert [key for key, _ in victims] == [keys[1], keys[0]]
+
+
+# --- what it learns ------------------------------------------------------------------------------
+
+
+def test_the_worth_of_a_class_is_how_soon_it_is_used_again() -> None:
+    odds = ReuseOdds(1000)
+    for number in range(2000):
+        odds.begin_request()
+        odds.end_samples([key_of(number)])
+        if number % 2 == 0:
+            odds.begin_sample(key_of(number + 10), 1, 1, 0)  # used 10 requests later
+        else:
+            odds.begin_sample(key_of(10**6 + number), 2, 1, 0)
+    often, never = odds.worth[1], odds.worth[2]
+    assert often[0] > 10 * never[0]
+    soon, late = reuse_odds.bucket_of(8), reuse_odds.bucket_of(100)
+    assert often[soon] > often[0], "the longer it has waited, the sooner it comes"
+    assert often[late] < often[0], "what has not come by now will not come"
+
+
+def test_prompts_that_are_never_used_again_do_not_displace_others() -> None:
+    documents = [[1000 * document + i for i in range(10)] for document in range(6)]
+    requests = []
+    for number in range(1200):
+        requests.append(documents[number % 6])
+        requests.append([10**6 + 100 * number + i for i in range(40)])
+    capacity = 100
+    assert hit_percentage(requests, "lru", capacity) < 5
+    assert hit_percentage(requests, "density", capacity) > 15  # 20 is the most
+
+
+def test_the_same_calls_have_the_same_outcome() -> None:
+    requests = conversation()[:3000]
+    runs = [replay(requests, CPUOffloadingManager(2000, cache_policy="density")) for _ in range(2)]
+    assert runs[0].evicted == runs[1].evicted
+    assert runs[0].num_hits == runs[1].num_hits
+
+
+# --- whole traces --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("patient")
+def test_holds_some_of_the_conversations_of_a_loop() -> None:
+    requests = synthetic_traces.loop(scale=3)
+    capacity = 6144 // 3
+    lru = hit_percentage(requests, "lru", capacity)
+    assert hit_percentage(requests, "density", capacity) > lru + 15
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("percent", [5, 20])
+@pytest.mark.parametrize("trace", ["recent", "shifting"])
+def test_is_no_worse_than_lru_where_lru_is_good(trace: str, percent: int) -> None:
+    requests = getattr(synthetic_traces, trace)()
+    capacity = num_unique(requests) * percent // 100
+    lru = hit_percentage(requests, "lru", capacity)
+    assert hit_percentage(requests, "density", capacity) > lru - 1
+
+
+@pytest.mark.usefixtures("patient")
+def test_closes_part_of_the_gap_to_the_best_possible() -> None:
+    requests = conversation()
+    capacity = num_unique(requests) * 2 // 100
+    lru, best = 8.0, 32.1
+    closed = (hit_percentage(requests, "density", capacity) - lru) / (best - lru)
+    assert closed > 0.2
+
+
+def memory_of(policy: str, requests: list[list[int]], capacity: int) -> int:
+    tracemalloc.start()
+    try:
+        manager = CPUOffloadingManager(capacity, cache_policy=policy)
+        replay(requests, manager)
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("prompt_size", [2, 64])
+def test_takes_at_most_one_and_a_half_times_the_memory_of_lru(prompt_size: int) -> None:
+    capacity = 20_000
+    num_requests = 2 * capacity // prompt_size
+    requests = [
+        [number * prompt_size + i for i in range(prompt_size)] for number in range(num_requests)
+    ]
+    lru = memory_of("lru", requests, capacity)
+    assert memory_of("density", requests, capacity) < 1.5 * lru
