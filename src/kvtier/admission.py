@@ -59,7 +59,11 @@ class ReuseFilter:
         del num_requests[oldest]
         return True
 
-    def admitted(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Those of the given keys that at least `threshold` requests have brought."""
-        num_requests, threshold = self._num_requests, self.threshold
+    def admitted(
+        self, keys: Iterable[OffloadKey], threshold: int | None = None
+    ) -> list[OffloadKey]:
+        """Those of the given keys that at least `threshold` requests have brought. None: as given
+        to the constructor."""
+        num_requests = self._num_requests
+        threshold = self.threshold if threshold is None else threshold
         return [key for key in keys if num_requests.get(key, 0) >= threshold]

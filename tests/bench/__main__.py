@@ -28,6 +28,7 @@ from tests.bench import (
     tiering_scale,
     vllm_step,
     vllm_ttft,
+    write_policies,
 )
 from tests.bench.report import missed, unmeasured, verdict_of_all
 
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "serve_load": (serve_load.run, "many requests at once in vLLM on a GPU (ten minutes)"),
     "replay_speed": (replay_speed.run, "kvtier replay, beside a bare loop over a dictionary"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
+    "write_policies": (write_policies.run, "hits and writes of each write policy (ten minutes)"),
 }
 
 

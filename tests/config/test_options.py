@@ -63,8 +63,8 @@ USER_MISTAKES: dict[str, Mistake] = {
         ". It belongs in an entry of secondary_tiers.",
     ),
     "another key of every tier": (
-        {"write_policy": "through"},
-        "write_policy",
+        {"write": "through"},
+        "write",
         '"through"',
         "only the keys",
         ". It belongs in an entry of secondary_tiers.",
@@ -464,8 +464,8 @@ USER_MISTAKES: dict[str, Mistake] = {
         "Write a part of 1",
     ),
     "an unknown write policy": (
-        second_tier(type="fs", write_policy="back"),
-        f"{TIER_AT_1}.write_policy",
+        second_tier(type="fs", write="back"),
+        f"{TIER_AT_1}.write",
         '"back"',
         '"through"',
         'Write "through"',

@@ -9,7 +9,7 @@ import pytest
 from kvtier.base import OffloadKey, OffloadPolicy, ReqContext
 from kvtier.config.options import WritePolicyName
 from kvtier.tiering.base import TransferJob
-from kvtier.tiering.cascade import WRITE_POLICIES, WriteMoment, WritePolicy
+from kvtier.tiering.write_policy import WRITE_POLICIES, WriteMoment, WritePolicy
 from tests.tiering.driven_manager import DrivenManager, HandTier, keys
 
 

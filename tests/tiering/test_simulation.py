@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 
 from kvtier.base import LookupResult
+from kvtier.config.options import WritePolicyName
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.seal import SealFailure
+from kvtier.tiering import write_policy
 from kvtier.tiering.manager import TieringOffloadingManager
 from tests.tiering.simulation.life import Life, Outcome, live
 from tests.tiering.simulation.memory import Memory
@@ -29,6 +31,7 @@ from tests.tiering.simulation.violation import Violation
 
 NUM_LIVES = 1000
 NUM_LIVES_IN_SOAK = 20_000
+NUM_LIVES_WITH_POLICY = 200
 
 AT_LEAST = {
     "load jobs": 3000,
@@ -126,6 +129,23 @@ def test_a_seed_is_one_life(seed: int, hash_seed: str) -> None:
     outcome = live(seed)
     assert f"seed {seed}, {outcome.num_steps} steps, digest {outcome.digest:08x}" in again
     assert "on_schedule_end" in again
+
+
+@pytest.mark.parametrize("write", [each for each in WritePolicyName if each != "through"])
+def test_nothing_goes_wrong_with_another_write_policy(
+    write: WritePolicyName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_policy, "_ENOUGH", 8)  # lives are short
+    monkeypatch.setattr(write_policy, "_UNKNOWN_CAPACITY", 0)  # and few blocks are written in one
+    outcomes = [live(seed, write=write) for seed in range(NUM_LIVES_WITH_POLICY)]
+    failed = [outcome for outcome in outcomes if outcome.violation is not None]
+    assert not failed, _say(failed)
+    tally: Counter[str] = Counter()
+    for outcome in outcomes:
+        tally.update(outcome.tally)
+    assert tally["store jobs"] > 500
+    counted = "unwritten_blocks" if write == "on_evict" else "left_out_blocks"
+    assert tally[f"counted: {counted}"] > 50
 
 
 def _never_over(manager: TieringOffloadingManager) -> bool:

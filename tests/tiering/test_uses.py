@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.tiering import cascade
-from kvtier.tiering.cascade import WriteMoment
+from kvtier.tiering.write_policy import WriteMoment
 from tests.tiering.driven_manager import DrivenManager, HandTier, keys
 
 

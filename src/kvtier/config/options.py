@@ -64,6 +64,12 @@ class WritePolicyName(StrEnum):
 
     THROUGH = "through"
     """As soon as they are stored in the primary tier."""
+    SECOND_USE = "second_use"
+    """Once a second request has used them."""
+    ON_EVICT = "on_evict"
+    """When they are about to leave the primary tier."""
+    ADAPTIVE = "adaptive"
+    """Like ON_EVICT, but only blocks that requests will probably read from the tier."""
 
 
 def _parse_locality(value: object) -> Locality:
@@ -127,8 +133,13 @@ class TierConfig:
         "The part of host memory's slots that stores to this tier may pin at once.",
         default=None,
     )
-    write_policy: WritePolicyName = key(
-        one_of(WritePolicyName), "When blocks go to this tier.", default=WritePolicyName.THROUGH
+    write: WritePolicyName = key(
+        one_of(WritePolicyName),
+        "Which blocks go to this tier, and when.",
+        default=WritePolicyName.THROUGH,
+    )
+    write_budget: int | None = key(
+        SIZE, "Bytes that kvtier may write to this tier in a day, on average.", default=None
     )
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The tier's own keys, unparsed. Not in `repr`: they may hold passwords."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
 from kvtier.cpu.policies.base import (
@@ -68,6 +68,8 @@ class SlotTable:
         self.num_writing = 0
         self.num_evictable = 0
         self.num_pinned = 0
+        self.on_evicted: Callable[[Sequence[tuple[OffloadKey, BlockStatus]]], None] | None = None
+        """Called with the blocks that are being evicted. Must not change the table."""
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -133,6 +135,8 @@ class SlotTable:
         victims = self.policy.evict(missing, protected)
         if victims is None:
             return None
+        if self.on_evicted is not None:
+            self.on_evicted(victims)
         freed = [block for _, block in victims]
         for block in freed:
             block.ref_cnt = FREE
@@ -160,6 +164,7 @@ class SlotTable:
             block.ref_cnt = WRITING
             block.generation = generation
             block.writer = writer
+            block.history = None
         self.num_writing += n
         self.allowance -= n
         return blocks

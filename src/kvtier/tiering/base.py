@@ -226,10 +226,11 @@ class SecondaryTierManager(ABC):
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
         """Return those of `keys` whose blocks are neither kept here nor being stored.
 
-        Called, if at all, right after `touch`, with the same keys. Those blocks that are still in
-        host memory are then passed to `submit_store`, at a bounded rate. Answer from memory: leave
-        a block out rather than wait to find out. The default returns none, so nothing is stored
-        again.
+        Called, if at all, right after `touch`, with the same keys; and, if the user's write policy
+        is "on_evict" or "adaptive", with blocks that are about to leave host memory and were once
+        stored here or loaded from here. Those that are still in host memory may then be passed to
+        `submit_store`, at a bounded rate. Answer from memory: leave a block out rather than wait to
+        find out. The default returns none, so nothing is stored again.
         """
         return ()
 

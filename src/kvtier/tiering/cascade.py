@@ -9,19 +9,20 @@ its blocks that the tier lacks, at a bounded rate. This is called an offer (`Cas
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from enum import Enum
 from math import exp, inf
 from typing import TYPE_CHECKING
 
-from kvtier.config.options import WritePolicyName
+from kvtier.tiering.cleaner import Cleaner
+from kvtier.tiering.write_policy import WriteMoment
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
     from kvtier.cpu.policies.base import BlockStatus
+    from kvtier.tiering.cost import PrefillRate
     from kvtier.tiering.jobs import Job, JobFactory
+    from kvtier.tiering.lookup import Groups
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
     from kvtier.tiering.request import TierRequest
     from kvtier.tiering.tier_calls import GuardedTier
@@ -46,6 +47,10 @@ _GIVEN_BACK_FOR_S = 30.0
 """Each block that a request loads from the tier lets the tier's stores pin one more slot, for this
 many seconds on average."""
 
+_DAY_S, _SAVED_UP_S = 86_400.0, 3600.0
+"""A day, and how much of a day's budget can be saved up, in seconds."""
+_UNLIMITED = 1 << 62
+
 _OFFERED_BYTES_PER_S = 128 << 20
 """The highest rate of offers to a tier, in bytes per second."""
 _FIRST_OFFER_BYTES, _OFFER_S = 16 << 20, 0.25
@@ -53,41 +58,41 @@ _FIRST_OFFER_BYTES, _OFFER_S = 16 << 20, 0.25
 one: stores of new blocks may have to wait that long."""
 
 
-class WriteMoment(Enum):
-    """What has just happened to blocks in the primary tier."""
+class WriteBudget:
+    """The bytes that may still be written to one tier: a token bucket, which is filled at the rate
+    of the budget and holds an hour's share of it. It is empty at the start, so restarts do not
+    exceed the budget. Scheduler thread only."""
 
-    STORED = "stored"
-    """The device has written them."""
-    HIT = "hit"
-    """A request stores blocks that were there already, and the tier wants whole requests."""
-    USED = "used"
-    """A request that used them has ended, and the tier lacks them."""
+    def __init__(self, bytes_per_day: int | None, block_bytes: int, now: float) -> None:
+        """`bytes_per_day`: None: no limit."""
+        self._bytes_per_s = None if bytes_per_day is None else bytes_per_day / _DAY_S
+        self._block_bytes = block_bytes
+        self._most = max((self._bytes_per_s or 0.0) * _SAVED_UP_S, float(block_bytes))
+        self._num_bytes = 0.0
+        self._filled_at = now
 
+    def num_affordable(self, now: float) -> int:
+        """The number of blocks that may be written now."""
+        if self._bytes_per_s is None:
+            return _UNLIMITED
+        self._fill(self._bytes_per_s, now)
+        return int(self._num_bytes // self._block_bytes)
 
-class WritePolicy(ABC):
-    """Decides which blocks one tier gets, and when. Scheduler thread only.
+    def share_left(self, now: float) -> float:
+        """How full the bucket is: 0 to 1."""
+        if self._bytes_per_s is None:
+            return 1.0
+        self._fill(self._bytes_per_s, now)
+        return self._num_bytes / self._most
 
-    `Cascades` calls `select` at each `WriteMoment`, with readable blocks.
-    """
+    def _fill(self, bytes_per_s: float, now: float) -> None:
+        self._num_bytes += max(0.0, now - self._filled_at) * bytes_per_s
+        self._num_bytes = min(self._num_bytes, self._most)
+        self._filled_at = now
 
-    @abstractmethod
-    def select(
-        self, keys: Sequence[OffloadKey], moment: WriteMoment, req_context: ReqContext
-    ) -> Sequence[OffloadKey]:
-        """Return the keys of the blocks that go to the tier now, in the order of `keys`."""
-
-
-class WriteThrough(WritePolicy):
-    """Every block, at once."""
-
-    def select(
-        self, keys: Sequence[OffloadKey], moment: WriteMoment, req_context: ReqContext
-    ) -> Sequence[OffloadKey]:
-        return keys
-
-
-WRITE_POLICIES: dict[WritePolicyName, type[WritePolicy]] = {WritePolicyName.THROUGH: WriteThrough}
-"""The policies, by their names in the configuration."""
+    def spend(self, num_blocks: int) -> None:
+        """These blocks are sent to the tier."""
+        self._num_bytes -= num_blocks * self._block_bytes
 
 
 class StoreLimits:
@@ -217,11 +222,15 @@ class Cascades:
     def __init__(
         self,
         primary: CPUPrimaryTierOffloadingManager,
+        tiers: Sequence[GuardedTier],
         jobs: JobFactory,
+        prefill: PrefillRate,
+        groups: Groups,
         clock: Callable[[], float],
     ) -> None:
         self._primary = primary
         self._jobs = jobs
+        self.cleaner = Cleaner(primary, tiers, jobs, prefill, groups)
         self._clock = clock
         self.parked: dict[OffloadKey, dict[tuple[TierRequest, GuardedTier], None]] = {}
         """Blocks that are still being written for another request, and the (request, tier) pairs
@@ -237,6 +246,7 @@ class Cascades:
         if stored and request.tiers:
             if len(stored) < len(in_order):
                 in_order = [block.key for block in stored]
+            self.cleaner.recall(in_order, stored)
             self._send(in_order, request.tiers, WriteMoment.STORED, request, stored)
 
     def offer_again(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
@@ -269,6 +279,17 @@ class Cascades:
                 self._send(ready, (tier,), WriteMoment.HIT, request)
         return dict.fromkeys(request for request, _ in by_target)
 
+    def note_used(self, used: Sequence[OffloadKey], request: TierRequest) -> None:
+        """A request that used these blocks has ended. Send those that are worth it now."""
+        self.cleaner.note_used(used)
+        for tier in self.cleaner.tracked:
+            if tier not in request.tiers:
+                continue
+            chosen = tier.write_policy.note_used(used)
+            absent = self.cleaner.not_below(chosen, tier) if chosen else ()
+            if absent:
+                self._send(absent, (tier,), WriteMoment.USED, request)
+
     def offer_used(
         self, used: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest
     ) -> None:
@@ -283,11 +304,11 @@ class Cascades:
         chosen = tier.write_policy.select(ready, WriteMoment.USED, request.context)
         now = self._clock()
         num_offerable = 0 if tier.jobs.has_late_stores else tier.stores.num_offerable(now)
-        part = chosen[:num_offerable]
+        part = chosen[: min(num_offerable, tier.budget.num_affordable(now))]
         tier.stats.count("held_back_blocks", len(chosen) - len(part))
         if part:
             tier.stats.count("offered_again_blocks", len(part))
-            tier.stores.note_offer(self._submit(part, tier, request, now), now)
+            tier.stores.note_offer(self.submit(part, tier, request.context, now), now)
 
     # --- what waits for a tier ------------------------------------------------------------------
 
@@ -302,7 +323,10 @@ class Cascades:
                 return served | dict.fromkeys(self.drop_backlog(tier))
             if not tier.lets_store(now):
                 return served | dict.fromkeys(self.drop_backlog(tier, "shed_blocks"))
-            n = tier.stores.num_storable
+            affordable = tier.budget.num_affordable(now)
+            if not affordable:
+                return served | dict.fromkeys(self.drop_backlog(tier, "over_budget_blocks"))
+            n = min(tier.stores.num_storable, affordable)
             if not n:
                 break
             keys, request = backlog.take(n)
@@ -312,7 +336,7 @@ class Cascades:
                 ready = [key for key in keys if self._primary.is_ready(key)]
             tier.stats.count("dropped_blocks", len(keys) - len(ready))
             if ready:
-                self._submit(ready, tier, request, now)
+                self.submit(ready, tier, request.context, now)
         while (excess := backlog.num_blocks - self._primary.num_blocks) > 0:
             # More blocks wait than host memory can hold, so some were evicted: drop the oldest.
             keys, request = backlog.take(excess)
@@ -353,16 +377,20 @@ class Cascades:
                 if not tier.lets_store(now):
                     tier.stats.count("shed_blocks", len(chosen) - num_sent)
                     break
-                n = 0 if tier.backlog else tier.stores.num_storable
+                affordable = tier.budget.num_affordable(now)
+                if not affordable:
+                    tier.stats.count("over_budget_blocks", len(chosen) - num_sent)
+                    break
+                n = 0 if tier.backlog else min(tier.stores.num_storable, affordable)
                 if not n:
                     self._let_wait(chosen[num_sent:], tier, request)
                     break
                 if num_sent or n < len(chosen):
                     part = chosen[num_sent : num_sent + n]
                     parts = at_hand[num_sent : num_sent + n] if at_hand is not None else None
-                    self._submit(part, tier, request, now, parts)
+                    self.submit(part, tier, request.context, now, parts)
                 else:
-                    self._submit(chosen, tier, request, now, at_hand)
+                    self.submit(chosen, tier, request.context, now, at_hand)
                 num_sent += n
 
     def _let_wait(
@@ -375,20 +403,27 @@ class Cascades:
         else:
             tier.backlog.append(keys, request)
 
-    def _submit(
+    def submit(
         self,
         keys: Sequence[OffloadKey],
         tier: GuardedTier,
-        request: TierRequest,
+        context: ReqContext,
         now: float,
         blocks: list[BlockStatus] | None = None,
     ) -> Job:
-        """Pin blocks, and send them to a tier in one job."""
-        context = request.context
+        """Pin blocks, and send them to a tier in one job. The caller has checked the tier's limits.
+        `blocks`: the blocks of `keys`, if the caller has them."""
         job_id = self._jobs.new_id()
         kept, spec = self._primary.prepare_read(job_id, keys, context, blocks)
         transfer = self._jobs.make(job_id, kept, spec, False, context)
+        tier.budget.spend(len(kept))
         job = tier.jobs.submit_store(transfer, now)
         if job.is_done:
             self._primary.complete_read(job_id)
         return job
+
+    def end_store(self, job: Job, moved: Sequence[OffloadKey], tier: GuardedTier) -> None:
+        """A tier has reported a store. `moved`: the blocks that it has now."""
+        blocks = self._primary.complete_read(job.transfer.job_id)
+        if tier.write_policy.tracks_blocks:
+            self.cleaner.note_written(blocks, moved, tier)

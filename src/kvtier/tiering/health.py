@@ -49,7 +49,9 @@ class TierSettings:
     max_pinned_share: float = 0.25
     """Share of the primary tier's slots that stores to this tier may pin; at least 32 slots."""
     write_policy: WritePolicyName = WritePolicyName.THROUGH
-    """When blocks go to this tier."""
+    """Which blocks go to this tier, and when."""
+    write_budget: int | None = None
+    """Bytes that may be written to this tier in a day, on average. None: no limit."""
     enable_kv_events: bool = False
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
 

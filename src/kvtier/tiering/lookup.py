@@ -122,6 +122,8 @@ class Lookup:
         if group in self._windows:
             return self._block_in_window(key, group, in_host, request)
         if in_host is _HIT_PENDING:
+            if request.wanted.step != self._step.number:
+                self._begin_step(request)
             return self._promotions.await_writer(key, request)
         return self.below(key, group, request) if in_host is _MISS else in_host
 

@@ -62,6 +62,7 @@ from kvtier.tiering.tier_calls import GuardedTier, close_tiers
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ScheduleEndContext
     from kvtier.tiering.base import SecondaryTierManager
+    from kvtier.tiering.cleaner import Cleaner
 
 __all__ = ["CPUPrimaryTierOffloadingManager", "GroupShape", "TieringOffloadingManager"]
 
@@ -127,7 +128,9 @@ class TieringOffloadingManager(OffloadingManager):
         )
         self._lookup = Lookup(primary_tier, self._promotions, self._groups, self._step)
         self._ahead = LookAhead(primary_tier, self._lookup, self._promotions, self._step)
-        self._cascades = Cascades(primary_tier, self._jobs, clock)
+        self._cascades = Cascades(
+            primary_tier, self._tiers, self._jobs, self._prefill, self._groups, clock
+        )
         self._requests = RequestTable(
             primary_tier, self._tiers, self._promotions, self._cascades, self._step, clock
         )
@@ -180,6 +183,7 @@ class TieringOffloadingManager(OffloadingManager):
             if tier.backlog:
                 for request in self._cascades.send_backlog(tier):
                     self._requests.end_if_done(request)
+        self._cascades.cleaner.clean(self._cascades.submit, now)
         step.all_in_use = all(tier.is_closed for tier in self._tiers)
 
     def _harvest(self, tier: GuardedTier, now: float) -> None:
@@ -188,8 +192,9 @@ class TieringOffloadingManager(OffloadingManager):
             if job.transfer.is_promotion:
                 self._promotions.end(job, moved, tier)
                 self._send_parked(job.transfer.keys)
+                self._cascades.cleaner.note_promoted(job, moved, tier)
             else:
-                self.primary_tier.complete_read(job.transfer.job_id)
+                self._cascades.end_store(job, moved, tier)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         if not self._step.has_begun:
@@ -224,11 +229,9 @@ class TieringOffloadingManager(OffloadingManager):
         now = self._clock()
         if not self._step.has_begun and any(tier.jobs.has_overdue(now) for tier in self._tiers):
             self._begin_step()  # finds late jobs: there may be no further step
-        if (
-            self._promotions.wanting
-            or self._ahead.has_some_to_look_up()
-            or any(tier.jobs.has_awaited_loads(now) for tier in self._tiers)
-        ):
+        if self._promotions.wanting or self._ahead.has_some_to_look_up():
+            return True
+        if any(tier.jobs.has_awaited_loads(now) for tier in self._tiers):
             return True
         return now - self._step.last_work < _STEPPED_FOR_S and any(
             tier.has_pending_work(now) for tier in self._tiers
@@ -390,11 +393,10 @@ class TieringOffloadingManager(OffloadingManager):
     @property
     def job_count(self) -> JobCount:
         """The jobs of all tiers."""
-        tiers = self._tiers
         return JobCount(
             self._jobs.last_id,
-            sum(len(tier.jobs) for tier in tiers),
-            sum(tier.jobs.num_late for tier in tiers),
+            sum(len(tier.jobs) for tier in self._tiers),
+            sum(tier.jobs.num_late for tier in self._tiers),
         )
 
     def open_work(self) -> dict[str, int]:
@@ -417,15 +419,28 @@ class TieringOffloadingManager(OffloadingManager):
             return
         self._is_shut_down = True
         start = time.monotonic()
+        _keep_warm(self._cascades.cleaner, self._requests, self._clock())
         while any(tier.backlog for tier in self._tiers):
             if time.monotonic() - start >= self._shutdown_timeout_s * _SEND_SHARE:
                 break
             self._begin_step()
             time.sleep(_SEND_PAUSE_S)
         self._guard.keep()
-        spent_s = time.monotonic() - start
-        close_tiers(self.secondary_tiers, self._shutdown_timeout_s, spent_s)
+        close_tiers(self.secondary_tiers, self._shutdown_timeout_s, time.monotonic() - start)
         self.primary_tier.shutdown()
+
+
+def _keep_warm(cleaner: Cleaner, requests: RequestTable, now: float) -> None:
+    """Let the blocks that only host memory has wait for the tiers that would have got them later.
+    Called at shutdown."""
+    for tier in cleaner.writes_leaving:
+        keys = cleaner.unwritten(tier, now)
+        if keys:
+            context = ReqContext(f"kvtier keeps blocks for {tier.name}")
+            request = requests.announce(context)
+            if tier in request.tiers:
+                tier.backlog.append(keys, request)
+            requests.finish(context)
 
 
 def _probe(tiers: Iterable[GuardedTier], requests: RequestTable, promotions: Promotions) -> None:

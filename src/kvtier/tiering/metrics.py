@@ -53,6 +53,17 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
     "shed_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because the tier is cut off."
     ),
+    "unwritten_blocks": MetricDefinition(
+        MetricKind.COUNTER,
+        "Blocks that left host memory before they could be written to the tier.",
+    ),
+    "left_out_blocks": MetricDefinition(
+        MetricKind.COUNTER,
+        "Blocks that left host memory and were not written, because the write policy decided so.",
+    ),
+    "over_budget_blocks": MetricDefinition(
+        MetricKind.COUNTER, "Blocks not stored because the write budget was used up."
+    ),
     "offered_again_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks that requests used and the tier lacked, stored again."
     ),

@@ -201,13 +201,14 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             keys = [block.key for block in blocks]
         return keys, CPULoadStoreSpec([block.block_id for block in blocks])
 
-    def complete_read(self, job_id: int) -> None:
-        """The tier no longer reads these blocks."""
+    def complete_read(self, job_id: int) -> Sequence[BlockStatus]:
+        """The tier no longer reads these blocks. Returns them; none if there was a reset."""
         transfer = self.transfers.pop(job_id)
         if transfer.is_detached:
             self.slots.let_go(transfer.blocks)
-        else:
-            self.slots.unpin(transfer.blocks)
+            return ()
+        self.slots.unpin(transfer.blocks)
+        return transfer.blocks
 
     # --- writes: a tier copies blocks into slots ------------------------------------------------
 

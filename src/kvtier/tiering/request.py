@@ -524,6 +524,7 @@ class RequestTable:
         used, request.used = request.used, ()
         if not used:
             return
+        self._cascades.note_used(used, request)
         for tier in request.tiers:
             if tier.is_closed:
                 tier.call("touch", tier.manager.touch, used, request.context, default=None)

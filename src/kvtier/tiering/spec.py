@@ -131,7 +131,8 @@ def settings_of(tier: TierConfig) -> TierSettings:
         load_timeout_s=_seconds(tier.load_timeout_ms, default.load_timeout_s),
         store_timeout_s=_seconds(tier.store_timeout_ms, default.store_timeout_s),
         max_pinned_share=default.max_pinned_share if share is None else share,
-        write_policy=tier.write_policy,
+        write_policy=tier.write,
+        write_budget=tier.write_budget,
         enable_kv_events=tier.enable_kv_events,
     )
 

@@ -24,12 +24,13 @@ from kvtier.base import (
 )
 from kvtier.seal import SealFailure
 from kvtier.tiering.base import JobResult, SecondaryTierManager
-from kvtier.tiering.cascade import WRITE_POLICIES, Backlog, StoreLimits
+from kvtier.tiering.cascade import Backlog, StoreLimits, WriteBudget
 from kvtier.tiering.guard import LoadSpeed
 from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
 from kvtier.tiering.jobs import JobTable
 from kvtier.tiering.metrics import TierStats, event_name, metric_prefix
 from kvtier.tiering.request import TierRequest
+from kvtier.tiering.write_policy import WRITE_POLICIES
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext, ScheduleEndContext
@@ -81,7 +82,11 @@ class GuardedTier:
         """For its stores: a tier that is full or read-only can still be read."""
         self.is_broken = False
         """True once the tier has failed to switch to a new namespace. It is not used again."""
-        self.write_policy = WRITE_POLICIES[settings.write_policy]()
+        self.bit = 1 << position
+        """Stands for the tier in `BlockHistory`."""
+        make_policy = WRITE_POLICIES[settings.write_policy]
+        self.write_policy = make_policy(primary.num_blocks, manager.capacity_blocks)
+        self.budget = WriteBudget(settings.write_budget, primary.block_bytes, clock())
         self.stats = TierStats(metric_prefix(position, manager.tier_type))
         self.load_speed = LoadSpeed(settings.load_timeout_s)
         self.stores = StoreLimits(settings.max_pinned_share, primary)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.base import Locality
+from kvtier.config.options import WritePolicyName
 from kvtier.tiering.health import BreakerSettings, TierSettings
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager
 from tests.tiering.simulation.calls import WatchedCalls
@@ -40,9 +41,11 @@ class Outcome:
     trace: list[str]
 
 
-def live(seed: int, keeps_trace: bool = False) -> Outcome:
-    """Run one life. The same seed gives the same life."""
-    life = Life(seed, keeps_trace)
+def live(
+    seed: int, keeps_trace: bool = False, write: WritePolicyName = WritePolicyName.THROUGH
+) -> Outcome:
+    """Run one life. The same seed and write policy give the same life."""
+    life = Life(seed, keeps_trace, write=write)
     violation = None
     try:
         life.run()
@@ -65,9 +68,11 @@ class Life:
         seed: int,
         keeps_trace: bool = False,
         make_memory: Callable[[int], Memory] = plain_memory,
+        write: WritePolicyName = WritePolicyName.THROUGH,
     ) -> None:
-        """`make_memory` makes the given number of slots."""
+        """`make_memory` makes the given number of slots. `write`: the policy of all tiers."""
         rng = random.Random(seed)
+        self._write = write
         num_blocks = rng.choice((rng.randint(1, 4), 6, 8, 12, 16, 20, 24, 32))
         witness = Witness()
         memory = make_memory(num_blocks)
@@ -133,6 +138,7 @@ class Life:
                 store_timeout_s=scale * 10 ** rng.uniform(0, 1.5),
                 max_pinned_share=rng.choice((0.1, 0.25, 0.5, 1.0)),
                 enable_kv_events=rng.random() < 0.3,
+                write_policy=self._write,
                 breaker=BreakerSettings(
                     first_pause_s=scale * rng.choice((0.5, 3.0)), longest_pause_s=scale * 20
                 ),
@@ -250,10 +256,11 @@ class Life:
 
     def _take_in_everything(self) -> None:
         for _ in range(_PATIENCE):
-            if not any(tier.unreported for tier in self.tiers):
-                self.step()
-                return
+            was_idle = not any(tier.unreported for tier in self.tiers)
             self.step()
+            # A step may begin stores of blocks that are about to leave host memory.
+            if was_idle and not any(tier.unreported for tier in self.tiers):
+                return
         raise self.inspector.broken("jobs have ended, but their results are not taken in")
 
     def _lift_quarantine(self) -> None:

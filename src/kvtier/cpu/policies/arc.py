@@ -165,6 +165,14 @@ class ARCCachePolicy(RunKeepingPolicy):
             del self.blocks[key]
         return victims
 
+    def next_to_leave(self, n: int) -> list[_Pair]:
+        from_t1 = self.t1.select(n, frozenset())
+        from_t2 = self.t2.select(n, frozenset())
+        # `_replace_for_new`, if one new block after the other is stored: `t1` keeps its size while
+        # it gives one for each that it gets.
+        num_first = max(int(self.target_t1_size) + 1 - len(self.t1), 0)
+        return [*from_t2[:num_first], *from_t1, *from_t2[num_first:]][:n]
+
     def clear(self) -> None:
         self.blocks.clear()
         self.t1.clear()

@@ -45,7 +45,7 @@ class BlockStatus:
     slot gets another block. Two blocks of one key never have the same generation.
     """
 
-    __slots__ = ("block_id", "generation", "key", "place", "ref_cnt", "writer")
+    __slots__ = ("block_id", "generation", "history", "key", "place", "ref_cnt", "writer")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -58,6 +58,9 @@ class BlockStatus:
         """Where the policy keeps this block. Only the policy uses it."""
         self.writer: object = None
         """The request or tier transfer that may complete the write. Only the manager uses it."""
+        self.history: Any = None
+        """What is known of the block's uses and of its copies below. Only `kvtier.tiering` uses
+        it."""
 
     @property
     def is_ready(self) -> bool:
@@ -109,6 +112,16 @@ class CachePolicy(ABC):
 
         Returns None and changes nothing if there are fewer.
         """
+
+    def next_to_leave(self, n: int) -> list[tuple[OffloadKey, BlockStatus]] | None:
+        """Name `n` blocks with a `ref_cnt` of 0, or all if there are fewer, in the order in which
+        `evict` would remove them for blocks that are new to the cache. Changes nothing.
+
+        The order may be a guess: blocks that are about to leave are written to lower tiers, and one
+        that was not named is lost if it leaves. The default returns None: the policy cannot tell.
+        Blocks are then written to all tiers as soon as they are stored.
+        """
+        return None
 
     @abstractmethod
     def clear(self) -> None:

@@ -108,6 +108,9 @@ class LRUCachePolicy(RunKeepingPolicy):
             del blocks[key]
         return victims
 
+    def next_to_leave(self, n: int) -> list[tuple[OffloadKey, BlockStatus]]:
+        return self._order.select(n, frozenset())
+
     def clear(self) -> None:
         self._storing = None
         self.blocks.clear()
