@@ -218,6 +218,10 @@ class DensityCachePolicy(CachePolicy):
             del blocks[block.key]
         return [(block.key, block) for block in victims]
 
+    def next_to_leave(self, n: int) -> list[tuple[OffloadKey, BlockStatus]]:
+        named = self._tree.next_to_leave(n, self._contest.rule.worth)
+        return [(block.key, block) for block in named]
+
     def clear(self) -> None:
         self.blocks.clear()
         self._tree.clear()

@@ -267,6 +267,11 @@ class PromptTree:
                     return most
         return count
 
+    def next_to_leave(self, n: int, worth: Callable[[Segment], float]) -> list[BlockStatus]:
+        """The first `n` blocks that `evict` would remove, in order, if none were protected. Changes
+        nothing."""
+        return _Preview(self, worth).take(n)
+
     def evict(
         self,
         n: int,
@@ -308,6 +313,10 @@ class PromptTree:
         if len(victims) < n:
             victims += self._evict_heads(n - len(victims), protected, owner)
         return victims
+
+    def is_queued(self, segment: Segment) -> bool:
+        """False if it had children when it came to be evicted, and has not been used since."""
+        return segment not in self._unqueued
 
     def _oldest(self, queue: _Queue, owner: str | None, skipped: list[Segment]) -> Segment | None:
         """The oldest segment that can be evicted. Takes those before it out of the queue."""
@@ -390,6 +399,60 @@ class PromptTree:
         self.queues = [_Queue() for _ in self.queues]
         self._unqueued.clear()
         self.num_idle = 0
+
+
+class _Preview:
+    """Goes through the segments as `PromptTree.evict` does, and leaves them as they are."""
+
+    def __init__(self, tree: PromptTree, worth: Callable[[Segment], float]) -> None:
+        self._tree = tree
+        self._worth = worth
+        self._waiting = [iter(queue) for queue in tree.queues]
+        self._first: list[list[Segment]] = [[] for _ in tree.queues]
+        """By class: segments that come before those that wait, the last one first."""
+        self._passed: set[Segment] = set()
+        """Segments that had children when it was their turn."""
+        self._num_gone: dict[Segment, int] = {}
+        """By segment: how many of its children would be gone."""
+
+    def take(self, n: int) -> list[BlockStatus]:
+        named: list[BlockStatus] = []
+        oldest = [self._next(group) for group in range(len(self._first))]
+        values = [_EMPTY if segment is None else self._worth(segment) for segment in oldest]
+        while len(named) < n and (lowest := min(values)) < _EMPTY:
+            group = values.index(lowest)
+            segment = oldest[group]
+            assert segment is not None
+            idle = [block for block in reversed(segment.blocks) if block.ref_cnt == 0]
+            named += idle[: n - len(named)]
+            changed = [group]
+            parent = segment.parent
+            if parent is not None and len(idle) == len(segment.blocks) and self._frees(parent):
+                if parent.group != group and (waiting := oldest[parent.group]) is not None:
+                    self._first[parent.group].append(waiting)
+                self._first[parent.group].append(parent)
+                changed.append(parent.group)
+            for other in dict.fromkeys(changed):
+                following = oldest[other] = self._next(other)
+                values[other] = _EMPTY if following is None else self._worth(following)
+        return named
+
+    def _frees(self, parent: Segment) -> bool:
+        """One more of its children would be gone. True if it has none left, and its turn was
+        before."""
+        num_gone = self._num_gone[parent] = self._num_gone.get(parent, 0) + 1
+        is_before = parent in self._passed or not self._tree.is_queued(parent)
+        return num_gone == parent.num_children and is_before and parent.idle > 0
+
+    def _next(self, group: int) -> Segment | None:
+        if self._first[group]:
+            return self._first[group].pop()
+        for segment in self._waiting[group]:
+            if segment.num_children > self._num_gone.get(segment, 0):
+                self._passed.add(segment)
+            elif segment.idle:
+                return segment
+        return None
 
 
 def _depth_of(segment: Segment) -> int:
