@@ -45,7 +45,7 @@ WRONG = {
     "a tier's policy that is none": (
         ["--cpu", "1GiB", "--tier", '{"type": "disk", "path": "/kv.slab", "eviction_policy": "x"}'],
         "--tier: secondary_tiers[0].eviction_policy",
-        "arc, lru",
+        "arc, density, lru",
     ),
     "a setting without value": (
         ["--cpu", "1GiB", "--set", "store_threshold"],
