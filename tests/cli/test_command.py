@@ -1,4 +1,4 @@
-"""The `kvtier` command's options, before anything runs."""
+"""The `kvtier` command: its options, and what its commands have in common."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from kvtier import __version__
 from kvtier.cli import main
+from tests import traces
 from tests.test_architecture import REPO, SRC, foreign_modules
 
 
@@ -59,8 +60,18 @@ def test_help_leads_to_the_demo_and_its_exit_codes(capsys: pytest.CaptureFixture
         assert option in Path(REPO, "docs", "demo.md").read_text()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["store", "--help"], ["store", "gc", "--help"]])
-def test_help_that_cannot_be_written(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--help"], "kvtier"),
+        (["store", "--help"], "kvtier"),
+        (["store", "gc", "--help"], "kvtier"),
+        (["replay", str(traces.CHATS)], "kvtier replay"),
+        (["plan", "--kv-bytes-per-token", "128KiB"], "kvtier plan"),
+        (["vllm-config", "--cpu", "1MiB", "--no-check"], "kvtier vllm-config"),
+    ],
+)
+def test_a_full_disk_is_said_in_one_line(arguments: list[str], name: str) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "kvtier", *arguments],
@@ -71,7 +82,7 @@ def test_help_that_cannot_be_written(arguments: list[str]) -> None:
             check=False,
         )
     assert ended.returncode == 2
-    assert ended.stderr.startswith("kvtier: the result could not be written: ")
+    assert ended.stderr.startswith(f"{name}: the result could not be written: ")
     assert ended.stderr.count("\n") == 1
 
 

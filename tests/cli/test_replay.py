@@ -7,8 +7,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from kvtier.cli import main
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.replay import calibration, trace
 from tests import traces
-from tests.test_architecture import REPO, SRC
+from tests.test_architecture import REPO
 from tests.trace_replay import replay
 from tests.traces import TRACES, conversation
 
@@ -180,21 +178,6 @@ def test_wrong_input_is_refused_with_a_remedy(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert remedy in " ".join(printed.err.split())
-
-
-def test_a_result_that_cannot_be_written() -> None:
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "kvtier", "replay", CHATS],
-            env=os.environ | {"PYTHONPATH": str(SRC)},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("kvtier replay: the result could not be written: ")
-    assert ended.stderr.count("\n") == 1
 
 
 # --- Ctrl-C ------------------------------------------------------------------------------------

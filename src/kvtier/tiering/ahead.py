@@ -18,6 +18,8 @@ from itertools import chain, islice, takewhile
 from math import inf
 from typing import TYPE_CHECKING
 
+from kvtier.tiering.leases import are_for_prefetch
+
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
     from kvtier.tiering.lookup import Lookup
@@ -184,10 +186,14 @@ class LookAhead:
 
     def _room(self) -> dict[bool, int]:
         """Slots that prefetches may get now (True), and those that other requests may get."""
-        return {
-            is_prefetch: most - self._num_taken(is_prefetch)
-            for is_prefetch, most in self._most_blocks.items()
-        }
+        promotions, room = self._promotions, dict(self._most_blocks)
+        for is_prefetch, num_kept in promotions.leases.num_ahead.items():
+            room[is_prefetch] -= num_kept
+        for job in promotions.jobs.values():
+            for_prefetch = are_for_prefetch(job.wanters)
+            if for_prefetch is not None:
+                room[for_prefetch] -= len(job.transfer.keys)
+        return room
 
     def _due(self, room: Mapping[bool, int]) -> Iterator[Queued]:
         """The requests to look up now, in order."""
@@ -211,21 +217,11 @@ class LookAhead:
         request.sources.declined = set()
         if request.wait.asking:
             queued.look_up_next()  # a tier answers later
-        is_wanting = request in self._promotions.wanting
         num_kept = self._keep(keys[:num_hits], queued)
-        num_wanted = request.wanted.num_blocks if is_wanting else 0
+        num_wanted = request.wanted.num_blocks
         if num_wanted >= queued.room:
             queued.look_up_later(self._step.now)  # there may be more
         return num_wanted + num_kept
-
-    def _num_taken(self, is_prefetch: bool) -> int:
-        """Slots that are kept or being written for prefetches alone, or for other requests."""
-        num_coming = 0
-        for job in self._promotions.jobs.values():
-            queued = [each for each in job.wanters if each.queued is not None]
-            if queued and all(each.context.is_prefetch for each in queued) == is_prefetch:
-                num_coming += len(job.transfer.keys)
-        return self._promotions.leases.num_ahead[is_prefetch] + num_coming
 
     def _keep(self, hits: Sequence[OffloadKey], queued: Queued) -> int:
         """Keep the leading blocks of these from eviction, as far as they are readable and there is

@@ -178,8 +178,8 @@ class StoreLimits:
         """The tier is about to be asked for finished jobs. `lag`: seconds since it was last asked.
         Lowers the weight of blocks that requests have loaded from the tier."""
         self._num_working = self.num_pinned
-        harmful = min(lag, _LONGEST_LAG_S) if self.num_pinned else 0.0  # else it had nothing to do
-        self._lag = max(harmful, self._lag * exp(-lag / _LAG_KEPT_S))
+        newest = min(lag, _LONGEST_LAG_S) if self.num_pinned else 0.0  # else it had nothing to do
+        self._lag = max(newest, self._lag * exp(-lag / _LAG_KEPT_S))
         if self._num_given_back:
             self._num_given_back *= exp(-lag / _GIVEN_BACK_FOR_S)
 

@@ -255,7 +255,8 @@ class LoadGuard:
         return count if count and self._objection(part, self._costs(part), now) is None else 0
 
     def _load_s(self, tier: GuardedTier, num_blocks: int) -> float | None:
-        """Seconds until the tier would have loaded so many more blocks; None: not known."""
+        """How long the tier takes for this many blocks, with its loads under way before them. None:
+        not known."""
         return tier.load_speed.estimate.predict(num_blocks + tier.jobs.num_loading_in_time) or None
 
     def _is_trial_due(self, costs: _Costs) -> bool:

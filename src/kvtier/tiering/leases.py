@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,13 @@ _PREFETCH_KEPT_S = 60.0
 request that needs them may never come."""
 
 
+def are_for_prefetch(requests: Iterable[TierRequest]) -> bool | None:
+    """Whether those of the requests that are in the engine's queue are all prefetches. None if none
+    is there."""
+    queued = [each.context.is_prefetch for each in requests if each.queued is not None]
+    return all(queued) if queued else None
+
+
 class _Lease:
     __slots__ = ("expires", "for_prefetch", "lasts_s", "num_blocks", "requests")
 
@@ -27,8 +34,7 @@ class _Lease:
         self.expires = 0.0
         """Infinite while a request that somebody waits for is in the engine's queue."""
         self.for_prefetch: bool | None = None
-        """Whether those of its requests that are in the engine's queue are all prefetches; None if
-        none is there."""
+        """`are_for_prefetch` of its requests."""
 
 
 class Leases:
@@ -114,8 +120,7 @@ class Leases:
 
     def _settle(self, lease: _Lease, now: float) -> None:
         """Which of its requests are in the engine's queue decides how long a lease lasts."""
-        queued = [each for each in lease.requests if each.queued is not None]
-        for_prefetch = all(each.context.is_prefetch for each in queued) if queued else None
+        for_prefetch = are_for_prefetch(lease.requests)
         if for_prefetch is lease.for_prefetch:
             return
         self._count(lease, -lease.num_blocks)

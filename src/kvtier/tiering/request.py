@@ -29,8 +29,8 @@ _MAX_UNANNOUNCED = 4096
 _NEWEST_STEP = 0.1
 """Weight of the newest step in the moving average of their durations."""
 _LONGEST_STEP, _LEAST_STEP_S = 4, 0.1
-"""A step counts as at most so many times the average, and so many seconds more: an engine that was
-stopped for a minute is not slow."""
+"""Limit on a step in that average: this many times the average, plus this many seconds. An engine
+that was stopped for a minute is not slow."""
 
 
 class Step:

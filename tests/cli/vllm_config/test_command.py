@@ -94,21 +94,6 @@ def test_the_page_about_it_has_every_option_and_check(
 # --- cut short ---------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_said_in_one_line() -> None:
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "kvtier", "vllm-config", "--cpu", "1MiB", "--no-check"],
-            env=os.environ | {"PYTHONPATH": str(SRC)},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("kvtier vllm-config: the result could not be written: ")
-    assert ended.stderr.count("\n") == 1
-
-
 def test_a_reader_that_has_gone_ends_it_quietly() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,11 +1,12 @@
-"""The options and exit codes of `kvtier plan`."""
+"""The options of `kvtier plan`."""
 
 from __future__ import annotations
 
-import signal
 from typing import Annotated
 
 import typer
+
+from kvtier.cli.replay.app import end_with
 
 __all__ = ["HELP", "plan"]
 
@@ -88,36 +89,23 @@ def plan(
         bool, typer.Option("--json", help="Print one JSON document on standard output.")
     ] = False,
 ) -> None:
-    # Imported here because it loads numpy, which `kvtier --help` does not need.
-    from kvtier.cli.output import CannotWrite, NobodyReads, note
-    from kvtier.cli.plan.command import PlanWishes, run_plan
-    from kvtier.replay.plan import ModelError
-    from kvtier.replay.settings import SettingError
-    from kvtier.replay.trace import TraceError
+    def work() -> int:
+        from kvtier.cli.plan.command import PlanWishes, run_plan
 
-    wishes = PlanWishes(
-        model=model,
-        host=host,
-        host_speed=host_speed,
-        tiers=tier or [],
-        conversation=conversation,
-        kv_dtype=kv_dtype,
-        kv_bytes_per_token=kv_bytes_per_token,
-        prefill=prefill,
-        trace=trace,
-        block_tokens=block_tokens,
-        policy=policy,
-        limit=limit,
-    )
-    try:
-        code = run_plan(wishes, as_json=json)
-    except SettingError as wrong:
-        raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
-    except (ModelError, TraceError, CannotWrite) as problem:
-        note(f"kvtier plan: {problem}")
-        code = 2
-    except NobodyReads:
-        code = 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
-    raise typer.Exit(code)
+        wishes = PlanWishes(
+            model=model,
+            host=host,
+            host_speed=host_speed,
+            tiers=tier or [],
+            conversation=conversation,
+            kv_dtype=kv_dtype,
+            kv_bytes_per_token=kv_bytes_per_token,
+            prefill=prefill,
+            trace=trace,
+            block_tokens=block_tokens,
+            policy=policy,
+            limit=limit,
+        )
+        return run_plan(wishes, as_json=json)
+
+    end_with("plan", work)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-__all__ = ["HELP", "replay"]
+__all__ = ["HELP", "end_with", "replay"]
 
 HELP = """
 Replay a request trace: which tiers and sizes pay off, before you buy or configure them.
@@ -109,36 +110,47 @@ def replay(
         bool, typer.Option("--json", help="Print one JSON document on standard output.")
     ] = False,
 ) -> None:
-    # Imported here because it loads numpy, which `kvtier --help` does not need.
+    def work() -> int:
+        from kvtier.cli.replay.command import Wishes, run_replay
+
+        wishes = Wishes(
+            trace=trace,
+            host=host,
+            tiers=tier or [],
+            policy=policy,
+            kv_bytes_per_token=kv_bytes_per_token,
+            block_tokens=block_tokens,
+            is_timed=timing,
+            prefill=prefill,
+            decode_step=decode_step,
+            step_tokens=step_tokens,
+            running=running,
+            host_speed=host_speed,
+            speed_up=speed_up,
+            limit=limit,
+            calibrate=calibrate,
+        )
+        return run_replay(wishes, as_json=json)
+
+    end_with("replay", work)
+
+
+def end_with(command: str, work: Callable[[], int]) -> None:
+    """Run `kvtier replay` or `kvtier plan`, and exit with its code. Prints one sentence for an
+    error."""
+    # Imported here and in `work`, because numpy takes time and `kvtier --help` does not need it.
     from kvtier.cli.output import CannotWrite, NobodyReads, note
-    from kvtier.cli.replay.command import Wishes, run_replay
     from kvtier.replay.calibration import NotMeasured
+    from kvtier.replay.plan import ModelError
     from kvtier.replay.settings import SettingError
     from kvtier.replay.trace import TraceError
 
-    wishes = Wishes(
-        trace=trace,
-        host=host,
-        tiers=tier or [],
-        policy=policy,
-        kv_bytes_per_token=kv_bytes_per_token,
-        block_tokens=block_tokens,
-        is_timed=timing,
-        prefill=prefill,
-        decode_step=decode_step,
-        step_tokens=step_tokens,
-        running=running,
-        host_speed=host_speed,
-        speed_up=speed_up,
-        limit=limit,
-        calibrate=calibrate,
-    )
     try:
-        code = run_replay(wishes, as_json=json)
+        code = work()
     except SettingError as wrong:
         raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
-    except (TraceError, NotMeasured, CannotWrite) as problem:
-        note(f"kvtier replay: {problem}")
+    except (TraceError, ModelError, NotMeasured, CannotWrite) as problem:
+        note(f"kvtier {command}: {problem}")
         code = 2
     except NobodyReads:
         code = 128 + signal.SIGPIPE

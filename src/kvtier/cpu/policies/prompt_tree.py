@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from kvtier.cpu.policies.base import BlockStatus
+from kvtier.cpu.policies.recency import count_idle
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
@@ -214,19 +215,7 @@ class PromptTree:
 
     def count_idle(self, blocks: Iterable[BlockStatus], change: int) -> None:
         """Note that blocks became evictable (`change` is 1) or are no longer evictable (-1)."""
-        segment: Segment | None = None
-        count = 0
-        for block in blocks:
-            if block.place is not segment:
-                if segment is not None:
-                    segment.idle += count
-                    self.num_idle += count
-                segment = block.place
-                count = 0
-            count += change
-        if segment is not None:
-            segment.idle += count
-            self.num_idle += count
+        self.num_idle += count_idle(blocks, change)
 
     # --- eviction ------------------------------------------------------------------------------
 

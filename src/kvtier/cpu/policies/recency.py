@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy
 
@@ -366,17 +366,25 @@ class RunKeepingPolicy(CachePolicy):
         count_idle(blocks, +1)
 
 
-def count_idle(blocks: Iterable[BlockStatus], change: int) -> None:
-    """Add `change` to the idle count of each block's run. `change`: 1 if the blocks became
-    evictable, -1 if they no longer are."""
-    run: Run | None = None
-    count = 0
+class CountsIdle(Protocol):
+    """A place of several blocks."""
+
+    idle: int
+
+
+def count_idle(blocks: Iterable[BlockStatus], change: int) -> int:
+    """Add `change` to the idle count of each block's place. `change`: 1 if the blocks became
+    evictable, -1 if they no longer are. Returns the sum."""
+    place: CountsIdle | None = None
+    count = total = 0
     for block in blocks:
-        if block.place is not run:
-            if run is not None:
-                run.idle += count
-            run = block.place
+        if block.place is not place:
+            if place is not None:
+                place.idle += count
+                total += count
+            place = block.place
             count = 0
         count += change
-    if run is not None:
-        run.idle += count
+    if place is not None:
+        place.idle += count
+    return total + count

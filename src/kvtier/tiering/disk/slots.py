@@ -161,10 +161,9 @@ class SlabTable:
     def make_room(
         self, keys: Sequence[OffloadKey], job_keys: Collection[OffloadKey], req_context: ReqContext
     ) -> list[OffloadKey]:
-        """Evict blocks until there are slots for `keys`, or for as many as the policy wants, or
-        until no more blocks can be evicted.
-        Blocks of the job itself (`job_keys`) are not evicted. Returns the evicted keys. The caller
-        must call `place` next."""
+        """Evict blocks until there are slots for as many of `keys` as the policy wants, or until no
+        more blocks can be evicted. Blocks of the job itself (`job_keys`) are not evicted. Returns
+        the evicted keys. The caller must call `place` next."""
         num_free = len(self._free)
         missing = self._policy.num_admitted(keys, num_free, req_context) - num_free
         # If all blocks of the job are new, none of them is here, so there is nothing to protect.
