@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from kvtier.base import LookupResult, OffloadKey
-from kvtier.tiering.fs import lookups as module
 from kvtier.tiering.fs.access import NoFollowTree
 from kvtier.tiering.fs.layout import LONGEST_KEY, SHARDS, block_path
-from kvtier.tiering.fs.lookups import LookupCache
+from kvtier.tiering.fs.uses import NUM_LOOKUP_THREADS, find_files
+from kvtier.tiering.io import lookups as module
+from kvtier.tiering.io.lookups import LookupCache
 from tests.tiering.patience import wait_until
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -38,7 +39,13 @@ class Space:
         for shard in SHARDS:
             (directory / shard).mkdir(parents=True)
         self.errors: list[OSError] = []
-        self.lookups = LookupCache(NoFollowTree(directory.parent), self.path, self.errors.append)
+        look = partial(find_files, NoFollowTree(directory.parent), self.errors.append)
+        self.lookups = LookupCache(
+            [look] * NUM_LOOKUP_THREADS,
+            self.path,
+            name="kvtier-fs-lookup",
+            longest_key=LONGEST_KEY,
+        )
         self.lookups.start()
 
     def add(self, *keys: OffloadKey) -> None:

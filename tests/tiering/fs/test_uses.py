@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.fs import lookups as module
+from kvtier.tiering.fs import uses as module
 from kvtier.tiering.fs.access import NoFollowTree
 from kvtier.tiering.fs.layout import LONGEST_KEY, SHARDS, block_path
-from kvtier.tiering.fs.lookups import UseStamps
+from kvtier.tiering.fs.uses import UseStamps
 from tests.tiering.patience import PATIENCE_S, wait_until
 
 LONG_AGO_NS = 10**18

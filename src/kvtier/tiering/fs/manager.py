@@ -29,7 +29,6 @@ from kvtier.base import (
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.fs.access import remedy_for
 from kvtier.tiering.fs.layout import LONGEST_KEY, block_file_bytes, namespace_path
-from kvtier.tiering.fs.lookups import LookupCache, UseStamps
 from kvtier.tiering.fs.mover import FsMover, FsTransfer
 from kvtier.tiering.fs.options import FsOptions
 from kvtier.tiering.fs.presence import EngineInfo
@@ -37,10 +36,12 @@ from kvtier.tiering.fs.publisher import Change, Publisher
 from kvtier.tiering.fs.quota import Limits, warn_of_limits
 from kvtier.tiering.fs.root import RootSession, allows_o_direct, open_root
 from kvtier.tiering.fs.transaction import NAME_BYTES
+from kvtier.tiering.fs.uses import NUM_LOOKUP_THREADS, UseStamps, find_files
 from kvtier.tiering.inspection import local_path
 from kvtier.tiering.io.aio import address_of
 from kvtier.tiering.io.buffers import Routes
 from kvtier.tiering.io.lane import Lane, depth_for, may_have_buffers
+from kvtier.tiering.io.lookups import LookupCache
 from kvtier.tiering.io.metrics import ErrorLog, definitions, error_counter, error_counters
 from kvtier.tiering.io.page import require_movable
 from kvtier.tiering.io.queue import Transfer, Unit, WorkQueue
@@ -179,7 +180,12 @@ class FsSecondaryTierManager(SecondaryTierManager):
             is_direct=is_direct,
         )
         self._lanes: list[Lane[OffloadKey]] = []
-        self._lookups = LookupCache(session.tree, self._directory, self._note_error)
+        self._lookups = LookupCache(
+            [partial(find_files, session.tree, self._note_error)] * NUM_LOOKUP_THREADS,
+            self._directory,
+            name="kvtier-fs-lookup",
+            longest_key=LONGEST_KEY,
+        )
         self._uses = UseStamps(session.tree, self._note_error, self._writing.__contains__)
         try:
             self._lookups.start()

@@ -14,10 +14,11 @@ from pathlib import Path
 from random import Random
 
 import kvtier.tiering.fs.eviction
-import kvtier.tiering.fs.lookups
 import kvtier.tiering.fs.publisher
 import kvtier.tiering.fs.quota
 import kvtier.tiering.fs.root
+import kvtier.tiering.fs.uses
+import kvtier.tiering.io.lookups
 from kvtier.base import LookupResult, OffloadKey
 from kvtier.testing import TierHarness
 from kvtier.tiering.base import TransferJob
@@ -65,8 +66,8 @@ def _plant_haste() -> None:
     plant(kvtier.tiering.fs.publisher, _HEARTBEAT_S=0.02, _QUIET_S=0.03, _PATIENCE_S=0.5)
     plant(kvtier.tiering.fs.quota, _MEASURE_EVERY_S=0.02)
     plant(kvtier.tiering.fs.eviction, _RECLAIM_EVERY_S=0.05, _NOTHING_FOUND_S=0.3)
-    plant(kvtier.tiering.fs.lookups, _PRESENT_FOR_S=0.3, _ABSENT_FOR_S=0.05)
-    plant(kvtier.tiering.fs.lookups, _WRITE_EVERY_S=0.01, _SAME_USE_NS=50_000_000)
+    plant(kvtier.tiering.io.lookups, _PRESENT_FOR_S=0.3, _ABSENT_FOR_S=0.05)
+    plant(kvtier.tiering.fs.uses, _WRITE_EVERY_S=0.01, _SAME_USE_NS=50_000_000)
 
 
 class _Life:
