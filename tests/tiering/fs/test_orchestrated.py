@@ -170,7 +170,7 @@ def test_what_was_stored_after_it_was_missed_is_not_offered_again(
         tier = fs_of(harness)
         late, never = harness.keys(2)
         tier.touch([late, never], request)
-        wait_until(lambda: len(tier._uses._absent) == 2, "both are found to be absent")
+        wait_until(lambda: len(tier._uses.absent) == 2, "both are found to be absent")
         (report,) = harness.wait_for(harness.store([late]))
         assert report.result.success
         assert list(tier.missing([late, never], request)) == [never]
@@ -184,8 +184,8 @@ def test_what_is_being_stored_is_not_found_absent(root: Path) -> None:
         with silent_files(tier):
             job = harness.store([early])
             tier.touch([early, never], request)
-            wait_until(lambda: never in tier._uses._absent, "the other is found to be absent")
-            assert early not in tier._uses._absent
+            wait_until(lambda: never in tier._uses.absent, "the other is found to be absent")
+            assert early not in tier._uses.absent
         harness.wait_for(job)
 
 
@@ -193,9 +193,9 @@ def test_after_a_reset_nothing_is_known_to_be_absent(root: Path) -> None:
     with fs_harness(root) as harness:
         tier = fs_of(harness)
         tier.touch(harness.keys(3), ReqContext("before"))
-        wait_until(lambda: len(tier._uses._absent) == 3, "all are found to be absent")
+        wait_until(lambda: len(tier._uses.absent) == 3, "all are found to be absent")
         harness.begin_epoch(b"1" * 16)
-        assert not tier._uses._absent
+        assert not tier._uses.absent
 
 
 def test_a_start_that_fails_says_which_tier(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from kvtier.tiering.fs import uses as module
 from kvtier.tiering.fs.access import NoFollowTree
 from kvtier.tiering.fs.layout import LONGEST_KEY, SHARDS, block_path
 from kvtier.tiering.fs.uses import UseStamps
+from kvtier.tiering.io import lookups
 from tests.tiering.patience import PATIENCE_S, wait_until
 
 LONG_AGO_NS = 10**18
@@ -171,12 +172,12 @@ def test_a_block_without_a_file_is_named_once(noted: Noted) -> None:
     for _ in range(2):
         noted.note(here, gone)
         noted.wait()
-        assert noted.uses.take_absent(noted.path, keys(3)) == [gone]
-        assert noted.uses.take_absent(noted.path, keys(3)) == []
+        assert noted.uses.absent.take(noted.path, keys(3)) == [gone]
+        assert noted.uses.absent.take(noted.path, keys(3)) == []
     noted.add(gone)
     noted.note(gone)
     noted.wait()
-    assert noted.uses.take_absent(noted.path, [gone, other]) == []
+    assert noted.uses.absent.take(noted.path, [gone, other]) == []
 
 
 def test_a_block_without_a_file_in_another_namespace_is_not_named(noted: Noted) -> None:
@@ -184,7 +185,7 @@ def test_a_block_without_a_file_in_another_namespace_is_not_named(noted: Noted) 
     noted.add(key)
     noted.uses.note(noted.path + "-that-nobody-made", (key,))
     noted.wait()
-    assert noted.uses.take_absent(noted.path, [key]) == []
+    assert noted.uses.absent.take(noted.path, [key]) == []
 
 
 def test_an_error_is_told_and_the_next_prompt_tried(
@@ -243,12 +244,13 @@ def test_an_absent_block_is_named_however_many_were_found_absent_before(
 ) -> None:
     """The oldest of them is forgotten."""
     monkeypatch.setattr(module, "_MAX_KNOWN", 8)
+    monkeypatch.setattr(lookups, "_MAX_KNOWN_ABSENT", 8)
     *once, hot = keys(20)
     noted.note(*once)
     noted.wait()
     noted.note(hot)
     noted.wait()
-    assert noted.uses.take_absent(noted.path, [*once, hot]) == [*once[-7:], hot]
+    assert noted.uses.absent.take(noted.path, [*once, hot]) == [*once[-7:], hot]
 
 
 def test_a_block_that_is_being_written_is_not_absent(noted: Noted) -> None:
@@ -256,7 +258,7 @@ def test_a_block_that_is_being_written_is_not_absent(noted: Noted) -> None:
     noted.coming.add(first)
     noted.note(first, second)
     noted.wait()
-    assert noted.uses.take_absent(noted.path, keys(2)) == [second]
+    assert noted.uses.absent.take(noted.path, keys(2)) == [second]
 
 
 @pytest.mark.parametrize("batch", [1, 5, 64])

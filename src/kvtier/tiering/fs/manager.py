@@ -243,7 +243,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         """Return the blocks that had no file when `UseStamps` wanted to record an earlier use of
         them. So an evicted block is stored again at the second use after its eviction, without a
         lookup."""
-        absent = self._uses.take_absent(self._directory, keys)
+        absent = self._uses.absent.take(self._directory, keys)
         if not absent:
             return absent
         here = self._writing.union(self._lookups.present_of(absent))
@@ -263,7 +263,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self._namespace = namespace_path(blocks, self.fingerprint)
         self._directory = str(self._namespace)
         self._lookups.look_into(self._directory)
-        self._uses.forget_absent()
+        self._uses.absent.clear()
         self._publisher.use(self._namespace, self._public, junk)
         self._writing.clear()
 
@@ -347,7 +347,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
                 self._report_removed(keys)
             else:
                 self._lookups.note_present(keys)
-                self._uses.note_present(keys)
+                self._uses.absent.discard(keys)
             if change is Change.STORED:
                 self._report_stored(keys)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import stat
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.fs.access import NoFollowTree
 from kvtier.tiering.fs.layout import LONGEST_KEY, block_path
+from kvtier.tiering.io.lookups import AbsentBlocks
 
 __all__ = ["NUM_LOOKUP_THREADS", "UseStamps", "find_files"]
 
@@ -26,7 +27,7 @@ _SAME_USE_NS = 10 * 10**9
 _MAX_WAITING = 65_536
 """Blocks whose uses wait to be written; beyond that, the oldest uses are dropped."""
 _MAX_KNOWN = 16_384
-"""Largest number of blocks with a remembered time stamp, and of blocks remembered as absent."""
+"""Largest number of blocks with a remembered time stamp."""
 _LONGEST_END_S = 0.5
 """How long uses are still written at shutdown, in seconds."""
 
@@ -67,13 +68,12 @@ class UseStamps:
         self._on_error = on_error
         self._is_coming = is_coming
         self._lock = threading.Lock()
-        """Protects `_waiting` and `_absent`. Never held during I/O."""
+        """Protects `_waiting`. Never held during I/O."""
         self._waiting: deque[tuple[str, Sequence[OffloadKey], int]] = deque()
         self._num_waiting = 0
         """Number of blocks in `_waiting`."""
-        self._absent: OrderedDict[OffloadKey, str] = OrderedDict()
-        """Used blocks that had no file, with the namespace that was looked into. The latest is
-        last."""
+        self.absent = AbsentBlocks()
+        """Used blocks that had no file."""
         self._stamps: dict[tuple[str, OffloadKey], int] = {}
         """Time stamps that the thread has seen or set. They save an `lstat` for blocks that are
         used often. Only the thread uses them."""
@@ -95,29 +95,6 @@ class UseStamps:
             self._num_waiting += len(keys)
             while self._num_waiting > _MAX_WAITING:
                 self._num_waiting -= len(self._waiting.popleft()[1])
-
-    def take_absent(self, namespace: str, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of `keys` that had no file when the thread wanted to record an earlier use.
-        A block is returned once. When it is used again, the thread looks for its file again."""
-        absent = self._absent
-        if not absent:
-            return []
-        with self._lock:
-            found = [key for key in keys if key in absent]
-            return [key for key in found if absent.pop(key) == namespace]
-
-    def note_present(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that these blocks have files now."""
-        absent = self._absent
-        if absent:
-            with self._lock:
-                for key in keys:
-                    absent.pop(key, None)
-
-    def forget_absent(self) -> None:
-        """Forget absent blocks, because another namespace is read from now on."""
-        with self._lock:
-            self._absent.clear()
 
     def stop(self) -> None:
         """Write uses for 0.5 s at most, drop the rest, and end the thread. May wait longer for one
@@ -160,7 +137,7 @@ class UseStamps:
                     self._tree.utime(path, stamp)
                     known = stamp
             except FileNotFoundError:
-                self._note_absent(namespace, key)
+                self.absent.add(namespace, [key])
                 continue
             except OSError as error:
                 self._on_error(error)
@@ -168,10 +145,3 @@ class UseStamps:
             if len(self._stamps) >= _MAX_KNOWN:
                 self._stamps.clear()
             self._stamps[namespace, key] = known
-
-    def _note_absent(self, namespace: str, key: OffloadKey) -> None:
-        with self._lock:
-            self._absent[key] = namespace
-            self._absent.move_to_end(key)
-            if len(self._absent) > _MAX_KNOWN:
-                self._absent.popitem(last=False)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from kvtier.base import LookupResult, OffloadKey
 
-__all__ = ["Look", "LookupCache"]
+__all__ = ["AbsentBlocks", "Look", "LookupCache"]
 
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
@@ -30,6 +30,8 @@ _MAX_ABSENT = 65_536
 _MAX_ASKED = 65_536
 _AT_ONCE = 128
 """Blocks that one thread looks up before it takes the next questions."""
+_MAX_KNOWN_ABSENT = 16_384
+"""Largest number of blocks in `AbsentBlocks`."""
 
 Look: TypeAlias = Callable[[str, Sequence[OffloadKey]], Iterable[bool]]
 """Tells for each of some blocks of a namespace if it is there. May wait, and may be lazy: answers
@@ -251,3 +253,51 @@ class LookupCache:
             if self._is_stopping or position >= question.num_present:
                 break
         return position - start, position
+
+
+class AbsentBlocks:
+    """Blocks that were not there when a thread wanted to record their use. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._namespaces: OrderedDict[OffloadKey, str] = OrderedDict()
+        """By block, where it was looked for. The latest is last."""
+
+    def add(self, namespace: str, keys: Iterable[OffloadKey]) -> None:
+        """Record that these blocks were not there."""
+        absent = self._namespaces
+        with self._lock:
+            for key in keys:
+                absent[key] = namespace
+                absent.move_to_end(key)
+            while len(absent) > _MAX_KNOWN_ABSENT:
+                absent.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._namespaces)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._namespaces
+
+    def take(self, namespace: str, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of `keys` that were not there. A block is returned once: when it is used
+        again, it is looked for again."""
+        absent = self._namespaces
+        if not absent:
+            return []
+        with self._lock:
+            found = [key for key in keys if key in absent]
+            return [key for key in found if absent.pop(key) == namespace]
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that these blocks are there now."""
+        absent = self._namespaces
+        if absent:
+            with self._lock:
+                for key in keys:
+                    absent.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all, because another namespace is read from now on."""
+        with self._lock:
+            self._namespaces.clear()

@@ -1,0 +1,158 @@
+"""A lane: one I/O thread of a tier on a server.
+
+A lane takes one unit at a time from the work queue and lets its `BlockMover` move it. If the server
+fails, the lane fails its units at once for a growing pause, so that nobody waits for a dead server.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.job_thread import prompt_turns
+from kvtier.tiering.io.lane import LARGE_BLOCK_BYTES
+from kvtier.tiering.io.queue import Piece, Transfer, Unit, WorkQueue
+from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
+
+__all__ = ["BlockMover", "Pause", "RemoteLane", "RemoteTransfer"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+
+_Piece: TypeAlias = Piece[OffloadKey]
+
+
+@dataclass(slots=True, eq=False)
+class RemoteTransfer(Transfer[OffloadKey]):
+    """A job in progress. Lanes that work on it at the same time only append to its lists."""
+
+    namespace: str = ""
+    """The namespace of the blocks."""
+    is_private: bool = False
+    """True if no other engine and no later one reads this namespace."""
+    stored: list[OffloadKey] = field(default_factory=list)
+    """A store: the blocks that were not there before."""
+    refused: list[OffloadKey] = field(default_factory=list)
+    """A store: blocks for which the server had no room."""
+    gone: list[OffloadKey] = field(default_factory=list)
+    """A load: blocks that the server no longer had."""
+
+
+class BlockMover(ABC):
+    """Moves blocks for one lane, over connections of its own."""
+
+    @abstractmethod
+    def load(self, transfer: RemoteTransfer, pieces: Sequence[_Piece]) -> list[_Piece]:
+        """Read blocks into their rows. Returns those that are there and whose seal is right. Adds
+        those that the server does not have to `transfer.gone`.
+
+        Raises `ServerFailure` if no further block can be read; the blocks read before are lost.
+        """
+
+    @abstractmethod
+    def store(self, transfer: RemoteTransfer, pieces: Sequence[_Piece]) -> list[_Piece]:
+        """Write blocks. Returns those that the server has now. Adds to `transfer.stored` and
+        `transfer.refused`. Raises `ServerFailure` if no further block can be written."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Let a call that waits for the server fail now. Called on another thread, at shutdown."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connections."""
+
+
+class Pause:
+    """How long a server that has failed is not called. One thread."""
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_PAUSE_S
+        self._until = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def begin(self) -> None:
+        """The server has failed. The next pause is twice as long."""
+        self._until = time.monotonic() + self._next_s
+        self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
+
+    def forget(self) -> None:
+        """The server works."""
+        self._next_s = _FIRST_PAUSE_S
+
+
+class RemoteLane:
+    """A thread that moves loads or stores, one unit at a time."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        work: WorkQueue[OffloadKey],
+        mover: BlockMover,
+        errors: ServerErrors,
+        is_for_loads: bool,
+        block_bytes: int,
+    ) -> None:
+        self._work = work
+        self._mover = mover
+        self._errors = errors
+        self._is_for_loads = is_for_loads
+        self._block_bytes = block_bytes
+        self._pause = Pause()
+        # A daemon, so that an engine that exits without a shutdown does not wait for it.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        """End the thread. Called after `WorkQueue.stop`; does nothing before `start`."""
+        self._mover.interrupt()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        is_large = self._block_bytes >= LARGE_BLOCK_BYTES
+        try:
+            with prompt_turns if is_large else nullcontext():
+                while units := self._work.take(self._is_for_loads, not self._is_for_loads, True):
+                    for unit in units:
+                        self._move(unit)
+        finally:
+            self._mover.close()
+
+    def _move(self, unit: Unit[OffloadKey]) -> None:
+        done: list[_Piece] = []
+        try:
+            if self._pause.is_over and not self._work.is_stopping:
+                done = self._moved(unit)
+                self._pause.forget()
+        except ServerFailure as failure:
+            if not self._work.is_stopping:
+                self._pause.begin()
+                self._errors.note(failure)
+        except Exception:
+            logger.exception("%s: a block could not be moved", self._errors.where)
+        finally:
+            keys = {key for _, key in done}
+            failed = [piece for piece in unit.pieces if piece[1] not in keys]
+            self._work.finish([(unit, done, failed)])
+
+    def _moved(self, unit: Unit[OffloadKey]) -> list[_Piece]:
+        transfer = unit.transfer
+        assert isinstance(transfer, RemoteTransfer)
+        if transfer.job.is_promotion:
+            return self._mover.load(transfer, unit.pieces)
+        return self._mover.store(transfer, unit.pieces)

@@ -1,0 +1,1 @@
+"""The valkey tier: blocks in a Valkey or Redis server, or a cluster of them."""
