@@ -362,3 +362,6 @@ SecondaryTierFactory.register_secondary_tier(
 SecondaryTierFactory.register_secondary_tier(
     "fs", "kvtier.tiering.fs.manager", "FsSecondaryTierManager"
 )
+SecondaryTierFactory.register_secondary_tier(
+    "valkey", "kvtier.tiering.valkey.manager", "ValkeySecondaryTierManager"
+)

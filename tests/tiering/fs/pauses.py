@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.tiering.fs import eviction, lookups, publisher, quota
+from kvtier.tiering.fs import eviction, publisher, quota
+from kvtier.tiering.io import lookups
 
 __all__ = ["shorten_pauses"]
 

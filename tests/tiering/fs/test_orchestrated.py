@@ -12,9 +12,10 @@ import pytest
 from kvtier.base import Locality, LookupResult, Medium, ReqContext
 from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.factory import TierStartError
-from kvtier.tiering.fs import lookups, manager
+from kvtier.tiering.fs import manager
 from kvtier.tiering.fs.access import NoFollowTree
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
+from kvtier.tiering.io import lookups
 from tests.tiering.disk.harness import bytes_for as slab_bytes_for
 from tests.tiering.disk.harness import is_mapped
 from tests.tiering.engine import Engine, engine_with

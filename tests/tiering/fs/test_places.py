@@ -16,8 +16,9 @@ import pytest
 from kvtier.base import LookupResult
 from kvtier.cli import main
 from kvtier.testing import TierHarness
-from kvtier.tiering.fs import lookups, manager
+from kvtier.tiering.fs import manager
 from kvtier.tiering.fs.ledger import Ledger
+from kvtier.tiering.io import lookups
 from tests.tiering.descriptors import no_more_descriptors
 from tests.tiering.disk.small_disk import loop_disk, small_tmpfs
 from tests.tiering.fs.accounts import (

@@ -243,8 +243,8 @@ class LookupCache:
         """Return how many blocks from `start` on are there without a gap, and the position after
         the last one that was looked up."""
         position = start
-        if self._is_stopping or position >= question.num_present:
-            return 0, position  # stopping, or an earlier block is absent
+        if position >= question.num_present:
+            return 0, position  # an earlier block is absent
         for is_there in look(question.namespace, question.keys[start : start + _AT_ONCE]):
             if not is_there:
                 question.num_present = min(question.num_present, position)

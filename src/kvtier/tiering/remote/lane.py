@@ -47,7 +47,7 @@ class RemoteTransfer(Transfer[OffloadKey]):
 
 
 class BlockMover(ABC):
-    """Moves blocks for one lane, over connections of its own."""
+    """Moves blocks for one lane."""
 
     @abstractmethod
     def load(self, transfer: RemoteTransfer, pieces: Sequence[_Piece]) -> list[_Piece]:
@@ -61,14 +61,6 @@ class BlockMover(ABC):
     def store(self, transfer: RemoteTransfer, pieces: Sequence[_Piece]) -> list[_Piece]:
         """Write blocks. Returns those that the server has now. Adds to `transfer.stored` and
         `transfer.refused`. Raises `ServerFailure` if no further block can be written."""
-
-    @abstractmethod
-    def interrupt(self) -> None:
-        """Let a call that waits for the server fail now. Called on another thread, at shutdown."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the connections."""
 
 
 class Pause:
@@ -118,20 +110,17 @@ class RemoteLane:
         self._thread.start()
 
     def join(self) -> None:
-        """End the thread. Called after `WorkQueue.stop`; does nothing before `start`."""
-        self._mover.interrupt()
+        """Wait for the thread, which ends when the work queue is stopped. Does nothing before
+        `start`."""
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
         is_large = self._block_bytes >= LARGE_BLOCK_BYTES
-        try:
-            with prompt_turns if is_large else nullcontext():
-                while units := self._work.take(self._is_for_loads, not self._is_for_loads, True):
-                    for unit in units:
-                        self._move(unit)
-        finally:
-            self._mover.close()
+        with prompt_turns if is_large else nullcontext():
+            while units := self._work.take(self._is_for_loads, not self._is_for_loads, True):
+                for unit in units:
+                    self._move(unit)
 
     def _move(self, unit: Unit[OffloadKey]) -> None:
         done: list[_Piece] = []

@@ -1,0 +1,323 @@
+"""The scheduler's side of a tier on a server that engines share.
+
+This module runs on the scheduler's thread: it answers lookups from memory, passes jobs to the lanes
+(I/O threads), and collects results. A tier derives from `RemoteTierManager` and gives it a
+`BlockServer`, which makes everything that talks to the server.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from kvtier.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    MetricDefinition,
+    OffloadingEvent,
+    OffloadingStats,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+)
+from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.io.lookups import LookupCache
+from kvtier.tiering.io.metrics import definitions
+from kvtier.tiering.io.queue import Transfer, WorkQueue
+from kvtier.tiering.remote.errors import FailureKind, ServerErrors
+from kvtier.tiering.remote.lane import BlockMover, RemoteLane, RemoteTransfer
+from kvtier.tiering.remote.uses import UseReports
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadingSpec
+
+__all__ = ["LONGEST_KEY", "BlockServer", "RemoteTierManager", "metrics_of", "namespace_of"]
+
+LONGEST_KEY = 128
+"""Longer keys do not fit into a seal."""
+_MAX_ANNOUNCED = 262_144
+_UNIT_BYTES = 4 << 20
+_MOST_PIECES = 64
+_MOST_LOOKUP_THREADS = 2
+
+_GAUGES = {"queued_blocks": "Blocks of this engine that wait to be written or are being written."}
+_COUNTERS = {
+    "refused_blocks": "Blocks not stored because the server had no room or the key is too long.",
+    "failed_blocks": "Blocks that could not be written.",
+    "forgotten_blocks": "Blocks that could not be loaded, and count as absent.",
+    "vanished_blocks": "Blocks that the server no longer had when they were loaded.",
+}
+_FAILURES = {
+    FailureKind.UNREACHABLE: "Calls that failed because there was no connection, or it broke.",
+    FailureKind.SILENT: "Calls that the server did not answer in time.",
+    FailureKind.REFUSED: "Calls that the server refused.",
+    FailureKind.FULL: "Times that the server had no room.",
+    FailureKind.GARBAGE: "Answers that were none.",
+}
+
+
+def metrics_of(prefix: str) -> dict[str, MetricDefinition]:
+    """Definitions of the metrics that every tier on a server has."""
+    failures = {f"{prefix}_failures_{kind}": text for kind, text in _FAILURES.items()}
+    return definitions(
+        {f"{prefix}_{name}": text for name, text in _GAUGES.items()},
+        {f"{prefix}_{name}": text for name, text in _COUNTERS.items()} | failures,
+    )
+
+
+def namespace_of(fingerprint: bytes) -> str:
+    """The name of a namespace in the storage."""
+    return fingerprint.hex()
+
+
+class BlockServer(ABC):
+    """Makes what talks to the server. Its methods are called while the tier starts; the functions
+    that they return are called on the tier's threads."""
+
+    errors: ServerErrors
+
+    @abstractmethod
+    def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
+        """Return the mover of a new lane. Must not connect yet."""
+
+    @abstractmethod
+    def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterable[bool]:
+        """See `kvtier.tiering.io.lookups.Look`. Called by several threads."""
+
+    @abstractmethod
+    def touch(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """See `kvtier.tiering.remote.uses.Touch`."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Let calls that wait fail now, and all later ones at once. Called at shutdown."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connections. Called when all threads have ended."""
+
+
+class RemoteTierManager(SecondaryTierManager):
+    """Keeps sealed blocks on a server. The scheduler's thread answers lookups from the
+    `LookupCache`; lanes read and write; `UseReports` tells the server what is used.
+
+    After a reset, blocks go to a private namespace. What other engines and later ones read is not
+    changed by it.
+    """
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+    metric_prefix: ClassVar[str]
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        server: BlockServer,
+        num_lanes: int,
+    ) -> None:
+        """`num_lanes`: threads that load, and as many again that store."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.locality = Locality.REMOTE
+        self._server = server
+        self._errors = server.errors
+        self._namespace = namespace_of(self.fingerprint)
+        self._is_private = False
+        self._counters: Counter[str] = Counter()
+        self._results: list[JobResult] = []
+        self._events: list[OffloadingEvent] = []
+        self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
+        """Blocks that events have reported as stored, and not yet as removed. Bounded, because this
+        engine does not learn which of them the server or other engines have removed."""
+        self._writing: set[OffloadKey] = set()
+        self._num_queued = 0
+        row_bytes = self.rows.row_bytes
+        self._work: WorkQueue[OffloadKey] = WorkQueue(
+            max_pieces=min(max(_UNIT_BYTES // row_bytes, 1), _MOST_PIECES)
+        )
+        self._lookups = LookupCache(
+            [server.look] * min(num_lanes, _MOST_LOOKUP_THREADS),
+            self._namespace,
+            name=f"kvtier-{tier_type}-lookup",
+            longest_key=LONGEST_KEY,
+        )
+        self._uses = UseReports(
+            f"kvtier-{tier_type}-uses", server.touch, self._errors, self._writing.__contains__
+        )
+        self._lanes = [
+            RemoteLane(
+                name=f"kvtier-{tier_type}-{kind}-{number}",
+                work=self._work,
+                mover=server.open_mover(self),
+                errors=self._errors,
+                is_for_loads=kind == "load",
+                block_bytes=row_bytes,
+            )
+            for kind in ("load", "store")
+            for number in range(num_lanes)
+        ]
+        try:
+            self._lookups.start()
+            self._uses.start()
+            for lane in self._lanes:
+                lane.start()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # --- lookups: scheduler thread -------------------------------------------------------------
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.ask()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return self._lookups.answer((key,))[0]
+
+    def lookup_batch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> Sequence[LookupResult]:
+        return self._lookups.answer(keys)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._uses.note(self._namespace, tuple(keys))
+
+    def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        """Return the blocks that the server did not have when it was told of an earlier use."""
+        absent = self._uses.absent.take(self._namespace, keys)
+        if not absent:
+            return absent
+        here = self._writing.union(self._lookups.present_of(absent))
+        return [key for key in absent if key not in here]
+
+    def begin_epoch(self, fingerprint: bytes) -> None:
+        """Leave earlier blocks to other engines, and use a private namespace from now on."""
+        super().begin_epoch(fingerprint)
+        self._report_removed(list(self._announced))
+        self._is_private = True
+        self._namespace = namespace_of(fingerprint)
+        self._lookups.look_into(self._namespace)
+        self._uses.absent.clear()
+        self._writing.clear()
+
+    # --- jobs: scheduler thread ----------------------------------------------------------------
+
+    def submit_store(self, job: TransferJob) -> None:
+        if job.fingerprint != self.fingerprint:
+            self._results.append(JobResult(job.job_id, False))
+            return
+        todo = dict(zip(job.keys, job.block_ids.tolist(), strict=True))
+        # Blocks that another job is writing count as stored.
+        here = self._lookups.present_of(todo)
+        here += self._writing.intersection(todo).difference(here)
+        for key in here:
+            del todo[key]
+        pieces = [(row, key) for key, row in todo.items() if len(key) <= LONGEST_KEY]
+        self._counters["refused_blocks"] += len(todo) - len(pieces)
+        self._writing.update(key for _, key in pieces)
+        self._num_queued += len(pieces)
+        self._work.submit(
+            RemoteTransfer(
+                job, pieces, here, namespace=self._namespace, is_private=self._is_private
+            )
+        )
+
+    def submit_load(self, job: TransferJob) -> None:
+        pieces: list[tuple[int, OffloadKey]] = []
+        if job.fingerprint == self.fingerprint:
+            pieces = list(zip(job.block_ids.tolist(), job.keys, strict=True))
+        self._work.submit(RemoteTransfer(job, pieces, namespace=self._namespace))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._lookups.ask()
+        for transfer in self._work.take_ended():
+            self._finish(transfer)
+        results, self._results = self._results, []
+        return results
+
+    def _finish(self, transfer: Transfer[OffloadKey]) -> None:
+        assert isinstance(transfer, RemoteTransfer)
+        job = transfer.job
+        if transfer.namespace == self._namespace:
+            if job.is_promotion:
+                self._note_loaded(transfer)
+            else:
+                self._note_stored(transfer)
+        if not job.is_promotion:
+            self._num_queued -= len(transfer.pieces)
+            self._counters["refused_blocks"] += len(transfer.refused)
+            self._counters["failed_blocks"] += len(transfer.failed) - len(transfer.refused)
+        self._counters["vanished_blocks"] += len(transfer.gone)
+        done = transfer.here + [key for _, key in transfer.done]
+        success = len(done) == len(job.keys)
+        self._results.append(
+            JobResult(
+                job.job_id,
+                success,
+                None if success else done,
+                transfer.seconds,
+                len(transfer.gone),
+            )
+        )
+
+    def _note_loaded(self, transfer: RemoteTransfer) -> None:
+        if transfer.failed:
+            # Otherwise the next lookup would be a HIT, and the load would fail again.
+            keys = [key for _, key in transfer.failed]
+            self._counters["forgotten_blocks"] += len(keys) - len(transfer.gone)
+            self._lookups.note_absent(keys)
+            self._report_removed([key for key in keys if key in self._announced])
+
+    def _note_stored(self, transfer: RemoteTransfer) -> None:
+        self._writing.difference_update(key for _, key in transfer.pieces)
+        done = [key for _, key in transfer.done]
+        self._lookups.note_present(done)
+        self._uses.absent.discard(done)
+        self._report_stored(transfer.stored)
+
+    def drain_jobs(self) -> None:
+        self._work.wait_until_idle()
+
+    def shutdown(self) -> None:
+        """Fail jobs that have not begun, end all threads, and close the connections.
+        `get_finished_jobs` still returns the results."""
+        self._work.stop()
+        self._server.interrupt()
+        for lane in self._lanes:
+            lane.join()
+        self._lookups.stop()
+        self._uses.stop()
+        self._server.close()
+        self.rows.release()
+
+    # --- events and metrics: scheduler thread --------------------------------------------------
+
+    def _report_stored(self, keys: list[OffloadKey]) -> None:
+        if not keys or not self.enable_kv_events:
+            return
+        self._events.append(OffloadingEvent(keys, Medium.STORAGE, False, self.locality))
+        announced = self._announced
+        announced.update(dict.fromkeys(keys))
+        while len(announced) > _MAX_ANNOUNCED:
+            announced.popitem(last=False)
+
+    def _report_removed(self, keys: list[OffloadKey]) -> None:
+        if not keys or not self.enable_kv_events:
+            return
+        self._events.append(OffloadingEvent(keys, Medium.STORAGE, True, self.locality))
+        for key in keys:
+            self._announced.pop(key, None)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def get_stats(self) -> OffloadingStats:
+        prefix = self.metric_prefix
+        counters: dict[str, float] = {f"{prefix}_{n}": self._counters[n] for n in _COUNTERS}
+        self._counters.clear()
+        failures = self._errors.take()
+        counters |= {f"{prefix}_failures_{kind}": failures[kind] for kind in FailureKind}
+        return OffloadingStats(counters, gauges={f"{prefix}_queued_blocks": self._num_queued})
