@@ -363,5 +363,8 @@ SecondaryTierFactory.register_secondary_tier(
     "fs", "kvtier.tiering.fs.manager", "FsSecondaryTierManager"
 )
 SecondaryTierFactory.register_secondary_tier(
+    "obj", "kvtier.tiering.obj.manager", "ObjSecondaryTierManager"
+)
+SecondaryTierFactory.register_secondary_tier(
     "valkey", "kvtier.tiering.valkey.manager", "ValkeySecondaryTierManager"
 )

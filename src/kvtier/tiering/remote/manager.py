@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtier.base import (
@@ -41,7 +41,7 @@ LONGEST_KEY = 128
 _MAX_ANNOUNCED = 262_144
 _UNIT_BYTES = 4 << 20
 _MOST_PIECES = 64
-_MOST_LOOKUP_THREADS = 2
+_NUM_LOOKUP_THREADS = 2
 
 _GAUGES = {"queued_blocks": "Blocks of this engine that wait to be written or are being written."}
 _COUNTERS = {
@@ -117,9 +117,11 @@ class RemoteTierManager(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         server: BlockServer,
-        num_lanes: int,
+        num_lanes: Mapping[str, int],
+        max_pieces: int = _MOST_PIECES,
     ) -> None:
-        """`num_lanes`: threads that load, and as many again that store."""
+        """`num_lanes`: how many threads "load" and "store". `max_pieces`: the most blocks that one
+        of them moves with one call."""
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.locality = Locality.REMOTE
         self._server = server
@@ -136,10 +138,10 @@ class RemoteTierManager(SecondaryTierManager):
         self._num_queued = 0
         row_bytes = self.rows.row_bytes
         self._work: WorkQueue[OffloadKey] = WorkQueue(
-            max_pieces=min(max(_UNIT_BYTES // row_bytes, 1), _MOST_PIECES)
+            max_pieces=min(max(_UNIT_BYTES // row_bytes, 1), max_pieces)
         )
         self._lookups = LookupCache(
-            [server.look] * min(num_lanes, _MOST_LOOKUP_THREADS),
+            [server.look] * _NUM_LOOKUP_THREADS,
             self._namespace,
             name=f"kvtier-{tier_type}-lookup",
             longest_key=LONGEST_KEY,
@@ -156,8 +158,8 @@ class RemoteTierManager(SecondaryTierManager):
                 is_for_loads=kind == "load",
                 block_bytes=row_bytes,
             )
-            for kind in ("load", "store")
-            for number in range(num_lanes)
+            for kind, count in num_lanes.items()
+            for number in range(count)
         ]
         try:
             self._lookups.start()

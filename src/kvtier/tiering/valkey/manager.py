@@ -53,9 +53,8 @@ class ValkeySecondaryTierManager(RemoteTierManager):
             _probe(servers, errors)
             row_bytes = primary_kv_view.shape[1] if primary_kv_view.shape is not None else 0
             server = ValkeyServer(servers, errors, row_bytes, options.ttl_s)
-            super().__init__(
-                offloading_spec, primary_kv_view, tier_type, server, options.connections
-            )
+            lanes = dict.fromkeys(("load", "store"), options.connections)
+            super().__init__(offloading_spec, primary_kv_view, tier_type, server, lanes)
         except BaseException:
             servers.close()
             raise

@@ -1,0 +1,1 @@
+"""The obj tier: blocks in an object store."""

@@ -1,0 +1,126 @@
+"""The obj tier: sealed blocks in an object store (S3, Google, Azure, or a directory) that several
+engines share.
+
+`kvtier.tiering.remote.manager` is the scheduler's side; `mover` and `objects` move the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+from uuid import uuid4
+
+from kvtier.base import MetricDefinition
+from kvtier.config import ConfigError, Problem
+from kvtier.config.errors import describe, printable
+from kvtier.seal import SEAL_BYTES
+from kvtier.tiering.base import TierRefused
+from kvtier.tiering.obj.mover import ObjServer
+from kvtier.tiering.obj.objects import BLOCKS, NotAllowed, Objects, open_objects
+from kvtier.tiering.obj.options import ObjOptions
+from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
+from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of, namespace_of
+
+if TYPE_CHECKING:
+    from kvtier.base import OffloadingSpec
+
+__all__ = ["ObjSecondaryTierManager"]
+
+logger = logging.getLogger(__name__)
+
+_INSTALL = "pip install 'kvtier[obj]'"
+
+
+class ObjSecondaryTierManager(RemoteTierManager):
+    """A tier that keeps each block as an object."""
+
+    metric_prefix: ClassVar[str] = "kvtier_obj"
+    options_cls = ObjOptions
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        **keys: Any,
+    ) -> None:
+        """`keys`: those of `ObjOptions`."""
+        options = ObjOptions.parse(keys)
+        assert primary_kv_view.shape is not None
+        row_bytes = primary_kv_view.shape[1]
+        options.require_fitting(SEAL_BYTES + row_bytes)
+        config = offloading_spec.config
+        config.require_weights_identity()
+        objects = _open(options)
+        engine = uuid4().hex
+        errors = ServerErrors(options.shown_url)
+        _probe(objects, errors, engine)
+        server = ObjServer(objects, errors, row_bytes, namespace_of(config.fingerprint()), engine)
+        lanes = {"load": options.concurrency, "store": -(-options.concurrency // 2)}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, server, lanes, max_pieces=1)
+
+    @classmethod
+    def build_metric_definitions(
+        cls, tier_options: Mapping[str, Any]
+    ) -> dict[str, MetricDefinition]:
+        return metrics_of(cls.metric_prefix)
+
+
+def _open(options: ObjOptions) -> Objects:
+    try:
+        return open_objects(options)
+    except ImportError:
+        raise TierRefused(
+            f"the obj tier needs the Python package obstore, which is not installed: {_INSTALL}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            Problem(
+                "ca_bundle",
+                describe(str(options.ca_bundle)),
+                "a file of certificates",
+                f"It cannot be read ({error.strerror}): give another path",
+            )
+        ) from None
+    except Exception:  # the library's own errors, which may quote a secret
+        raise ConfigError(
+            Problem(
+                "url",
+                describe(options.shown_url),
+                "a place that the object store library can open",
+                "Check url, endpoint, region and ca_bundle",
+            )
+        ) from None
+
+
+def _probe(objects: Objects, errors: ServerErrors, engine: str) -> None:
+    """Write, read and remove a small object. A service that cannot be reached now is tried again
+    later; one that refuses never gets better by itself."""
+    name = f"{BLOCKS}/probe/{engine}"
+    step = "write to"
+    try:
+        objects.create(name, [b"kvtier"])
+        step = "read from"
+        if objects.read(name, len(b"kvtier")) is None:
+            logger.warning(
+                "%s: an object that was just written is not found. The service is not consistent; "
+                "many blocks will be missed",
+                errors.where,
+            )
+        step = "remove from"
+        objects.remove([name])
+    except NotAllowed as refusal:
+        raise TierRefused(
+            f"{errors.where}: may not {step} it: {printable(str(refusal))}. Give access_key_id and "
+            "secret_access_key, or set the environment's credentials, of a user that may get, put, "
+            "list and delete objects below the url"
+        ) from None
+    except ServerFailure as failure:
+        logger.warning(
+            "%s: %s. The engine starts without this tier and tries the service again",
+            errors.where,
+            printable(str(failure)),
+        )
+    else:
+        logger.info("%s: writable", errors.where)

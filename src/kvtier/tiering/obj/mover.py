@@ -1,0 +1,154 @@
+"""Moves blocks between rows and objects, for the lanes of the obj tier; and asks the service which
+blocks it has.
+
+Each block is an object of its own: it can be read, and removed, without the others of its prompt. A
+load copies a block twice: the client library joins what it has received, and the lane copies that
+into the row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvtier.base import OffloadKey
+from kvtier.seal import SEAL_BYTES, SealFailure, check
+from kvtier.tiering.io.queue import Piece
+from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
+from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
+from kvtier.tiering.remote.lane import BlockMover, RemoteTransfer
+from kvtier.tiering.remote.manager import BlockServer
+
+if TYPE_CHECKING:
+    from kvtier.tiering.base import SecondaryTierManager
+
+__all__ = ["ObjServer", "object_name"]
+
+_WAVES = (1, 16, 128)
+"""How many blocks of a prompt are asked for at once: first one, because most prompts are new."""
+
+
+def object_name(folder: str, key: OffloadKey) -> str:
+    """The name of a block's object. `folder`: that of its namespace."""
+    return f"{folder}/{key.hex()}"
+
+
+class ObjServer(BlockServer):
+    """The object store of one tier, for its threads."""
+
+    def __init__(
+        self, objects: Objects, errors: ServerErrors, row_bytes: int, shared: str, engine: str
+    ) -> None:
+        """`shared`: the namespace that other engines read. `engine`: a name of this engine's own,
+        for all other namespaces."""
+        self.errors = errors
+        self._objects = objects
+        self._block_bytes = SEAL_BYTES + row_bytes
+        self._shared = shared
+        self._engine = engine
+        self.is_closed = False
+
+    def folder_of(self, namespace: str) -> str:
+        """Where the blocks of a namespace are."""
+        if namespace == self._shared:
+            return f"{BLOCKS}/{namespace}"
+        return f"{PRIVATE}/{self._engine}/{namespace}"
+
+    def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
+        return _ObjMover(tier, self, self._objects)
+
+    def interrupt(self) -> None:
+        self.is_closed = True
+
+    def close(self) -> None:
+        self._objects.close()
+
+    def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
+        folder = self.folder_of(namespace)
+        start = 0
+        for size in _WAVES:
+            some = keys[start : start + size]
+            try:
+                answers = asyncio.run(self._look_at_once(folder, some)) if some else []
+            except ServerFailure as failure:
+                self.errors.note(failure)
+                answers = [False] * len(some)
+            yield from answers
+            start += len(some)
+
+    async def _look_at_once(self, folder: str, keys: Sequence[OffloadKey]) -> list[bool]:
+        sizes = await asyncio.gather(
+            *(self._objects.size_of_async(object_name(folder, key)) for key in keys)
+        )
+        # Something else than a block, however large, is not one of ours.
+        return [size == self._block_bytes for size in sizes]
+
+    def touch(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return ()
+
+
+class _ObjMover(BlockMover):
+    def __init__(self, tier: SecondaryTierManager, server: ObjServer, objects: Objects) -> None:
+        self._tier = tier
+        self._server = server
+        self._objects = objects
+
+    def _names(
+        self, transfer: RemoteTransfer, pieces: Iterable[Piece[OffloadKey]]
+    ) -> Iterator[tuple[Piece[OffloadKey], str]]:
+        folder = self._server.folder_of(transfer.namespace)
+        for piece in pieces:
+            if self._server.is_closed:
+                raise ServerFailure(FailureKind.UNREACHABLE, "the tier is closed")
+            yield piece, object_name(folder, piece[1])
+
+    def load(
+        self, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
+    ) -> list[Piece[OffloadKey]]:
+        done: list[Piece[OffloadKey]] = []
+        for piece, name in self._names(transfer, pieces):
+            row, key = piece
+            payload = self._tier.rows[row]
+            content = self._objects.read(name, SEAL_BYTES + len(payload))
+            if content is None:
+                transfer.gone.append(key)
+                continue
+            failure = _take_over(content, payload, key, transfer.job.fingerprint)
+            if failure is None:
+                done.append(piece)
+            else:
+                self._refuse(name, failure)
+        return done
+
+    def _refuse(self, name: str, failure: SealFailure) -> None:
+        """Count a damaged block, and remove it, so that it can be stored again. What a newer
+        release has written is left to it."""
+        self._tier.refuse_block(failure)
+        if failure is not SealFailure.FORMAT:
+            self._objects.remove([name])
+
+    def store(
+        self, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
+    ) -> list[Piece[OffloadKey]]:
+        done: list[Piece[OffloadKey]] = []
+        for piece, name in self._names(transfer, pieces):
+            row, key = piece
+            if self._objects.size_of(name) is None:
+                payload = self._tier.rows[row]
+                seal = self._tier.seal_block(transfer.job, key, payload)
+                if self._objects.create(name, [seal, payload]):
+                    transfer.stored.append(key)
+            done.append(piece)
+        return done
+
+
+def _take_over(
+    content: object, payload: memoryview, key: OffloadKey, fingerprint: bytes
+) -> SealFailure | None:
+    """Copy a block into its row, and check it there. Returns why it is refused."""
+    with memoryview(content) as block:  # type: ignore[arg-type]
+        if len(block) != SEAL_BYTES + len(payload):
+            return SealFailure.LENGTH
+        payload[:] = block[SEAL_BYTES:]
+        return check(block[:SEAL_BYTES], payload, key, fingerprint)

