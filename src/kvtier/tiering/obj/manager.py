@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
-from kvtier.base import MetricDefinition
+from kvtier.base import MetricDefinition, OffloadingStats
 from kvtier.config import ConfigError, Problem
 from kvtier.config.errors import describe, printable
 from kvtier.seal import SEAL_BYTES
 from kvtier.tiering.base import TierRefused
+from kvtier.tiering.io.metrics import definitions
 from kvtier.tiering.obj.mover import ObjServer
 from kvtier.tiering.obj.objects import BLOCKS, NotAllowed, Objects, open_objects
 from kvtier.tiering.obj.options import ObjOptions
@@ -29,6 +30,15 @@ __all__ = ["ObjSecondaryTierManager"]
 
 logger = logging.getLogger(__name__)
 
+_USED_BYTES = "kvtier_obj_used_bytes"
+_LIMIT_BYTES = "kvtier_obj_limit_bytes"
+_EVICTED = "kvtier_obj_evicted_blocks"
+_GAUGES = {
+    _USED_BYTES: "Bytes of all engines' blocks below the URL. Only the engine that keeps the limit "
+    "knows it.",
+    _LIMIT_BYTES: "Bytes that may be there, by this engine's configuration.",
+}
+_COUNTERS = {_EVICTED: "Blocks that this engine has removed to keep the limit."}
 _INSTALL = "pip install 'kvtier[obj]'"
 
 
@@ -56,15 +66,33 @@ class ObjSecondaryTierManager(RemoteTierManager):
         engine = uuid4().hex
         errors = ServerErrors(options.shown_url)
         _probe(objects, errors, engine)
-        server = ObjServer(objects, errors, row_bytes, namespace_of(config.fingerprint()), engine)
+        shared = namespace_of(config.fingerprint())
+        server = ObjServer(objects, errors, row_bytes, shared, engine, options.max_bytes)
         lanes = {"load": options.concurrency, "store": -(-options.concurrency // 2)}
         super().__init__(offloading_spec, primary_kv_view, tier_type, server, lanes, max_pieces=1)
+        self._janitor = server.janitor
+        self._limit = options.max_bytes
+        self._num_removed_reported = 0
+        if self._janitor is not None:
+            self._janitor.start()
+
+    def get_stats(self) -> OffloadingStats:
+        stats = super().get_stats()
+        janitor = self._janitor
+        if janitor is not None and self._limit is not None:
+            num_removed = janitor.num_removed
+            stats.counters[_EVICTED] = num_removed - self._num_removed_reported
+            self._num_removed_reported = num_removed
+            stats.gauges[_LIMIT_BYTES] = self._limit
+            if janitor.num_bytes is not None:
+                stats.gauges[_USED_BYTES] = janitor.num_bytes
+        return stats
 
     @classmethod
     def build_metric_definitions(
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
-        return metrics_of(cls.metric_prefix)
+        return metrics_of(cls.metric_prefix) | definitions(_GAUGES, _COUNTERS)
 
 
 def _open(options: ObjOptions) -> Objects:

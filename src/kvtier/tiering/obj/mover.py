@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES, SealFailure, check
 from kvtier.tiering.io.queue import Piece
+from kvtier.tiering.obj.janitor import Janitor
 from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
 from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
 from kvtier.tiering.remote.lane import BlockMover, RemoteTransfer
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ObjServer", "object_name"]
 
+_LONGEST_END_S = 2.0
+"""How long private blocks are still removed at shutdown."""
 _WAVES = (1, 16, 128)
 """How many blocks of a prompt are asked for at once: first one, because most prompts are new."""
 
@@ -38,21 +42,32 @@ class ObjServer(BlockServer):
     """The object store of one tier, for its threads."""
 
     def __init__(
-        self, objects: Objects, errors: ServerErrors, row_bytes: int, shared: str, engine: str
+        self,
+        objects: Objects,
+        errors: ServerErrors,
+        row_bytes: int,
+        shared: str,
+        engine: str,
+        max_bytes: int | None,
     ) -> None:
         """`shared`: the namespace that other engines read. `engine`: a name of this engine's own,
         for all other namespaces."""
+        self.janitor = None
+        if max_bytes is not None:
+            self.janitor = Janitor(objects, max_bytes, engine, errors)
         self.errors = errors
         self._objects = objects
         self._block_bytes = SEAL_BYTES + row_bytes
         self._shared = shared
         self._engine = engine
         self.is_closed = False
+        self._has_private = False
 
     def folder_of(self, namespace: str) -> str:
         """Where the blocks of a namespace are."""
         if namespace == self._shared:
             return f"{BLOCKS}/{namespace}"
+        self._has_private = True
         return f"{PRIVATE}/{self._engine}/{namespace}"
 
     def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
@@ -62,6 +77,11 @@ class ObjServer(BlockServer):
         self.is_closed = True
 
     def close(self) -> None:
+        if self.janitor is not None:
+            self.janitor.stop()
+        if self._has_private:
+            with suppress(ServerFailure):
+                self._objects.remove_below(f"{PRIVATE}/{self._engine}", _LONGEST_END_S)
         self._objects.close()
 
     def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
@@ -85,7 +105,16 @@ class ObjServer(BlockServer):
         return [size == self._block_bytes for size in sizes]
 
     def touch(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Remember the uses for the janitor. Asking for each block would cost a request each, so no
+        block is found absent."""
+        if self.janitor is not None:
+            self.janitor.note_used(keys)
         return ()
+
+    def note_written(self) -> None:
+        """A mover has written a block."""
+        if self.janitor is not None:
+            self.janitor.note_written(self._block_bytes)
 
 
 class _ObjMover(BlockMover):
@@ -139,6 +168,7 @@ class _ObjMover(BlockMover):
                 seal = self._tier.seal_block(transfer.job, key, payload)
                 if self._objects.create(name, [seal, payload]):
                     transfer.stored.append(key)
+                    self._server.note_written()
             done.append(piece)
         return done
 

@@ -10,6 +10,7 @@ find nor touch these blocks. No error's text is passed on: it may quote a signed
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -109,6 +110,24 @@ class Objects:
             raise NotAllowed(FailureKind.REFUSED, "there is no such bucket") from None
         return True
 
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object, in place of an earlier one of this name."""
+        import obstore
+
+        with _explained_failures():
+            obstore.put(self._store, name, content, use_multipart=False)
+
+    def modified_at(self, name: str) -> float | None:
+        """When an object was written, in seconds since 1970 by the service's clock; None if there
+        is none."""
+        import obstore
+
+        try:
+            with _explained_failures():
+                return float(obstore.head(self._store, name)["last_modified"].timestamp())
+        except FileNotFoundError:
+            return None
+
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects. Names without an object are ignored."""
         import obstore
@@ -118,6 +137,14 @@ class Objects:
                 obstore.delete(self._store, list(names))
         except FileNotFoundError:
             pass
+
+    def remove_below(self, prefix: str, most_s: float) -> None:
+        """Remove all objects with this prefix, for this time at most."""
+        deadline = time.monotonic() + most_s
+        for page in self.below(prefix):
+            if time.monotonic() > deadline:
+                return
+            self.remove([item["path"] for item in page])
 
     def below(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
         """Lists of objects with this prefix, each with `path`, `size` and `last_modified`."""
