@@ -77,7 +77,7 @@ def read(path: Path, offset: int, length: int) -> bytes:
 
 
 def run_store(
-    capsys: pytest.CaptureFixture[str], command: str, path: Path, *options: str
+    capsys: pytest.CaptureFixture[str], command: str, path: Path | str, *options: str
 ) -> tuple[int, dict[str, Any]]:
     """The exit code and the JSON document of a `kvtier store` command."""
     code = main(["store", command, str(path), "--json", *options])

@@ -427,7 +427,7 @@ def test_a_file_that_is_no_slab_either(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "notes.txt"
     path.write_text("mine")
     assert main(["store", "gc", str(path), "--yes"]) == 2
-    assert "or the `root_dir` of an fs tier" in capsys.readouterr().err
+    assert "the `root_dir` of an fs tier" in capsys.readouterr().err
     assert path.read_text() == "mine"
 
 

@@ -124,8 +124,8 @@ def test_urls(packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command, url, code, message in (
         ("init", "shelf://slow", 1, "the server of shelf://slow does not answer"),
         ("stat", "shelf://locked", 2, "shelf://locked is locked: unlock it"),
-        ("stat", "s3://bucket", 2, "no tier keeps blocks at s3://bucket: give the path of"),
-        ("init", "s3://bucket", 2, "no tier can make storage at s3://bucket: give the path of"),
+        ("stat", "nfs://server", 2, "no tier keeps blocks at nfs://server: give the path of"),
+        ("init", "nfs://server", 2, "no tier can make storage at nfs://server: give the path of"),
     ):
         assert main(["store", command, url]) == code
         printed = capsys.readouterr()

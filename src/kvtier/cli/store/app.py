@@ -19,7 +19,9 @@ _HELP = """
 Work on what a tier keeps on disk: list, count, verify, clear or tidy it, or set up its directory.
 
 PATH is the slab file of a disk tier (with data-parallel replicas: one of their files, such as
-kv-dp0.slab), the root_dir of an fs tier, or a path that a tier of another package accepts.
+kv-dp0.slab), the root_dir of an fs tier, the url of a valkey or obj tier, or what a tier of another
+package accepts. A server's user and password come from VALKEY_USERNAME and VALKEY_PASSWORD; a
+bucket's credentials from where S3 tools look (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
 All commands work while engines run.
 
 \b
@@ -27,6 +29,8 @@ All commands work while engines run.
     kvtier store ls /mnt/shared/kv --limit 20
     kvtier store verify /mnt/nvme/kv.slab --max-rate 200MB
     kvtier store clear /mnt/shared/kv --namespace a8758fdc
+    kvtier store stat valkey://cache.example:6379
+    kvtier store ls s3://kv-cache/llama
     kvtier store gc /mnt/shared/kv --older-than 30d
     kvtier store init /mnt/shared/kv
 
@@ -46,7 +50,8 @@ from when it was last used.
 _STAT_HELP = """
 Show what a store is, how full it is, and which engines use it.
 
-For an fs tier: the size of its directory and of its ledger, its namespaces and its engines.
+For an fs tier: the size of its directory and of its ledger, its namespaces and its engines. For a
+server: its namespaces and its memory; it does not know who uses it.
 """
 
 _VERIFY_HELP = """
@@ -69,6 +74,10 @@ to delete them, end the engine and remove the file.
 
 Fs tier: the command removes the files, also while engines run. It does not remove what a live
 engine has stored since a reset of its cache: no other engine can find those blocks.
+
+Server: the command removes the keys or objects, also while engines run. An engine takes a block
+that it has looked up within the last half minute for present; its load then fails, and the block is
+computed.
 
 Exit code 0: cleared; 1: not confirmed, or an engine did not respond in time; 2: neither --yes nor a
 terminal to ask on; 130: ended by Ctrl-C; what was removed until then stays removed.

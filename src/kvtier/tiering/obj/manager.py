@@ -25,6 +25,7 @@ from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of, namespa
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.tiering.remote.inspector import RemoteInspector
 
 __all__ = ["ObjSecondaryTierManager"]
 
@@ -87,6 +88,12 @@ class ObjSecondaryTierManager(RemoteTierManager):
             if janitor.num_bytes is not None:
                 stats.gauges[_USED_BYTES] = janitor.num_bytes
         return stats
+
+    @classmethod
+    def open_inspector(cls, location: str) -> RemoteInspector | None:
+        from kvtier.tiering.obj.inspector import open_object_store
+
+        return open_object_store(location, _INSTALL)
 
     @classmethod
     def build_metric_definitions(

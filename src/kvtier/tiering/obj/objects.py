@@ -96,6 +96,16 @@ class Objects:
         except FileNotFoundError:
             return None
 
+    def read_first(self, name: str, num_bytes: int) -> Any | None:
+        """At most this many of an object's first bytes, as a buffer; None if there is none."""
+        import obstore
+
+        try:
+            with _explained_failures():
+                return obstore.get_range(self._store, name, start=0, end=num_bytes)
+        except FileNotFoundError:
+            return None
+
     def create(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
         """Write an object, unless there is one of this name. Returns True if it was written."""
         import obstore
@@ -198,16 +208,22 @@ def _explained_failures() -> Iterator[None]:
     except (AlreadyExistsError, PreconditionError, FileNotFoundError):
         raise
     except (PermissionDeniedError, UnauthenticatedError):
-        raise NotAllowed(
-            FailureKind.REFUSED, "the service does not accept the credentials, or not for this"
-        ) from None
+        raise _not_allowed() from None
     except (BaseError, OSError) as error:
         text = str(error)
         status = _STATUS.search(text)
         if status is not None:
+            if status[1] in ("401", "403"):
+                raise _not_allowed() from None
             raise ServerFailure(
                 FailureKind.REFUSED, f"the service answered with status {status[1]}"
             ) from None
         if "timed out" in text or "timeout" in text:
             raise ServerFailure(FailureKind.SILENT, "the service did not answer in time") from None
         raise ServerFailure(FailureKind.UNREACHABLE, "the service cannot be reached") from None
+
+
+def _not_allowed() -> NotAllowed:
+    return NotAllowed(
+        FailureKind.REFUSED, "the service does not accept the credentials, or not for this"
+    )

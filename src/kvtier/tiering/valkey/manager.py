@@ -22,6 +22,7 @@ from kvtier.tiering.valkey.wire import Refusal, command
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.tiering.remote.inspector import RemoteInspector
 
 __all__ = ["ValkeySecondaryTierManager"]
 
@@ -58,6 +59,12 @@ class ValkeySecondaryTierManager(RemoteTierManager):
         except BaseException:
             servers.close()
             raise
+
+    @classmethod
+    def open_inspector(cls, location: str) -> RemoteInspector | None:
+        from kvtier.tiering.valkey.inspector import open_server
+
+        return open_server(location, _INSTALL)
 
     @classmethod
     def build_metric_definitions(

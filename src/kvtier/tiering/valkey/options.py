@@ -63,8 +63,18 @@ class ValkeyOptions(TierOptions):
         "itself.",
         default=None,
     )
-    username: str | None = key(TEXT, "The ACL user.", default=None, in_repr=False)
-    password: str | None = key(TEXT, "The password.", default=None, in_repr=False)
+    username: str | None = key(
+        TEXT,
+        "The ACL user. Without it, the environment variable VALKEY_USERNAME.",
+        default=None,
+        in_repr=False,
+    )
+    password: str | None = key(
+        TEXT,
+        "The password. Without it, the environment variable VALKEY_PASSWORD.",
+        default=None,
+        in_repr=False,
+    )
     ca_bundle: Path | None = key(
         absolute_path("the path of a file", 'Write the path in quotes, such as "/etc/ssl/ca.pem"'),
         "Certificates that the server's is checked against, with TLS. Without it, the system's.",

@@ -3,6 +3,7 @@ Sentinel, TLS and users."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -18,7 +19,15 @@ from kvtier.tiering.valkey.wire import TIMEOUT_S, Wire
 if TYPE_CHECKING:
     from kvtier.tiering.valkey.options import ValkeyOptions
 
-__all__ = ["Node", "NotAllowed", "Servers", "block_key", "connect_to"]
+__all__ = [
+    "Node",
+    "NotAllowed",
+    "Servers",
+    "block_key",
+    "connect_to",
+    "credentials",
+    "explained_failures",
+]
 
 _CONNECT_TIMEOUT_S = 2.0
 _REFRESH_EVERY_S = 1.0
@@ -70,22 +79,27 @@ def connect_to(options: ValkeyOptions) -> Servers:
 
 def _settings(options: ValkeyOptions) -> dict[str, Any]:
     """What the client library gets besides the URL."""
-    given: dict[str, Any] = {
-        "socket_timeout": TIMEOUT_S,
-    }
+    given: dict[str, Any] = {"socket_timeout": TIMEOUT_S}
     if not options.url.startswith("unix:"):
         given |= {"socket_connect_timeout": _CONNECT_TIMEOUT_S, "socket_keepalive": True}
-    if options.username is not None:
-        given["username"] = options.username
-    if options.password is not None:
-        given["password"] = options.password
+    given |= credentials(options)
     if options.ca_bundle is not None:
         given["ssl_ca_certs"] = str(options.ca_bundle)
     return given
 
 
+def credentials(options: ValkeyOptions) -> dict[str, str]:
+    """User and password from the options, or else from the environment. The client library
+    prefers those in the URL."""
+    given = {
+        "username": options.username or os.environ.get("VALKEY_USERNAME"),
+        "password": options.password or os.environ.get("VALKEY_PASSWORD"),
+    }
+    return {name: value for name, value in given.items() if value}
+
+
 @contextmanager
-def _explained_failures() -> Iterator[None]:
+def explained_failures() -> Iterator[None]:
     """Turn the client library's errors into `ServerFailure`, in words of our own: theirs may quote
     what was sent."""
     from valkey import exceptions
@@ -126,7 +140,7 @@ def _reason_of(error: Exception) -> str:
 
 def _wire_of(connection: Any) -> Wire:
     """Connect and log in, and take the socket over from the library's connection."""
-    with _explained_failures():
+    with explained_failures():
         connection.connect()
     connected: socket.socket = connection._sock
     # The library closes the socket of a connection that it still has.
@@ -178,7 +192,7 @@ class _Sentinel:
         return ""
 
     def connect(self, node: Node) -> Wire:
-        with _explained_failures():
+        with explained_failures():
             host, port = self._sentinel.discover_master(self._service)
         given = self._pool.connection_kwargs | {"host": host, "port": port}
         return _wire_of(self._pool.connection_class(**given))
@@ -209,7 +223,7 @@ class _Cluster:
 
     def node_of(self, server_key: bytes) -> Node:
         manager = self._topology()
-        with _explained_failures():
+        with explained_failures():
             node = manager.get_node_from_slot(self._slot_of(server_key))
         return str(node.name)
 
@@ -218,7 +232,7 @@ class _Cluster:
             if self._client is None:
                 from valkey.cluster import ValkeyCluster
 
-                with _explained_failures():
+                with explained_failures():
                     self._client = ValkeyCluster.from_url(
                         self._options.url, **_settings(self._options)
                     )
@@ -230,7 +244,7 @@ class _Cluster:
         known = manager.nodes_cache.get(node)
         if known is None:
             raise ServerFailure(FailureKind.UNREACHABLE, "a server has left the cluster")
-        with _explained_failures():
+        with explained_failures():
             client = self._client.get_valkey_connection(known)
         return _wire_of(client.connection_pool.make_connection())
 
@@ -239,7 +253,7 @@ class _Cluster:
             if self._client is None or time.monotonic() < self._refreshed_at + _REFRESH_EVERY_S:
                 return
             self._refreshed_at = time.monotonic()
-            with _explained_failures():
+            with explained_failures():
                 self._client.nodes_manager.initialize()
 
     def nodes(self) -> Iterable[Node]:

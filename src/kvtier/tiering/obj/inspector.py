@@ -1,0 +1,77 @@
+"""`kvtier store` on an object store."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvtier.base import OffloadKey
+from kvtier.config import ConfigError
+from kvtier.tiering.inspection import InspectionRefused
+from kvtier.tiering.obj.objects import BLOCKS, Objects, open_objects
+from kvtier.tiering.obj.options import SCHEMES, ObjOptions
+from kvtier.tiering.remote.inspector import RemoteBlock, RemoteInspector, RemoteStorage
+
+__all__ = ["open_object_store"]
+
+_BLOCK = re.compile(rf"{BLOCKS}/(private/[0-9a-f]+/)?([0-9a-f]{{32}})/((?:[0-9a-f]{{2}})+)")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
+def open_object_store(location: str, install: str) -> RemoteInspector | None:
+    """The inspector of a bucket. Endpoint and credentials come from the environment, as for other
+    S3 tools. `install`: the command that installs the client."""
+    scheme = location.partition("://")[0]
+    if scheme not in SCHEMES or "://" not in location:
+        return None
+    endpoint = next((os.environ[name] for name in _ENDPOINTS if name in os.environ), None)
+    if scheme != "s3":
+        endpoint = None
+    is_http = endpoint is not None and endpoint.startswith("http:")
+    options = ObjOptions(url=location, endpoint=endpoint, allow_http=is_http)
+    try:
+        options.require_fitting(0)
+        objects = open_objects(options)
+    except ImportError:
+        raise InspectionRefused(f"{options.shown_url} needs obstore: {install}") from None
+    except ConfigError as refused:
+        raise InspectionRefused(f"{options.shown_url}: {refused}") from None
+    except Exception:  # the library's own errors, which may quote a secret
+        raise InspectionRefused(
+            f"{options.shown_url} cannot be opened: check the URL, and AWS_REGION and "
+            "AWS_ENDPOINT_URL in the environment"
+        ) from None
+    return RemoteInspector("obj", options.shown_url, _Bucket(objects))
+
+
+class _Bucket(RemoteStorage):
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def scan(self) -> Iterator[RemoteBlock]:
+        for page in self._objects.below(BLOCKS):
+            for item in page:
+                if found := _BLOCK.fullmatch(item["path"]):
+                    yield RemoteBlock(
+                        item["path"],
+                        found[2],
+                        OffloadKey(bytes.fromhex(found[3])),
+                        int(item["size"]),
+                        int(item["last_modified"].timestamp() * 1e9),
+                        is_private=found[1] is not None,
+                    )
+
+    def read(self, place: str, num_bytes: int) -> bytes | memoryview | None:
+        content = self._objects.read_first(place, num_bytes)
+        return None if content is None else memoryview(content)
+
+    def remove(self, places: Sequence[str]) -> None:
+        self._objects.remove(places)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self._objects.close()
