@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from statistics import mean
+from typing import Any
 
 from kvtier.replay.counting import Counting
 from kvtier.replay.settings import ReplaySettings, TierSettings
@@ -51,14 +52,8 @@ def measure(trace: str, policy: str) -> dict[float, float]:
     num_unique = len(set().union(*(request.keys for request in requests)))
     percentages = {}
     for percent in BEST[trace]:
-        # One byte per token, so that capacities are exact.
-        host = TierSettings(
-            name="host",
-            num_bytes=int(num_unique * percent / 100) * block_tokens,
-            policy=policy,
-            read_bytes_per_s=1,
-            write_bytes_per_s=1,
-        )
+        num_blocks = int(num_unique * percent / 100)
+        host = in_blocks("host", num_blocks, block_tokens, policy=policy)
         settings = ReplaySettings(host=host, kv_bytes_per_token=1, is_timed=False)
         counting = Counting(settings, block_tokens)
         for _ in counting.serve(requests):
@@ -66,6 +61,17 @@ def measure(trace: str, policy: str) -> dict[float, float]:
         percentages[percent] = counting.end().hit_percent
         print(f"  {trace}, {policy}, {percent:g} %: done", file=sys.stderr, flush=True)
     return percentages
+
+
+def in_blocks(name: str, num_blocks: int, block_tokens: int, **changes: Any) -> TierSettings:
+    """A tier with exactly this many blocks, if a token has one byte. Its speeds have no meaning."""
+    return TierSettings(
+        name=name,
+        num_bytes=num_blocks * block_tokens,
+        read_bytes_per_s=1,
+        write_bytes_per_s=1,
+        **changes,
+    )
 
 
 def run() -> None:

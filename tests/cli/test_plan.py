@@ -31,7 +31,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 def test_a_model_and_its_bytes_give_the_same_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--host", "64GiB", "--tier", "disk:2TiB,read=6GB"]
+    options = ["--host", "64GiB", "--tier", "disk:2TiB,read_speed=6GB"]
     document = plan(capsys, written(tmp_path, LLAMA_3_8B), *options)
     assert document == plan(capsys, *SIZE, *options)
     assert document["kv_bytes_per_token"] == 131_072
@@ -42,7 +42,7 @@ def test_a_model_and_its_bytes_give_the_same_plan(
 
 
 def test_with_a_prefill_speed_it_compares(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--tier", "quick:2TiB,read=6GB", "--tier", "slow:2TiB,read=1GB"]
+    options = ["--tier", "quick:2TiB,read_speed=6GB", "--tier", "slow:2TiB,read_speed=1GB"]
     assert main(["plan", *SIZE, *options, "--prefill", "26000"]) == 0
     quick, slow = capsys.readouterr().out.splitlines()[-2:]
     assert quick.endswith("1.8x faster")

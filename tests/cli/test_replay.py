@@ -45,7 +45,7 @@ def test_pure_counting_gives_the_hits_of_a_plain_loop(capsys: pytest.CaptureFixt
 
 
 def test_the_document_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    document = run_json(capsys, CHATS, "--host", "2GiB", "--tier", "disk:16GiB,read=20GB")
+    document = run_json(capsys, CHATS, "--host", "2GiB", "--tier", "disk:16GiB,read_speed=20GB")
     assert document["complete"] is True
     assert document["requests"] == document["timing"]["answered"] == 40
     tiers = document["tiers"]
@@ -80,6 +80,31 @@ def test_other_policies_and_block_sizes(tmp_path: Path, capsys: pytest.CaptureFi
     assert document["block_bytes"] == 16 * 128 * 1024
 
 
+def test_write_policies_decide_what_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = {}
+    for write in ("through", "second_use", "on_evict", "adaptive"):
+        option = f"disk:4GiB,write={write}"
+        document = run_json(capsys, CHATS, "--host", "2GiB", "--tier", option, "--no-timing")
+        tiers[write] = document["tiers"][1]
+        assert tiers[write]["write_policy"] == write
+    written = {write: tier["written_bytes"] for write, tier in tiers.items()}
+    assert written["second_use"] < written["on_evict"] < written["through"]
+    hits = {write: tier["hit_blocks"] for write, tier in tiers.items()}
+    assert hits["on_evict"] > hits["through"]
+    assert tiers["second_use"]["left_out_blocks"] > 0
+
+
+def test_a_write_budget_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [CHATS, "--host", "2GiB", "--tier", "disk:16GiB,write_budget=1TiB"]
+    document = run_json(capsys, *options)
+    disk, seconds = document["tiers"][1], document["timing"]["virtual_seconds"]
+    seconds += 30  # the trace begins some seconds before its first request
+    assert 0 < disk["written_bytes"] <= (1 << 40) * seconds / 86_400
+    assert disk["over_budget_blocks"] > 0
+    assert main(["replay", *options]) == 0
+    assert "to keep its write_budget" in capsys.readouterr().out
+
+
 def test_an_overloaded_engine_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", CHATS, "--speed-up", "1000"]) == 0
     assert "A lower --speed-up lowers the load" in capsys.readouterr().out
@@ -90,7 +115,7 @@ def test_an_overloaded_engine_is_pointed_out(capsys: pytest.CaptureFixture[str])
 def test_a_tier_that_is_cut_off_is_named_on_standard_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["replay", CHATS, "--tier", "nas:16GiB,write=1MB", "--json"]) == 0
+    assert main(["replay", CHATS, "--tier", "nas:16GiB,write_speed=1MB", "--json"]) == 0
     printed = capsys.readouterr()
     assert "kvtier replay: tier 0 (nas): stores: cut off" in printed.err
     nas = json.loads(printed.out)["tiers"][1]
@@ -149,10 +174,22 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a tier without name": ([CHATS, "--tier", ":2TiB"], "NAME:SIZE, such as disk:2TiB"),
     "a tier with a wrong size": ([CHATS, "--tier", "disk:2T"], "2TiB"),
     "a tier smaller than a block": ([CHATS, "--tier", "disk:1MiB"], "disk has 1 MiB"),
-    "an unknown key": ([CHATS, "--tier", "disk:2TiB,size=3"], "read, write, latency, policy"),
-    "a key twice": ([CHATS, "--tier", "disk:2TiB,read=3GB,read=4GB"], "at most once"),
-    "no speed": ([CHATS, "--tier", "disk:2TiB,read=0"], "Write a size above 0"),
+    "an unknown key": (
+        [CHATS, "--tier", "disk:2TiB,size=3"],
+        "read_speed=6GB, write_speed=4GB, latency=0.1ms",
+    ),
+    "a key twice": ([CHATS, "--tier", "disk:2TiB,policy=lru,policy=arc"], "at most once"),
+    "no speed": ([CHATS, "--tier", "disk:2TiB,read_speed=0"], "Write a size above 0"),
     "a latency without unit": ([CHATS, "--tier", "disk:2TiB,latency=3"], "us, ms, s"),
+    "a speed as a write policy": (
+        [CHATS, "--tier", "disk:2TiB,write=4GB"],
+        "one of through, second_use, on_evict, adaptive; how fast the tier writes is write_speed",
+    ),
+    "a budget without a unit": ([CHATS, "--tier", "disk:2TiB,write_budget=2T"], "2TiB"),
+    "a budget without days": (
+        [CHATS, "--tier", "disk:2TiB,write_budget=2TiB", "--no-timing"],
+        "leave write_budget or --no-timing out",
+    ),
     "one name twice": ([CHATS, "--tier", "a:2TiB", "--tier", "a:2TiB"], '"a" names two tiers'),
     "the name of host memory": ([CHATS, "--tier", "host:2TiB"], '"host" names two tiers'),
     "no prefill": ([CHATS, "--prefill", "0"], "from 0.001"),

@@ -29,7 +29,7 @@ from kvtier.config import (
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.replay.figures import Figures, PlaceFigures
 from kvtier.tiering.base import JobNotBegun, JobResult, SecondaryTierManager, TransferJob
-from kvtier.tiering.health import TierSettings as Deadlines
+from kvtier.tiering.health import TierSettings as GuardSettings
 from kvtier.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     GroupShape,
@@ -136,6 +136,7 @@ class KeyTier(SecondaryTierManager):
         """`clock`: None: every job ends at once."""
         nothing = np.zeros((1, 1), np.uint8).data
         super().__init__(_TraceSpec(), nothing, settings.name)
+        self.capacity_blocks = num_blocks
         self.table = CPUOffloadingManager(num_blocks, settings.policy)
         self._get = self.table.slots.get
         self._block_bytes = block_bytes
@@ -276,11 +277,17 @@ class Caches:
             KeyTier(tier, tier.num_bytes // block_bytes, block_bytes, clock if is_timed else None)
             for tier in settings.tiers
         ]
-        deadlines: dict[str, Any] = {} if is_timed else {"max_pinned_share": 1.0}
+        # Without times, a tier has ended its stores before their slots are wanted again.
+        limits: dict[str, Any] = {} if is_timed else {"max_pinned_share": 1.0}
         self.manager = self.tiering = TieringOffloadingManager(
             primary,
             self.tiers,
-            settings=[Deadlines(**deadlines) for _ in self.tiers],
+            settings=[
+                GuardSettings(
+                    write_policy=tier.write_policy, write_budget=tier.write_budget, **limits
+                )
+                for tier in settings.tiers
+            ],
             groups={0: GroupShape(block_tokens)},
             # Without times, a block that a tier has is always loaded.
             prefill_tokens_per_s=None if is_timed else 0,
@@ -309,7 +316,7 @@ class Caches:
         """Empty figures, with a place for host memory and one for each tier."""
         places = [PlaceFigures(settings.host.name, settings.host.policy, self.num_blocks)]
         places += [
-            PlaceFigures(its.name, its.policy, tier.table.num_blocks)
+            PlaceFigures(its.name, its.policy, tier.table.num_blocks, str(its.write_policy))
             for its, tier in zip(settings.tiers, self.tiers, strict=True)
         ]
         return Figures(block_tokens, settings.block_bytes(block_tokens), places)
@@ -331,6 +338,9 @@ class Caches:
                 int(counted.get(prefix + name, 0)) for name in ("dropped_blocks", "shed_blocks")
             )
             tier.num_refused = 0
+            place.left_out_blocks += int(counted.get(f"{prefix}left_out_blocks", 0))
+            place.unwritten_blocks += int(counted.get(f"{prefix}unwritten_blocks", 0))
+            place.over_budget_blocks += int(counted.get(f"{prefix}over_budget_blocks", 0))
 
 
 def _add_counters(host: PlaceFigures, counted: dict[str, float]) -> None:

@@ -24,13 +24,15 @@ class Counting:
     """Serves requests one after the other: look up, use what is there, store what is missing.
 
     Tiers take no time, and each request finds them idle. So the figures depend only on the order of
-    requests, the sizes and the policies.
+    requests, the sizes and the policies. With tiers, a prompt is stored in the engine's steps,
+    because write policies work in steps.
     """
 
     def __init__(self, settings: ReplaySettings, block_tokens: int) -> None:
         self._clock = Clock()
         self.caches = Caches(settings, block_tokens, self._clock)
         self.figures: Figures = self.caches.figures(settings, block_tokens)
+        self._step_blocks = max(1, settings.engine.step_tokens // block_tokens)
 
     def serve(self, requests: Iterable[Request]) -> Iterator[None]:
         """Serve all requests. Yields after each one."""
@@ -69,13 +71,16 @@ class Counting:
             manager.prepare_load(keys[: found.num_hits], context)
             manager.complete_load(keys[: found.num_hits], context)
         manager.touch(keys, context)
-        output = manager.prepare_store(keys, context)
-        if output is not None and output.keys_to_store:
-            manager.complete_store(output.keys_to_store, context)
+        for start in range(found.num_hits, len(keys), self._step_blocks):
+            output = manager.prepare_store(keys[start : start + self._step_blocks], context)
+            if output is not None and output.keys_to_store:
+                manager.complete_store(output.keys_to_store, context)
+            manager.on_schedule_end(_STEP)
         manager.on_request_finished(context)
         self.figures.note_lookup(len(keys), request.prompt_tokens, hits)
         tiering = self.caches.tiering
         assert tiering is not None
+        manager.on_schedule_end(_STEP)
         while tiering.is_moving_blocks():
             manager.on_schedule_end(_STEP)
         self._clock.now += _BETWEEN_REQUESTS_S

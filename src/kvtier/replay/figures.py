@@ -17,6 +17,8 @@ class PlaceFigures:
     name: str
     policy: str
     capacity_blocks: int
+    write_policy: str | None = None
+    """The name of a tier's write policy; None for host memory."""
     hit_blocks: int = 0
     """Blocks of prompts that were found here, and in no place above."""
     written_blocks: int = 0
@@ -28,6 +30,12 @@ class PlaceFigures:
     evicted_blocks: int = 0
     refused_blocks: int = 0
     """Blocks that were not written, because there was no room or the place was too slow."""
+    left_out_blocks: int = 0
+    """Blocks that left host memory unwritten, because the write policy decided so."""
+    unwritten_blocks: int = 0
+    """Blocks that left host memory before the write policy could write them."""
+    over_budget_blocks: int = 0
+    """Blocks that were not written, because the write budget was used up."""
     declined_blocks: int = 0
     """Blocks found here that were computed, because that was expected to be faster."""
 
@@ -35,6 +43,7 @@ class PlaceFigures:
         return {
             "name": self.name,
             "policy": self.policy,
+            "write_policy": self.write_policy,
             "capacity_blocks": self.capacity_blocks,
             "capacity_bytes": self.capacity_blocks * block_bytes,
             "hit_blocks": self.hit_blocks,
@@ -45,6 +54,9 @@ class PlaceFigures:
             "written_per_read": self.written_per_read,
             "evicted_blocks": self.evicted_blocks,
             "refused_blocks": self.refused_blocks,
+            "left_out_blocks": self.left_out_blocks,
+            "unwritten_blocks": self.unwritten_blocks,
+            "over_budget_blocks": self.over_budget_blocks,
             "declined_blocks": self.declined_blocks,
         }
 

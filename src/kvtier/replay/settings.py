@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvtier.config import ConfigError
+from kvtier.config.options import WritePolicyName
 from kvtier.config.sizes import as_size
 from kvtier.cpu.policies.factory import CachePolicyFactory
 
@@ -34,6 +35,10 @@ class TierSettings:
     write_bytes_per_s: float
     latency_s: float = 0.0
     """Added to each job, however many blocks it has."""
+    write_policy: WritePolicyName = WritePolicyName.THROUGH
+    """Which blocks a tier gets, and when. Has no meaning for host memory."""
+    write_budget: int | None = None
+    """Bytes that may be written to a tier in a day, on average. None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +95,12 @@ class ReplaySettings:
                 CachePolicyFactory.get_cache_policy_cls(tier.policy)
             except ConfigError as unknown:
                 raise SettingError(policy_option, str(unknown)) from None
+            if tier.write_budget is not None and not self.is_timed:
+                raise SettingError(
+                    option,
+                    f"{tier.name} has a write_budget, which is bytes per day, but requests are "
+                    "counted without time: leave write_budget or --no-timing out",
+                )
 
     def with_host_bytes(self, num_bytes: int) -> ReplaySettings:
         """The same with another size of host memory."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.replay.app import end_with
+from kvtier.cli.replay.app import TIER_HELP, end_with
 
 __all__ = ["HELP", "plan"]
 
@@ -15,7 +15,7 @@ Plan the sizes of tiers for a model: how many tokens and conversations each hold
 loading them beats computing them.
 
 \b
-    kvtier plan Llama-3-8B/config.json --host 64GiB --tier disk:2TiB,read=6GB
+    kvtier plan Llama-3-8B/config.json --host 64GiB --tier disk:2TiB,read_speed=6GB
     kvtier plan config.json --host 64GiB --kv-dtype fp8 --conversation 32768 --prefill 26000
     kvtier plan config.json --host 64GiB --trace trace.jsonl.xz
     kvtier plan --kv-bytes-per-token 128KiB --host 64GiB --json | jq .tiers
@@ -46,8 +46,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NAME:SIZE[,KEY=VALUE...]",
-            help="A tier below host memory; may be given several times. Keys: read and write "
-            "(bytes per second: 6GB, 4GB), latency (0.1ms), policy (lru).",
+            help=TIER_HELP,
         ),
     ] = None,
     conversation: Annotated[

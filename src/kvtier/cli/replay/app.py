@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["HELP", "end_with", "replay"]
+__all__ = ["HELP", "TIER_HELP", "end_with", "replay"]
+
+TIER_HELP = (
+    "A tier below host memory; may be given several times, in the order in which they are asked. "
+    "Keys: read_speed and write_speed (bytes per second: 6GB, 4GB), latency of each job (0.1ms), "
+    "policy of eviction (lru), write (which blocks it gets: through, second_use, on_evict or "
+    "adaptive), write_budget (bytes per day: no limit)."
+)
 
 HELP = """
 Replay a request trace: which tiers and sizes pay off, before you buy or configure them.
@@ -20,7 +27,8 @@ cost model in virtual time, the time to first token and the throughput.
 \b
     kvtier replay trace.jsonl --host 64GiB
     kvtier replay trace.jsonl.xz --host 64GiB --tier disk:2TiB
-    kvtier replay trace.jsonl --tier disk:2TiB,read=12GB,write=8GB --tier nas:20TiB,read=1GB
+    kvtier replay trace.jsonl --tier disk:2TiB,read_speed=12GB --tier nas:20TiB,read_speed=1GB
+    kvtier replay trace.jsonl --tier disk:2TiB,write=adaptive,write_budget=4TiB
     kvtier replay trace.npz --host 512GiB --policy arc --no-timing
     kvtier replay trace.jsonl --host 64GiB --speed-up 2 --limit 5000 --json | jq .timing.ttft_s
     kvtier replay --calibrate /mnt/nvme
@@ -48,9 +56,7 @@ def replay(
         list[str] | None,
         typer.Option(
             metavar="NAME:SIZE[,KEY=VALUE...]",
-            help="A tier below host memory; may be given several times, in the order in which they "
-            "are asked. Keys: read and write (bytes per second: 6GB, 4GB), latency (0.1ms), policy "
-            "(lru).",
+            help=TIER_HELP,
         ),
     ] = None,
     policy: Annotated[

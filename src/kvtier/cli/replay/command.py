@@ -34,6 +34,8 @@ _HOST_SPEED = "50GB"
 _SHOWN_EVERY_S = 0.1
 _OVERLOADED_PERCENT = 90.0
 _WIDTH = 100
+_LEFT_COLUMNS = ("tier", "policy", "write")
+_COLUMNS = ("tier", "size", "policy", "write", "hits", "written", "read back", "written/read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +180,9 @@ def _print_calibration(measured: Calibration, *, as_json: bool) -> None:
             f"disk writes   {_rate(measured.write_bytes_per_s)}\n"
             f"disk latency  {as_duration(measured.latency_s)}\n\n"
             f"--host-speed {_flag(measured.copy_bytes_per_s)} "
-            f"--tier disk:SIZE,read={_flag(measured.read_bytes_per_s)},"
-            f"write={_flag(measured.write_bytes_per_s)},latency={measured.latency_s * 1e6:.0f}us\n"
+            f"--tier disk:SIZE,read_speed={_flag(measured.read_bytes_per_s)},"
+            f"write_speed={_flag(measured.write_bytes_per_s)},"
+            f"latency={measured.latency_s * 1e6:.0f}us\n"
         )
     finish()
     if not measured.is_direct:
@@ -236,6 +239,20 @@ def _lines(
                 f"{place.name}: {place.refused_blocks:,} blocks were not written: no room, or too "
                 "slow for what arrived"
             )
+        if place.left_out_blocks:
+            yield (
+                f"{place.name}: {place.left_out_blocks:,} blocks were left out by its write policy"
+            )
+        if place.unwritten_blocks:
+            yield (
+                f"{place.name}: {place.unwritten_blocks:,} blocks left host memory before they "
+                "could be written"
+            )
+        if place.over_budget_blocks:
+            yield (
+                f"{place.name}: {place.over_budget_blocks:,} blocks were not written, to keep its "
+                "write_budget"
+            )
     if seconds > 0:
         rate = figures.num_references / seconds
         yield f"replayed in    {seconds:.1f} s, {rate:,.0f} block references per s"
@@ -243,21 +260,22 @@ def _lines(
 
 def _table(figures: Figures) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in ("tier", "size", "policy", "hits", "written", "read back", "written/read"):
-        table.add_column(column, justify="left" if column in ("tier", "policy") else "right")
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in _LEFT_COLUMNS else "right")
     for place in figures.places:
         block_bytes = figures.block_bytes
         table.add_row(
             place.name,
             as_size(place.capacity_blocks * block_bytes),
             place.policy,
+            place.write_policy or "",
             _percent(place.hit_blocks, figures.num_references),
             as_size(place.written_blocks * block_bytes),
             as_size(place.read_blocks * block_bytes),
             "-" if place.written_per_read is None else f"{place.written_per_read:.2f}",
         )
     computed = figures.num_references - figures.hit_blocks
-    table.add_row("computed", "", "", _percent(computed, figures.num_references), "", "", "")
+    table.add_row("computed", "", "", "", _percent(computed, figures.num_references), "", "", "")
     return table
 
 

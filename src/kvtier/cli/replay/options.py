@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from kvtier.config.options import WritePolicyName
 from kvtier.config.sizes import SizeError, parse_size
 from kvtier.replay.calibration import Calibration
 from kvtier.replay.settings import SettingError, TierSettings
@@ -16,7 +17,16 @@ _TIER_READ, _TIER_WRITE, _TIER_LATENCY = "6GB", "4GB", "0.1ms"
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(us|ms|s)", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LEAST, _MOST = 1e-3, 1e12
-_TIER_KEYS = ("read", "write", "latency", "policy")
+_TIER_KEYS = {
+    "read_speed": "read_speed=6GB",
+    "write_speed": "write_speed=4GB",
+    "latency": "latency=0.1ms",
+    "policy": "policy=lru",
+    "write": "write=adaptive",
+    "write_budget": "write_budget=2TiB",
+}
+"""The keys of a tier, each with an example."""
+_WRITE_POLICIES = ", ".join(WritePolicyName)
 
 
 def tiers_of(texts: Iterable[str], measured: Calibration | None = None) -> tuple[TierSettings, ...]:
@@ -56,27 +66,20 @@ def seconds_of(text: str, option: str, *, may_be_zero: bool = True) -> float:
 
 def _tier_of(text: str, measured: Calibration | None) -> TierSettings:
     """One `--tier`: NAME:SIZE[,KEY=VALUE...]."""
-    head, *rest = text.split(",")
+    head, *pairs = text.split(",")
     name, colon, size = head.partition(":")
     if not colon or not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII):
         raise SettingError("--tier", f'"{text}": write NAME:SIZE, such as disk:2TiB')
-    given: dict[str, str] = {}
-    for pair in rest:
-        key, equals, value = pair.partition("=")
-        if not equals or key not in _TIER_KEYS or key in given:
-            raise SettingError(
-                "--tier",
-                f'"{pair}" in "{text}": after the size, write each of {", ".join(_TIER_KEYS)} at '
-                "most once, such as read=6GB,write=4GB,latency=0.1ms,policy=lru",
-            )
-        given[key] = value
+    given = _pairs_of(text, pairs)
     speeds = {"read": float(parse_size(_TIER_READ)), "write": float(parse_size(_TIER_WRITE))}
     latency_s = seconds_of(_TIER_LATENCY, "--tier")
     if measured is not None:
         speeds = {"read": measured.read_bytes_per_s, "write": measured.write_bytes_per_s}
         latency_s = measured.latency_s
-    for key in speeds.keys() & given.keys():
-        speeds[key] = float(size_of(given[key], "--tier", is_speed=True))
+    for direction in speeds:
+        if f"{direction}_speed" in given:
+            wanted = given[f"{direction}_speed"]
+            speeds[direction] = float(size_of(wanted, "--tier", is_speed=True))
     return TierSettings(
         name=name,
         num_bytes=size_of(size, "--tier"),
@@ -84,4 +87,31 @@ def _tier_of(text: str, measured: Calibration | None) -> TierSettings:
         read_bytes_per_s=speeds["read"],
         write_bytes_per_s=speeds["write"],
         latency_s=seconds_of(given["latency"], "--tier") if "latency" in given else latency_s,
+        write_policy=_write_policy_of(given.get("write", WritePolicyName.THROUGH)),
+        write_budget=size_of(given["write_budget"], "--tier") if "write_budget" in given else None,
     )
+
+
+def _pairs_of(text: str, pairs: Iterable[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in _TIER_KEYS or key in given:
+            raise SettingError(
+                "--tier",
+                f'"{pair}" in "{text}": after the size, write each of '
+                f"{', '.join(_TIER_KEYS.values())} at most once",
+            )
+        given[key] = value
+    return given
+
+
+def _write_policy_of(text: str) -> WritePolicyName:
+    try:
+        return WritePolicyName(text)
+    except ValueError:
+        raise SettingError(
+            "--tier",
+            f'"write={text}": write is a write policy, one of {_WRITE_POLICIES}; how fast the tier '
+            "writes is write_speed, such as write_speed=4GB",
+        ) from None
