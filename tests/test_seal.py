@@ -266,7 +266,7 @@ def test_a_block_of_another_model_or_epoch_is_refused() -> None:
     assert check(make(), fingerprint=other) is SealFailure.FINGERPRINT
 
 
-@pytest.mark.parametrize("version", [0, 2, 256, 65535])
+@pytest.mark.parametrize("version", [0, 3, 256, 65535])
 def test_another_version_is_refused_though_its_checksum_fits(version: int) -> None:
     header = with_field(make(), VERSION, struct.pack("<H", version))
     assert check(header) is SealFailure.FORMAT

@@ -1,4 +1,5 @@
-"""What a seal costs a tier's I/O thread, beside the bare digest and a copy of the same bytes."""
+"""What a seal costs a tier's I/O thread, with and without keys, beside the bare digest and a copy
+of the same bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from xxhash import xxh3_128_digest
 
 from kvtier import seal
 from kvtier.base import make_offload_key
+from kvtier.seal.keys import SealKeys
 from tests.bench.report import print_table, run_alone, save
 
 KiB = 1024
@@ -52,7 +54,25 @@ def measure(size: int) -> dict[str, list[float]]:
     def check(block: int) -> None:
         assert seal.check(seals[block], rows[block], keys[block], FINGERPRINT) is None
 
-    calls = {"copy": copy, "digest": digest, "seal": make, "verify": check}
+    signers = SealKeys([bytes(range(32))])
+    signed = [
+        seal.make(*block, FINGERPRINT, WRITER, signers) for block in zip(keys, rows, strict=True)
+    ]
+
+    def sign(block: int) -> None:
+        seal.make(keys[block], rows[block], FINGERPRINT, WRITER, signers)
+
+    def check_signed(block: int) -> None:
+        assert seal.check(signed[block], rows[block], keys[block], FINGERPRINT, signers) is None
+
+    calls = {
+        "copy": copy,
+        "digest": digest,
+        "seal": make,
+        "verify": check,
+        "sign": sign,
+        "verify signed": check_signed,
+    }
     spent: dict[str, list[float]] = {what: [] for what in calls}
     for _ in range(ROUNDS):
         for what, call in calls.items():
@@ -86,7 +106,7 @@ def run() -> None:
         )
         ratio = {
             f"{what}_to_{to}": ratios(spent, what, to)
-            for what in ("seal", "verify")
+            for what in ("seal", "verify", "sign", "verify signed")
             for to in ("digest", "copy")
         }
         compared.append([name, *(with_spread(figures) for figures in ratio.values())])
@@ -97,12 +117,12 @@ def run() -> None:
         }
     print_table(
         "Seals, one thread, blocks not in the caches: GB/s, and ns per block",
-        ["block", "copy", "digest", "seal", "verify", "digest ns", "seal ns", "verify ns"],
+        ["block", *typical, "digest ns", "seal ns", "verify ns"],
         speeds,
     )
     print_table(
         f"Seals against the bare digest (xxh3-128) and a copy: median of {ROUNDS} rounds (spread)",
-        ["block", "seal/digest", "seal/copy", "verify/digest", "verify/copy"],
+        ["block", *(name.replace("_to_", "/") for name in ratio)],
         compared,
     )
     save("seal_cost", result)

@@ -64,6 +64,7 @@ DECIDES: dict[str, Change] = {
     "parallel.dcp_size": (with_ranks(dcp_size=4), {}),
     "kv_cache_layout": ({"kv_cache_layout": "HND"}, {}),
     "extra_config.cache_namespace": ({}, {"cache_namespace": "v2"}),
+    "extra_config.seal_key_file": ({}, {"seal_key_file": "/etc/kvtier.keys"}),
     "extra_config.block_size": ({}, {"block_size": 48}),
     "extra_config.blocks_per_chunk": ({}, {"blocks_per_chunk": 4}),
 }
@@ -290,6 +291,7 @@ def identity(config: OffloadingConfig) -> tuple[object, ...]:
         config.kv_cache_layout,
         config.worker_kv_bytes_per_block,
         config.options.cache_namespace,
+        config.options.seal_key_file is not None,
     )
 
 

@@ -139,7 +139,10 @@ class OffloadingConfig:
         model, cache, parallel = self.model, self.cache, self.parallel
         # Left out if it is empty, so that fingerprints made before this field existed stay valid.
         variant = [model.variant] if model.variant else []
+        # Likewise. Engines with keys must not find blocks that anybody could have made.
+        signed = {"signed": True} if self.options.seal_key_file is not None else {}
         return {
+            **signed,
             "format_version": _FORMAT_VERSION,
             "epoch": epoch.hex(),
             "namespace": self.options.cache_namespace,

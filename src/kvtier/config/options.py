@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.config.errors import ConfigError, Problem, describe
@@ -25,6 +26,7 @@ from kvtier.config.fields import (
     SIZE,
     TEXT,
     Kind,
+    absolute_path,
     declared_keys,
     key,
     one_of,
@@ -202,6 +204,11 @@ class OffloadingOptions:
         _TIER_LIST, "The tiers below host memory, in lookup order.", default=()
     )
     cache_namespace: str | None = key(TEXT, "Your own name for these weights.", default=None)
+    seal_key_file: Path | None = key(
+        absolute_path("the path of a file", 'Write the path in quotes, such as "/etc/kvtier.keys"'),
+        "File of secret keys that sign every block in the tiers.",
+        default=None,
+    )
     reset_scope: ResetScope = key(
         one_of(ResetScope),
         "The tiers that a cache reset of the engine affects.",

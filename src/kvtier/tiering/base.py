@@ -36,6 +36,7 @@ from kvtier.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
+from kvtier.seal.keys import SealKeys
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
@@ -162,6 +163,9 @@ class SecondaryTierManager(ABC):
         self.fingerprint: bytes = offloading_spec.config.fingerprint()
         """The namespace in which to look up blocks. `begin_epoch` changes it."""
         self._writer = offloading_spec.config.engine_id
+        key_file = offloading_spec.config.options.seal_key_file
+        self.seal_keys = None if key_file is None else SealKeys.load(key_file)
+        """Sign seals, if the user has given keys."""
         self._seal_failures: Counter[seal.SealFailure] = Counter()
         self._seal_failures_lock = threading.Lock()
 
@@ -319,7 +323,7 @@ class SecondaryTierManager(ABC):
 
     def seal_block(self, job: TransferJob, key: OffloadKey, payload: memoryview) -> bytes:
         """Return the seal to keep with a block of a store. Call it on an I/O thread of the tier."""
-        return seal.make(key, payload, job.fingerprint, self._writer)
+        return seal.make(key, payload, job.fingerprint, self._writer, self.seal_keys)
 
     def verify_block(
         self,
@@ -333,7 +337,7 @@ class SecondaryTierManager(ABC):
         Call it on an I/O thread of the tier, before the job is reported. Pass the slot itself as
         `payload`: then the bytes that are used later are those that were checked.
         """
-        failure = seal.check(header, payload, key, job.fingerprint)
+        failure = seal.check(header, payload, key, job.fingerprint, self.seal_keys)
         if failure is None:
             return True
         self.refuse_block(failure)

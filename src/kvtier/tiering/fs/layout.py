@@ -30,6 +30,7 @@ from kvtier.base import OffloadKey
 from kvtier.tiering.io.page import BODY_BYTES, PAGE_BYTES, close_page, is_intact
 
 if TYPE_CHECKING:
+    from kvtier.seal.keys import SealKeys
     from kvtier.tiering.fs.access import NoFollowTree
 
 __all__ = [
@@ -128,10 +129,14 @@ def write_header(page: memoryview, block_seal: bytes) -> None:
 
 
 def check_block(
-    page: memoryview, payload: memoryview, key: OffloadKey, fingerprint: bytes
+    page: memoryview,
+    payload: memoryview,
+    key: OffloadKey,
+    fingerprint: bytes,
+    keys: SealKeys | None = None,
 ) -> seal.SealFailure | None:
     """None if this is the block of `key` under `fingerprint`; otherwise what does not match."""
-    failure = seal.check(page, payload, key, fingerprint)
+    failure = seal.check(page, payload, key, fingerprint, keys)
     if failure is None and not is_intact(page):
         return seal.SealFailure.HEADER
     return failure

@@ -175,7 +175,9 @@ class FsMover:
             elif error:
                 return unit, (), unit.pieces
             else:
-                found = check_block(page, payload.memory, key, transfer.job.fingerprint)
+                fingerprint = transfer.job.fingerprint
+                keys = self._tier.seal_keys
+                found = check_block(page, payload.memory, key, fingerprint, keys)
                 if found is None:
                     payload.deliver()
                     return unit, unit.pieces, ()

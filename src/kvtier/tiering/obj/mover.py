@@ -143,12 +143,22 @@ class _ObjMover(BlockMover):
             if content is None:
                 transfer.gone.append(key)
                 continue
-            failure = _take_over(content, payload, key, transfer.job.fingerprint)
+            failure = self._take_over(content, payload, key, transfer.job.fingerprint)
             if failure is None:
                 done.append(piece)
             else:
                 self._refuse(name, failure)
         return done
+
+    def _take_over(
+        self, content: object, payload: memoryview, key: OffloadKey, fingerprint: bytes
+    ) -> SealFailure | None:
+        """Copy a block into its row, and check it there. Returns why it is refused."""
+        with memoryview(content) as block:  # type: ignore[arg-type]
+            if len(block) != SEAL_BYTES + len(payload):
+                return SealFailure.LENGTH
+            payload[:] = block[SEAL_BYTES:]
+            return check(block[:SEAL_BYTES], payload, key, fingerprint, self._tier.seal_keys)
 
     def _refuse(self, name: str, failure: SealFailure) -> None:
         """Count a damaged block, and remove it, so that it can be stored again. What a newer
@@ -171,14 +181,3 @@ class _ObjMover(BlockMover):
                     self._server.note_written()
             done.append(piece)
         return done
-
-
-def _take_over(
-    content: object, payload: memoryview, key: OffloadKey, fingerprint: bytes
-) -> SealFailure | None:
-    """Copy a block into its row, and check it there. Returns why it is refused."""
-    with memoryview(content) as block:  # type: ignore[arg-type]
-        if len(block) != SEAL_BYTES + len(payload):
-            return SealFailure.LENGTH
-        payload[:] = block[SEAL_BYTES:]
-        return check(block[:SEAL_BYTES], payload, key, fingerprint)

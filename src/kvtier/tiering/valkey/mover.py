@@ -279,7 +279,7 @@ class _ValkeyMover(BlockMover):
     ) -> SealFailure | None:
         if length != SEAL_BYTES + len(payload):
             return SealFailure.LENGTH
-        return check(self._header, payload, key, transfer.job.fingerprint)
+        return check(self._header, payload, key, transfer.job.fingerprint, self._tier.seal_keys)
 
     def _refuse(self, transfer: RemoteTransfer, key: OffloadKey, failure: SealFailure) -> None:
         """Count a damaged block, and have it removed, so that it can be stored again. What a newer

@@ -3,6 +3,7 @@
 A seal is `SEAL_BYTES` bytes in front of a block's payload, or beside it. It names the block and
 holds a digest of the payload and a checksum of itself. The reader calls `check` with the expected
 key and fingerprint. `check` refuses any other block and any damaged block, and returns the reason.
+With keys (`kvtier.seal.keys`), a seal also has a signature, and `check` refuses forged blocks.
 
 Seals are made and checked on a tier's I/O threads, never on the scheduler's, because the digest
 reads every byte. The functions share no state, so any thread may call them.
@@ -18,8 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
+from kvtier.seal.keys import SIGNATURE_BYTES
+
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
+    from kvtier.seal.keys import SealKeys
 
     Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -29,7 +33,8 @@ SEAL_BYTES = 256
 """Length of every seal. It is part of the stored format, like the constants below."""
 
 _MAGIC = b"KVTSEAL\x00"
-_VERSION = 1
+_VERSION, _SIGNED_VERSION = 1, 2
+"""Seals without and with a signature. Releases that know only the first leave the second alone."""
 _MAX_KEY_BYTES = 128
 _MAX_WRITER_BYTES = 32
 
@@ -37,7 +42,8 @@ _MAX_WRITER_BYTES = 32
 _FIELDS = struct.Struct("<8sHHHxxQQ16s16s32s128s")
 _CHECKSUM = struct.Struct("<Q")
 _FINGERPRINT_BYTES = 16
-_PADDING = bytes(SEAL_BYTES - _FIELDS.size - _CHECKSUM.size)
+_UNSIGNED = bytes(SIGNATURE_BYTES)
+"""Stands in the place of a signature. Fields, checksum and signature fill a seal."""
 
 
 class SealFailure(StrEnum):
@@ -57,6 +63,10 @@ class SealFailure(StrEnum):
     """The payload is longer or shorter than the payload that was sealed."""
     DIGEST = "digest"
     """The payload differs from the payload that was sealed."""
+    UNSIGNED = "unsigned"
+    """There are keys, and the seal has no signature, or one of another key."""
+    FORGED = "forged"
+    """The signature is not that of this block."""
     STALE = "stale"
     """The right block, but older than the one last stored in this place. Found by the disk tier."""
 
@@ -84,8 +94,14 @@ class Seal:
     """When the seal was made, in nanoseconds since 1970."""
 
 
-def make(key: OffloadKey, payload: Buffer, fingerprint: bytes, writer: str) -> bytes:
-    """Return the seal of a block. `payload` is contiguous.
+def make(
+    key: OffloadKey,
+    payload: Buffer,
+    fingerprint: bytes,
+    writer: str,
+    keys: SealKeys | None = None,
+) -> bytes:
+    """Return the seal of a block. `payload` is contiguous. With `keys`, the seal is signed.
 
     Raises `ValueError` for a key or fingerprint that does not fit the format.
     """
@@ -99,7 +115,7 @@ def make(key: OffloadKey, payload: Buffer, fingerprint: bytes, writer: str) -> b
     name = writer.encode("utf-8", "replace")[:_MAX_WRITER_BYTES]
     fields = _FIELDS.pack(
         _MAGIC,
-        _VERSION,
+        _VERSION if keys is None else _SIGNED_VERSION,
         len(key),
         len(name),
         memoryview(payload).nbytes,
@@ -109,7 +125,8 @@ def make(key: OffloadKey, payload: Buffer, fingerprint: bytes, writer: str) -> b
         name,
         key,
     )
-    return fields + _CHECKSUM.pack(xxh3_64_intdigest(fields)) + _PADDING
+    signature = _UNSIGNED if keys is None else keys.sign(fields, payload)
+    return fields + _CHECKSUM.pack(xxh3_64_intdigest(fields)) + signature
 
 
 def read(header: bytes | bytearray | memoryview) -> Seal:
@@ -130,8 +147,10 @@ def check(
     payload: Buffer,
     key: OffloadKey,
     fingerprint: bytes,
+    keys: SealKeys | None = None,
 ) -> SealFailure | None:
-    """Return why `payload` is not the block of `key` under `fingerprint`; None if it is."""
+    """Return why `payload` is not the block of `key` under `fingerprint`; None if it is. Without
+    `keys`, signatures are not looked at."""
     try:
         _, _, key_len, _, size, _, sealed_for, digest, _, sealed_key = _fields_of(header)
     except SealError as error:
@@ -144,7 +163,17 @@ def check(
         return SealFailure.LENGTH
     if digest != xxh3_128_digest(payload):
         return SealFailure.DIGEST
-    return None
+    return None if keys is None else _failure_of_signature(header, payload, keys)
+
+
+def _failure_of_signature(
+    header: bytes | bytearray | memoryview, payload: Buffer, keys: SealKeys
+) -> SealFailure | None:
+    fields = bytes(header[: _FIELDS.size])
+    signature = bytes(header[_FIELDS.size + _CHECKSUM.size : SEAL_BYTES])
+    if not keys.knows(signature):
+        return SealFailure.UNSIGNED
+    return None if keys.is_genuine(signature, fields, payload) else SealFailure.FORGED
 
 
 def _fields_of(header: bytes | bytearray | memoryview) -> tuple[Any, ...]:
@@ -157,9 +186,12 @@ def _fields_of(header: bytes | bytearray | memoryview) -> tuple[Any, ...]:
     magic, version, key_len, name_len = fields[:4]
     if magic != _MAGIC:
         raise SealError(SealFailure.NOT_SEALED)
-    if version != _VERSION:
+    if version not in (_VERSION, _SIGNED_VERSION):
         raise SealError(SealFailure.FORMAT)
-    if header[_FIELDS.size :] != _CHECKSUM.pack(xxh3_64_intdigest(packed)) + _PADDING:
+    checksum = header[_FIELDS.size : -SIGNATURE_BYTES]
+    if checksum != _CHECKSUM.pack(xxh3_64_intdigest(packed)):
+        raise SealError(SealFailure.HEADER)
+    if version == _VERSION and header[-SIGNATURE_BYTES:] != _UNSIGNED:
         raise SealError(SealFailure.HEADER)
     if key_len > _MAX_KEY_BYTES or name_len > _MAX_WRITER_BYTES:
         raise SealError(SealFailure.HEADER)
