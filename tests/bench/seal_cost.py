@@ -21,6 +21,8 @@ SIZES = (4 * KiB, 64 * KiB, 256 * KiB, 1024 * KiB, 4096 * KiB)
 BYTES = 1 << 27
 """Bytes used in each round: more than the processor's caches hold, as in a tier."""
 ROUNDS = 7
+OPERATIONS = ("copy", "digest", "seal", "verify", "sign", "verify signed")
+COMPARED = [(what, to) for what in OPERATIONS[2:] for to in ("digest", "copy")]
 FINGERPRINT = bytes(range(16))
 WRITER = "bench"
 
@@ -65,14 +67,7 @@ def measure(size: int) -> dict[str, list[float]]:
     def check_signed(block: int) -> None:
         assert seal.check(signed[block], rows[block], keys[block], FINGERPRINT, signers) is None
 
-    calls = {
-        "copy": copy,
-        "digest": digest,
-        "seal": make,
-        "verify": check,
-        "sign": sign,
-        "verify signed": check_signed,
-    }
+    calls = dict(zip(OPERATIONS, (copy, digest, make, check, sign, check_signed), strict=True))
     spent: dict[str, list[float]] = {what: [] for what in calls}
     for _ in range(ROUNDS):
         for what, call in calls.items():
@@ -104,11 +99,7 @@ def run() -> None:
                 *(f"{typical[what]:,.0f}" for what in ("digest", "seal", "verify")),
             ]
         )
-        ratio = {
-            f"{what}_to_{to}": ratios(spent, what, to)
-            for what in ("seal", "verify", "sign", "verify signed")
-            for to in ("digest", "copy")
-        }
+        ratio = {f"{what}_to_{to}": ratios(spent, what, to) for what, to in COMPARED}
         compared.append([name, *(with_spread(figures) for figures in ratio.values())])
         result[name] = {
             "ns_per_block": typical,
@@ -117,12 +108,12 @@ def run() -> None:
         }
     print_table(
         "Seals, one thread, blocks not in the caches: GB/s, and ns per block",
-        ["block", *typical, "digest ns", "seal ns", "verify ns"],
+        ["block", *OPERATIONS, "digest ns", "seal ns", "verify ns"],
         speeds,
     )
     print_table(
         f"Seals against the bare digest (xxh3-128) and a copy: median of {ROUNDS} rounds (spread)",
-        ["block", *(name.replace("_to_", "/") for name in ratio)],
+        ["block", *(f"{what}/{to}" for what, to in COMPARED)],
         compared,
     )
     save("seal_cost", result)
