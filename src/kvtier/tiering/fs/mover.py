@@ -189,8 +189,9 @@ class FsMover:
         return unit, (), unit.pieces
 
     def _handle_damage(self, fd: int, path: str, failure: seal.SealFailure) -> bool:
-        """Count a damaged block, and have it removed. False if the block was evicted meanwhile:
-        then a new block may have overwritten its file during the read."""
+        """Count a damaged block, and have it removed, unless a newer release has written it. False
+        if the block was evicted meanwhile: then a new block may have overwritten its file during
+        the read."""
         try:
             found = self._tree.lstat(path)
             if not os.path.samestat(found, os.fstat(fd)):
@@ -198,7 +199,8 @@ class FsMover:
         except OSError:
             return False
         self._tier.refuse_block(failure)
-        self._publisher.damaged.add(BlockFile.of(path, found))
+        if failure is not seal.SealFailure.FORMAT:
+            self._publisher.damaged.add(BlockFile.of(path, found))
         return True
 
     # --- store ---------------------------------------------------------------------------------
