@@ -18,16 +18,21 @@ Print the flag that makes vLLM use kvtier, and check it against this machine.
     kvtier vllm-config --cpu 8GiB
     kvtier vllm-config --cpu 8GiB --disk /mnt/nvme/kv.slab:200GiB
     kvtier vllm-config --cpu 8GiB --fs /mnt/shared/kv:2TiB --namespace llama3-8b-v2
+    kvtier vllm-config --cpu 8GiB --valkey valkeys://cache.example:6379
+    kvtier vllm-config --cpu 8GiB --obj s3://kv-cache/llama:10TiB
     kvtier vllm-config --cpu 8GiB --set store_threshold=2 --json | jq .ok
     kvtier vllm-config --cpu 8GiB --disk /mnt/nvme/kv.slab:200GiB --model MODEL > serve.sh
 
 Standard output gets only the flags, quoted for a shell: paste them after `vllm serve MODEL`. With
 --model, it gets the whole command. Standard error gets the findings: vLLM, shared memory, host
-memory, limits, and each tier's directory. The checks change nothing. Run it in vLLM's environment,
-as the engine's user, and in its container.
+memory, limits, and each tier's directory or server. The checks change nothing. Run it in vLLM's
+environment, as the engine's user, and in its container.
 
 Lookups ask the tiers in the order given. In PATH:SIZE, the size, such as 200GiB, follows the last
 colon. If a path contains a colon and you give no size, add a colon at the end of the path.
+
+Servers are asked with the credentials in the environment (VALKEY_PASSWORD, AWS_ACCESS_KEY_ID, ...).
+For other keys of a server, such as endpoint or ca_bundle, use --tier.
 
 Exit code 0: the flag is printed, and no check found a problem; 1: the flag is printed, and a check
 found a problem; 2: the input is wrong (then no flag is printed), or the flag could not be written;
@@ -79,6 +84,14 @@ def vllm_config(
     fs: Annotated[  # noqa: ARG001
         list[str] | None,
         typer.Option(metavar=_PATH, help="A tier in a directory that engines share."),
+    ] = None,
+    obj: Annotated[  # noqa: ARG001
+        list[str] | None,
+        typer.Option(metavar="URL:SIZE", help="A tier in a bucket, such as s3://BUCKET/PREFIX."),
+    ] = None,
+    valkey: Annotated[  # noqa: ARG001
+        list[str] | None,
+        typer.Option(metavar="URL", help="A tier in a Valkey or Redis server: valkey://HOST:PORT."),
     ] = None,
     tier: Annotated[  # noqa: ARG001
         list[str] | None,
@@ -135,7 +148,7 @@ def vllm_config(
     from kvtier.cli.vllm_config.command import run_vllm_config
     from kvtier.cli.vllm_config.flag import RequestedConfig, TierOption
 
-    names = ("disk", "fs", "tier")
+    names = ("disk", "fs", "obj", "valkey", "tier")
     tiers = [TierOption(f"--{name}", text) for name, text in context.meta[_ORDER] if name in names]
     requested = RequestedConfig(
         cpu=cpu,

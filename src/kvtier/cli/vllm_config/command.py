@@ -34,6 +34,7 @@ from kvtier.cli.vllm_config.host_checks import (
     check_memory,
     check_ranks,
 )
+from kvtier.cli.vllm_config.server_checks import check_obj_tier, check_valkey_tier
 from kvtier.cli.vllm_config.tier_checks import DiskChecks, check_fs_tier
 from kvtier.cli.vllm_config.vllm_checks import (
     check_hash_seed,
@@ -56,6 +57,8 @@ from kvtier.tiering.disk.ownership import SlabRefused
 from kvtier.tiering.disk.slab import geometry_for
 from kvtier.tiering.factory import PlannedTier, SecondaryTierFactory
 from kvtier.tiering.fs.options import FsOptions
+from kvtier.tiering.obj.options import ObjOptions
+from kvtier.tiering.valkey.options import ValkeyOptions
 
 __all__ = ["Answer", "CheckedOptions", "CheckedTier", "checked", "findings", "run_vllm_config"]
 
@@ -219,7 +222,7 @@ class CheckedTier:
     config: TierConfig
     is_lasting: bool
     """True if its blocks outlive the process."""
-    options: DiskOptions | FsOptions | None = None
+    options: DiskOptions | FsOptions | ValkeyOptions | ObjOptions | None = None
     """None for a tier of another package, or if the tier cannot work on this machine."""
     refusal: Problem | None = None
     """Why it cannot work on this machine, such as a missing directory."""
@@ -262,6 +265,9 @@ def _checked_tier(planned: PlannedTier, options: OffloadingOptions) -> CheckedTi
     config = planned.config
     is_lasting = planned.tier_cls.medium is Medium.STORAGE or config.locality is Locality.REMOTE
     own = planned.parse_options()
+    if isinstance(own, ValkeyOptions | ObjOptions):
+        _require_fitting(own, config)
+        return CheckedTier(config, is_lasting, own)
     if not isinstance(own, DiskOptions | FsOptions):
         return CheckedTier(config, is_lasting)
     _require_values(own, config, options)
@@ -303,6 +309,16 @@ def _require_values(
                 f"Give more: {refused}",
             )
         ) from None
+
+
+def _require_fitting(own: ValkeyOptions | ObjOptions, config: TierConfig) -> None:
+    try:
+        if isinstance(own, ObjOptions):
+            own.require_fitting(_LEAST_BLOCK)
+        else:
+            own.require_fitting()
+    except ConfigError as refused:
+        raise _placed(refused, config) from None
 
 
 def _require_policy(options: OffloadingOptions, name: str) -> None:
@@ -358,6 +374,10 @@ def _of_tier(tier: CheckedTier, disks: DiskChecks) -> Iterator[Finding]:
         yield from disks.findings(at, tier.options)
     elif isinstance(tier.options, FsOptions):
         yield from check_fs_tier(at, tier.options)
+    elif isinstance(tier.options, ValkeyOptions):
+        yield from check_valkey_tier(at, tier.options)
+    elif isinstance(tier.options, ObjOptions):
+        yield from check_obj_tier(at, tier.options)
     else:
         found = f"the tier {tier.config.type} checks the values of its keys when it starts"
         yield Finding(at, Status.OK, found)
@@ -368,7 +388,7 @@ def _shared_paths(tiers: list[CheckedTier]) -> Iterator[Finding]:
     taken: dict[str, str] = {}
     for tier in tiers:
         options = tier.options
-        if options is None:
+        if not isinstance(options, DiskOptions | FsOptions):
             continue
         path = options.path if isinstance(options, DiskOptions) else options.root_dir
         first = taken.setdefault(os.path.realpath(path), tier.config.at)

@@ -24,12 +24,17 @@ _OPTION_OF_KEY = {
     "cache_namespace": "--namespace",
     "eviction_policy": "--policy",
     "blocks_per_chunk": "--blocks-per-chunk",
-    "secondary_tiers": "--disk, --fs or --tier",
+    "secondary_tiers": "--disk, --fs, --obj, --valkey or --tier",
     "spec_name": "--plain",
     "spec_module_path": "--plain",
 }
 """Keys that have an option of their own. `--set` refuses them."""
-_PATH_KEYS = {"--disk": ("disk", "path"), "--fs": ("fs", "root_dir")}
+_PLACE_KEYS = {
+    "--disk": ("disk", "path"),
+    "--fs": ("fs", "root_dir"),
+    "--obj": ("obj", "url"),
+    "--valkey": ("valkey", "url"),
+}
 _MODULE = "kvtier.integrations.vllm"
 _SECONDS_FOR_VLLM = 5
 """Seconds that vLLM itself needs to end an engine, in addition to what the tiers need."""
@@ -48,23 +53,24 @@ class TierOption:
     """One option that adds a tier."""
 
     option: str
-    """`--disk`, `--fs` or `--tier`."""
+    """`--tier`, or one of `_PLACE_KEYS`."""
     text: str
 
     def entry(self) -> dict[str, Any]:
         """Return the entry for `secondary_tiers`, with unchecked keys. Raises `WrongOption`."""
-        if self.option not in _PATH_KEYS:
+        if self.option not in _PLACE_KEYS:
             return self._object()
-        kind, key = _PATH_KEYS[self.option]
-        path, size = self._path_and_size()
-        return {"type": kind, key: path} | ({"max_bytes": size} if size else {})
+        kind, key = _PLACE_KEYS[self.option]
+        # A Valkey server has a limit of its own, and the colon in its URL is that of its port.
+        place, size = (self.text, "") if kind == "valkey" else self._place_and_size()
+        return {"type": kind, key: place} | ({"max_bytes": size} if size else {})
 
-    def _path_and_size(self) -> tuple[str, str]:
+    def _place_and_size(self) -> tuple[str, str]:
         """Split at the last colon, because a path may contain colons."""
         from kvtier.config.sizes import SizeError, parse_size
 
         path, colon, size = self.text.rpartition(":")
-        if not colon:
+        if not colon or size.startswith("//"):  # the only colon of a URL
             return self.text, ""
         if not size:
             return path, ""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.tiering.remote.inspector import RemoteInspector
 
-__all__ = ["ObjSecondaryTierManager"]
+__all__ = ["INSTALL", "RIGHTS", "ObjSecondaryTierManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,11 @@ _GAUGES = {
     _LIMIT_BYTES: "Bytes that may be there, by this engine's configuration.",
 }
 _COUNTERS = {_EVICTED: "Blocks that this engine has removed to keep the limit."}
-_INSTALL = "pip install 'kvtier[obj]'"
+INSTALL = "pip install 'kvtier[obj]'"
+RIGHTS = (
+    "Give access_key_id and secret_access_key, or set the environment's credentials, of a user "
+    "that may get, put, list and delete objects below the url"
+)
 
 
 class ObjSecondaryTierManager(RemoteTierManager):
@@ -93,7 +97,7 @@ class ObjSecondaryTierManager(RemoteTierManager):
     def open_inspector(cls, location: str) -> RemoteInspector | None:
         from kvtier.tiering.obj.inspector import open_object_store
 
-        return open_object_store(location, _INSTALL)
+        return open_object_store(location, INSTALL)
 
     @classmethod
     def build_metric_definitions(
@@ -107,7 +111,7 @@ def _open(options: ObjOptions) -> Objects:
         return open_objects(options)
     except ImportError:
         raise TierRefused(
-            f"the obj tier needs the Python package obstore, which is not installed: {_INSTALL}"
+            f"the obj tier needs the Python package obstore, which is not installed: {INSTALL}"
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -147,9 +151,7 @@ def _probe(objects: Objects, errors: ServerErrors, engine: str) -> None:
         objects.remove([name])
     except NotAllowed as refusal:
         raise TierRefused(
-            f"{errors.where}: may not {step} it: {printable(str(refusal))}. Give access_key_id and "
-            "secret_access_key, or set the environment's credentials, of a user that may get, put, "
-            "list and delete objects below the url"
+            f"{errors.where}: may not {step} it: {printable(str(refusal))}. {RIGHTS}"
         ) from None
     except ServerFailure as failure:
         logger.warning(

@@ -24,11 +24,20 @@ if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.tiering.remote.inspector import RemoteInspector
 
-__all__ = ["ValkeySecondaryTierManager"]
+__all__ = ["INSTALL", "RIGHTS", "ValkeySecondaryTierManager", "log_in"]
 
 logger = logging.getLogger(__name__)
 
-_INSTALL = "pip install 'kvtier[valkey]'"
+INSTALL = "pip install 'kvtier[valkey]'"
+RIGHTS = "Give username and password of a user that may use the keys kvtier:*"
+_NO_LIMIT = (
+    "the server has no maxmemory, so it grows until its machine is full. Set maxmemory and "
+    "maxmemory-policy allkeys-lru"
+)
+_NO_EVICTION = (
+    "the server evicts nothing (maxmemory-policy noeviction): once it is full, no block is stored. "
+    "Set allkeys-lru"
+)
 
 
 class ValkeySecondaryTierManager(RemoteTierManager):
@@ -64,7 +73,7 @@ class ValkeySecondaryTierManager(RemoteTierManager):
     def open_inspector(cls, location: str) -> RemoteInspector | None:
         from kvtier.tiering.valkey.inspector import open_server
 
-        return open_server(location, _INSTALL)
+        return open_server(location, INSTALL)
 
     @classmethod
     def build_metric_definitions(
@@ -78,50 +87,49 @@ def _servers_of(options: ValkeyOptions) -> Servers:
         return connect_to(options)
     except ImportError:
         raise TierRefused(
-            f"the valkey tier needs the Python package valkey, which is not installed: {_INSTALL}"
+            f"the valkey tier needs the Python package valkey, which is not installed: {INSTALL}"
         ) from None
 
 
 def _probe(servers: Servers, errors: ServerErrors) -> None:
-    """Log in to every server, and look at its memory limit. A server that cannot be reached now is
-    tried again later; one that refuses the user never gets better by itself."""
+    """Log in to every server. One that cannot be reached now is tried again later; one that refuses
+    the user never gets better by itself."""
     try:
-        for node in servers.nodes():
-            wire = servers.connect(node)
-            try:
-                wire.expect_answers()
-                wire.send([command(b"CONFIG", b"GET", b"maxmemory*")])
-                settings = wire.read_pairs()
-            except Refusal:
-                settings = {}  # the user may not ask
-            finally:
-                wire.close()
-            _warn_of_limits(errors.where, settings)
+        complaints = log_in(servers)
     except NotAllowed as refusal:
-        raise TierRefused(
-            f"{errors.where}: {printable(str(refusal))}. Give username and password of a user that "
-            "may use the keys kvtier:*"
-        ) from None
+        raise TierRefused(f"{errors.where}: {printable(str(refusal))}. {RIGHTS}") from None
     except ServerFailure as failure:
         logger.warning(
             "%s: %s. The engine starts without this tier and tries the server again",
             errors.where,
             printable(str(failure)),
         )
-    else:
-        logger.info("%s: connected", errors.where)
+        return
+    logger.info("%s: connected", errors.where)
+    for complaint in complaints:
+        logger.warning("%s: %s", errors.where, complaint)
 
 
-def _warn_of_limits(where: str, settings: Mapping[bytes, bytes]) -> None:
+def log_in(servers: Servers) -> list[str]:
+    """Log in to every server, and return what its operator should change. Raises `NotAllowed` and
+    `ServerFailure`."""
+    complaints = []
+    for node in servers.nodes():
+        wire = servers.connect(node)
+        try:
+            wire.expect_answers()
+            wire.send([command(b"CONFIG", b"GET", b"maxmemory*")])
+            complaints += _complaints_about(wire.read_pairs())
+        except Refusal:
+            pass  # the user may not ask
+        finally:
+            wire.close()
+    return list(dict.fromkeys(complaints))
+
+
+def _complaints_about(settings: Mapping[bytes, bytes]) -> list[str]:
     if settings.get(b"maxmemory") == b"0":
-        logger.warning(
-            "%s: the server has no maxmemory, so it grows until its machine is full. Set maxmemory "
-            "and maxmemory-policy allkeys-lru",
-            where,
-        )
-    elif settings.get(b"maxmemory-policy") == b"noeviction":
-        logger.warning(
-            "%s: the server evicts nothing (maxmemory-policy noeviction): once it is full, no "
-            "block is stored. Set allkeys-lru",
-            where,
-        )
+        return [_NO_LIMIT]
+    if settings.get(b"maxmemory-policy") == b"noeviction":
+        return [_NO_EVICTION]
+    return []

@@ -109,6 +109,12 @@ class ValkeyOptions(TierOptions):
         return shown_url(self.url)
 
     @property
+    def has_secret(self) -> bool:
+        """True if these keys have a password."""
+        parts = _split(self.url)
+        return self.password is not None or (parts is not None and parts.password is not None)
+
+    @property
     def uses_tls(self) -> bool:
         return self.url.startswith(("valkeys://", "rediss://"))
 

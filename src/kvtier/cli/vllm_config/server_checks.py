@@ -1,0 +1,103 @@
+"""Checks of valkey and obj tiers: whether the server answers, and lets this user in.
+
+Nothing is written to the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvtier.cli.vllm_config.host_checks import Finding, Status
+from kvtier.tiering.obj import manager as obj_tier
+from kvtier.tiering.obj.objects import BLOCKS, Objects, open_objects
+from kvtier.tiering.obj.objects import NotAllowed as BucketRefused
+from kvtier.tiering.obj.options import ObjOptions
+from kvtier.tiering.remote.errors import ServerFailure
+from kvtier.tiering.valkey import manager as valkey_tier
+from kvtier.tiering.valkey.options import ValkeyOptions
+from kvtier.tiering.valkey.servers import NotAllowed as LoginRefused
+from kvtier.tiering.valkey.servers import connect_to
+
+__all__ = ["check_obj_tier", "check_valkey_tier"]
+
+
+def check_valkey_tier(at: str, options: ValkeyOptions) -> Iterator[Finding]:
+    """Check one tier. `at`: the position of its entry, such as `secondary_tiers[0]`."""
+    name, where = f"{at}.url", options.shown_url
+    if options.has_secret:
+        yield _secret_in_flag(f"{at}.password", "VALKEY_PASSWORD")
+    try:
+        servers = connect_to(options)
+    except ImportError:
+        yield _without_client(name, "valkey", valkey_tier.INSTALL)
+        return
+    try:
+        complaints = valkey_tier.log_in(servers)
+    except LoginRefused as refusal:
+        yield Finding(name, Status.PROBLEM, f"{where}: {refusal}", valkey_tier.RIGHTS)
+    except ServerFailure as failure:
+        yield _not_reached(name, where, failure)
+    else:
+        yield Finding(name, Status.OK, f"{where} lets this user in")
+        for complaint in complaints:
+            found, _, remedy = complaint.rpartition(". ")
+            yield Finding(f"{at}.maxmemory", Status.WARNING, f"{where}: {found}", remedy)
+    finally:
+        servers.close()
+
+
+def check_obj_tier(at: str, options: ObjOptions) -> Iterator[Finding]:
+    """Check one tier. `at`: the position of its entry, such as `secondary_tiers[0]`."""
+    name, where = f"{at}.url", options.shown_url
+    if options.secret_access_key is not None:
+        yield _secret_in_flag(f"{at}.secret_access_key", "AWS_SECRET_ACCESS_KEY")
+    try:
+        objects = open_objects(options)
+    except ImportError:
+        yield _without_client(name, "obstore", obj_tier.INSTALL)
+        return
+    except Exception:  # the library's own errors, which may quote a secret
+        remedy = "Check url, endpoint, region and ca_bundle"
+        yield Finding(name, Status.PROBLEM, f"{where} cannot be opened", remedy)
+        return
+    try:
+        _list_some(objects)
+    except BucketRefused as refusal:
+        yield Finding(name, Status.PROBLEM, f"{where}: {refusal}", obj_tier.RIGHTS)
+    except ServerFailure as failure:
+        yield _not_reached(name, where, failure)
+    else:
+        found = f"{where} can be listed; an engine tries at its start whether it may write"
+        yield Finding(name, Status.OK, found)
+    finally:
+        objects.close()
+    if options.max_bytes is None:
+        yield Finding(
+            f"{at}.room",
+            Status.WARNING,
+            f"{where} has no size: kvtier removes nothing there",
+            "Give one, or add a lifecycle rule to the bucket",
+        )
+
+
+def _secret_in_flag(name: str, variable: str) -> Finding:
+    return Finding(
+        name,
+        Status.WARNING,
+        "vLLM logs its flags when it starts, and with them this secret",
+        f"Leave it out, and set {variable} in the engine's environment",
+    )
+
+
+def _list_some(objects: Objects) -> None:
+    for _ in objects.below(f"{BLOCKS}/engines"):
+        return
+
+
+def _without_client(name: str, package: str, install: str) -> Finding:
+    found = f"the Python package {package} is not installed, and the engine refuses to start"
+    return Finding(name, Status.PROBLEM, found, f"Install it: {install}")
+
+
+def _not_reached(name: str, where: str, failure: ServerFailure) -> Finding:
+    found = f"{where}: {failure}; an engine would start without this tier, and try again"
+    return Finding(name, Status.WARNING, found, "Check the URL, and that this machine reaches it")
