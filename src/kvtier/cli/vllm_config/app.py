@@ -32,7 +32,7 @@ Lookups ask the tiers in the order given. In PATH:SIZE, the size, such as 200GiB
 colon. If a path contains a colon and you give no size, add a colon at the end of the path.
 
 Servers are asked with the credentials in the environment (VALKEY_PASSWORD, AWS_ACCESS_KEY_ID, ...).
-For other keys of a server, such as endpoint or ca_bundle, use --tier.
+With --tier, other keys of a server can be given, such as endpoint or ca_bundle.
 
 Exit code 0: the flag is printed, and no check found a problem; 1: the flag is printed, and a check
 found a problem; 2: the input is wrong (then no flag is printed), or the flag could not be written;
