@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from typing import Any
 
 from kvtier.config.options import WritePolicyName
 from kvtier.replay.counting import Counting
@@ -28,7 +29,7 @@ MOST_WRITTEN_PER_READ = 5.0
 """On the conversation trace, for `adaptive`."""
 
 
-def measure(trace: str, host: float, below: float, policy: WritePolicyName) -> dict[str, float]:
+def measure(trace: str, host: float, below: float, policy: WritePolicyName) -> dict[str, Any]:
     """Replay a trace with these capacities, in percent of its unique blocks."""
     with open_trace(str(TRACES[trace])) as opened:
         requests, block_tokens = list(opened.requests()), opened.block_tokens
@@ -50,7 +51,7 @@ def measure(trace: str, host: float, below: float, policy: WritePolicyName) -> d
         "hit_percent": figures.hit_percent,
         "read_percent": 100 * tier.read_blocks / count,
         "written_per_reference": tier.written_blocks / count,
-        "written_per_read": tier.written_blocks / max(tier.read_blocks, 1),
+        "written_per_read": tier.written_per_read,
         "unwritten_blocks": tier.unwritten_blocks / count,
         "left_out_blocks": tier.left_out_blocks / count,
     }
@@ -60,7 +61,7 @@ def run() -> None:
     results = []
     for trace, capacities in SETTINGS.items():
         for host, below in capacities:
-            by_policy = {}
+            by_policy: dict[str, dict[str, Any]] = {}
             for policy in WritePolicyName:
                 command = [sys.executable, "-m", "tests.bench.write_policies", trace]
                 command += [str(host), str(below), policy]
@@ -76,7 +77,7 @@ def run() -> None:
                         f"{one['hit_percent']:.1f}",
                         f"{one['read_percent']:.1f}",
                         f"{one['written_per_reference']:.3f}",
-                        f"{one['written_per_read']:.1f}",
+                        "-" if (ratio := one["written_per_read"]) is None else f"{ratio:.1f}",
                         f"{one['unwritten_blocks']:.3f}",
                     ]
                     for policy, one in by_policy.items()
@@ -87,7 +88,7 @@ def run() -> None:
     save("write_policies", {"settings": results})
 
 
-def _judge(trace: str, by_policy: dict[str, dict[str, float]]) -> None:
+def _judge(trace: str, by_policy: dict[str, dict[str, Any]]) -> None:
     through, adaptive = by_policy["through"], by_policy["adaptive"]
     best = max(through["hit_percent"], by_policy["on_evict"]["hit_percent"])
     print("  " + verdict("points lost by adaptive", best - adaptive["hit_percent"], LARGEST_LOSS))

@@ -80,6 +80,25 @@ def test_other_policies_and_block_sizes(tmp_path: Path, capsys: pytest.CaptureFi
     assert document["block_bytes"] == 16 * 128 * 1024
 
 
+def test_the_gpu_keeps_hits_from_the_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+    without = run_json(capsys, CHATS, "--host", "2GiB")
+    document = run_json(capsys, CHATS, "--host", "2GiB", "--gpu", "1GiB")
+    assert without["gpu"] is None
+    assert document["gpu"]["capacity_blocks"] == 16
+    hits = document["gpu"]["hit_blocks"], document["tiers"][0]["hit_blocks"]
+    assert sum(hits) == document["hit_blocks"]
+    assert min(hits) > 0
+    assert main(["replay", CHATS, "--host", "2GiB", "--gpu", "1GiB"]) == 0
+    assert "\ngpu        1 GiB" in capsys.readouterr().out
+
+
+def test_measured_times_take_the_place_of_a_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    document = run_json(capsys, CHATS, "--prefill-times", "8192:212ms,32768:1.22s")
+    engine = document["settings"]["engine"]
+    assert engine["prefill_tokens_per_s"] > 8192 / 0.212
+    assert engine["attention_s"] > 0
+
+
 def test_write_policies_decide_what_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     tiers = {}
     for write in ("through", "second_use", "on_evict", "adaptive"):
@@ -192,6 +211,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "one name twice": ([CHATS, "--tier", "a:2TiB", "--tier", "a:2TiB"], '"a" names two tiers'),
     "the name of host memory": ([CHATS, "--tier", "host:2TiB"], '"host" names two tiers'),
+    "a GPU without room": ([CHATS, "--gpu", "1MiB"], "the GPU has 1 MiB"),
+    "two speeds": ([CHATS, "--prefill", "9", "--prefill-times", "8192:1s"], "either --prefill or"),
+    "times without tokens": ([CHATS, "--prefill-times", "212ms"], "8192:212ms,32768:1.22s"),
+    "three times": ([CHATS, "--prefill-times", "1:1s,2:2s,3:3s"], "one or two prompts"),
+    "a time without unit": ([CHATS, "--prefill-times", "8192:212"], "us, ms, s"),
     "no prefill": ([CHATS, "--prefill", "0"], "from 0.001"),
     "endless prefill": ([CHATS, "--prefill", "inf"], "to 1e12"),
     "steps without length": ([CHATS, "--decode-step", "0ms"], "us, ms, s"),
@@ -255,7 +279,7 @@ def test_calibration_prints_options_that_can_be_pasted(
     monkeypatch.setattr(calibration, "_COPIED_BYTES", 16 << 20)
     assert main(["replay", "--calibrate", str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    assert "cannot be measured without the model: give --prefill" in printed.err
+    assert "give --prefill-times" in printed.err
     options = shlex.split(printed.out.splitlines()[-1].replace("SIZE", "16GiB"))
     assert list(tmp_path.iterdir()) == []
 

@@ -11,10 +11,11 @@ from itertools import islice
 
 import pytest
 
+from kvtier.config.options import WritePolicyName
 from kvtier.replay.counting import Counting
 from kvtier.replay.engine import TimedEngine
 from kvtier.replay.figures import Figures, Timing
-from kvtier.replay.settings import EngineSettings, ReplaySettings
+from kvtier.replay.settings import EngineSettings, ReplaySettings, SettingError
 from kvtier.replay.trace import Request
 from tests.replay.oracle import BLOCK_TOKENS, settings_for, some_requests
 from tests.trace_replay import key_of
@@ -38,6 +39,13 @@ def served(requests: Iterable[Request], chosen: ReplaySettings) -> tuple[Figures
     figures = engine.end()
     assert figures.timing is not None
     return figures, figures.timing
+
+
+def counted(requests: Iterable[Request], chosen: ReplaySettings) -> Figures:
+    counting = Counting(replace(chosen, is_timed=False), BLOCK_TOKENS)
+    for _ in counting.serve(requests):
+        pass
+    return counting.end()
 
 
 def prompt(*blocks: int, at: float = 0.0, more: int = 0, output: int = 1) -> Request:
@@ -74,6 +82,85 @@ def test_at_least_one_token_is_computed() -> None:
     assert timing.first_token_s[1] == pytest.approx(STEP_S + 1 / RATE, rel=1e-3)
 
 
+def test_what_is_on_the_device_is_neither_loaded_nor_computed() -> None:
+    requests = [prompt(1, 2, 3, 4, more=8), prompt(1, 2, 5, at=100.0), prompt(1, 2, 5, 6, at=200.0)]
+    chosen = replace(settings(100, host_speed=4096.0), gpu_bytes=4 * BLOCK_TOKENS)
+    figures, timing = served(requests, chosen)
+    assert timing.first_token_s[1] == pytest.approx(STEP_S + BLOCK_TOKENS / RATE)
+    assert figures.gpu is not None
+    assert (figures.gpu.hit_blocks, figures.gpu.evicted_blocks) == (5, 2)
+    assert figures.places[0].read_blocks == 0
+    assert figures.saved_tokens == 5 * BLOCK_TOKENS
+
+
+def test_tiers_are_asked_for_what_comes_after_the_blocks_on_the_device() -> None:
+    # 1 and 2 stay on the device, 3 and 4 leave it: their 1024 bytes take 0.25 s to load.
+    chosen = replace(settings(100, 100, host_speed=4096.0), gpu_bytes=4 * BLOCK_TOKENS)
+    requests = [prompt(1, 2, 3, 4), prompt(1, 2, 8, 9, at=50.0), prompt(1, 2, 3, 4, 5, at=100.0)]
+    figures, timing = served(requests, chosen)
+    assert figures.gpu is not None
+    assert (figures.gpu.hit_blocks, figures.places[0].read_blocks) == (4, 2)
+    assert timing.first_token_s[2] == pytest.approx(0.25 + STEP_S + BLOCK_TOKENS / RATE)
+
+
+def test_blocks_on_the_device_that_have_left_host_memory_are_stored_again() -> None:
+    chosen = replace(settings(10), gpu_bytes=100 * BLOCK_TOKENS)
+    prompts = [range(4), range(10, 14), range(20, 24), range(4)]
+    requests = [prompt(*blocks, at=50.0 * n) for n, blocks in enumerate(prompts)]
+    for figures in (served(requests, chosen)[0], counted(requests, chosen)):
+        assert figures.gpu is not None
+        assert figures.gpu.hit_blocks == 4
+        assert figures.places[0].written_blocks == 12 + 2
+
+
+@pytest.mark.parametrize("tier_blocks", [(), (100, 300)])
+def test_a_device_that_holds_everything_leaves_no_hits_to_tiers(
+    tier_blocks: tuple[int, ...],
+) -> None:
+    requests = some_requests(9, 200, longest=8)
+    chosen = replace(settings(60, *tier_blocks), gpu_bytes=10_000 * BLOCK_TOKENS)
+    every_hit = counted(requests, settings(10_000)).hit_blocks
+    for figures in (served(requests, chosen)[0], counted(requests, chosen)):
+        assert figures.gpu is not None
+        assert [place.hit_blocks for place in figures.places] == [0] * (1 + len(tier_blocks))
+        assert figures.gpu.evicted_blocks == 0
+    assert counted(requests, chosen).hit_blocks == every_hit
+
+
+# --- the cost of a prompt ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [[(5000, 0.8)], [(4096, 0.3), (40_000, 9.0)]])
+def test_prompts_take_the_times_that_were_measured(times: list[tuple[int, float]]) -> None:
+    chosen = replace(settings(100), engine=ENGINE.fitted_to(times))
+    requests = [Request(100.0 * n, num_tokens, 1, []) for n, (num_tokens, _) in enumerate(times)]
+    _, timing = served(requests, chosen)
+    assert timing.first_token_s == [pytest.approx(seconds) for _, seconds in times]
+
+
+def test_the_last_tokens_of_a_long_prompt_cost_more_than_the_first() -> None:
+    chosen = replace(settings(100), engine=ENGINE.fitted_to([(2048, 0.1), (20_480, 5.0)]))
+    blocks = range(39)
+    requests = [prompt(*blocks), prompt(*blocks, 99, at=100.0), prompt(100, at=200.0)]
+    _, timing = served(requests, chosen)
+    _, at_end, at_start = timing.first_token_s
+    assert at_end - STEP_S > 5 * (at_start - STEP_S)
+
+
+@pytest.mark.parametrize(
+    ("times", "remedy"),
+    [
+        ([(4096, 0.02)], "--decode-step"),
+        ([(4096, 1.0), (4096, 2.0)], "differ"),
+        ([(4096, 1.0), (40_960, 2.0)], "or give one prompt"),
+        ([(4096, 0.03), (8192, 9.0)], "or give one prompt"),
+    ],
+)
+def test_times_that_no_engine_has_are_refused(times: list[tuple[int, float]], remedy: str) -> None:
+    with pytest.raises(SettingError, match=remedy):
+        ENGINE.fitted_to(times)
+
+
 def test_a_prompt_waits_for_those_before_it() -> None:
     requests = [prompt(*range(n * 10, n * 10 + 4)) for n in range(3)]
     _, timing = served(requests, settings(100))
@@ -105,16 +192,13 @@ def test_with_quick_tiers_and_pauses_the_hits_are_those_of_counting(
         for n, request in enumerate(some_requests(3, 200, longest=8))
     ]
     chosen = settings(60, *tier_blocks)
-    counting = Counting(replace(chosen, is_timed=False), BLOCK_TOKENS)
-    for _ in counting.serve(requests):
-        pass
-    counted = counting.end()
+    expected = counted(requests, chosen)
     figures, _ = served(requests, chosen)
     if not tier_blocks:
-        assert figures.hit_blocks == counted.hit_blocks
-        assert figures.places[0].evicted_blocks == counted.places[0].evicted_blocks
+        assert figures.hit_blocks == expected.hit_blocks
+        assert figures.places[0].evicted_blocks == expected.places[0].evicted_blocks
     # With tiers, the manager computes some prompts at first, to learn what loading saves.
-    assert figures.hit_blocks == pytest.approx(counted.hit_blocks, rel=0.1)
+    assert figures.hit_blocks == pytest.approx(expected.hit_blocks, rel=0.1)
     assert figures.places[0].hit_blocks <= figures.hit_blocks
 
 
@@ -193,15 +277,17 @@ def test_tiny_and_slow_tiers_keep_nobody_waiting_for_ever(
             read_bytes_per_s=rng.choice([100.0, 2e3, 1e6]),
             write_bytes_per_s=rng.choice([10.0, 2e3, 1e6]),
             latency_s=rng.choice([0.0, 0.1, 3.0]),
+            write_policy=rng.choice(list(WritePolicyName)),
         )
         for tier in chosen.tiers
     ]
+    gpu_bytes = rng.choice([None, 1, 5, 40])
+    if gpu_bytes is not None:
+        chosen = replace(chosen, gpu_bytes=gpu_bytes * BLOCK_TOKENS)
     figures, timing = served(requests, replace(chosen, tiers=tuple(tiers), speed_up=5.0))
     assert figures.num_requests == len(timing.first_token_s) == 60
-    assert figures.places[0].read_blocks == figures.hit_blocks
-    counting = Counting(replace(chosen, tiers=tuple(tiers), is_timed=False), BLOCK_TOKENS)
-    for _ in counting.serve(requests):
-        pass
-    counted = counting.end()
-    assert counted.num_requests == 60
-    assert all(place.hit_blocks >= 0 for place in [*counted.places, *figures.places])
+    num_loaded = sum(place.hit_blocks for place in figures.places)
+    assert figures.places[0].read_blocks == num_loaded
+    expected = counted(requests, replace(chosen, tiers=tuple(tiers)))
+    assert expected.num_requests == 60
+    assert all(place.hit_blocks >= 0 for place in [*expected.places, *figures.places])

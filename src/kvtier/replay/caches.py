@@ -27,7 +27,8 @@ from kvtier.config import (
     OffloadingParallelConfig,
 )
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.replay.figures import Figures, PlaceFigures
+from kvtier.replay.device import DeviceCache
+from kvtier.replay.figures import Figures, GpuFigures, PlaceFigures
 from kvtier.tiering.base import JobNotBegun, JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.health import TierSettings as GuardSettings
 from kvtier.tiering.manager import (
@@ -251,7 +252,7 @@ def _nothing() -> None:
 
 
 class Caches:
-    """Host memory and the tiers below it."""
+    """The engine's own cache, host memory and the tiers below it."""
 
     def __init__(self, settings: ReplaySettings, block_tokens: int, clock: Clock) -> None:
         """`clock`: the replay sets it. If the settings are not timed, tiers take no time, but the
@@ -261,6 +262,8 @@ class Caches:
         host = settings.host
         num_blocks = host.num_bytes // block_bytes
         self.num_blocks = num_blocks
+        gpu_bytes = settings.gpu_bytes
+        self.device = None if gpu_bytes is None else DeviceCache(gpu_bytes // block_bytes)
         self.host: CPUOffloadingManager
         self.tiers: list[KeyTier] = []
         self.manager: OffloadingManager
@@ -319,10 +322,13 @@ class Caches:
             PlaceFigures(its.name, its.policy, tier.table.num_blocks, str(its.write_policy))
             for its, tier in zip(settings.tiers, self.tiers, strict=True)
         ]
-        return Figures(block_tokens, settings.block_bytes(block_tokens), places)
+        gpu = None if self.device is None else GpuFigures(self.device.num_blocks)
+        return Figures(block_tokens, settings.block_bytes(block_tokens), places, gpu)
 
     def count_into(self, figures: Figures) -> None:
         """Add what the managers have counted since the last call."""
+        if figures.gpu is not None and self.device is not None:
+            figures.gpu.evicted_blocks = self.device.num_evicted
         stats = self.manager.get_stats()
         host = figures.places[0]
         counted = stats.counters if stats is not None else {}

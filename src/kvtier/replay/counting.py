@@ -38,46 +38,53 @@ class Counting:
         """Serve all requests. Yields after each one."""
         serve = self._serve_from_host if self.caches.tiering is None else self._serve_from_tiers
         for number, request in enumerate(requests):
-            serve(request, ReqContext(str(number)))
+            device = self.caches.device
+            num_on_device = 0 if device is None else device.num_hits(request.keys)
+            serve(request, ReqContext(str(number)), num_on_device)
+            if device is not None:
+                device.release(device.hold(request.keys))
             yield
 
     def end(self) -> Figures:
         """The figures of everything served so far."""
         self.caches.count_into(self.figures)
         # Every hit is read once from host memory.
-        self.figures.places[0].read_blocks = self.figures.hit_blocks
+        self.figures.places[0].read_blocks = sum(p.hit_blocks for p in self.figures.places)
         return self.figures
 
-    def _serve_from_host(self, request: Request, context: ReqContext) -> None:
+    def _serve_from_host(self, request: Request, context: ReqContext, num_on_device: int) -> None:
         manager, keys = self.caches.manager, request.keys
         manager.on_new_request(context)
-        num_hits = manager.lookup_prefix(keys, context).num_hits
+        num_hits = manager.lookup_prefix(keys[num_on_device:], context).num_hits
         manager.touch(keys, context)
         output = manager.prepare_store(keys, context)
         assert output is not None, "nothing is in flight, so there is always something to evict"
         manager.complete_store(output.keys_to_store, context)
         manager.on_request_finished(context)
-        self.figures.note_lookup(len(keys), request.prompt_tokens, [num_hits])
+        self.figures.note_lookup(len(keys), request.prompt_tokens, [num_hits], num_on_device)
 
-    def _serve_from_tiers(self, request: Request, context: ReqContext) -> None:
+    def _serve_from_tiers(self, request: Request, context: ReqContext, num_on_device: int) -> None:
         manager, keys = self.caches.manager, request.keys
+        asked = keys[num_on_device:]
         manager.on_new_request(context)
-        found = manager.lookup_prefix(keys, context)
+        found = manager.lookup_prefix(asked, context)
         while not found.is_final:
             manager.on_schedule_end(_STEP)  # promotes what was found
-            found = manager.lookup_prefix(keys, context)
-        hits = self.caches.hits_by_place(keys, found.num_hits, context)
+            found = manager.lookup_prefix(asked, context)
+        hits = self.caches.hits_by_place(asked, found.num_hits, context)
         if hits[0] < found.num_hits:  # ends the leases of promoted blocks
-            manager.prepare_load(keys[: found.num_hits], context)
-            manager.complete_load(keys[: found.num_hits], context)
+            manager.prepare_load(asked[: found.num_hits], context)
+            manager.complete_load(asked[: found.num_hits], context)
         manager.touch(keys, context)
-        for start in range(found.num_hits, len(keys), self._step_blocks):
+        # Blocks on the device are offered, too: host memory may have evicted them.
+        first = 0 if num_on_device else found.num_hits
+        for start in range(first, len(keys), self._step_blocks):
             output = manager.prepare_store(keys[start : start + self._step_blocks], context)
             if output is not None and output.keys_to_store:
                 manager.complete_store(output.keys_to_store, context)
             manager.on_schedule_end(_STEP)
         manager.on_request_finished(context)
-        self.figures.note_lookup(len(keys), request.prompt_tokens, hits)
+        self.figures.note_lookup(len(keys), request.prompt_tokens, hits, num_on_device)
         tiering = self.caches.tiering
         assert tiering is not None
         manager.on_schedule_end(_STEP)

@@ -2,7 +2,8 @@
 
 The engine works in steps, as vLLM does: requests start in order of arrival, prompts are computed in
 chunks, and every running request decodes one token in a step. A step lasts `decode_step_s` plus the
-time that its prompt tokens take. Transfers run beside it: between device and host memory at host
+time that its prompt tokens take. What the engine's own cache holds is not asked of the managers.
+Transfers run beside it: between device and host memory at host
 memory's speeds, and between host memory and each tier at the tier's. Nothing waits and nothing is
 copied; only the managers do real work.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
@@ -39,11 +41,14 @@ class _Serving:
     __slots__ = (
         "arrived_s",
         "context",
+        "held",
         "is_loaded",
         "keys",
         "num_computed",
         "num_hits",
+        "num_kept",
         "num_offered",
+        "num_on_device",
         "output_tokens",
         "prompt_tokens",
     )
@@ -56,15 +61,23 @@ class _Serving:
         self.arrived_s = arrived_s
         self.is_loaded = False
         """True once it has been looked up and its hits are on the device."""
+        self.num_on_device = 0
+        """Blocks at the start of the prompt that were on the device when it started."""
         self.num_hits = 0
+        """Blocks after these that are loaded."""
+        self.num_kept = 0
+        """Blocks that the engine's own cache was given."""
+        self.held: list[OffloadKey] = []
+        """Those of them that it keeps."""
         self.num_computed = 0
         """Prompt tokens that are on the device."""
         self.num_offered = 0
         """Blocks that need not be stored any more."""
 
-    def find_blocks(self) -> list[OffloadKey]:
-        """The blocks that the engine will look up. Managers call it while the request waits."""
-        return self.keys
+    @property
+    def hits(self) -> list[OffloadKey]:
+        """The blocks that are loaded."""
+        return self.keys[self.num_on_device : self.num_on_device + self.num_hits]
 
 
 class TimedEngine:
@@ -74,6 +87,7 @@ class TimedEngine:
         self._clock = Clock()
         self.caches = Caches(settings, block_tokens, self._clock)
         self._manager = self.caches.manager
+        self._device = self.caches.device
         self.figures: Figures = self.caches.figures(settings, block_tokens)
         self._timing = self.figures.timing = Timing()
         self._model = settings.engine
@@ -137,8 +151,18 @@ class TimedEngine:
     def _enter(self, serving: _Serving) -> None:
         self._manager.on_new_request(serving.context)
         if self.caches.tiers:
-            self._manager.on_request_queued(serving.context, serving.find_blocks)
+            self._manager.on_request_queued(
+                serving.context, partial(self._blocks_to_look_up, serving)
+            )
         self._waiting.append(serving)
+
+    def _blocks_to_look_up(self, serving: _Serving) -> list[OffloadKey]:
+        """The blocks of a request that are not on the device. Managers call it while the request
+        waits."""
+        if self._device is None:
+            return serving.keys
+        serving.num_on_device = self._device.num_hits(serving.keys)
+        return serving.keys[serving.num_on_device :]
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -166,8 +190,9 @@ class TimedEngine:
         loaded = []
         while self._loading and self._loading[0][0] <= now:
             _, serving = self._loading.popleft()
-            manager.complete_load(serving.keys[: serving.num_hits], serving.context)
+            manager.complete_load(serving.hits, serving.context)
             serving.is_loaded = True
+            self._keep(serving)
             loaded.append(serving)
         self._waiting.extendleft(reversed(loaded))
 
@@ -206,20 +231,34 @@ class TimedEngine:
 
     def _look_up(self, serving: _Serving) -> bool:
         """Look up the prompt. False: ask again in the next step."""
-        keys = serving.keys
+        keys = self._blocks_to_look_up(serving)
         num_hits, is_final = self._manager.lookup_prefix(keys, serving.context)
         if not is_final:
             return False
-        serving.num_hits = serving.num_offered = num_hits
+        serving.num_hits = num_hits
+        # Blocks on the device are offered for storing: host memory may have evicted them.
+        serving.num_offered = 0 if serving.num_on_device else num_hits
         # The last token is always computed: the first new one follows from it.
-        cached = num_hits * self._block_tokens
+        cached = (serving.num_on_device + num_hits) * self._block_tokens
         serving.num_computed = max(0, min(cached, serving.prompt_tokens - 1))
         hits = self.caches.hits_by_place(keys, num_hits, serving.context)
-        self.figures.note_lookup(len(keys), serving.prompt_tokens, hits)
+        self.figures.note_lookup(
+            len(serving.keys), serving.prompt_tokens, hits, serving.num_on_device
+        )
+        if self._device is not None:
+            serving.num_kept = serving.num_on_device
+            serving.held = self._device.hold(serving.keys[: serving.num_kept])
         return True
 
+    def _keep(self, serving: _Serving) -> None:
+        """The engine's own cache gets the blocks that have been loaded or computed."""
+        end = serving.num_computed // self._block_tokens
+        if self._device is not None and end > serving.num_kept:
+            serving.held += self._device.hold(serving.keys[serving.num_kept : end])
+            serving.num_kept = end
+
     def _load(self, serving: _Serving) -> None:
-        hits = serving.keys[: serving.num_hits]
+        hits = serving.hits
         self._manager.prepare_load(hits, serving.context)
         ends_s, _ = self._to_device.end_of(len(hits) * self._block_bytes)
         self.figures.places[0].read_blocks += len(hits)
@@ -252,7 +291,9 @@ class TimedEngine:
         num_steps = (
             1 if work or self._waiting or self._unstored else self._num_equal_steps(next_arrival_s)
         )
-        seconds = num_steps * model.decode_step_s + num_tokens / model.prefill_tokens_per_s
+        seconds = num_steps * model.decode_step_s
+        for serving, n in work:
+            seconds += model.prefill_s(serving.num_computed, n)
         clock.now += seconds
         self._timing.busy_s += seconds
         self._num_steps += num_steps
@@ -262,6 +303,7 @@ class TimedEngine:
         is_done = False
         for serving, n in work:
             serving.num_computed += n
+            self._keep(serving)
             if serving.num_computed >= serving.prompt_tokens:
                 is_done = True
                 self._timing.first_token_s.append(clock.now - serving.arrived_s)
@@ -307,4 +349,6 @@ class TimedEngine:
         if serving in self._unstored:
             del self._unstored[serving]
             self.figures.places[0].refused_blocks += len(serving.keys) - serving.num_offered
+        if self._device is not None:
+            self._device.release(serving.held)
         self._manager.on_request_finished(serving.context)

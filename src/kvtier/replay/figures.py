@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Figures", "PlaceFigures", "Timing"]
+__all__ = ["Figures", "GpuFigures", "PlaceFigures", "Timing"]
 
 
 @dataclass(slots=True)
@@ -67,6 +67,16 @@ class PlaceFigures:
 
 
 @dataclass(slots=True)
+class GpuFigures:
+    """The engine's own cache in device memory."""
+
+    capacity_blocks: int
+    hit_blocks: int = 0
+    """Blocks of prompts that were found here, and not asked of tiers."""
+    evicted_blocks: int = 0
+
+
+@dataclass(slots=True)
 class Timing:
     """Times by the cost model. Virtual seconds."""
 
@@ -108,6 +118,8 @@ class Figures:
     block_bytes: int
     places: list[PlaceFigures]
     """Host memory, then the tiers in the order in which they are asked."""
+    gpu: GpuFigures | None = None
+    """The engine's own cache, if it is simulated."""
     num_requests: int = 0
     num_references: int = 0
     """Blocks of all prompts."""
@@ -118,7 +130,8 @@ class Figures:
 
     @property
     def hit_blocks(self) -> int:
-        return sum(place.hit_blocks for place in self.places)
+        in_tiers = sum(place.hit_blocks for place in self.places)
+        return in_tiers + (0 if self.gpu is None else self.gpu.hit_blocks)
 
     @property
     def hit_percent(self) -> float:
@@ -129,8 +142,12 @@ class Figures:
         """Prompt tokens that were not computed."""
         return self.hit_blocks * self.block_tokens
 
-    def note_lookup(self, num_blocks: int, prompt_tokens: int, hits: list[int]) -> None:
+    def note_lookup(
+        self, num_blocks: int, prompt_tokens: int, hits: list[int], num_gpu_hits: int = 0
+    ) -> None:
         """A request was looked up. `hits`: by place."""
+        if self.gpu is not None:
+            self.gpu.hit_blocks += num_gpu_hits
         self.num_requests += 1
         self.num_references += num_blocks
         self.prompt_tokens += prompt_tokens
@@ -153,10 +170,23 @@ class Figures:
             "prompt_tokens": self.prompt_tokens,
             "saved_tokens": self.saved_tokens,
             "saved_tokens_percent": _percent(self.saved_tokens, self.prompt_tokens),
+            "gpu": self._gpu_document(),
             "tiers": [
                 place.document(self.num_references, self.block_bytes) for place in self.places
             ],
             "timing": None if self.timing is None else self.timing.document(),
+        }
+
+    def _gpu_document(self) -> dict[str, Any] | None:
+        gpu = self.gpu
+        if gpu is None:
+            return None
+        return {
+            "capacity_blocks": gpu.capacity_blocks,
+            "capacity_bytes": gpu.capacity_blocks * self.block_bytes,
+            "hit_blocks": gpu.hit_blocks,
+            "hit_percent": _percent(gpu.hit_blocks, self.num_references),
+            "evicted_blocks": gpu.evicted_blocks,
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.config import ConfigError
@@ -47,12 +48,57 @@ class EngineSettings:
     of 32,768 tokens take 1.2 s to compute (docs/benchmarks.md)."""
 
     prefill_tokens_per_s: float = 26_000.0
+    """Prompt tokens per second at the start of a prompt."""
+    attention_s: float = 0.0
+    """What a prompt token takes more for each token before it, in seconds."""
     decode_step_s: float = 0.010
     """What a step takes besides the prompt tokens that it computes."""
     step_tokens: int = 8192
     """The most prompt tokens that one step computes."""
     most_running: int = 64
     """The most requests that compute or decode at the same time."""
+
+    def prefill_s(self, start: int, num_tokens: int) -> float:
+        """The seconds to compute some tokens of a prompt, of which `start` come before them."""
+        num_pairs = num_tokens * (start + num_tokens / 2)
+        return num_tokens / self.prefill_tokens_per_s + self.attention_s * num_pairs
+
+    def fitted_to(self, times: Sequence[tuple[int, float]]) -> EngineSettings:
+        """The same with the prefill speed at which prompts of these numbers of tokens take these
+        seconds on an idle engine: one prompt for a constant speed, two for a speed that falls with
+        the position.
+
+        Raises `SettingError` if no such speed exists.
+        """
+        option = "--prefill-times"
+        costs = []
+        for num_tokens, seconds in times:
+            num_steps = -(-num_tokens // self.step_tokens)
+            per_token = (seconds - num_steps * self.decode_step_s) / num_tokens
+            if per_token <= 0:
+                raise SettingError(
+                    option,
+                    f"{num_tokens} tokens in {seconds:g} s: the {num_steps} steps alone take "
+                    f"{num_steps * self.decode_step_s:g} s: give a shorter --decode-step, or a "
+                    "longer prompt",
+                )
+            costs.append((num_tokens, per_token))
+        if len(costs) == 1:
+            return replace(self, prefill_tokens_per_s=1 / costs[0][1], attention_s=0.0)
+        (short, at_short), (long, at_long) = sorted(costs)
+        if short == long:
+            raise SettingError(option, f"{short} tokens twice: give two lengths that differ")
+        # A prompt of n tokens takes n * (per_token + attention * n / 2) seconds.
+        attention_s = 2 * (at_long - at_short) / (long - short)
+        per_token = at_short - attention_s * short / 2
+        if attention_s < 0 or per_token <= 0:
+            raise SettingError(
+                option,
+                f"a token takes {at_short * 1e6:.1f} us in the short prompt and "
+                f"{at_long * 1e6:.1f} us in the long one, which attention cannot explain: measure "
+                "again on an idle engine, with nothing cached, or give one prompt",
+            )
+        return replace(self, prefill_tokens_per_s=1 / per_token, attention_s=attention_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +108,8 @@ class ReplaySettings:
     host: TierSettings
     tiers: tuple[TierSettings, ...] = ()
     """In the order in which they are asked."""
+    gpu_bytes: int | None = None
+    """The engine's own cache in device memory; None: nothing stays there between requests."""
     kv_bytes_per_token: int = 128 << 10
     """The default is that of Llama-3-8B in bf16: 32 layers, 8 KV heads of 128, K and V."""
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -75,21 +123,10 @@ class ReplaySettings:
 
     def check(self, block_tokens: int) -> None:
         """Raise `SettingError` if a tier cannot exist."""
-        block_bytes = self.block_bytes(block_tokens)
+        if self.gpu_bytes is not None:
+            self._check_size("--gpu", "the GPU", self.gpu_bytes, block_tokens)
         for option, tier in [("--host", self.host), *(("--tier", tier) for tier in self.tiers)]:
-            num_blocks = tier.num_bytes // block_bytes
-            if num_blocks < 1:
-                raise SettingError(
-                    option,
-                    f"{tier.name} has {as_size(tier.num_bytes)}, but one block of {block_tokens} "
-                    f"tokens has {as_size(block_bytes)}: give more, or fewer --kv-bytes-per-token",
-                )
-            if num_blocks > MOST_BLOCKS:
-                raise SettingError(
-                    option,
-                    f"{tier.name} would have {num_blocks:,} blocks of {as_size(block_bytes)}: give "
-                    f"at most {as_size(MOST_BLOCKS * block_bytes)}, or more --kv-bytes-per-token",
-                )
+            self._check_size(option, tier.name, tier.num_bytes, block_tokens)
             policy_option = "--policy" if tier is self.host else option
             try:
                 CachePolicyFactory.get_cache_policy_cls(tier.policy)
@@ -101,6 +138,22 @@ class ReplaySettings:
                     f"{tier.name} has a write_budget, which is bytes per day, but requests are "
                     "counted without time: leave write_budget or --no-timing out",
                 )
+
+    def _check_size(self, option: str, name: str, num_bytes: int, block_tokens: int) -> None:
+        block_bytes = self.block_bytes(block_tokens)
+        num_blocks = num_bytes // block_bytes
+        if num_blocks < 1:
+            raise SettingError(
+                option,
+                f"{name} has {as_size(num_bytes)}, but one block of {block_tokens} tokens has "
+                f"{as_size(block_bytes)}: give more, or fewer --kv-bytes-per-token",
+            )
+        if num_blocks > MOST_BLOCKS:
+            raise SettingError(
+                option,
+                f"{name} would have {num_blocks:,} blocks of {as_size(block_bytes)}: give at most "
+                f"{as_size(MOST_BLOCKS * block_bytes)}, or more --kv-bytes-per-token",
+            )
 
     def with_host_bytes(self, num_bytes: int) -> ReplaySettings:
         """The same with another size of host memory."""

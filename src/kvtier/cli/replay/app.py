@@ -30,6 +30,7 @@ cost model in virtual time, the time to first token and the throughput.
     kvtier replay trace.jsonl --tier disk:2TiB,read_speed=12GB --tier nas:20TiB,read_speed=1GB
     kvtier replay trace.jsonl --tier disk:2TiB,write=adaptive,write_budget=4TiB
     kvtier replay trace.npz --host 512GiB --policy arc --no-timing
+    kvtier replay trace.jsonl --gpu 80GiB --prefill-times 8192:212ms,32768:1.22s
     kvtier replay trace.jsonl --host 64GiB --speed-up 2 --limit 5000 --json | jq .timing.ttft_s
     kvtier replay --calibrate /mnt/nvme
 
@@ -37,8 +38,8 @@ TRACE is a JSONL file in Mooncake's form (one request in each line: timestamp in
 output_length, hash_ids with one id for each block of 512 tokens), or an npz archive; .xz is fine.
 
 The defaults are the shape of Llama-3-8B on one H200. Your model's prefill speed cannot be measured
-without the model: take it from your engine's log, and give --prefill. --kv-bytes-per-token is 2 x
-layers x KV heads x head size x bytes per number.
+without the model: send your idle engine a short and a long prompt, and give --prefill-times.
+--kv-bytes-per-token is 2 x layers x KV heads x head size x bytes per number.
 
 Exit code 0: done; 2: wrong input, or the result could not be written; 130: ended by Ctrl-C, and the
 figures until then are printed; 141: the reader of standard output has gone.
@@ -79,9 +80,31 @@ def replay(
             "other, and no transfer takes time.",
         ),
     ] = True,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="KV cache on the GPU, in which the engine keeps blocks of earlier prompts. What "
+            "it holds is not asked of tiers. Default: nothing stays there.",
+        ),
+    ] = None,
     prefill: Annotated[
-        float, typer.Option(metavar="N", help="Prompt tokens that the engine computes per second.")
-    ] = 26_000,
+        float | None,
+        typer.Option(
+            metavar="N",
+            help="Prompt tokens that the engine computes per second, at any position. Default: "
+            "26000.",
+        ),
+    ] = None,
+    prefill_times: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS:TIME[,TOKENS:TIME]",
+            help="Instead of --prefill: measured times to first token of one or two prompts, such "
+            "as 8192:212ms,32768:1.22s. From two, the cost of attention follows: tokens deep in a "
+            "prompt take longer.",
+        ),
+    ] = None,
     decode_step: Annotated[
         str, typer.Option(metavar="TIME", help="What an engine step takes besides prompt tokens.")
     ] = "10ms",
@@ -127,7 +150,9 @@ def replay(
             kv_bytes_per_token=kv_bytes_per_token,
             block_tokens=block_tokens,
             is_timed=timing,
+            gpu=gpu,
             prefill=prefill,
+            prefill_times=prefill_times,
             decode_step=decode_step,
             step_tokens=step_tokens,
             running=running,

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.cli.output import finish, note, write
-from kvtier.cli.replay.options import require, seconds_of, size_of, tiers_of
+from kvtier.cli.replay.options import engine_of, require, seconds_of, size_of, tiers_of
 from kvtier.cli.store.terminal import shown_share, warnings_as_notes
 from kvtier.config.sizes import as_size
 from kvtier.replay.calibration import Calibration, calibrate
@@ -49,7 +49,9 @@ class Wishes:
     kv_bytes_per_token: str
     block_tokens: int | None
     is_timed: bool
-    prefill: float
+    gpu: str | None
+    prefill: float | None
+    prefill_times: str | None
     decode_step: str
     step_tokens: int
     running: int
@@ -131,7 +133,6 @@ def settings_of(wishes: Wishes, measured: Calibration | None) -> ReplaySettings:
         require(wishes.limit, "--limit", "a whole number, 1 or more")
     if wishes.block_tokens is not None:
         require(wishes.block_tokens, "--block-tokens", "a whole number, 1 or more")
-    require(wishes.prefill, "--prefill", "prompt tokens per second, from 0.001 to 1e12")
     require(wishes.step_tokens, "--step-tokens", "a whole number, 1 or more")
     require(wishes.running, "--running", "a whole number, 1 or more")
     require(wishes.speed_up, "--speed-up", "a number from 0.001 to 1e12; 2 is twice as fast")
@@ -151,11 +152,15 @@ def settings_of(wishes: Wishes, measured: Calibration | None) -> ReplaySettings:
         ),
         tiers=tiers,
         kv_bytes_per_token=size_of(wishes.kv_bytes_per_token, "--kv-bytes-per-token"),
-        engine=EngineSettings(
-            prefill_tokens_per_s=wishes.prefill,
-            decode_step_s=seconds_of(wishes.decode_step, "--decode-step", may_be_zero=False),
-            step_tokens=wishes.step_tokens,
-            most_running=wishes.running,
+        gpu_bytes=None if wishes.gpu is None else size_of(wishes.gpu, "--gpu"),
+        engine=engine_of(
+            wishes.prefill,
+            wishes.prefill_times,
+            EngineSettings(
+                decode_step_s=seconds_of(wishes.decode_step, "--decode-step", may_be_zero=False),
+                step_tokens=wishes.step_tokens,
+                most_running=wishes.running,
+            ),
         ),
         is_timed=wishes.is_timed,
         speed_up=wishes.speed_up,
@@ -192,7 +197,8 @@ def _print_calibration(measured: Calibration, *, as_json: bool) -> None:
         )
     note(
         "kvtier replay: how fast your model computes prompts cannot be measured without the model: "
-        "give --prefill. Copies to a GPU were not measured either: with a GPU, run `python -m "
+        "send an idle engine a short and a long prompt, and give --prefill-times. Copies to a GPU "
+        "were not measured either: with a GPU, run `python -m "
         "kvtier.cpu.gpu_selftest`, and give --host-speed"
     )
 
@@ -262,8 +268,12 @@ def _table(figures: Figures) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in _LEFT_COLUMNS else "right")
+    block_bytes = figures.block_bytes
+    if figures.gpu is not None:
+        size = as_size(figures.gpu.capacity_blocks * block_bytes)
+        hits = _percent(figures.gpu.hit_blocks, figures.num_references)
+        table.add_row("gpu", size, "lru", "", hits, "", "", "")
     for place in figures.places:
-        block_bytes = figures.block_bytes
         table.add_row(
             place.name,
             as_size(place.capacity_blocks * block_bytes),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kvtier.config.options import WritePolicyName
 from kvtier.config.sizes import SizeError, parse_size
 from kvtier.replay.calibration import Calibration
-from kvtier.replay.settings import SettingError, TierSettings
+from kvtier.replay.settings import EngineSettings, SettingError, TierSettings
 
-__all__ = ["require", "seconds_of", "size_of", "tiers_of"]
+__all__ = ["engine_of", "require", "seconds_of", "size_of", "tiers_of"]
 
 _TIER_READ, _TIER_WRITE, _TIER_LATENCY = "6GB", "4GB", "0.1ms"
 """About what one PCIe 4 NVMe drive does."""
@@ -62,6 +63,37 @@ def seconds_of(text: str, option: str, *, may_be_zero: bool = True) -> float:
     if seconds < 0 or not (seconds or may_be_zero):
         raise SettingError(option, f'"{text}": write a number and one of us, ms, s, such as 0.1ms')
     return seconds
+
+
+def engine_of(
+    prefill: float | None, prefill_times: str | None, engine: EngineSettings
+) -> EngineSettings:
+    """The engine with the prefill speed of `--prefill` or `--prefill-times`, if one was given."""
+    if prefill_times is None:
+        if prefill is None:
+            return engine
+        require(prefill, "--prefill", "prompt tokens per second, from 0.001 to 1e12")
+        return replace(engine, prefill_tokens_per_s=prefill)
+    if prefill is not None:
+        raise SettingError("--prefill-times", "give either --prefill or --prefill-times")
+    return engine.fitted_to(_prompt_times_of(prefill_times))
+
+
+def _prompt_times_of(text: str) -> list[tuple[int, float]]:
+    """The tokens and seconds of one or two prompts, such as `8192:212ms,32768:1.22s`."""
+    times: list[tuple[int, float]] = []
+    for pair in text.split(","):
+        tokens, colon, time = pair.partition(":")
+        if not colon or not re.fullmatch(r"[1-9]\d{0,8}", tokens, re.ASCII):
+            times = []
+            break
+        times.append((int(tokens), seconds_of(time, "--prefill-times", may_be_zero=False)))
+    if not 1 <= len(times) <= 2:
+        raise SettingError(
+            "--prefill-times",
+            f'"{text}": write TOKENS:TIME of one or two prompts, such as 8192:212ms,32768:1.22s',
+        )
+    return times
 
 
 def _tier_of(text: str, measured: Calibration | None) -> TierSettings:
