@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvtier.cli.vllm_config.host_checks import Finding, Status
+from kvtier.config import ConfigError
 from kvtier.tiering.obj import manager as obj_tier
 from kvtier.tiering.obj.objects import BLOCKS, Objects, open_objects
 from kvtier.tiering.obj.objects import NotAllowed as BucketRefused
@@ -30,10 +31,13 @@ def check_valkey_tier(at: str, options: ValkeyOptions) -> Iterator[Finding]:
     except ImportError:
         yield _without_client(name, "valkey", valkey_tier.INSTALL)
         return
+    except ConfigError as refused:
+        yield Finding(name, Status.PROBLEM, str(refused), "Correct the URL")
+        return
     try:
-        complaints = valkey_tier.log_in(servers)
+        complaints = valkey_tier.log_in(servers, options)
     except LoginRefused as refusal:
-        yield Finding(name, Status.PROBLEM, f"{where}: {refusal}", valkey_tier.RIGHTS)
+        yield Finding(name, Status.PROBLEM, f"{where}: {refusal}", refusal.remedy)
     except ServerFailure as failure:
         yield _not_reached(name, where, failure)
     else:
@@ -41,8 +45,6 @@ def check_valkey_tier(at: str, options: ValkeyOptions) -> Iterator[Finding]:
         for complaint in complaints:
             found, _, remedy = complaint.rpartition(". ")
             yield Finding(f"{at}.maxmemory", Status.WARNING, f"{where}: {found}", remedy)
-    finally:
-        servers.close()
 
 
 def check_obj_tier(at: str, options: ObjOptions) -> Iterator[Finding]:

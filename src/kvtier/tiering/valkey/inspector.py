@@ -14,7 +14,7 @@ from kvtier.config import ConfigError
 from kvtier.tiering.inspection import InspectionRefused
 from kvtier.tiering.remote.inspector import RemoteBlock, RemoteInspector, RemoteStorage
 from kvtier.tiering.valkey.options import SCHEMES, ValkeyOptions
-from kvtier.tiering.valkey.servers import credentials, explained_failures
+from kvtier.tiering.valkey.servers import credentials, explained_failures, tls_settings
 
 __all__ = ["open_server"]
 
@@ -47,7 +47,11 @@ class _Server(RemoteStorage):
 
         self._library = valkey
         self._url = options.url
-        self._given: dict[str, Any] = {"socket_timeout": _TIMEOUT_S, **credentials(options)}
+        self._given: dict[str, Any] = {
+            "socket_timeout": _TIMEOUT_S,
+            **credentials(options),
+            **tls_settings(options),
+        }
         self._connected: Any = None
 
     @property

@@ -7,6 +7,7 @@ miss. `kvtier.tiering.remote.manager` is the scheduler's side; `mover` and `wire
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,19 +18,18 @@ from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
 from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of
 from kvtier.tiering.valkey.mover import ValkeyServer
 from kvtier.tiering.valkey.options import ValkeyOptions
-from kvtier.tiering.valkey.servers import NotAllowed, Servers, connect_to
-from kvtier.tiering.valkey.wire import Refusal, command
+from kvtier.tiering.valkey.servers import NotAllowed, Servers, connect_to, failure_of
+from kvtier.tiering.valkey.wire import Refusal, Wire, command
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.tiering.remote.inspector import RemoteInspector
 
-__all__ = ["INSTALL", "RIGHTS", "ValkeySecondaryTierManager", "log_in"]
+__all__ = ["INSTALL", "ValkeySecondaryTierManager", "log_in"]
 
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'kvtier[valkey]'"
-RIGHTS = "Give username and password of a user that may use the keys kvtier:*"
 _NO_LIMIT = (
     "the server has no maxmemory, so it grows until its machine is full. Set maxmemory and "
     "maxmemory-policy allkeys-lru"
@@ -38,6 +38,7 @@ _NO_EVICTION = (
     "the server evicts nothing (maxmemory-policy noeviction): once it is full, no block is stored. "
     "Set allkeys-lru"
 )
+_NUM_SLOTS_TRIED = 16
 
 
 class ValkeySecondaryTierManager(RemoteTierManager):
@@ -59,15 +60,11 @@ class ValkeySecondaryTierManager(RemoteTierManager):
         offloading_spec.config.require_weights_identity()
         servers = _servers_of(options)
         errors = ServerErrors(options.shown_url)
-        try:
-            _probe(servers, errors)
-            row_bytes = primary_kv_view.shape[1] if primary_kv_view.shape is not None else 0
-            server = ValkeyServer(servers, errors, row_bytes, options.ttl_s)
-            lanes = dict.fromkeys(("load", "store"), options.connections)
-            super().__init__(offloading_spec, primary_kv_view, tier_type, server, lanes)
-        except BaseException:
-            servers.close()
-            raise
+        _probe(servers, errors, options)
+        row_bytes = primary_kv_view.shape[1] if primary_kv_view.shape is not None else 0
+        server = ValkeyServer(servers, errors, row_bytes, options.ttl_s)
+        lanes = dict.fromkeys(("load", "store"), options.connections)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, server, lanes)
 
     @classmethod
     def open_inspector(cls, location: str) -> RemoteInspector | None:
@@ -91,13 +88,13 @@ def _servers_of(options: ValkeyOptions) -> Servers:
         ) from None
 
 
-def _probe(servers: Servers, errors: ServerErrors) -> None:
+def _probe(servers: Servers, errors: ServerErrors, options: ValkeyOptions) -> None:
     """Log in to every server. One that cannot be reached now is tried again later; one that refuses
     the user never gets better by itself."""
     try:
-        complaints = log_in(servers)
+        complaints = log_in(servers, options)
     except NotAllowed as refusal:
-        raise TierRefused(f"{errors.where}: {printable(str(refusal))}. {RIGHTS}") from None
+        raise TierRefused(f"{errors.where}: {printable(str(refusal))}. {refusal.remedy}") from None
     except ServerFailure as failure:
         logger.warning(
             "%s: %s. The engine starts without this tier and tries the server again",
@@ -110,21 +107,66 @@ def _probe(servers: Servers, errors: ServerErrors) -> None:
         logger.warning("%s: %s", errors.where, complaint)
 
 
-def log_in(servers: Servers) -> list[str]:
-    """Log in to every server, and return what its operator should change. Raises `NotAllowed` and
-    `ServerFailure`."""
+def log_in(servers: Servers, options: ValkeyOptions) -> list[str]:
+    """Log in to every server, try the user's rights, and return what its operator should change.
+    Raises `NotAllowed` and `ServerFailure`."""
     complaints = []
     for node in servers.nodes():
         wire = servers.connect(node)
         try:
-            wire.expect_answers()
-            wire.send([command(b"CONFIG", b"GET", b"maxmemory*")])
-            complaints += _complaints_about(wire.read_pairs())
-        except Refusal:
-            pass  # the user may not ask
+            _try_rights(wire, options)
+            complaints += _complaints_about(_limits(wire))
         finally:
             wire.close()
     return list(dict.fromkeys(complaints))
+
+
+def _try_rights(wire: Wire, options: ValkeyOptions) -> None:
+    """Send what the tier will send, for keys that do not exist, so that nothing changes. Raises
+    `ServerFailure`."""
+    key = b"kvtier:1:probe:" + uuid.uuid4().hex.encode()
+    attempts = [
+        [b"GET", key],
+        [b"GETEX", key, b"PX", b"1000"],
+        [b"SET", key, b"", b"XX"],
+        [b"TOUCH", key],
+        [b"PEXPIRE", key, b"1000"],
+        [b"UNLINK", key],
+        # Keys of many slots: a server of a cluster has only some of them.
+        *([b"STRLEN", b"%b:%d" % (key, number)] for number in range(_NUM_SLOTS_TRIED)),
+    ]
+    for words in attempts:
+        try:
+            wire.expect_answers()
+            wire.send([command(*words)])
+            wire.read()
+        except Refusal as refusal:
+            _judge(refusal, words[0].decode(), options)
+
+
+def _judge(refusal: Refusal, name: str, options: ValkeyOptions) -> None:
+    if refusal.code == "NOPERM":
+        raise NotAllowed(
+            f"the user may not use {name} with keys kvtier:*",
+            "docs/valkey.md lists the rights that a user needs",
+        ) from None
+    if refusal.code in ("MOVED", "CLUSTERDOWN") and not options.cluster:
+        raise NotAllowed("the server belongs to a cluster", 'Set "cluster": true') from None
+    if "unknown command" in str(refusal):
+        raise NotAllowed(f"the server has no {name}", "Use Valkey, or Redis 6.2 or later") from None
+    if refusal.code in ("NOAUTH", "DENIED"):
+        raise failure_of(refusal) from None
+
+
+def _limits(wire: Wire) -> Mapping[bytes, bytes]:
+    """The server's memory limit and policy. Empty if the user may not ask."""
+    try:
+        wire.expect_answers()
+        wire.send([command(b"CONFIG", b"GET", b"maxmemory*")])
+        words = [word for word in wire.read_list() if isinstance(word, bytes)]
+    except Refusal:
+        return {}
+    return dict(zip(words[::2], words[1::2], strict=False))
 
 
 def _complaints_about(settings: Mapping[bytes, bytes]) -> list[str]:

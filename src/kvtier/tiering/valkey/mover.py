@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,8 +18,8 @@ from kvtier.seal import SEAL_BYTES, SealFailure, check
 from kvtier.tiering.io.queue import Piece
 from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
 from kvtier.tiering.remote.lane import BlockMover, RemoteTransfer
-from kvtier.tiering.remote.manager import BlockServer
-from kvtier.tiering.valkey.servers import Node, NotAllowed, Servers, block_key
+from kvtier.tiering.remote.manager import BlockServer, namespace_of
+from kvtier.tiering.valkey.servers import Node, Servers, block_key, failure_of
 from kvtier.tiering.valkey.wire import Refusal, TooLong, Wire, command
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ T = TypeVar("T")
 _PRIVATE_TTL_MS = 3_600_000
 """Blocks that only this engine reads expire an hour after they were stored or used, because nobody
 removes them."""
-_MOVED = ("MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "TRYAGAIN", "MASTERDOWN")
-"""The server cannot answer for this key now, but it, or another one, will."""
+_WRONG_TYPE = "WRONGTYPE"
+"""The value under a key is something else than a string, for example a list."""
 
 
 class Wires:
@@ -85,6 +85,14 @@ class Wires:
             wire.interrupt()
 
 
+def _number_in(answer: int | bytes | Refusal | None) -> int | None:
+    """The number that was answered; None for a value of another type. Raises `ServerFailure` if
+    the server refuses more than this key."""
+    if isinstance(answer, Refusal) and answer.code != _WRONG_TYPE:
+        raise failure_of(answer)
+    return answer if isinstance(answer, int) else None
+
+
 def _answers_to(wire: Wire, commands: Sequence[bytes]) -> list[int | bytes | Refusal | None]:
     """Send commands, and return an answer for each."""
     wire.send([b"".join(commands)])
@@ -95,20 +103,6 @@ def _answers_to(wire: Wire, commands: Sequence[bytes]) -> list[int | bytes | Ref
         except Refusal as refusal:
             answers.append(refusal)
     return answers
-
-
-def _raise_if_moved(refusal: Refusal) -> None:
-    """Raise `ServerFailure` if the refusal is not about this key alone."""
-    if refusal.code in _MOVED:
-        raise ServerFailure(
-            FailureKind.REFUSED, f"the server cannot serve this key now ({refusal.code})"
-        )
-    if refusal.code in ("NOPERM", "NOAUTH", "WRONGPASS"):
-        raise NotAllowed(
-            FailureKind.REFUSED,
-            f"the user may not do this ({refusal.code}); allow it "
-            "+get +set +strlen +touch +pexpire +unlink +info and the keys kvtier:*",
-        )
 
 
 class ValkeyServer(BlockServer):
@@ -122,17 +116,28 @@ class ValkeyServer(BlockServer):
         self._block_bytes = SEAL_BYTES + row_bytes
         self._ttl_ms = None if ttl_s is None else ttl_s * 1000
         self._local = threading.local()
+        self._shared_namespace: str | None = None
         self._opened: list[Wires] = []
+        self._is_interrupted = False
         self._lock = threading.Lock()
-        """Protects `_opened`."""
+        """Protects these two."""
 
     def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
-        return _ValkeyMover(tier, self._open(), self.errors, self._ttl_ms)
+        self._shared_namespace = namespace_of(tier.fingerprint)
+        return _ValkeyMover(tier, self._open(), self.errors, self._ttl_for)
+
+    def _ttl_for(self, namespace: str) -> int | None:
+        """Milliseconds after which blocks of a namespace expire."""
+        if namespace == self._shared_namespace:
+            return self._ttl_ms
+        return min(self._ttl_ms or _PRIVATE_TTL_MS, _PRIVATE_TTL_MS)
 
     def _open(self) -> Wires:
         wires = Wires(self._servers)
         with self._lock:
             self._opened.append(wires)
+            if self._is_interrupted:
+                wires.interrupt()
         return wires
 
     @property
@@ -145,13 +150,13 @@ class ValkeyServer(BlockServer):
 
     def interrupt(self) -> None:
         with self._lock:
+            self._is_interrupted = True
             for wires in self._opened:
                 wires.interrupt()
 
     def close(self) -> None:
         for wires in self._opened:
             wires.close()
-        self._servers.close()
 
     def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterable[bool]:
         try:
@@ -163,7 +168,7 @@ class ValkeyServer(BlockServer):
         return [lengths[key] == self._block_bytes for key in keys]
 
     def touch(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        ttl = self._ttl_ms
+        ttl = self._ttl_for(namespace)
 
         def words(key: bytes) -> bytes:
             if ttl is None:
@@ -176,8 +181,8 @@ class ValkeyServer(BlockServer):
     def _ask(
         self, namespace: str, keys: Sequence[OffloadKey], words: Callable[[bytes], bytes]
     ) -> dict[OffloadKey, int | None]:
-        """Send a command for each key. Returns the numbers that were answered; None for other
-        answers."""
+        """Send a command for each key. Returns the numbers that were answered; None for a value of
+        another type."""
         wires = self._own
         found: dict[OffloadKey, int | None] = {}
         try:
@@ -186,9 +191,7 @@ class ValkeyServer(BlockServer):
                 commands = [words(block_key(namespace, key)) for key in some]
                 answers = _answers_to(wires.to(node), commands)
                 for key, answer in zip(some, answers, strict=True):
-                    if isinstance(answer, Refusal):
-                        _raise_if_moved(answer)
-                    found[key] = answer if isinstance(answer, int) else None
+                    found[key] = _number_in(answer)
         except ServerFailure:
             wires.recover()
             raise
@@ -201,20 +204,15 @@ class _ValkeyMover(BlockMover):
         tier: SecondaryTierManager,
         wires: Wires,
         errors: ServerErrors,
-        ttl_ms: int | None,
+        ttl_for: Callable[[str], int | None],
     ) -> None:
         self._tier = tier
         self._wires = wires
         self._errors = errors
-        self._ttl_ms = ttl_ms
+        self._ttl_for = ttl_for
         self._header = memoryview(bytearray(SEAL_BYTES))
         self._damaged: list[bytes] = []
         """Keys of blocks to remove."""
-
-    def _ttl_for(self, transfer: RemoteTransfer) -> int | None:
-        if not transfer.is_private:
-            return self._ttl_ms
-        return min(self._ttl_ms or _PRIVATE_TTL_MS, _PRIVATE_TTL_MS)
 
     # --- load ----------------------------------------------------------------------------------
 
@@ -251,7 +249,7 @@ class _ValkeyMover(BlockMover):
     ) -> None:
         """Load all pieces of `left`, and remove each when its answer was read."""
         keys = [block_key(transfer.namespace, key) for _, key in left]
-        ttl = self._ttl_for(transfer)
+        ttl = self._ttl_for(transfer.namespace)
         if ttl is None:
             wire.send([b"".join(command(b"GET", key) for key in keys)])
         else:
@@ -263,8 +261,9 @@ class _ValkeyMover(BlockMover):
             try:
                 length = wire.read_into(self._header, payload)
             except Refusal as refusal:
-                _raise_if_moved(refusal)
-                self._tier.refuse_block(SealFailure.NOT_SEALED)  # something else than a string
+                if refusal.code != _WRONG_TYPE:
+                    raise failure_of(refusal) from None
+                self._refuse(transfer, key, SealFailure.NOT_SEALED)
             else:
                 if length is None:
                     transfer.gone.append(key)
@@ -312,8 +311,7 @@ class _ValkeyMover(BlockMover):
     def _store_to(
         self, wire: Wire, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
     ) -> list[Piece[OffloadKey]]:
-        there = self._already_there(wire, transfer, pieces)
-        new = [piece for piece in pieces if piece[1] not in there]
+        new = self._not_there(wire, transfer, pieces)
         if not new:
             return list(pieces)
         parts: list[bytes | memoryview] = []
@@ -333,22 +331,31 @@ class _ValkeyMover(BlockMover):
         self._explain(transfer, failed, refusals)
         return [piece for piece in pieces if piece[1] not in failed]
 
-    def _already_there(
+    def _not_there(
         self, wire: Wire, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
-    ) -> Collection[OffloadKey]:
-        """The blocks that the server has, so that they need not be sent."""
-        commands = [command(b"EXISTS", block_key(transfer.namespace, key)) for _, key in pieces]
-        answers = _answers_to(wire, commands)
-        for answer in answers:
-            if isinstance(answer, Refusal):
-                _raise_if_moved(answer)
-        return {key for (_, key), answer in zip(pieces, answers, strict=True) if answer == 1}
+    ) -> list[Piece[OffloadKey]]:
+        """The blocks that the server does not have. Other values under their keys are removed."""
+        keys = [block_key(transfer.namespace, key) for _, key in pieces]
+        lengths = map(_number_in, _answers_to(wire, [command(b"STRLEN", key) for key in keys]))
+        new, foreign = [], []
+        for piece, key, length in zip(pieces, keys, lengths, strict=True):
+            if length == SEAL_BYTES + len(self._tier.rows[piece[0]]):
+                continue
+            new.append(piece)
+            if length != 0:
+                foreign.append(key)
+                self._tier.refuse_block(
+                    SealFailure.NOT_SEALED if length is None else SealFailure.LENGTH
+                )
+        if foreign:
+            _answers_to(wire, [command(b"UNLINK", key) for key in foreign])
+        return new
 
     def _set_command(
         self, transfer: RemoteTransfer, key: OffloadKey, payload: memoryview
     ) -> tuple[bytes | memoryview, ...]:
         seal = self._tier.seal_block(transfer.job, key, payload)
-        ttl = self._ttl_for(transfer)
+        ttl = self._ttl_for(transfer.namespace)
         server_key = block_key(transfer.namespace, key)
         num_words = 4 if ttl is None else 6
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
@@ -378,7 +385,4 @@ class _ValkeyMover(BlockMover):
             )
             self._errors.note(ServerFailure(FailureKind.FULL, reason))
             return
-        _raise_if_moved(first)
-        self._errors.note(
-            ServerFailure(FailureKind.REFUSED, f"the server refused to store blocks ({first.code})")
-        )
+        raise failure_of(first)

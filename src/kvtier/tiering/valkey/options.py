@@ -34,13 +34,17 @@ def shown_url(url: str) -> str:
 
 
 def _split(url: str) -> SplitResult | None:
-    """The parts of a URL; None if it is not one of a server."""
+    """The parts of a URL; None if it is not one of a server. One with an "@" after the address is
+    none either: the password was not percent-encoded, and its end would be shown."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises if it is not a number
+        (parts.hostname or "").encode("idna")
     except ValueError:
         return None
-    return parts if parts.scheme in SCHEMES else None
+    if "@" in f"{parts.query}{parts.fragment}{'' if parts.scheme == 'unix' else parts.path}":
+        return None
+    return parts if f"{parts.scheme}://" in url[:9] and parts.scheme in SCHEMES else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,8 @@ class ValkeyOptions(TierOptions):
                     describe(shown_url(self.url)) if parts else "something else",
                     f"a URL that begins with {allowed}",
                     'Write, for example, "valkey://cache.example:6379", or '
-                    '"unix:///run/valkey.sock"',
+                    '"unix:///run/valkey.sock". Percent-encode a password in it, or put it into '
+                    "VALKEY_PASSWORD",
                 )
             )
         if self.cluster and (self.sentinel_service or parts.scheme == "unix"):
@@ -139,6 +144,24 @@ class ValkeyOptions(TierOptions):
                     "true",
                     "false with sentinel_service or a unix socket",
                     "Remove cluster, or give the URL of any server of the cluster alone",
+                )
+            )
+        if self.sentinel_service and parts.scheme == "unix":
+            raise ConfigError(
+                Problem(
+                    "sentinel_service",
+                    describe(self.sentinel_service),
+                    "the URL of a Sentinel with a host",
+                    "Remove sentinel_service, or give the Sentinel's host and port in url",
+                )
+            )
+        if self.ca_bundle is not None and not self.ca_bundle.is_file():
+            raise ConfigError(
+                Problem(
+                    "ca_bundle",
+                    describe(str(self.ca_bundle)),
+                    "a file of certificates",
+                    "Give the path of a file in PEM format that exists",
                 )
             )
         if self.ca_bundle is not None and not self.uses_tls:

@@ -1,20 +1,24 @@
-"""Finds the server of a block, and connects to it. A client library does both: it knows clusters,
-Sentinel, TLS and users."""
+"""Finds the server of a block, and connects to it.
+
+The client library reads the URL and connects: TCP, TLS or a unix socket. Users, clusters and
+Sentinel are asked on the same wire as blocks, so no answer of a server takes much memory.
+"""
 
 from __future__ import annotations
 
 import os
-import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
 from kvtier.base import OffloadKey
+from kvtier.config import ConfigError, Problem
+from kvtier.config.errors import describe
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
-from kvtier.tiering.valkey.wire import TIMEOUT_S, Wire
+from kvtier.tiering.valkey.wire import TIMEOUT_S, Answer, Refusal, Wire, command
 
 if TYPE_CHECKING:
     from kvtier.tiering.valkey.options import ValkeyOptions
@@ -27,6 +31,8 @@ __all__ = [
     "connect_to",
     "credentials",
     "explained_failures",
+    "failure_of",
+    "tls_settings",
 ]
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -36,12 +42,24 @@ _PREFIX = b"kvtier:1:"
 """The version of the stored format is part of each key, so that releases with another one neither
 find nor touch these blocks."""
 
+_NUM_SLOTS = 16_384
+_ELSEWHERE = ("MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "TRYAGAIN", "MASTERDOWN")
+"""The server cannot answer for this key now, but it, or another one, will."""
+
 Node = str
-"""A server's address; empty if there is only one."""
+"""A server's HOST:PORT; empty if there is only one."""
 
 
 class NotAllowed(ServerFailure):
-    """The server does not know the user or the password, or the user may not do this."""
+    """The server refuses the user, or this use of it, and will not change its mind."""
+
+    def __init__(
+        self,
+        reason: str,
+        remedy: str = "Give username and password of a user that may use the keys kvtier:*",
+    ) -> None:
+        super().__init__(FailureKind.REFUSED, reason)
+        self.remedy = remedy
 
 
 def block_key(namespace: str, key: OffloadKey) -> bytes:
@@ -53,28 +71,27 @@ class Servers(Protocol):
     """Where the blocks are. Any thread."""
 
     def node_of(self, server_key: bytes) -> Node:
-        """The server of a key."""
+        """The server of a key. Raises `ServerFailure`."""
 
     def connect(self, node: Node) -> Wire:
         """A new connection, logged in. Raises `ServerFailure`."""
 
     def refresh(self) -> None:
-        """A server has said that a key is not there, or has failed: look again where keys are."""
+        """A server has said that a key is elsewhere, or has failed: look again where keys are."""
 
     def nodes(self) -> Iterable[Node]:
-        """All servers that have keys."""
-
-    def close(self) -> None:
-        """Close the library's own connections."""
+        """All servers that have keys. Raises `ServerFailure`."""
 
 
 def connect_to(options: ValkeyOptions) -> Servers:
-    """Make a `Servers` for these options. Does not connect."""
+    """Make a `Servers` for these options. Does not connect. Raises `ImportError` without the
+    client library, and `ConfigError` for a URL whose query it does not know."""
+    dialer = _Dialer(options)
     if options.cluster:
-        return _Cluster(options)
+        return _Cluster(dialer)
     if options.sentinel_service is not None:
-        return _Sentinel(options, options.sentinel_service)
-    return _Single(options)
+        return _Sentinel(dialer, options.sentinel_service)
+    return _Single(dialer)
 
 
 def _settings(options: ValkeyOptions) -> dict[str, Any]:
@@ -82,7 +99,15 @@ def _settings(options: ValkeyOptions) -> dict[str, Any]:
     given: dict[str, Any] = {"socket_timeout": TIMEOUT_S}
     if not options.url.startswith("unix:"):
         given |= {"socket_connect_timeout": _CONNECT_TIMEOUT_S, "socket_keepalive": True}
-    given |= credentials(options)
+    return given | credentials(options) | tls_settings(options)
+
+
+def tls_settings(options: ValkeyOptions) -> dict[str, Any]:
+    """What the client library gets for TLS. It would accept any server's certificate; the URL may
+    ask for that."""
+    if not options.uses_tls:
+        return {}
+    given: dict[str, Any] = {"ssl_check_hostname": True}
     if options.ca_bundle is not None:
         given["ssl_ca_certs"] = str(options.ca_bundle)
     return given
@@ -102,100 +127,184 @@ def credentials(options: ValkeyOptions) -> dict[str, str]:
 def explained_failures() -> Iterator[None]:
     """Turn the client library's errors into `ServerFailure`, in words of our own: theirs may quote
     what was sent."""
-    from valkey import exceptions
-
     try:
         yield
-    except (exceptions.AuthenticationError, exceptions.NoPermissionError):
-        raise NotAllowed(
-            FailureKind.REFUSED,
-            "the server refused the user or the password, or the user may not do this",
-        ) from None
-    except exceptions.ResponseError as error:
-        text = str(error)
-        if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")) or "AUTH" in text:
-            raise NotAllowed(
-                FailureKind.REFUSED, "the server wants another user or password"
-            ) from None
-        code = text.partition(" ")[0]
-        raise ServerFailure(
-            FailureKind.REFUSED, f"the server refused the connection ({code})"
-        ) from None
-    except (exceptions.TimeoutError, TimeoutError):
-        raise ServerFailure(FailureKind.SILENT, "the server did not answer in time") from None
-    except (exceptions.ValkeyError, OSError) as error:
-        reason = _reason_of(error)
-        raise ServerFailure(FailureKind.UNREACHABLE, f"cannot connect{reason}") from None
+    except (ServerFailure, ImportError):
+        raise
+    except Exception as error:
+        raise _explained(error) from None
 
 
-def _reason_of(error: Exception) -> str:
-    """The operating system's words, in parentheses; empty if there are none."""
+def _explained(error: Exception) -> ServerFailure:
+    from valkey import exceptions
+
+    links = list(_chain(error))
+    for link in links:
+        if isinstance(link, (exceptions.AuthenticationError, exceptions.NoPermissionError)):
+            return NotAllowed(
+                "the server refused the user or the password, or the user may not do this"
+            )
+        if isinstance(link, ssl.SSLCertVerificationError):
+            return NotAllowed(
+                f"the server's certificate cannot be trusted ({link.verify_message.rstrip('.')})",
+                "Give ca_bundle, and the name in the certificate as the host",
+            )
+    for link in links:
+        if isinstance(link, exceptions.ResponseError):
+            return failure_of(Refusal(str(link)))
+        if isinstance(link, (exceptions.TimeoutError, TimeoutError)):
+            return ServerFailure(FailureKind.SILENT, "the server did not answer in time")
+        if isinstance(link, exceptions.ConnectionError | OSError):
+            reason = _reason_of(links)
+            return ServerFailure(FailureKind.UNREACHABLE, f"cannot connect{reason}")
+    return ServerFailure(FailureKind.GARBAGE, "the server's answer is none")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
     link: BaseException | None = error
     while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _reason_of(links: Iterable[BaseException]) -> str:
+    """The operating system's words, in parentheses; empty if there are none."""
+    for link in links:
         if isinstance(link, OSError) and link.strerror:
             return f" ({link.strerror})"
-        link = link.__cause__ or link.__context__
     return ""
 
 
-def _wire_of(connection: Any) -> Wire:
-    """Connect and log in, and take the socket over from the library's connection."""
-    with explained_failures():
-        connection.connect()
-    connected: socket.socket = connection._sock
-    # The library closes the socket of a connection that it still has.
-    connection._sock = None
-    if connected.family != socket.AF_UNIX:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Wire(connected)
+def failure_of(refusal: Refusal) -> ServerFailure:
+    """The failure that an answer means which is not about a single block."""
+    code = refusal.code
+    if code in _ELSEWHERE:
+        return ServerFailure(FailureKind.REFUSED, f"the server cannot serve this key now ({code})")
+    if code == "NOPERM":
+        return NotAllowed(
+            "the user may not do this (NOPERM)", "docs/valkey.md lists the rights that a user needs"
+        )
+    if code in ("NOAUTH", "WRONGPASS"):
+        return NotAllowed(f"the server wants another user or password ({code})")
+    if code == "DENIED":
+        return NotAllowed(
+            "the server takes connections of its own machine only (DENIED)",
+            "Give its user a password, or set protected-mode no in the server",
+        )
+    if "max number of clients" in str(refusal):
+        return ServerFailure(FailureKind.REFUSED, "the server has too many clients (maxclients)")
+    return ServerFailure(FailureKind.REFUSED, f"the server refused a command ({code})")
+
+
+class _Dialer:
+    """Opens connections as the URL says. Any thread."""
+
+    def __init__(self, options: ValkeyOptions) -> None:
+        from valkey import ConnectionPool
+
+        try:
+            pool: Any = ConnectionPool.from_url(options.url, **_settings(options))
+            made = pool.connection_class(**pool.connection_kwargs)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                Problem(
+                    "url",
+                    describe(options.shown_url),
+                    "a URL without a query, or with keys that the package valkey knows",
+                    "Correct what follows the question mark, or remove it",
+                )
+            ) from None
+        self._connection_cls = pool.connection_class
+        self._given: dict[str, Any] = pool.connection_kwargs
+        self.node: Node = f"{getattr(made, 'host', '')}:{getattr(made, 'port', 0)}"
+        """The address in the URL. Of no use for a unix socket."""
+        words = (made.username, made.password or "") if made.username else (made.password,)
+        self._credentials = [word.encode() for word in words if word is not None]
+        self._database = int(made.db or 0)
+
+    def dial(self, node: Node = "") -> Wire:
+        """Connect to this server, or to that of the URL, and log in. Raises `ServerFailure`."""
+        wire = self.connect(node)
+        try:
+            self.authenticate(wire)
+            if self._database:
+                refusal = _refusal_of(wire, b"SELECT", b"%d" % self._database)
+                if refusal is not None:
+                    raise NotAllowed(
+                        f"the server refused database {self._database} ({refusal.code})",
+                        "Give another database in url, or none",
+                    )
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+    def connect(self, node: Node = "") -> Wire:
+        """Connect without logging in."""
+        given = self._given
+        if node:
+            host, _, port = node.rpartition(":")
+            given = given | {"host": host, "port": int(port)}
+        with explained_failures():
+            return Wire(self._connection_cls(**given)._connect())
+
+    def authenticate(self, wire: Wire) -> None:
+        """Log in, if there is a user or a password."""
+        if self._credentials:
+            refusal = _refusal_of(wire, b"AUTH", *self._credentials)
+            if refusal is not None:
+                if refusal.code in ("ERR", "WRONGPASS"):
+                    raise NotAllowed("the server refused the user or the password")
+                raise failure_of(refusal)
+
+
+def _refusal_of(wire: Wire, *words: bytes) -> Refusal | None:
+    wire.expect_answers()
+    wire.send([command(*words)])
+    try:
+        wire.read()
+    except Refusal as refusal:
+        return refusal
+    return None
+
+
+def _list_from(wire: Wire, *words: bytes) -> list[Answer]:
+    wire.expect_answers()
+    wire.send([command(*words)])
+    return wire.read_list()
 
 
 class _Single:
-    def __init__(self, options: ValkeyOptions) -> None:
-        from valkey import ConnectionPool
-
-        self._pool = ConnectionPool.from_url(options.url, **_settings(options))
+    def __init__(self, dialer: _Dialer) -> None:
+        self._dialer = dialer
 
     def node_of(self, server_key: bytes) -> Node:
         return ""
 
     def connect(self, node: Node) -> Wire:
-        return _wire_of(self._pool.make_connection())
+        return self._dialer.dial()
 
     def refresh(self) -> None:
         return
 
     def nodes(self) -> Iterable[Node]:
         return ("",)
-
-    def close(self) -> None:
-        self._pool.disconnect()
 
 
 class _Sentinel:
-    """Asks Sentinel for the primary at each connection: after a failover, lanes connect anew."""
+    """Asks a Sentinel for the primary at each connection: after a failover, lanes connect anew. If
+    the Sentinel of the URL does not answer, those that it has named before are asked."""
 
-    def __init__(self, options: ValkeyOptions, service: str) -> None:
-        from valkey import ConnectionPool
-        from valkey.sentinel import Sentinel
-
-        self._service = service
-        settings = _settings(options)
-        self._pool = ConnectionPool.from_url(options.url, **settings)
-        parts = urlsplit(options.url)
-        timeouts = {name: settings[name] for name in ("socket_timeout", "socket_connect_timeout")}
-        self._sentinel = Sentinel(
-            [(parts.hostname or "localhost", parts.port or 26379)], **timeouts
-        )
+    def __init__(self, dialer: _Dialer, service: str) -> None:
+        self._dialer = dialer
+        self._service = service.encode()
+        self._others: list[Node] = []
 
     def node_of(self, server_key: bytes) -> Node:
         return ""
 
     def connect(self, node: Node) -> Wire:
-        with explained_failures():
-            host, port = self._sentinel.discover_master(self._service)
-        given = self._pool.connection_kwargs | {"host": host, "port": port}
-        return _wire_of(self._pool.connection_class(**given))
+        return self._dialer.dial(self._primary())
 
     def refresh(self) -> None:
         return
@@ -203,64 +312,153 @@ class _Sentinel:
     def nodes(self) -> Iterable[Node]:
         return ("",)
 
-    def close(self) -> None:
-        self._pool.disconnect()
-        for client in self._sentinel.sentinels:
-            client.close()
+    def _primary(self) -> Node:
+        failure: ServerFailure | None = None
+        for sentinel in (self._dialer.node, *self._others):
+            try:
+                return self._primary_named_by(sentinel)
+            except ServerFailure as its:
+                failure = failure or its
+        assert failure is not None
+        raise failure
+
+    def _primary_named_by(self, sentinel: Node) -> Node:
+        wire = self._dialer.connect(sentinel)
+        try:
+            address = self._ask(wire, b"GET-MASTER-ADDR-BY-NAME")
+            self._others = [node for each in self._ask(wire, b"SENTINELS") if (node := _its(each))]
+        finally:
+            wire.close()
+        match address:
+            case [bytes(host), bytes(port)]:
+                return f"{host.decode()}:{port.decode()}"
+        raise NotAllowed("the Sentinel's answer names no primary", "Check sentinel_service")
+
+    def _ask(self, wire: Wire, question: bytes) -> list[Answer]:
+        words = (b"SENTINEL", question, self._service)
+        try:
+            try:
+                return _list_from(wire, *words)
+            except Refusal as refusal:
+                if refusal.code != "NOAUTH":
+                    raise
+                self._dialer.authenticate(wire)
+                return _list_from(wire, *words)
+        except Refusal as refusal:
+            if refusal.code == "ERR":
+                raise NotAllowed(
+                    "the server is no Sentinel, or does not know this service",
+                    "Check url and sentinel_service",
+                ) from None
+            raise failure_of(refusal) from None
+
+
+def _its(sentinel: Answer) -> Node | None:
+    """The address of a Sentinel that another one describes."""
+    if not isinstance(sentinel, list):
+        return None
+    its = dict(zip(sentinel[::2], sentinel[1::2], strict=False))
+    match its.get(b"ip"), its.get(b"port"):
+        case bytes(host), bytes(port):
+            return f"{host.decode()}:{port.decode()}"
+    return None
 
 
 class _Cluster:
-    """Reads the topology when it is first needed, and again when a server disagrees."""
+    """Reads the topology when it is first needed, and again when a server disagrees or fails."""
 
-    def __init__(self, options: ValkeyOptions) -> None:
+    def __init__(self, dialer: _Dialer) -> None:
         from valkey.crc import key_slot
 
-        self._options = options
-        self._slot_of = key_slot
+        self._dialer = dialer
+        self._slot_of: Callable[[bytes], int] = key_slot
+        self._slots: list[Node] = []
+        """The primary of each slot, empty if there is none. No slots: nothing was read yet."""
+        self._known: list[Node] = [dialer.node]
+        """Servers to ask, in this order."""
         self._lock = threading.Lock()
-        self._client: Any = None
-        self._refreshed_at = 0.0
+        """Held by the thread that reads the topology."""
+        self._read_at = 0.0
 
     def node_of(self, server_key: bytes) -> Node:
-        manager = self._topology()
-        with explained_failures():
-            node = manager.get_node_from_slot(self._slot_of(server_key))
-        return str(node.name)
-
-    def _topology(self) -> Any:
-        with self._lock:
-            if self._client is None:
-                from valkey.cluster import ValkeyCluster
-
-                with explained_failures():
-                    self._client = ValkeyCluster.from_url(
-                        self._options.url, **_settings(self._options)
-                    )
-                self._refreshed_at = time.monotonic()
-            return self._client.nodes_manager
+        node = self._topology()[self._slot_of(server_key)]
+        if not node:
+            raise ServerFailure(FailureKind.UNREACHABLE, "a part of the cluster has no server")
+        return node
 
     def connect(self, node: Node) -> Wire:
-        manager = self._topology()
-        known = manager.nodes_cache.get(node)
-        if known is None:
-            raise ServerFailure(FailureKind.UNREACHABLE, "a server has left the cluster")
-        with explained_failures():
-            client = self._client.get_valkey_connection(known)
-        return _wire_of(client.connection_pool.make_connection())
-
-    def refresh(self) -> None:
-        with self._lock:
-            if self._client is None or time.monotonic() < self._refreshed_at + _REFRESH_EVERY_S:
-                return
-            self._refreshed_at = time.monotonic()
-            with explained_failures():
-                self._client.nodes_manager.initialize()
+        return self._dialer.dial(node)
 
     def nodes(self) -> Iterable[Node]:
-        manager = self._topology()
-        return [name for name, node in manager.nodes_cache.items() if node.server_type == "primary"]
+        return list(dict.fromkeys(filter(None, self._topology())))
 
-    def close(self) -> None:
-        with self._lock:
-            if self._client is not None:
-                self._client.close()
+    def _topology(self) -> list[Node]:
+        if not self._slots:
+            with self._lock:
+                if not self._slots:
+                    self._read()
+        return self._slots
+
+    def refresh(self) -> None:
+        if not self._slots or time.monotonic() < self._read_at + _REFRESH_EVERY_S:
+            return
+        if self._lock.acquire(blocking=False):  # otherwise another thread reads it now
+            try:
+                self._read()
+            finally:
+                self._lock.release()
+
+    def _read(self) -> None:
+        """Ask one server after the other, until one knows a primary for every slot."""
+        self._read_at = time.monotonic()
+        best: tuple[list[Node], list[Node]] | None = None
+        failure: ServerFailure | None = None
+        for node in list(self._known):
+            try:
+                found = self._read_from(node)
+            except ServerFailure as its:
+                failure = its
+                continue
+            if best is None or best[0].count("") > found[0].count(""):
+                best = found
+            if "" not in found[0]:
+                break
+        if best is None:
+            assert failure is not None
+            raise failure
+        self._slots, known = best
+        # Another one is asked first the next time, in case that this one has lost the others.
+        self._known = list(dict.fromkeys((*known[1:], *known[:1], self._dialer.node)))
+
+    def _read_from(self, node: Node) -> tuple[list[Node], list[Node]]:
+        wire = self._dialer.dial(node)
+        try:
+            ranges = _list_from(wire, b"CLUSTER", b"SLOTS")
+        except Refusal as refusal:
+            if refusal.code == "ERR":
+                raise NotAllowed("the server belongs to no cluster", "Remove cluster") from None
+            raise failure_of(refusal) from None
+        finally:
+            wire.close()
+        host = node.rpartition(":")[0]
+        slots, known = [""] * _NUM_SLOTS, [node]
+        for each in ranges:
+            match each:
+                case [int(first), int(last), *servers] if 0 <= first <= last < _NUM_SLOTS:
+                    named = [_node_in(server, host) for server in servers]
+                    slots[first : last + 1] = named[:1] * (last + 1 - first)
+                    known += named
+                case _:
+                    raise ServerFailure(FailureKind.GARBAGE, "the cluster's topology is none")
+        return slots, list(dict.fromkeys(known))
+
+
+def _node_in(server: Answer, asked_host: str) -> Node:
+    """The address of a server in an answer to CLUSTER SLOTS. One without a host is where the
+    answer came from."""
+    match server:
+        case [bytes(host), int(port), *_] if host not in (b"", b"?"):
+            return f"{host.decode('ascii', 'replace')}:{port}"
+        case [_, int(port), *_]:
+            return f"{asked_host}:{port}"
+    raise ServerFailure(FailureKind.GARBAGE, "the cluster's topology is none")

@@ -1,7 +1,8 @@
 """The wire: commands and answers of one connection, without a copy of the blocks.
 
-A client library connects and logs in. From then on, this module alone uses the socket: it sends
-seals and rows as they lie in memory, and receives answers straight into rows.
+A client library connects. From then on, this module alone uses the socket: it sends seals and rows
+as they lie in memory, and receives answers straight into rows. Whatever the server sends, it takes
+no more memory than the rows, `_BUFFER_BYTES`, and lists of `_MOST_ITEMS`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TypeAlias
 
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 
-__all__ = ["TIMEOUT_S", "Refusal", "TooLong", "Wire", "command"]
+__all__ = ["TIMEOUT_S", "Answer", "Refusal", "TooLong", "Wire", "command"]
+
+Answer: TypeAlias = "int | bytes | list[Answer] | None"
 
 TIMEOUT_S = 5.0
 """How long the server may send nothing, or take nothing."""
@@ -24,12 +28,18 @@ _LONGEST_S = 30.0
 _BUFFER_BYTES = 4096
 """What is read ahead. Small, because blocks that get into it are copied once more."""
 _LONGEST_LINE = 2048
-_MOST_WORDS = 64
+_LONGEST_NUMBER = 20
+_MOST_ITEMS = 65_536
+"""Numbers, words and lists in one answer. A cluster of 500 servers needs some thousand."""
+_DEEPEST_LIST = 8
 _MOST_PARTS = 1024
 """Buffers that one system call takes."""
 _JOINED_BYTES = 16 << 10
 """With TLS, buffers up to this size are joined before they are sent."""
+_TLS_BYTES = 256 << 10
+"""What one call sends with TLS. Python counts its timeout for the whole of it."""
 _END = b"\r\n"
+_NOTHING = (b"$-1", b"*-1", b"_")
 
 
 class TooLong(Exception):
@@ -61,12 +71,17 @@ class Wire:
         self._is_tls = isinstance(connected, ssl.SSLSocket)
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
-        # The kernel keeps the time. A timeout of Python's would need one more system call each.
-        connected.settimeout(None)
-        limit = struct.pack("ll", int(TIMEOUT_S), int(TIMEOUT_S % 1 * 1e6))
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        if self._is_tls:
+            # Python's TLS calls the kernel again after a timeout of the kernel's.
+            connected.settimeout(TIMEOUT_S)
+        else:
+            # The kernel keeps the time. Python's timeout would need one more system call each.
+            connected.settimeout(None)
+            limit = struct.pack("ll", int(TIMEOUT_S), int(TIMEOUT_S % 1 * 1e6))
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._deadline = 0.0
+        self._num_items = 0
 
     # --- send ----------------------------------------------------------------------------------
 
@@ -96,17 +111,20 @@ class Wire:
     def _send_joined(self, parts: Sequence[bytes | memoryview]) -> None:
         joined = bytearray()
         for part in parts:
-            if len(joined) + len(part) <= _JOINED_BYTES:
-                joined += part
-                continue
-            self._check_time()
-            self._socket.sendall(joined)
-            joined = bytearray()
+            if len(joined) + len(part) > _JOINED_BYTES:
+                self._send_all(joined)
+                joined = bytearray()
             if len(part) <= _JOINED_BYTES:
                 joined += part
             else:
-                self._socket.sendall(part)
-        self._socket.sendall(joined)
+                self._send_all(part)
+        self._send_all(joined)
+
+    def _send_all(self, part: bytes | bytearray | memoryview) -> None:
+        with memoryview(part) as view:
+            for start in range(0, len(view), _TLS_BYTES):
+                self._check_time()
+                self._socket.sendall(view[start : start + _TLS_BYTES])
 
     # --- receive -------------------------------------------------------------------------------
 
@@ -123,29 +141,48 @@ class Wire:
             return _number(rest)
         if kind == b"+":
             return rest
-        if line in (b"$-1", b"*-1", b"_"):
+        if line in _NOTHING:
             return None
         if kind == b"-":
             raise Refusal(rest.decode("utf-8", "replace"))
         raise _garbage()
 
-    def read_pairs(self) -> dict[bytes, bytes]:
-        """Return the next answer, a list of names and values. Raises `Refusal` if it is an
+    def read_list(self) -> list[Answer]:
+        """Return the next answer, a list of numbers, words and lists. Raises `Refusal` if it is an
         error."""
-        line = self._read_line()
-        if line[:1] == b"-":
-            raise Refusal(line[1:].decode("utf-8", "replace"))
-        if line[:1] != b"*" or not 0 <= _number(line[1:]) <= _MOST_WORDS:
+        self._num_items = 0
+        answer = self._read_item(0)
+        if not isinstance(answer, list):
             raise _garbage()
-        words = [self._read_word() for _ in range(_number(line[1:]))]
-        return dict(zip(words[::2], words[1::2], strict=False))
+        return answer
 
-    def _read_word(self) -> bytes:
+    def _read_item(self, depth: int) -> Answer:
+        self._num_items += 1
         line = self._read_line()
-        if line[:1] != b"$" or not 0 <= _number(line[1:]) <= _LONGEST_LINE:
+        kind, rest = line[:1], line[1:]
+        if self._num_items > _MOST_ITEMS or depth > _DEEPEST_LIST:
+            raise _garbage()
+        if line in _NOTHING:
+            return None
+        if kind == b"*":
+            if not 0 <= _number(rest) <= _MOST_ITEMS:
+                raise _garbage()
+            return [self._read_item(depth + 1) for _ in range(_number(rest))]
+        if kind == b"$":
+            return self._read_word(_number(rest))
+        if kind == b":":
+            return _number(rest)
+        if kind == b"+":
+            return rest
+        if kind == b"-" and not depth:
+            raise Refusal(rest.decode("utf-8", "replace"))
+        raise _garbage()
+
+    def _read_word(self, length: int) -> bytes:
+        if not 0 <= length <= _LONGEST_LINE:
             raise _garbage()
         word = self._read_line()
-        if len(word) != _number(line[1:]):
+        if len(word) != length:
             raise _garbage()
         return word
 
@@ -154,13 +191,15 @@ class Wire:
         if it is nil. Raises `Refusal` if it is an error, and `TooLong` if it does not fit: then the
         connection is of no more use."""
         line = self._read_line()
-        if line in (b"$-1", b"_"):
+        if line in _NOTHING:
             return None
         if line[:1] == b"-":
             raise Refusal(line[1:].decode("utf-8", "replace"))
         if line[:1] != b"$":
             raise _garbage()
         length = left = _number(line[1:])
+        if left < 0:
+            raise _garbage()
         if left > sum(map(len, parts)):
             raise TooLong
         rest = []
@@ -234,17 +273,17 @@ class Wire:
     def interrupt(self) -> None:
         """Let a call that waits fail now. Any thread."""
         with suppress(OSError):  # not connected any more
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not the method of an SSLSocket: it ends the encryption first, under the other thread.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
 
 
 def _number(text: bytes) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise _garbage() from None
+    if not text.removeprefix(b"-").isdigit() or len(text) > _LONGEST_NUMBER:
+        raise _garbage()
+    return int(text)
 
 
 def _garbage() -> ServerFailure:
@@ -252,7 +291,7 @@ def _garbage() -> ServerFailure:
 
 
 def _failure_of(error: OSError) -> ServerFailure:
-    if isinstance(error, (BlockingIOError, TimeoutError, ssl.SSLWantReadError)):
+    if isinstance(error, (BlockingIOError, TimeoutError)):
         return ServerFailure(FailureKind.SILENT, f"the server sent nothing for {TIMEOUT_S:.0f} s")
     return ServerFailure(
         FailureKind.UNREACHABLE, f"the connection broke ({error.strerror or type(error).__name__})"
