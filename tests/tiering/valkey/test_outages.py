@@ -1,0 +1,167 @@
+"""The server ends, hangs or comes back empty, or the network is cut or stalls in the middle of a
+transfer. An engine over the tier has the tokens of one without, holds no request past its
+deadlines, and uses the tier again when it can."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from random import Random, SystemRandom
+
+import pytest
+
+from tests.tiering.patience import wait_until
+from tests.tiering.valkey.proxy import Direction, Proxy, proxy_to
+from tests.tiering.valkey.server import ValkeyProcess
+from tests.tiering.valkey.serving import BLOCKS, LONGEST_S, PROMPTS, TOKENS, Serving, serving
+
+
+@pytest.fixture
+def proxy(server: ValkeyProcess) -> Iterator[Proxy]:
+    with proxy_to(server.port) as between:
+        yield between
+
+
+@pytest.fixture
+def warm(server: ValkeyProcess, proxy: Proxy) -> Iterator[Serving]:
+    """An engine whose prompts are all in the tier."""
+    with serving(f"valkey://127.0.0.1:{proxy.port}") as engine:
+        engine.serve_until_loaded()
+        yield engine
+
+
+def test_prompts_come_from_the_server(server: ValkeyProcess, warm: Serving) -> None:
+    with server.client() as client:
+        assert client.dbsize() == len(PROMPTS) * BLOCKS
+    assert warm.serve_all() == [TOKENS] * len(PROMPTS)
+
+
+def test_a_killed_server(server: ValkeyProcess, warm: Serving) -> None:
+    server.kill()
+    try:
+        assert warm.serve_all() == [0] * len(PROMPTS)
+        assert warm.counted("failures_unreachable") > 0
+    finally:
+        server.start()
+    warm.serve_until_loaded()
+
+
+def test_a_server_that_stands_still(server: ValkeyProcess, warm: Serving) -> None:
+    with server.standing_still():
+        for _ in range(2):
+            assert warm.serve_all() == [0] * len(PROMPTS)
+    warm.serve_until_loaded()
+
+
+def test_a_server_that_comes_back_empty(server: ValkeyProcess, warm: Serving) -> None:
+    """The engine still takes the blocks to be there."""
+    server.kill()
+    server.start()
+    assert warm.serve_all() == [0] * len(PROMPTS)
+    warm.serve_until_loaded()
+
+
+def test_a_server_that_was_emptied(server: ValkeyProcess, warm: Serving) -> None:
+    """Blocks that the engine takes to be there are misses, and not failures."""
+    with server.client() as client:
+        client.flushall()
+    assert warm.serve_all() == [0] * len(PROMPTS)
+    assert warm.counted("vanished_blocks") > 0
+    assert warm.counted("forgotten_blocks") == 0
+    warm.serve_until_loaded()
+    assert warm.counted("failures_unreachable") == 0
+
+
+@pytest.mark.parametrize("after", [0, 1000, 20_000], ids=["at_once", "in_a_seal", "in_a_payload"])
+@pytest.mark.parametrize("stalls", [False, True], ids=["cut", "stalled"])
+def test_the_network_fails_in_a_load(proxy: Proxy, warm: Serving, stalls: bool, after: int) -> None:
+    """The blocks of a prompt are 52,000 bytes in one answer."""
+    (proxy.stall if stalls else proxy.cut)(Direction.FROM_SERVER, after)
+    assert warm.serve(PROMPTS[0]) < TOKENS
+    assert proxy.is_holding
+    assert warm.serve(PROMPTS[1]) < TOKENS
+    proxy.heal()
+    warm.serve_until_loaded()
+
+
+@pytest.mark.parametrize("after", [0, 20_000], ids=["at_once", "in_a_payload"])
+@pytest.mark.parametrize("stalls", [False, True], ids=["cut", "stalled"])
+def test_the_network_fails_in_a_store(
+    server: ValkeyProcess, proxy: Proxy, stalls: bool, after: int
+) -> None:
+    with serving(f"valkey://127.0.0.1:{proxy.port}") as engine:
+        (proxy.stall if stalls else proxy.cut)(Direction.TO_SERVER, after)
+        assert engine.serve(PROMPTS[0]) == 0
+        wait_until(lambda: proxy.is_holding, "the network has failed")
+        assert engine.serve_all()[1:] == [0] * (len(PROMPTS) - 1)
+        proxy.heal()
+        engine.serve_until_loaded()
+    with server.client() as client:
+        assert client.dbsize() == len(PROMPTS) * BLOCKS
+
+
+def test_a_server_killed_in_a_load(server: ValkeyProcess, proxy: Proxy, warm: Serving) -> None:
+    proxy.stall(Direction.FROM_SERVER, 20_000)
+    assert warm.serve(PROMPTS[0]) < TOKENS
+    server.kill()
+    proxy.heal()
+    try:
+        assert warm.serve(PROMPTS[1]) == 0
+    finally:
+        server.start()
+    warm.serve_until_loaded()
+
+
+def test_an_engine_that_starts_before_its_server(server: ValkeyProcess) -> None:
+    server.kill()
+    try:
+        with serving(server.url) as engine:
+            assert engine.serve(PROMPTS[0]) == 0
+            server.start()
+            engine.serve_until_loaded()
+    finally:
+        server.kill()
+        server.start()
+
+
+def test_an_engine_ends_while_its_server_stands_still(server: ValkeyProcess, proxy: Proxy) -> None:
+    with serving(f"valkey://127.0.0.1:{proxy.port}") as engine:
+        engine.serve_until_loaded()
+        with server.standing_still():
+            engine.serve_all()
+            began = time.monotonic()
+            engine.engine.shutdown()
+            assert time.monotonic() - began < LONGEST_S, "it has waited for the server"
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(6, id="seconds"), pytest.param(300, id="minutes", marks=pytest.mark.soak)],
+)
+def test_one_failure_after_the_other(
+    server: ValkeyProcess, proxy: Proxy, warm: Serving, seconds: int
+) -> None:
+    seed = SystemRandom().randrange(10**9) if seconds > 60 else 0
+    print("seed", seed)
+    chance = Random(seed)
+
+    def restart() -> None:
+        server.kill()
+        server.start()
+
+    failures: list[Callable[[], None]] = [
+        server.stop,
+        restart,
+        lambda: proxy.cut(chance.choice(list(Direction)), chance.randrange(60_000)),
+        lambda: proxy.stall(chance.choice(list(Direction)), chance.randrange(60_000)),
+    ]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        chance.choice(failures)()
+        for _ in range(chance.randrange(1, 4)):
+            warm.serve(chance.choice(PROMPTS))
+        server.go_on()
+        proxy.heal()
+        for _ in range(chance.randrange(3)):
+            warm.serve(chance.choice(PROMPTS))
+    warm.serve_until_loaded()
