@@ -69,6 +69,8 @@ STATES_AND_ATTENTION = OF_TEXT | {
     "use_mamba_kernels": False,
 }
 LATENT_ATTENTION = OF_TEXT | {
+    # On a processor with AMX, vLLM packs the weights for it, and cannot pack float32.
+    "torch_dtype": "bfloat16",
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
     "num_attention_heads": 4,
@@ -101,7 +103,13 @@ def test_a_kind_that_no_test_has_served_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     outcome = vllm.run(
-        refusal, str(tmp_path), HOST_MEMORY, plug_in=plug_in, load_format="dummy", **ENGINE
+        refusal,
+        str(tmp_path),
+        HOST_MEMORY,
+        plug_in=plug_in,
+        load_format="dummy",
+        dtype=config["torch_dtype"],
+        **ENGINE,
     )
     assert outcome["when"] == "at start"
     assert kind in outcome["why"]
