@@ -100,7 +100,7 @@ $(VENV)/.ready: pyproject.toml constraints/dev.txt
 # build of torch, and break the imports of packages that try them.
 define vllm_environment
 $(vllm_venv)/.ready: $(vllm_venv)/.vllm pyproject.toml
-	@$$(call pip,$(vllm_venv),install -e .)
+	@$$(call pip,$(vllm_venv),install -c constraints/vllm-$(1).txt -e '.[obj,valkey]')
 	@touch $$@
 
 $(vllm_venv)/.vllm: constraints/vllm-$(1).txt
