@@ -57,6 +57,7 @@ def test_a_misspelled_secret_of_a_tier_is_hidden_too() -> None:
 
 def test_what_is_no_secret_is_shown() -> None:
     assert "16" in str(refusal_of({"tokens": 16}))
+    assert without_secrets("valkey://host:6379: refused", {}) == "valkey://host:6379: refused"
 
 
 @pytest.mark.parametrize("key", ["key", "my_key", "my key", "sortKey", "monkey"])

@@ -22,8 +22,9 @@ _SECRET_KEY = re.compile(_SECRET, re.IGNORECASE)
 # "key" may name a password or a sort key. Its value is hidden if it is long enough for a secret.
 _MAYBE_SECRET_KEY = re.compile(r"key\b", re.IGNORECASE)
 # Secrets inside a text, for example in a JSON object that shell quoting has turned into a string.
+# "valkey:" begins a URL.
 _SECRET_IN_TEXT = re.compile(
-    rf"""((?:(?:{_SECRET})\w*|key)["']*\s*[:=]\s*["']*)[^\s"',}}]+""", re.IGNORECASE
+    rf"""((?:(?:{_SECRET})\w*|(?<!val)key)["']*\s*[:=]\s*["']*)[^\s"',}}]+""", re.IGNORECASE
 )
 # Everything up to the last "@": a password may itself contain "@" or "/".
 _URL_USER_INFO = re.compile(r"(?<=://)\S*@")
