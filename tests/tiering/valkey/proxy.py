@@ -33,6 +33,7 @@ class Proxy:
         self._cuts = False
         self._is_closed = False
         self._sockets: set[socket.socket] = set()
+        self._forgotten: set[socket.socket] = set()
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -53,6 +54,11 @@ class Proxy:
             self._left = dict.fromkeys(Direction)
             self._cuts = False
             self._changed.notify_all()
+
+    def forget_connections(self) -> None:
+        """Let nothing pass in the connections that there are, for ever, and not end them either."""
+        with self._changed:
+            self._forgotten |= self._sockets
 
     @property
     def is_holding(self) -> bool:
@@ -95,6 +101,9 @@ class Proxy:
         with suppress(OSError):
             while data := source.recv(65_536):
                 while data:
+                    if source in self._forgotten:
+                        data = b""
+                        break
                     count = self._may_pass(direction, len(data))
                     sink.sendall(data[:count])
                     data = data[count:]

@@ -100,6 +100,14 @@ def test_the_network_fails_in_a_store(
         assert client.dbsize() == len(PROMPTS) * BLOCKS
 
 
+@pytest.mark.soak  # over TLS, it is tested always
+def test_connections_that_the_network_has_forgotten(proxy: Proxy, warm: Serving) -> None:
+    """They bring nothing any more, and do not end by themselves."""
+    proxy.forget_connections()
+    assert warm.serve(PROMPTS[0]) < TOKENS
+    warm.serve_until_loaded()
+
+
 def test_a_server_killed_in_a_load(server: ValkeyProcess, proxy: Proxy, warm: Serving) -> None:
     proxy.stall(Direction.FROM_SERVER, 20_000)
     assert warm.serve(PROMPTS[0]) < TOKENS

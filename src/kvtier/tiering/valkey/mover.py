@@ -36,12 +36,23 @@ _WRONG_TYPE = "WRONGTYPE"
 """The value under a key is something else than a string, for example a list."""
 
 
-class Wires:
-    """Connections of one thread, by server. They are made when they are needed; after a failure,
-    all are closed."""
+class Breaks:
+    """How often a connection of the tier broke or hung. What has ended one has often ended the
+    others, which would find out one after the other."""
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Wires:
+    """Connections of one thread, by server. They are made when they are needed. After a failure,
+    all are closed; after one of another thread that may concern these, too."""
+
+    def __init__(self, servers: Servers, breaks: Breaks) -> None:
+        """`breaks`: those of all threads."""
         self._servers = servers
+        self._breaks = breaks
+        self._breaks_seen = breaks.count
         self._wires: dict[Node, Wire] = {}
         self._is_closed = False
 
@@ -54,6 +65,9 @@ class Wires:
 
     def to(self, node: Node) -> Wire:
         """The connection to a server. Raises `ServerFailure`."""
+        if self._breaks_seen != self._breaks.count:
+            self.close()
+            self._breaks_seen = self._breaks.count
         wire = self._wires.get(node)
         if wire is None:
             if self._is_closed:
@@ -70,10 +84,12 @@ class Wires:
         for wire in wires.values():
             wire.close()
 
-    def recover(self) -> None:
+    def recover(self, failure: ServerFailure) -> None:
         """A server has failed. Close all connections, because answers may still be under way in
         them, and look again where the servers are."""
         self.close()
+        if failure.kind in (FailureKind.SILENT, FailureKind.UNREACHABLE):
+            self._breaks.count += 1
         if not self._is_closed:
             with suppress(ServerFailure):
                 self._servers.refresh()
@@ -113,6 +129,7 @@ class ValkeyServer(BlockServer):
     ) -> None:
         self.errors = errors
         self._servers = servers
+        self._breaks = Breaks()
         self._block_bytes = SEAL_BYTES + row_bytes
         self._ttl_ms = None if ttl_s is None else ttl_s * 1000
         self._local = threading.local()
@@ -133,7 +150,7 @@ class ValkeyServer(BlockServer):
         return min(self._ttl_ms or _PRIVATE_TTL_MS, _PRIVATE_TTL_MS)
 
     def _open(self) -> Wires:
-        wires = Wires(self._servers)
+        wires = Wires(self._servers, self._breaks)
         with self._lock:
             self._opened.append(wires)
             if self._is_interrupted:
@@ -192,8 +209,8 @@ class ValkeyServer(BlockServer):
                 answers = _answers_to(wires.to(node), commands)
                 for key, answer in zip(some, answers, strict=True):
                     found[key] = _number_in(answer)
-        except ServerFailure:
-            wires.recover()
+        except ServerFailure as failure:
+            wires.recover(failure)
             raise
         return found
 
@@ -230,8 +247,8 @@ class _ValkeyMover(BlockMover):
                         self._refuse(transfer, left.popleft()[1], SealFailure.LENGTH)
                         self._wires.close()
             self._remove_damaged()
-        except ServerFailure:
-            self._wires.recover()
+        except ServerFailure as failure:
+            self._wires.recover(failure)
             raise
         return done
 
@@ -303,8 +320,8 @@ class _ValkeyMover(BlockMover):
             done: list[Piece[OffloadKey]] = []
             for node, some in self._by_node(transfer, pieces).items():
                 done += self._store_to(self._wires.to(node), transfer, some)
-        except ServerFailure:
-            self._wires.recover()
+        except ServerFailure as failure:
+            self._wires.recover(failure)
             raise
         return done
 

@@ -44,7 +44,7 @@ def _split(url: str) -> SplitResult | None:
         return None
     if "@" in f"{parts.query}{parts.fragment}{'' if parts.scheme == 'unix' else parts.path}":
         return None
-    return parts if f"{parts.scheme}://" in url[:9] and parts.scheme in SCHEMES else None
+    return parts if url.lower().startswith(tuple(f"{each}://" for each in SCHEMES)) else None
 
 
 @dataclass(frozen=True, slots=True)

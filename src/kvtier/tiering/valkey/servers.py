@@ -18,7 +18,7 @@ from kvtier.base import OffloadKey
 from kvtier.config import ConfigError, Problem
 from kvtier.config.errors import describe
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
-from kvtier.tiering.valkey.wire import TIMEOUT_S, Answer, Refusal, Wire, command
+from kvtier.tiering.valkey.wire import Answer, Refusal, Wire, command
 
 if TYPE_CHECKING:
     from kvtier.tiering.valkey.options import ValkeyOptions
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _CONNECT_TIMEOUT_S = 2.0
+"""For each step of a connection, and of the handshake of TLS."""
 _REFRESH_EVERY_S = 1.0
 """The topology of a cluster is read at most this often."""
 _PREFIX = b"kvtier:1:"
@@ -96,7 +97,7 @@ def connect_to(options: ValkeyOptions) -> Servers:
 
 def _settings(options: ValkeyOptions) -> dict[str, Any]:
     """What the client library gets besides the URL."""
-    given: dict[str, Any] = {"socket_timeout": TIMEOUT_S}
+    given: dict[str, Any] = {"socket_timeout": _CONNECT_TIMEOUT_S}
     if not options.url.startswith("unix:"):
         given |= {"socket_connect_timeout": _CONNECT_TIMEOUT_S, "socket_keepalive": True}
     return given | credentials(options) | tls_settings(options)
