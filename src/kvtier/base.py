@@ -449,6 +449,21 @@ class OffloadingManager(ABC):
         """
         return
 
+    def note_prompt(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        num_prompt_tokens: int,
+        num_output_tokens: int = 0,
+    ) -> None:
+        """Record which blocks a request had: those of one KV-cache group that needs all earlier
+        tokens, from the first block on, whether they were on the device, loaded or computed.
+
+        Called once, before `on_request_finished`, for a request that has run. Managers use it to
+        estimate what more memory would bring.
+        """
+        return
+
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
         """Record that one engine step computed `num_tokens` prompt tokens in `seconds`.
 

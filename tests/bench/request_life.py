@@ -30,6 +30,7 @@ BLOCK_CALLS = (
 STEP_CALLS = (
     "on_new_request",
     "on_schedule_end",
+    "note_prompt",
     "on_request_finished",
     "take_events",
     "get_stats",
@@ -42,7 +43,7 @@ HARVEST = "harvest"
 of the request before."""
 
 
-def do_nothing() -> None:
+def do_nothing(*_: object) -> None:
     return
 
 
@@ -58,6 +59,8 @@ class Subject:
     """True if the first lookup of a step is timed separately."""
     settle: Callable[[], None] = do_nothing
     """Lets other threads finish their work for the manager between two lives. Not timed."""
+    note_prompt: Callable[[list[Any]], object] = do_nothing
+    """Passes on the keys of a request that ends, for estimates of hit ratios."""
     clock: Callable[[], int] = time.perf_counter_ns
 
     @property
@@ -67,10 +70,18 @@ class Subject:
 
 def kvtier_subject(policy: str, num_blocks: int) -> Subject:
     from kvtier.base import ReqContext, ScheduleEndContext, make_offload_key
+    from kvtier.cpu.hit_curve import HitCurve, host_sizes
     from kvtier.cpu.manager import CPUOffloadingManager
 
     manager = CPUOffloadingManager(num_blocks, cache_policy=policy, enable_events=True)
-    return Subject(manager, ReqContext, make_offload_key, ScheduleEndContext((), ()))
+    curve = HitCurve(host_sizes(num_blocks), seed=1)
+    return Subject(
+        manager,
+        ReqContext,
+        make_offload_key,
+        ScheduleEndContext((), ()),
+        note_prompt=lambda keys: curve.note_prompt(keys, len(keys)),
+    )
 
 
 def vllm_subject(policy: str, num_blocks: int) -> Subject:
@@ -127,6 +138,7 @@ def live(subject: Subject, request: int, blocks: int, spent: dict[str, int]) -> 
     timed("prepare_load", lambda: manager.prepare_load(keys, context))
     timed("complete_load", lambda: manager.complete_load(stored, context))
     timed("on_schedule_end", lambda: manager.on_schedule_end(subject.schedule_end))
+    timed("note_prompt", lambda: subject.note_prompt(keys))
     timed("on_request_finished", lambda: manager.on_request_finished(context))
     timed("take_events", lambda: list(manager.take_events()))
     timed("get_stats", manager.get_stats)

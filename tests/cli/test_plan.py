@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +115,67 @@ def test_the_page_explains_every_option_and_key(capsys: pytest.CaptureFixture[st
     document = plan(capsys, *SIZE, "--trace", CHATS)
     keys = {*document, *document["tiers"][0], "host_bytes"}
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+
+
+ENGINE = """
+import sys
+from kvtier.base import ReqContext, make_offload_key
+from kvtier.cpu.prompt_log import PromptLog
+from tests.config.sample import make_config
+log = PromptLog(make_config({"cpu_bytes_to_use": "1MiB"}, engine_id="planned\\x1b[2J"))
+log.curve._random = __import__("random").Random(1).random
+chats = [[make_offload_key(bytes([n, b]) * 16, 0) for b in range(6)] for n in range(4)]
+def serve(num_requests):
+    for n in range(num_requests):
+        log.note(chats[n % 4], ReqContext(str(n)), 6 * 16 + 5, 3)
+    log._show_at = 0.0
+    log._show()
+    print(n, flush=True)
+for line in sys.stdin:
+    serve(int(line))
+"""
+"""Four chats of 6 blocks take turns, and host memory has 16 blocks."""
+
+
+def test_a_running_engine_says_what_more_memory_would_bring(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    with engine.stdin, engine.stdout:
+        try:
+            printed = ""
+            for num_requests in (1, 4000):
+                print(num_requests, file=engine.stdin, flush=True)
+                engine.stdout.readline()
+                assert main(["plan", "--engine"]) == 0
+                shown = capsys.readouterr().out
+                (printed,) = re.findall(rf"(?ms)^process {engine.pid}, .*?(?=^process|\Z)", shown)
+                assert ("Too few requests have ended" in printed) == (num_requests == 1)
+            assert "my-model, engine planned?[2J" in printed
+            assert "With twice the host memory, 100 % of the blocks of prompts" in printed
+            assert "instead of 0 %" in printed
+            found = plan(capsys, "--engine")["engines"]
+            (its,) = [board for board in found if board["pid"] == engine.pid]
+            assert its["num_blocks"] == 4001 * 6
+            assert [size["factor"] for size in its["sizes"]] == [0.5, 1.0, 2.0, 4.0]
+        finally:
+            engine.kill()
+            engine.wait()
+
+
+def test_without_an_engine_it_says_where_to_look(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.cli.plan.command.read_boards", list)
+    assert main(["plan", "--engine"]) == 2
+    assert "no engine with kvtier runs here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [["config.json"], ["--trace", CHATS], SIZE])
+def test_an_engine_needs_no_model(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--engine", *other]) == 2
+    assert "give it alone" in capsys.readouterr().err

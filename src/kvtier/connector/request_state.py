@@ -20,6 +20,7 @@ from kvtier.base import (
 )
 
 if TYPE_CHECKING:
+    from kvtier.base import OffloadingManager
     from kvtier.connector.common import EngineRequest
     from kvtier.connector.planning import Geometry, GroupGeometry
 
@@ -101,6 +102,16 @@ class RequestOffloadState:
             for state in self.group_states:
                 size = state.geometry.tokens_per_chunk
                 state.loaded = range(-(-start // size), end // size)
+
+    def report_to(self, manager: OffloadingManager) -> None:
+        """Report the blocks of the request, which ends, if it has run."""
+        if self.is_on_device and not self.hints.skip:
+            self.update_keys()
+            groups = self.group_states
+            whole = next((group for group in groups if group.geometry.is_prefix), groups[0])
+            num_prompt = self.req.num_prompt_tokens
+            num_output = self.req.num_tokens - num_prompt
+            manager.note_prompt(whole.keys, self.req_context, num_prompt, num_output)
 
     def start_again(self) -> None:
         """Note that the request has lost its device blocks: it was preempted."""

@@ -252,6 +252,7 @@ class OffloadingConnectorScheduler:
         if last is not None:
             self._offer(state, last)
         state.is_finished = True
+        state.report_to(self.manager)
         self.manager.on_request_finished(state.req_context)
         self._forget_if_done(state)
 
@@ -384,8 +385,7 @@ class OffloadingConnectorScheduler:
 
     def reset_cache(self) -> None:
         """Forget all blocks, because nothing that was computed before is valid any more. Does not
-        wait: the workers wait for the transfers under way at the start of the next step. The
-        results of these transfers are not used.
+        wait: the workers wait at the next step for transfers under way, whose results are not used.
 
         Blocks that running requests have on the device are not stored. The engine preempts these
         requests (`StepPlan.preempted_req_ids`), or lets them end with the blocks they have.

@@ -13,7 +13,6 @@ from kvtier.base import (
     LookupResult,
     Medium,
     OffloadingEvent,
-    OffloadingManager,
     OffloadingStats,
     PrefixLookup,
     PrepareStoreOutput,
@@ -22,6 +21,7 @@ from kvtier.base import (
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.policies.base import SlotState
 from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.cpu.prompt_log import PromptWatching
 from kvtier.cpu.slots import SlotTable
 from kvtier.cpu.uses import RequestUse, UseLog
 from kvtier.misuse import MisuseLog
@@ -43,15 +43,13 @@ NO_BLOCK = -1
 """Slot number of a missing block in a load spec. A worker fails a transfer that has it."""
 
 
-class CPUOffloadingManager(OffloadingManager):
+class CPUOffloadingManager(PromptWatching):
     """Stores and loads blocks in slots of host memory. Scheduler thread only.
 
     `slots` keeps the state of every slot; `uses` records which requests use which blocks. No call
-    does I/O or waits, and each takes constant time per block.
-
-    A request uses a block when a lookup finds it, when it is loaded or touched, and when it is
-    offered for storing but is stored already. These uses count once per (request, key). When a
-    request finishes, its blocks become the most recently used ones.
+    waits, and each takes constant time per block. A request uses a block when a lookup finds it,
+    when it is loaded or touched, and when it is offered for storing but is stored already. These
+    uses count once per (request, key). When a request finishes, its blocks become the most recent.
 
     Blocks that were computed before a `reset_cache` must not be stored after it. So a request that
     is running at a reset stores nothing until it is preempted and computes its blocks again.
@@ -343,6 +341,7 @@ class CPUOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         self._report(self.slots.reset(), removed=True)
         self.uses.reset()
+        super().reset_cache()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._events:
@@ -361,6 +360,7 @@ class CPUOffloadingManager(OffloadingManager):
                 "kvtier_cpu_writing_blocks": slots.num_writing,
                 "kvtier_cpu_pinned_blocks": slots.num_pinned,
                 "kvtier_cpu_quarantined_slots": len(slots.quarantine.keys() | slots.held.keys()),
+                **self.prompt_gauges(),
             },
         )
 
@@ -369,7 +369,7 @@ class CPUOffloadingManager(OffloadingManager):
         return {key: block.block_id for key in keys if (block := self._get(key)) is not None}
 
     def slot_states(self) -> Counter[SlotState]:
-        """How many slots are in each state, counted one by one. For tests and inspection."""
+        """How many slots are in each state. For tests and inspection."""
         states = Counter(block.state for block in self.slots.used)
         states[SlotState.FREE] += self.num_blocks - len(self.slots.used)
         return states

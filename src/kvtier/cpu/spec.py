@@ -9,6 +9,7 @@ from kvtier.base import CanonicalKVCaches, MetricDefinition, MetricKind, Offload
 from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.cpu.prompt_log import PromptLog
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.worker import SlotWorker, device_pages, is_on_cuda
 
@@ -34,6 +35,18 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
         "Slots out of use: a transfer from before a reset, or one that was given up, may still be "
         "using them.",
     ),
+    **{
+        f"kvtier_cpu_estimated_hit_ratio{suffix}": MetricDefinition(
+            MetricKind.GAUGE,
+            f"Estimated share of the blocks of prompts that host memory would have {size}.",
+        )
+        for suffix, size in (
+            ("_half", "with half its size"),
+            ("", "if it evicted by LRU"),
+            ("_double", "with twice its size"),
+            ("_quadruple", "with four times its size"),
+        )
+    },
     "kvtier_cpu_stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored."),
     "kvtier_cpu_promoted_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks brought up from a tier below."
@@ -105,6 +118,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                 store_threshold=options.store_threshold,
                 max_tracker_size=options.max_tracker_size,
             )
+            self._manager.prompts = PromptLog(self.config)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> SlotWorker:

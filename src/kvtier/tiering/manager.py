@@ -39,7 +39,6 @@ from kvtier.base import (
     LoadStoreSpec,
     LookupResult,
     OffloadingEvent,
-    OffloadingManager,
     OffloadingStats,
     OffloadPolicy,
     PrefixLookup,
@@ -47,6 +46,7 @@ from kvtier.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from kvtier.cpu.prompt_log import PromptWatching
 from kvtier.tiering.ahead import LookAhead
 from kvtier.tiering.cascade import Cascades
 from kvtier.tiering.cost import PrefillRate
@@ -78,7 +78,7 @@ _SEND_SHARE, _SEND_PAUSE_S = 0.5, 0.002
 seconds between two attempts."""
 
 
-class TieringOffloadingManager(OffloadingManager):
+class TieringOffloadingManager(PromptWatching):
     """A primary tier and the tiers below it. Scheduler thread only. Only `shutdown` waits."""
 
     def __init__(

@@ -101,6 +101,14 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
     "violations": MetricDefinition(
         MetricKind.COUNTER, "Answers and reports of the tier that broke its contract."
     ),
+    "estimated_hit_ratio": MetricDefinition(
+        MetricKind.GAUGE,
+        "Estimated share of the blocks of prompts that the tiers down to this one would have if "
+        "they evicted by LRU.",
+    ),
+    "estimated_hit_ratio_double": MetricDefinition(
+        MetricKind.GAUGE, "The same if this tier had twice its size."
+    ),
     "breaker_state": MetricDefinition(
         MetricKind.GAUGE, "Whether the tier is in use (0), being tried (1), or cut off (2)."
     ),

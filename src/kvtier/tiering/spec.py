@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from kvtier.base import MetricDefinition
 from kvtier.config import AttentionKind, ResetScope, new_epoch, read_secondary_tiers
+from kvtier.config.options import WritePolicyName
+from kvtier.cpu.hit_curve import CurveSize, tier_sizes
+from kvtier.cpu.prompt_log import PromptLog, num_prompt_blocks
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.tiering.factory import SecondaryTierFactory
 from kvtier.tiering.health import TierSettings
 from kvtier.tiering.manager import GroupShape, TieringOffloadingManager
-from kvtier.tiering.metrics import METRIC_DEFINITIONS, tier_metric_definitions
+from kvtier.tiering.metrics import (
+    METRIC_DEFINITIONS,
+    metric_prefix,
+    tier_metric_definitions,
+)
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.tier_calls import close_tiers
 
@@ -97,8 +104,30 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 prefill_tokens_per_s=options.prefill_tokens_per_s,
                 shutdown_timeout_s=shutdown_timeout_s,
             )
+            manager.prompts = primary.prompts = PromptLog(config, self._curve_sizes(tiers))
             undo.pop_all()
         return manager
+
+    def _curve_sizes(self, tiers: Iterable[SecondaryTierManager]) -> list[CurveSize]:
+        """The sizes with tiers for which hit ratios are estimated: those down to each tier whose
+        capacity is known."""
+        config = self.config
+        sizes: list[CurveSize] = []
+        above = config.num_blocks
+        for tier, its in zip(tiers, config.options.secondary_tiers, strict=True):
+            if tier.capacity_blocks is None:
+                continue
+            # Blocks that are written when they leave host memory are in one place at a time.
+            adds = its.write in (WritePolicyName.ON_EVICT, WritePolicyName.ADAPTIVE)
+            sizes += tier_sizes(
+                metric_prefix(its.position, its.type),
+                f"tier {its.position} ({its.type})",
+                num_prompt_blocks(config, above),
+                num_prompt_blocks(config, tier.capacity_blocks),
+                adds,
+            )
+            above = above + tier.capacity_blocks if adds else max(above, tier.capacity_blocks)
+        return sizes
 
     @property
     def _new_fingerprint(self) -> Callable[[], bytes] | None:

@@ -19,10 +19,14 @@ loading them beats computing them.
     kvtier plan config.json --host 64GiB --kv-dtype fp8 --conversation 32768 --prefill 26000
     kvtier plan config.json --host 64GiB --trace trace.jsonl.xz
     kvtier plan --kv-bytes-per-token 128KiB --host 64GiB --json | jq .tiers
+    kvtier plan --engine
 
 MODEL is a model's config.json, as Hugging Face has it. A conversation is a prompt of --conversation
 tokens. "computes below" is the break-even: loading from the tier is faster if your engine computes
 fewer prompt tokens per second than that. With --prefill, the table also says by how much.
+
+With --engine alone, it shows what the engines that run here estimate from their own requests: the
+hit ratio with other sizes of their tiers.
 
 With --trace, the requests of the trace are replayed with host memory of an eighth to eight times of
 --host, and the table shows the hits at each size. It needs some seconds for each.
@@ -84,13 +88,26 @@ def plan(
     limit: Annotated[
         int | None, typer.Option(metavar="N", help="Replay only the first N requests.")
     ] = None,
+    engine: Annotated[
+        bool,
+        typer.Option(
+            "--engine", help="Show the estimates of the engines of this user that run here."
+        ),
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on standard output.")
     ] = False,
 ) -> None:
     def work() -> int:
-        from kvtier.cli.plan.command import PlanWishes, run_plan
+        from kvtier.cli.plan.command import PlanWishes, run_engines, run_plan
 
+        if engine and (model or trace or kv_bytes_per_token):
+            raise typer.BadParameter(
+                "give it alone, or with --json: a running engine knows its model and its requests",
+                param_hint="--engine",
+            )
+        if engine:
+            return run_engines(as_json=json)
         wishes = PlanWishes(
             model=model,
             host=host,

@@ -18,13 +18,14 @@ from kvtier.cli.replay.command import as_duration, explain_os_error
 from kvtier.cli.replay.options import require, size_of, tiers_of
 from kvtier.cli.store.terminal import shown_share
 from kvtier.config.sizes import as_size
+from kvtier.cpu.hit_curve import read_boards
 from kvtier.replay.counting import Counting
 from kvtier.replay.figures import Figures
 from kvtier.replay.plan import NUMBER_BYTES, TierPlan, host_sizes, read_model
 from kvtier.replay.settings import ReplaySettings, SettingError, TierSettings
 from kvtier.replay.trace import TraceError, open_trace
 
-__all__ = ["PlanWishes", "run_plan"]
+__all__ = ["PlanWishes", "run_engines", "run_plan"]
 
 _WIDTH = 100
 
@@ -213,3 +214,63 @@ def _curve_table(curve: list[tuple[int, Figures]]) -> Table:
             hits.append(f"{figures.hit_percent:.1f} %")
         table.add_row(as_size(size), *hits, f"{figures.saved_tokens:,}")
     return table
+
+
+# --- running engines ----------------------------------------------------------------------------
+
+
+def run_engines(*, as_json: bool) -> int:
+    """Print the hit curves of the engines that run here. Raises `SettingError` if there is none."""
+    engines = read_boards()
+    if not engines:
+        raise SettingError(
+            "--engine",
+            "no engine with kvtier runs here: run the command as the user of the engine, and in "
+            "its container",
+        )
+    if as_json:
+        write(json.dumps({"engines": engines}, indent=2) + "\n")
+    else:
+        write("\n".join(map(_engine_as_text, engines)))
+    finish()
+    return 0
+
+
+def _engine_as_text(engine: dict[str, Any]) -> str:
+    text = io.StringIO()
+    console = Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False)
+    model, engine_id = (_printable(engine[name]) for name in ("model", "engine_id"))
+    console.print(
+        f"process {engine['pid']}, {model}, engine {engine_id}: "
+        f"{engine['num_blocks']:,} blocks of {engine['block_tokens']} tokens in prompts",
+        soft_wrap=True,
+    )
+    sizes = engine["sizes"]
+    if any(size["hit_ratio"] is None for size in sizes):
+        console.print("Too few requests have ended for an estimate: try again later.")
+    else:
+        console.print("")
+        table = _table("down to", "its size", "blocks together", "found")
+        for size in sizes:
+            factor = size["factor"]
+            table.add_row(
+                _printable(size["place"]),
+                "now" if factor == 1 else f"x {factor:g}",
+                as_size(size["num_blocks"] * engine["block_bytes"]),
+                f"{100 * size['hit_ratio']:.1f} %",
+            )
+        console.print(table)
+        ratio = {size["factor"]: size["hit_ratio"] for size in sizes if size["is_host"]}
+        console.print(
+            "",
+            f"With twice the host memory, {100 * ratio[2]:.0f} % of the blocks of prompts would be "
+            f"found there instead of {100 * ratio[1]:.0f} %.",
+            sep="\n",
+            soft_wrap=True,
+        )
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+
+
+def _printable(name: object) -> str:
+    """A name from another process, without what could control the terminal."""
+    return "".join(char if char.isprintable() else "?" for char in str(name))

@@ -201,6 +201,31 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         scheduler._current_batch_jobs_to_flush |= unsent
         return done
 
+    def request_finished(self, request: vllm_api.Request, block_ids: list[int]) -> Any:
+        result = super().request_finished(request, block_ids)
+        self._note_prompt(request)
+        return result
+
+    def request_finished_all_groups(
+        self, request: vllm_api.Request, block_ids: tuple[list[int], ...]
+    ) -> Any:
+        result = super().request_finished_all_groups(request, block_ids)
+        self._note_prompt(request)
+        return result
+
+    def _note_prompt(self, request: vllm_api.Request) -> None:
+        """Report the blocks of a request that has ended, if it has run. vLLM itself reports the end
+        to the manager in the next step."""
+        status = self.connector_scheduler._req_status.get(request.request_id)
+        if status is not None and request.num_computed_tokens:
+            configs = self.connector_scheduler.config.kv_group_configs
+            places = (n for n, group in enumerate(configs) if not vllm_api.has_window(group))
+            place = next(places, 0)
+            keys = status.group_states[place].offload_keys
+            self._manager.note_prompt(
+                request.request_id, keys, request.num_prompt_tokens, request.num_tokens
+            )
+
     def _end_loads(self, output: vllm_api.KVConnectorOutput) -> None:
         """Let a request whose load has failed load nothing more. Forget the loads that have
         ended."""

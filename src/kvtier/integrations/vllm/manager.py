@@ -109,6 +109,15 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         if context is not None:
             self._manager.on_request_queued(context, find_blocks, priority=priority)
 
+    def note_prompt(
+        self, req_id: str, keys: Sequence[OffloadKey], num_prompt_tokens: int, num_tokens: int
+    ) -> None:
+        """Report the blocks of a request that is about to end. `num_tokens`: with the answer."""
+        state = self._requests.get(req_id)
+        if state is not None and state.may_store:
+            num_output = num_tokens - num_prompt_tokens
+            self._manager.note_prompt(keys, state.context, num_prompt_tokens, num_output)
+
     def give_up_loading(self, req_id: str) -> None:
         """Answer MISS to all further lookups of a request, because a load of it has failed.
         Otherwise it would load the same blocks again, and might never end."""

@@ -148,6 +148,7 @@ __all__ = [
     "get_current_vllm_config_or_none",
     "get_hash_fn_by_name",
     "group_id",
+    "has_window",
     "hash_root",
     "in_prompt_order",
     "keys_in_prompt_order",
@@ -251,6 +252,13 @@ def in_prompt_order(keys: Collection[OffloadKey], req_context: ReqContext) -> li
     ]
     placed.sort(key=lambda entry: entry[0])
     return [key for _, key in placed]
+
+
+def has_window(group: Any) -> bool:
+    """True if a token does not need the cache of all earlier tokens in this group. `group`: its
+    description in the scheduler half of vLLM's connector."""
+    names = ("sliding_window_size_in_chunks", "sliding_window_size_in_blocks")
+    return any(getattr(group, name, None) is not None for name in names)
 
 
 def group_id(group: OffloadingGroupConfig, place: int) -> int:
