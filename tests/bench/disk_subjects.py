@@ -31,6 +31,8 @@ class Case:
     jobs_at_once: int
     scattered: bool = False
     """The blocks of a job lie all over the tier instead of side by side."""
+    server: str = ""
+    """For tiers on a server: their keys, as JSON."""
     grows: bool = False
     """The tier has room for more blocks, so it evicts nothing. The benchmark removes the oldest
     blocks between rounds."""
@@ -138,5 +140,24 @@ def vllm_subject(case: Case, view: memoryview) -> DiskSubject:
     return make_subject(case, view)
 
 
+def _on_server(name: str) -> Callable[[Case, memoryview], DiskSubject]:
+    def make(case: Case, view: memoryview) -> DiskSubject:
+        from tests.bench.server_subjects import MAKERS
+
+        return MAKERS[name](case, view)
+
+    return make
+
+
 DISK, FS, VLLM_FS = "kvtier-disk", "kvtier-fs", "vllm-fs"
-SUBJECTS = {DISK: kvtier_disk_subject, FS: kvtier_fs_subject, VLLM_FS: vllm_subject}
+VALKEY, RAW_RESP, VALKEY_PY, GLIDE = "kvtier-valkey", "raw-resp", "valkey-py", "glide"
+OBJ, OBSTORE, RAW_HTTP = "kvtier-obj", "obstore", "raw-http"
+SUBJECTS: dict[str, Callable[[Case, memoryview], DiskSubject]] = {
+    DISK: kvtier_disk_subject,
+    FS: kvtier_fs_subject,
+    VLLM_FS: vllm_subject,
+    **{
+        name: _on_server(name)
+        for name in (VALKEY, RAW_RESP, VALKEY_PY, GLIDE, OBJ, OBSTORE, RAW_HTTP)
+    },
+}
