@@ -95,7 +95,7 @@ def run_valkey() -> None:
 
 
 def run_obj() -> None:
-    with TemporaryDirectory() as directory, seaweed(Path(directory)) as server:
+    with TemporaryDirectory() as directory, seaweed(Path(directory), num_volumes=200) as server:
         _run(
             Comparison(
                 "obj_speed",

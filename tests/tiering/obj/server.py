@@ -26,8 +26,10 @@ BUCKET = "kvtier-tests"
 class SeaweedProcess(ServerProcess):
     """A server with one bucket, an administrator, and a user who may only read."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, num_volumes: int = 20) -> None:
+        """`num_volumes`: of 64 MiB each. Removed objects take room, too."""
         super().__init__(directory)
+        self._num_volumes = num_volumes
         self._data = directory / "data"
         names = ("master", "volume", "filer", "s3")
         self._ports = {name: free_port() for name in names}
@@ -46,7 +48,7 @@ class SeaweedProcess(ServerProcess):
             *(weed, "server", f"-dir={self._data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *("-filer", "-s3", f"-s3.config={self._users}", "-master.telemetry=false"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0"),
-            *("-volume.max=20", "-master.volumeSizeLimitMB=64", *ports),
+            *(f"-volume.max={self._num_volumes}", "-master.volumeSizeLimitMB=64", *ports),
         ]
 
     @property
@@ -116,9 +118,9 @@ def _identities() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def seaweed(directory: Path) -> Iterator[SeaweedProcess]:
+def seaweed(directory: Path, num_volumes: int = 20) -> Iterator[SeaweedProcess]:
     """A server that ends with the context."""
-    server = SeaweedProcess(directory)
+    server = SeaweedProcess(directory, num_volumes)
     try:
         yield server
     finally:
