@@ -78,7 +78,9 @@ class Serving:
 
 
 @contextmanager
-def serving(url: str, *, namespace: str = "ours", **tier: Any) -> Iterator[Serving]:
+def serving(
+    url: str, *, namespace: str = "ours", prefill_tokens_per_s: float = 0, **tier: Any
+) -> Iterator[Serving]:
     """`tier`: further keys of the tier's entry."""
     entry = {
         "type": "valkey",
@@ -92,7 +94,7 @@ def serving(url: str, *, namespace: str = "ours", **tier: Any) -> Iterator[Servi
     extra: dict[str, Any] = {
         "cpu_bytes_to_use": "1MiB",
         "cache_namespace": namespace,
-        "prefill_tokens_per_s": 0,
+        "prefill_tokens_per_s": prefill_tokens_per_s,
         "shutdown_timeout_ms": 1000,
         "secondary_tiers": [entry],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_blocks_over_tls(tls: TlsServer) -> None:
 
 @pytest.mark.parametrize("trusts", ["nobody", "another"])
 def test_a_certificate_that_is_not_trusted(tls: TlsServer, tmp_path: Path, trusts: str) -> None:
-    keys = {}
+    keys: dict[str, Any] = {}
     if trusts == "another":
         keys["ca_bundle"] = str(Authority(tmp_path, "another").path)
     with pytest.raises(TierStartError, match=r"certificate cannot be trusted .* ca_bundle"):
