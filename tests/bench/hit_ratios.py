@@ -10,7 +10,7 @@ import sys
 from statistics import mean
 from typing import Any
 
-from kvtier.replay.counting import Counting
+from kvtier.replay.engine import Counting
 from kvtier.replay.settings import ReplaySettings, TierSettings
 from kvtier.replay.trace import open_trace
 from tests.bench.report import print_table, run_alone, save, verdict, verdict_at_least

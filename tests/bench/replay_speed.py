@@ -11,8 +11,7 @@ from math import inf
 from pathlib import Path
 
 from kvtier.base import OffloadKey
-from kvtier.replay.counting import Counting
-from kvtier.replay.engine import TimedEngine
+from kvtier.replay.engine import Counting, TimedEngine
 from kvtier.replay.settings import ReplaySettings, TierSettings
 from kvtier.replay.trace import Request, open_trace
 from tests.bench.report import print_table, run_alone, save, verdict_at_least

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from kvtier.config.options import WritePolicyName
-from kvtier.replay.counting import Counting
+from kvtier.replay.engine import Counting
 from kvtier.replay.settings import ReplaySettings
 from kvtier.replay.trace import open_trace
 from tests.bench.hit_ratios import TRACES, in_blocks

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.replay.counting import Counting
+from kvtier.replay.engine import Counting
 from kvtier.replay.figures import Figures
 from kvtier.replay.settings import ReplaySettings
 from kvtier.replay.trace import Request, open_trace

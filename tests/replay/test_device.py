@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.replay.device import DeviceCache
+from kvtier.replay.caches import DeviceCache
 from tests.replay.oracle import Lru, some_requests
 from tests.trace_replay import key_of
 

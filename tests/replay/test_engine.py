@@ -12,8 +12,7 @@ from itertools import islice
 import pytest
 
 from kvtier.config.options import WritePolicyName
-from kvtier.replay.counting import Counting
-from kvtier.replay.engine import TimedEngine
+from kvtier.replay.engine import Counting, TimedEngine
 from kvtier.replay.figures import Figures, Timing
 from kvtier.replay.settings import EngineSettings, ReplaySettings, SettingError
 from kvtier.replay.trace import Request

@@ -1,19 +1,38 @@
-"""What tiers of given sizes and speeds hold for a model, and when loading beats computing."""
+"""What tiers of given sizes and speeds hold for a model, when loading beats computing, and what the
+hits over a trace are at each size."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+from math import inf
 from typing import Any
 
-from kvtier.replay.settings import TierSettings
+from kvtier.base import OffloadKey
+from kvtier.replay.engine import Counting, TimedEngine
+from kvtier.replay.figures import Figures
+from kvtier.replay.settings import MOST_BLOCKS, ReplaySettings, TierSettings
+from kvtier.replay.trace import open_trace
 
-__all__ = ["ModelError", "ModelShape", "TierPlan", "host_sizes", "read_model"]
+__all__ = [
+    "ModelError",
+    "ModelShape",
+    "Point",
+    "Sizes",
+    "Sweep",
+    "Target",
+    "TierPlan",
+    "most_hits",
+    "read_model",
+    "sizes_around",
+]
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 """Bytes of one number of the KV cache, by the name of its type."""
 _LARGEST_CONFIG = 16 << 20
+_DAY_S, _YEAR_S = 86_400.0, 365.25 * 86_400
 
 
 class ModelError(ValueError):
@@ -129,10 +148,162 @@ class TierPlan:
         )
 
 
-def host_sizes(num_bytes: int, block_bytes: int) -> Iterator[int]:
-    """Sizes of host memory to try: from an eighth of the given one to eight times as much, those
-    that hold a block."""
+# --- with a trace ---------------------------------------------------------------------------------
+
+Sizes = tuple[int, ...]
+"""Bytes of host memory, then of each tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The trace with one eviction policy of host memory, and one size of each place."""
+
+    policy: str
+    sizes: Sizes
+    figures: Figures
+
+    def written_per_day(self, place: int) -> float | None:
+        """The bytes written to a place in a day, at the trace's rate; None if the trace is too
+        short to tell. Place 0 is host memory."""
+        figures = self.figures
+        if figures.trace_s <= 0:
+            return None
+        num_bytes = figures.places[place].written_blocks * figures.block_bytes
+        return num_bytes / figures.trace_s * _DAY_S
+
+    def life_years(self, place: int, endurance: int) -> float | None:
+        """The years after which `endurance` bytes are written to a place. Infinite if nothing is
+        written."""
+        per_day = self.written_per_day(place)
+        if per_day is None:
+            return None
+        return endurance / per_day * _DAY_S / _YEAR_S if per_day else inf
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What sizes are to reach."""
+
+    hit_percent: float | None = None
+    ttft_s: float | None = None
+    """For nine of ten requests."""
+
+    def is_met_by(self, figures: Figures) -> bool:
+        if self.hit_percent is not None and figures.hit_percent < self.hit_percent:
+            return False
+        if self.ttft_s is None:
+            return True
+        assert figures.timing is not None
+        return figures.timing.p90_s <= self.ttft_s
+
+
+@dataclass(slots=True)
+class Sweep:
+    """Replays of one trace. Each pair of policy and sizes is replayed once."""
+
+    path: str
+    settings: ReplaySettings
+    block_tokens: int
+    limit: int | None = None
+    note_replay: Callable[[], None] = lambda: None
+    """Called before each replay."""
+    _points: dict[tuple[str, Sizes], Point] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Those given."""
+        settings = self.settings
+        return (settings.host.num_bytes, *(tier.num_bytes for tier in settings.tiers))
+
+    def curve(self, policy: str, place: int) -> list[Point]:
+        """Replays with sizes of one place from an eighth to eight times of the one given. The other
+        places keep theirs. Place 0 is host memory."""
+        given = self.sizes
+        return [
+            self.point(policy, (*given[:place], size, *given[place + 1 :]))
+            for size in self.sizes_of(place)
+        ]
+
+    def sizes_of(self, place: int) -> list[int]:
+        """The sizes that are tried, in ascending order."""
+        return list(sizes_around(self.sizes[place], self.settings.block_bytes(self.block_tokens)))
+
+    def point(self, policy: str, sizes: Sizes) -> Point:
+        """The replay with these sizes."""
+        known = self._points.get((policy, sizes))
+        if known is None:
+            self.note_replay()
+            known = Point(policy, sizes, self._replayed(policy, sizes))
+            self._points[policy, sizes] = known
+        return known
+
+    def _replayed(self, policy: str, sizes: Sizes) -> Figures:
+        settings = self.settings
+        host = replace(settings.host, num_bytes=sizes[0], policy=policy)
+        tiers = [
+            replace(tier, num_bytes=size)
+            for tier, size in zip(settings.tiers, sizes[1:], strict=True)
+        ]
+        chosen = replace(settings, host=host, tiers=tuple(tiers))
+        kind = TimedEngine if chosen.is_timed else Counting
+        run = kind(chosen, self.block_tokens)
+        with open_trace(self.path, self.block_tokens) as trace:
+            for _ in run.serve(islice(trace.requests(), self.limit)):
+                pass
+        return run.end()
+
+    def cheapest(
+        self, policies: Sequence[str], target: Target, cost: Callable[[Sizes], tuple[float, ...]]
+    ) -> Point | None:
+        """The cheapest point that meets a target, among all combinations of the sizes tried; None
+        if none does.
+
+        Takes more memory to do no worse. So if the last place needs some size, it needs at least
+        that size when the other places are smaller, and smaller ones are not replayed.
+        """
+        best: Point | None = None
+        *others, last = (self.sizes_of(place) for place in range(len(self.sizes)))
+        for policy in policies:
+            least: dict[Sizes, int] = {}
+            # The largest come first.
+            for chosen in product(*(sizes[::-1] for sizes in others)):
+                start = max(
+                    (n for larger, n in least.items() if _covers(larger, chosen)), default=0
+                )
+                least[chosen] = start
+                for size in last[start:]:
+                    if best is not None and cost((*chosen, size)) >= cost(best.sizes):
+                        break
+                    point = self.point(policy, (*chosen, size))
+                    if target.is_met_by(point.figures):
+                        best = point
+                        break
+                    least[chosen] += 1
+        return best
+
+
+def _covers(larger: Sizes, smaller: Sizes) -> bool:
+    return all(one >= other for one, other in zip(larger, smaller, strict=True))
+
+
+def sizes_around(num_bytes: int, block_bytes: int) -> Iterator[int]:
+    """Sizes to try: from an eighth of the given one to eight times as much, those that hold a
+    block."""
     for exponent in range(-3, 4):
         size = int(num_bytes * 2.0**exponent)
-        if size >= block_bytes:
+        if block_bytes <= size <= MOST_BLOCKS * block_bytes:
             yield size
+
+
+def most_hits(path: str, block_tokens: int, limit: int | None = None) -> float:
+    """The percentage of blocks that are hits if nothing is ever evicted."""
+    seen: set[OffloadKey] = set()
+    num_hits = num_references = 0
+    with open_trace(path, block_tokens) as trace:
+        for request in islice(trace.requests(), limit):
+            num_references += len(request.keys)
+            num_hits += next(
+                (n for n, key in enumerate(request.keys) if key not in seen), len(request.keys)
+            )
+            seen.update(request.keys)
+    return 100 * num_hits / num_references if num_references else 0.0

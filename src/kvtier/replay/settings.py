@@ -10,7 +10,7 @@ from kvtier.config.options import WritePolicyName
 from kvtier.config.sizes import as_size
 from kvtier.cpu.policies.factory import CachePolicyFactory
 
-__all__ = ["EngineSettings", "ReplaySettings", "SettingError", "TierSettings"]
+__all__ = ["MOST_BLOCKS", "EngineSettings", "ReplaySettings", "SettingError", "TierSettings"]
 
 MOST_BLOCKS = 1 << 28
 """The largest number of blocks of a tier. The managers need about 220 bytes for each block used."""
@@ -136,7 +136,8 @@ class ReplaySettings:
                 raise SettingError(
                     option,
                     f"{tier.name} has a write_budget, which is bytes per day, but requests are "
-                    "counted without time: leave write_budget or --no-timing out",
+                    "counted without time (--no-timing; kvtier plan without --target-ttft): leave "
+                    "write_budget out",
                 )
 
     def _check_size(self, option: str, name: str, num_bytes: int, block_tokens: int) -> None:
@@ -154,7 +155,3 @@ class ReplaySettings:
                 f"{name} would have {num_blocks:,} blocks of {as_size(block_bytes)}: give at most "
                 f"{as_size(MOST_BLOCKS * block_bytes)}, or more --kv-bytes-per-token",
             )
-
-    def with_host_bytes(self, num_bytes: int) -> ReplaySettings:
-        """The same with another size of host memory."""
-        return replace(self, host=replace(self.host, num_bytes=num_bytes))

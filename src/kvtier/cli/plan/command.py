@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-import io
 import json
+import logging
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from kvtier.cli.output import finish, write
-from kvtier.cli.replay.command import as_duration, explain_os_error
-from kvtier.cli.replay.options import require, size_of, tiers_of
+from kvtier.cli.output import CannotWrite, finish, write
+from kvtier.cli.plan.chart import as_png, as_svg
+from kvtier.cli.plan.report import (
+    Plan,
+    Study,
+    as_text,
+    engine_as_text,
+    panels,
+    point_document,
+)
+from kvtier.cli.replay.command import explain_os_error
+from kvtier.cli.replay.options import (
+    by_name,
+    engine_of,
+    price_of,
+    require,
+    seconds_of,
+    size_of,
+    tiers_of,
+)
 from kvtier.cli.store.terminal import shown_share
-from kvtier.config.sizes import as_size
 from kvtier.cpu.hit_curve import read_boards
-from kvtier.replay.counting import Counting
-from kvtier.replay.figures import Figures
-from kvtier.replay.plan import NUMBER_BYTES, TierPlan, host_sizes, read_model
-from kvtier.replay.settings import ReplaySettings, SettingError, TierSettings
+from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.replay.plan import (
+    NUMBER_BYTES,
+    Point,
+    Sizes,
+    Sweep,
+    Target,
+    TierPlan,
+    most_hits,
+    read_model,
+)
+from kvtier.replay.settings import EngineSettings, ReplaySettings, SettingError, TierSettings
 from kvtier.replay.trace import TraceError, open_trace
 
 __all__ = ["PlanWishes", "run_engines", "run_plan"]
 
-_WIDTH = 100
+_ALL = "all"
+_SHARE_OF_MOST = 0.95
+"""Without a target, the recommended sizes have this share of the hits of the largest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,56 +66,144 @@ class PlanWishes:
     kv_dtype: str | None
     kv_bytes_per_token: str | None
     prefill: float | None
+    prefill_times: str | None
     trace: str | None
     block_tokens: int | None
+    gpu: str | None
+    speed_up: float | None
     policy: str
     limit: int | None
+    target_hits: float | None
+    target_ttft: str | None
+    costs_per_gb: list[str]
+    ssd_tbw: list[str]
+    svg: str | None
+    png: str | None
 
 
 def run_plan(wishes: PlanWishes, *, as_json: bool) -> int:
     """Print the plan. Raises `SettingError`, `ModelError` and `TraceError` for what the user can
     change."""
+    _check(wishes)
+    plan, settings = _plan_of(wishes)
+    study = None
+    if wishes.trace is not None:
+        study = _study_of(wishes, wishes.trace, settings)
+        _draw(wishes, study)
+    if as_json:
+        write(json.dumps(_document(plan, study), indent=2) + "\n")
+    else:
+        write(as_text(plan, study))
+    finish()
+    return 0
+
+
+def _document(plan: Plan, study: Study | None) -> dict[str, object]:
+    document: dict[str, object] = {
+        "kv_bytes_per_token": plan.bytes_per_token,
+        "is_upper_bound": plan.is_upper_bound,
+        "conversation_tokens": plan.conversation_tokens,
+        "computed_s": plan.computed_s,
+        "tiers": [asdict(tier) for tier in plan.tiers],
+        "sweep": [],
+        "target": None,
+        "recommendation": None,
+        "unlimited_hit_percent": None,
+    }
+    if study is not None:
+        document["unlimited_hit_percent"] = round(study.most_hits, 4)
+        document["sweep"] = [
+            {"swept": study.names[place], **point_document(study, point)}
+            for place, curves in enumerate(study.curves)
+            for curve in curves.values()
+            for point in curve
+        ]
+        if study.target is not None:
+            document["target"] = asdict(study.target)
+        if study.recommended is not None:
+            document["recommendation"] = point_document(study, study.recommended)
+    return document
+
+
+# --- options -----------------------------------------------------------------------------------
+
+
+def _check(wishes: PlanWishes) -> None:
+    """Refuse options that make no sense before anything is replayed."""
     for value, option in (
         (wishes.conversation, "--conversation"),
-        (wishes.prefill, "--prefill"),
         (wishes.block_tokens, "--block-tokens"),
         (wishes.limit, "--limit"),
+        (wishes.speed_up, "--speed-up"),
     ):
         if value is not None:
             require(value, option, "a number above 0, up to 1e12")
+    if wishes.target_hits is not None and not 0 < wishes.target_hits <= 100:
+        raise SettingError(
+            "--target-hits", f"{wishes.target_hits:g}: give a percentage above 0, up to 100"
+        )
+    if wishes.trace is None:
+        for option, given in (
+            ("--policy", wishes.policy if wishes.policy == _ALL else None),
+            ("--gpu", wishes.gpu),
+            ("--speed-up", wishes.speed_up),
+            ("--target-hits", wishes.target_hits),
+            ("--target-ttft", wishes.target_ttft),
+            ("--cost-per-gb", wishes.costs_per_gb or None),
+            ("--ssd-tbw", wishes.ssd_tbw or None),
+            ("--svg", wishes.svg),
+            ("--png", wishes.png),
+        ):
+            if given is not None:
+                raise SettingError(option, "this needs a trace to replay: give --trace FILE, too")
+    for option, path in (("--svg", wishes.svg), ("--png", wishes.png)):
+        if path is not None:
+            _check_writable(option, path)
+    if wishes.png is not None and find_spec("PIL") is None:
+        raise SettingError(
+            "--png", 'this needs Pillow: run pip install "kvtier[pictures]", or give --svg'
+        )
+
+
+def _check_writable(option: str, path: str) -> None:
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise SettingError(option, f"there is no directory {folder}: create it first")
+    place = path if os.path.exists(path) else folder
+    if os.path.isdir(path) or not os.access(place, os.W_OK):
+        raise SettingError(option, f"{path} cannot be written: give the path of a file of yours")
+
+
+def _plan_of(wishes: PlanWishes) -> tuple[Plan, ReplaySettings]:
     bytes_per_token, has_windows = _bytes_per_token(wishes)
     speed = float(size_of(wishes.host_speed, "--host-speed", is_speed=True))
     host = TierSettings(
         name="host",
         num_bytes=size_of(wishes.host, "--host"),
-        policy=wishes.policy,
+        policy="lru" if wishes.policy == _ALL else wishes.policy,
         read_bytes_per_s=speed,
         write_bytes_per_s=speed,
     )
+    tiers = tiers_of(wishes.tiers)
+    engine = engine_of(wishes.prefill, wishes.prefill_times, EngineSettings())
+    has_speed = wishes.prefill is not None or wishes.prefill_times is not None
+    plan = Plan(
+        bytes_per_token=bytes_per_token,
+        is_upper_bound=has_windows,
+        conversation_tokens=wishes.conversation,
+        computed_s=engine.prefill_s(0, wishes.conversation) if has_speed else None,
+        tiers=[TierPlan.of(tier, bytes_per_token, wishes.conversation) for tier in (host, *tiers)],
+    )
     settings = ReplaySettings(
         host=host,
-        tiers=tiers_of(wishes.tiers),
+        tiers=tiers,
+        gpu_bytes=None if wishes.gpu is None else size_of(wishes.gpu, "--gpu"),
         kv_bytes_per_token=bytes_per_token,
-        is_timed=False,
+        engine=engine,
+        is_timed=wishes.target_ttft is not None,
+        speed_up=wishes.speed_up or 1.0,
     )
-    plans = [
-        TierPlan.of(tier, bytes_per_token, wishes.conversation) for tier in (host, *settings.tiers)
-    ]
-    curve = list(_sweep(wishes, settings)) if wishes.trace is not None else []
-    if as_json:
-        document = {
-            "kv_bytes_per_token": bytes_per_token,
-            "is_upper_bound": has_windows,
-            "conversation_tokens": wishes.conversation,
-            "prefill_tokens_per_s": wishes.prefill,
-            "tiers": [asdict(plan) for plan in plans],
-            "sweep": [{"host_bytes": size, **figures.document()} for size, figures in curve],
-        }
-        write(json.dumps(document, indent=2) + "\n")
-    else:
-        write(_as_text(wishes, bytes_per_token, has_windows, plans, curve))
-    finish()
-    return 0
+    return plan, settings
 
 
 def _bytes_per_token(wishes: PlanWishes) -> tuple[int, bool]:
@@ -112,108 +224,101 @@ def _bytes_per_token(wishes: PlanWishes) -> tuple[int, bool]:
     return model.bytes_per_token, model.has_windows
 
 
-def _sweep(wishes: PlanWishes, settings: ReplaySettings) -> Iterator[tuple[int, Figures]]:
-    """The figures of the trace with each size of host memory."""
-    path = str(wishes.trace)
+# --- the trace ---------------------------------------------------------------------------------
+
+
+def _study_of(wishes: PlanWishes, path: str, settings: ReplaySettings) -> Study:
+    """Replay the trace with the sizes to try."""
+    names = [settings.host.name, *(tier.name for tier in settings.tiers)]
+    prices = by_name(wishes.costs_per_gb, "--cost-per-gb", names, price_of, f"{names[-1]}=0.10")
+    if prices and len(prices) < len(names):
+        lacking = next(name for name in names if name not in prices)
+        raise SettingError("--cost-per-gb", f"give a price for {lacking}, too: {lacking}=PRICE")
+    endurances = by_name(
+        wishes.ssd_tbw,
+        "--ssd-tbw",
+        names[1:],
+        lambda text: size_of(text, "--ssd-tbw"),
+        f"{names[-1] if settings.tiers else 'disk'}=600TB",
+    )
+    target = _target_of(wishes)
     try:
         with open_trace(path, wishes.block_tokens) as trace:
             block_tokens = trace.block_tokens
         settings.check(block_tokens)
-        sizes = list(host_sizes(settings.host.num_bytes, settings.block_bytes(block_tokens)))
-        with shown_share() as show:
-            for number, size in enumerate(sizes):
-                show(number, len(sizes))
-                with open_trace(path, wishes.block_tokens) as trace:
-                    counting = Counting(settings.with_host_bytes(size), block_tokens)
-                    for _ in counting.serve(islice(trace.requests(), wishes.limit)):
-                        pass
-                yield size, counting.end()
+        policies = CachePolicyFactory.known_names() if wishes.policy == _ALL else [wishes.policy]
+        study = Study(path, names, policies, settings, prices, endurances)
+        study.most_hits = most_hits(path, block_tokens, wishes.limit)
+        sweep = Sweep(path, settings, block_tokens, wishes.limit)
+        with _progress(sweep, len(policies)):
+            study.curves = [
+                {policy: sweep.curve(policy, place) for policy in policies}
+                for place in range(len(names))
+            ]
+            if target is None and prices:
+                target = Target(hit_percent=_SHARE_OF_MOST * study.largest_hits)
+            study.target = target
+            if target is not None:
+                study.recommended = _cheapest(study, sweep, target)
     except OSError as error:
         raise TraceError(explain_os_error(path, error, "a trace")) from None
+    return study
 
 
-def _as_text(
-    wishes: PlanWishes,
-    bytes_per_token: int,
-    has_windows: bool,
-    plans: list[TierPlan],
-    curve: list[tuple[int, Figures]],
-) -> str:
-    text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False)
-
-    def say(*lines: str) -> None:
-        for line in lines:
-            console.print(line, soft_wrap=True)
-
-    say(
-        f"KV cache: {as_size(bytes_per_token)} per token, "
-        f"{as_size(bytes_per_token * wishes.conversation)} per conversation of "
-        f"{wishes.conversation:,} tokens"
-    )
-    if has_windows:
-        say("Some layers keep only the last tokens: long prompts need less than this.")
-    say("")
-    console.print(_tier_table(wishes, plans))
-    if wishes.prefill is None:
-        say(
-            "",
-            "Loading is faster if your engine computes fewer prompt tokens per second than in the "
-            "last column; --prefill N compares. On a busy engine, slower tiers help, too: loading "
-            "leaves the GPU to others.",
-        )
-    if curve:
-        first = curve[0][1]
-        say(
-            "",
-            f"{wishes.trace}: {first.num_requests:,} requests, {first.num_references:,} blocks; "
-            "hits by size of host memory",
-            "",
-        )
-        console.print(_curve_table(curve))
-    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+def _target_of(wishes: PlanWishes) -> Target | None:
+    if wishes.target_hits is None and wishes.target_ttft is None:
+        return None
+    ttft_s = None
+    if wishes.target_ttft is not None:
+        ttft_s = seconds_of(wishes.target_ttft, "--target-ttft", may_be_zero=False)
+    return Target(wishes.target_hits, ttft_s)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for position, column in enumerate(columns):
-        table.add_column(column, justify="right" if position else "left")
-    return table
+def _cheapest(study: Study, sweep: Sweep, target: Target) -> Point | None:
+    def cost(sizes: Sizes) -> tuple[float, ...]:
+        price = study.cost(sizes)
+        return sizes if price is None else (price,)
+
+    return sweep.cheapest(study.policies, target, cost)
 
 
-def _tier_table(wishes: PlanWishes, plans: list[TierPlan]) -> Table:
-    columns = ["tier", "size", "tokens", "conversations", "loads one in", "computes below"]
-    if wishes.prefill is not None:
-        columns[-1:] = ["computed in", "loading is"]
-    table = _table(*columns)
-    for plan in plans:
-        row: list[Any] = [
-            plan.name,
-            as_size(plan.num_bytes),
-            f"{plan.num_tokens:,}",
-            f"{plan.num_conversations:,}",
-            as_duration(plan.load_s),
-        ]
-        if wishes.prefill is None:
-            row.append(f"{plan.break_even_tokens_per_s:,.0f} tokens/s")
-        else:
-            factor = plan.break_even_tokens_per_s / wishes.prefill
-            row.append(as_duration(wishes.conversation / wishes.prefill))
-            row.append(f"{factor:.1f}x faster" if factor >= 1 else f"{1 / factor:.1f}x slower")
-        table.add_row(*row)
-    return table
+@contextmanager
+def _progress(sweep: Sweep, num_policies: int) -> Iterator[None]:
+    """While this context is open, show how many replays have begun. A search for the cheapest sizes
+    takes about as many as the curves."""
+    num_curves = sum(len(sweep.sizes_of(place)) for place in range(len(sweep.sizes)))
+    total, done = 2 * num_policies * num_curves, 0
+    silence = logging.NullHandler()  # the figures tell what a tier was too slow for
+    logging.getLogger("kvtier").addHandler(silence)
+    try:
+        with shown_share() as show:
+
+            def note_replay() -> None:
+                nonlocal done
+                show(min(done, total), total)
+                done += 1
+
+            sweep.note_replay = note_replay
+            yield
+    finally:
+        logging.getLogger("kvtier").removeHandler(silence)
 
 
-def _curve_table(curve: list[tuple[int, Figures]]) -> Table:
-    names = [place.name for place in curve[0][1].places]
-    table = _table("host memory", *names, *(["together"] if len(names) > 1 else []), "tokens saved")
-    for size, figures in curve:
-        count = figures.num_references or 1
-        hits = [f"{100 * place.hit_blocks / count:.1f} %" for place in figures.places]
-        if len(names) > 1:
-            hits.append(f"{figures.hit_percent:.1f} %")
-        table.add_row(as_size(size), *hits, f"{figures.saved_tokens:,}")
-    return table
+def _draw(wishes: PlanWishes, study: Study) -> None:
+    """Write the pictures."""
+    title = f"{os.path.basename(study.path)}, {', '.join(study.policies)}"
+    rows = panels(study)
+    if wishes.svg is not None:
+        _save(wishes.svg, as_svg(title, rows).encode())
+    if wishes.png is not None:
+        _save(wishes.png, as_png(title, rows))
+
+
+def _save(path: str, content: bytes) -> None:
+    try:
+        Path(path).write_bytes(content)
+    except OSError as error:
+        raise CannotWrite(f"{path} could not be written: {error.strerror or error}") from None
 
 
 # --- running engines ----------------------------------------------------------------------------
@@ -231,46 +336,6 @@ def run_engines(*, as_json: bool) -> int:
     if as_json:
         write(json.dumps({"engines": engines}, indent=2) + "\n")
     else:
-        write("\n".join(map(_engine_as_text, engines)))
+        write("\n".join(map(engine_as_text, engines)))
     finish()
     return 0
-
-
-def _engine_as_text(engine: dict[str, Any]) -> str:
-    text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False)
-    model, engine_id = (_printable(engine[name]) for name in ("model", "engine_id"))
-    console.print(
-        f"process {engine['pid']}, {model}, engine {engine_id}: "
-        f"{engine['num_blocks']:,} blocks of {engine['block_tokens']} tokens in prompts",
-        soft_wrap=True,
-    )
-    sizes = engine["sizes"]
-    if any(size["hit_ratio"] is None for size in sizes):
-        console.print("Too few requests have ended for an estimate: try again later.")
-    else:
-        console.print("")
-        table = _table("down to", "its size", "blocks together", "found")
-        for size in sizes:
-            factor = size["factor"]
-            table.add_row(
-                _printable(size["place"]),
-                "now" if factor == 1 else f"x {factor:g}",
-                as_size(size["num_blocks"] * engine["block_bytes"]),
-                f"{100 * size['hit_ratio']:.1f} %",
-            )
-        console.print(table)
-        ratio = {size["factor"]: size["hit_ratio"] for size in sizes if size["is_host"]}
-        console.print(
-            "",
-            f"With twice the host memory, {100 * ratio[2]:.0f} % of the blocks of prompts would be "
-            f"found there instead of {100 * ratio[1]:.0f} %.",
-            sep="\n",
-            soft_wrap=True,
-        )
-    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
-
-
-def _printable(name: object) -> str:
-    """A name from another process, without what could control the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in str(name))

@@ -21,8 +21,7 @@ from kvtier.cli.replay.options import engine_of, require, seconds_of, size_of, t
 from kvtier.cli.store.terminal import shown_share, warnings_as_notes
 from kvtier.config.sizes import as_size
 from kvtier.replay.calibration import Calibration, calibrate
-from kvtier.replay.counting import Counting
-from kvtier.replay.engine import TimedEngine
+from kvtier.replay.engine import Counting, TimedEngine
 from kvtier.replay.figures import Figures, Timing
 from kvtier.replay.settings import EngineSettings, ReplaySettings, SettingError, TierSettings
 from kvtier.replay.trace import Trace, TraceError, open_trace

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from kvtier.config.options import WritePolicyName
 from kvtier.config.sizes import SizeError, parse_size
 from kvtier.replay.calibration import Calibration
 from kvtier.replay.settings import EngineSettings, SettingError, TierSettings
 
-__all__ = ["engine_of", "require", "seconds_of", "size_of", "tiers_of"]
+__all__ = ["by_name", "engine_of", "price_of", "require", "seconds_of", "size_of", "tiers_of"]
 
 _TIER_READ, _TIER_WRITE, _TIER_LATENCY = "6GB", "4GB", "0.1ms"
 """About what one PCIe 4 NVMe drive does."""
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(us|ms|s)", re.ASCII)
+_PRICE = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LEAST, _MOST = 1e-3, 1e12
+Value = TypeVar("Value")
 _TIER_KEYS = {
     "read_speed": "read_speed=6GB",
     "write_speed": "write_speed=4GB",
@@ -77,6 +80,35 @@ def engine_of(
     if prefill is not None:
         raise SettingError("--prefill-times", "give either --prefill or --prefill-times")
     return engine.fitted_to(_prompt_times_of(prefill_times))
+
+
+def by_name(
+    texts: Iterable[str],
+    option: str,
+    names: Sequence[str],
+    parse: Callable[[str], Value],
+    example: str,
+) -> dict[str, Value]:
+    """The values of an option of the form NAME=VALUE that may be given for several tiers."""
+    values: dict[str, Value] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in names or not value or name in values:
+            known = ", ".join(names) or "none; give --tier first"
+            raise SettingError(
+                option,
+                f'"{text}": write NAME=VALUE, such as {example}, once for each; the names are '
+                f"{known}",
+            )
+        values[name] = parse(value)
+    return values
+
+
+def price_of(text: str) -> float:
+    """A price, such as 0.10."""
+    if not _PRICE.fullmatch(text) or not float(text):
+        raise SettingError("--cost-per-gb", f'"{text}": write a number above 0, such as 0.10')
+    return float(text)
 
 
 def _prompt_times_of(text: str) -> list[tuple[int, float]]:

@@ -40,6 +40,11 @@ class CachePolicyFactory:
         """The class of the policy `name`. Raises `ConfigError` if there is none."""
         return cls._registry.resolve(name, module_path)
 
+    @classmethod
+    def known_names(cls) -> list[str]:
+        """The names of all policies, kvtier's own first."""
+        return cls._registry.known_names()
+
 
 CachePolicyFactory.register_cache_policy("lru", "kvtier.cpu.policies.lru", "LRUCachePolicy")
 CachePolicyFactory.register_cache_policy("arc", "kvtier.cpu.policies.arc", "ARCCachePolicy")
