@@ -112,7 +112,8 @@ def serve(hosts: tuple[Host, Host], link: dict[str, float], prefill: float) -> d
 
 
 def share_loaded(answer: dict[str, Any]) -> float:
-    return float(sum(answer["loaded"])) / (len(answer["loaded"]) * answer["tokens"])
+    loaded: list[int] = answer["loaded"]
+    return sum(loaded) / (len(loaded) * int(answer["tokens"]))
 
 
 @pytest.mark.parametrize("link", [SLOW_LINK, FAR_AWAY], ids=["slow link", "far away"])
