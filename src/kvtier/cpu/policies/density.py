@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence, Set
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy
@@ -20,7 +21,16 @@ _MAX_PROMPTS = 65_536
 class _Prompt:
     """A running request."""
 
-    __slots__ = ("group", "is_refused", "leaf", "num_keys", "refused_key", "sampled", "turn")
+    __slots__ = (
+        "group",
+        "has_gap",
+        "is_refused",
+        "leaf",
+        "num_keys",
+        "refused_key",
+        "sampled",
+        "turn",
+    )
 
     def __init__(self) -> None:
         self.num_keys = 0
@@ -31,6 +41,8 @@ class _Prompt:
         """Its class."""
         self.leaf: Segment | None = None
         """The segment with the last of its stored blocks."""
+        self.has_gap = False
+        """True if blocks were missing before the last stored one."""
         self.is_refused = False
         """True if the end of its prompt is not stored."""
         self.refused_key: OffloadKey | None = None
@@ -125,7 +137,10 @@ class DensityCachePolicy(CachePolicy):
             prompt.group = self._odds.classify(prompt.turn, num_new, gap)
         self._note_length(prompt, keys)
         if path:
+            for head, tail in pairwise(path):
+                self._tree.put_behind(tail, head)
             prompt.leaf = path[-1]
+            prompt.has_gap = _has_gap(path, keys)
         self._use(prompt, owner)
 
     def _note_length(self, prompt: _Prompt, keys: Collection[OffloadKey]) -> None:
@@ -191,7 +206,8 @@ class DensityCachePolicy(CachePolicy):
         leaf = prompt.leaf
         while leaf is not None and not leaf.blocks:  # evicted while the request ran
             leaf = leaf.parent
-        if leaf is None or leaf.num_children or leaf.owner != req_context.req_id:
+        is_own = leaf is not None and leaf.owner == req_context.req_id
+        if leaf is None or leaf.num_children or prompt.has_gap or not is_own:
             leaf = self._tree.append(leaf, blocks, prompt.group, self._odds.now)
             leaf.turn = prompt.turn
             leaf.owner = req_context.req_id
@@ -243,3 +259,11 @@ class DensityCachePolicy(CachePolicy):
 
     def unpinned(self, blocks: Iterable[BlockStatus]) -> None:
         self._tree.count_idle(blocks, +1)
+
+
+def _has_gap(path: Sequence[Segment], keys: Collection[OffloadKey]) -> bool:
+    """True if blocks are missing before the last one of a path."""
+    num_here = sum(len(segment.blocks) for segment in path)
+    if num_here >= len(keys):
+        return False
+    return next(islice(keys, num_here - 1, None)) != path[-1].blocks[-1].key

@@ -9,6 +9,7 @@ takes constant time for each block that a request uses, or for each segment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtier.cpu.policies.base import BlockStatus
@@ -69,6 +70,13 @@ class Segment:
     def end(self) -> int:
         """Blocks of the prompt up to the end of this segment."""
         return self.depth + len(self.blocks)
+
+    def is_behind(self, head: Segment) -> bool:
+        """True if this segment leaves before `head`."""
+        parent = self.parent
+        while parent is not None and parent is not head:
+            parent = parent.parent
+        return parent is head
 
 
 class _Queue:
@@ -178,6 +186,20 @@ class PromptTree:
         segment.depth += count
         self._unqueued[head] = None
         return head
+
+    def put_behind(self, tail: Segment, head: Segment) -> None:
+        """Let a head leave after its tail, even if it was stored after it."""
+        if tail.parent is head or tail.is_behind(head):
+            return
+        if head.is_behind(tail):
+            self._hang(head, tail.parent)
+        self._hang(tail, head)
+
+    def _hang(self, segment: Segment, parent: Segment | None) -> None:
+        self._unlink(segment)
+        segment.parent = parent
+        if parent is not None:
+            parent.num_children += 1
 
     def use(self, segment: Segment, group: int, now: int) -> None:
         """Make a segment the most recently used one of a class."""
@@ -293,10 +315,9 @@ class PromptTree:
             if segment.blocks:
                 self._set_aside(segment, skipped)
             else:
-                parent = segment.parent
-                self._close(segment)
-                if parent is not None and not parent.num_children and parent.group != group:
-                    changed = (group, parent.group)
+                freed = self._close(segment)
+                if freed is not None and freed.group != group:
+                    changed = (group, freed.group)
         for segment in reversed(skipped):
             self._queue_as_oldest(segment)
         if len(victims) < n:
@@ -348,7 +369,7 @@ class PromptTree:
     ) -> list[BlockStatus]:
         """Evict blocks with children, because only pinned and protected ones have none."""
         victims: list[BlockStatus] = []
-        for segment in sorted(self, key=_depth_of, reverse=True):
+        for segment in sorted(self, key=_num_parents, reverse=True):
             if len(victims) == n:
                 break
             if segment.idle and not segment.owner == owner is not None:
@@ -357,19 +378,34 @@ class PromptTree:
                     self._close(segment)
         return victims
 
-    def _close(self, segment: Segment) -> None:
-        """Forget a segment without blocks."""
+    def _close(self, segment: Segment) -> Segment | None:
+        """Take a segment without blocks out of its queue. Returns the segment with blocks that has
+        lost its last child by this, if any.
+
+        If blocks behind the segment stay, because they are in use, it stays as their parent until
+        they have left.
+        """
         if segment.is_queued:
             self.queues[segment.group].remove(segment)
             segment.is_queued = False
         else:
             self._unqueued.pop(segment, None)
-        parent = segment.parent
-        if parent is not None:
+        return None if segment.num_children else self._unlink(segment)
+
+    def _unlink(self, segment: Segment) -> Segment | None:
+        """A segment is no longer a child of its parent. Returns the segment with blocks that has
+        lost its last child by this, if any."""
+        while (parent := segment.parent) is not None:
             parent.num_children -= 1
-            if not parent.num_children and parent in self._unqueued:
-                # It was the oldest of its class before, and all others have been used since.
-                self._queue_as_oldest(parent)
+            if parent.num_children:
+                return None
+            if parent.blocks:
+                if parent in self._unqueued:
+                    # It was the oldest of its class before, and all others have been used since.
+                    self._queue_as_oldest(parent)
+                return parent
+            segment = parent
+        return None
 
     def _unqueue(self, segment: Segment) -> None:
         self.queues[segment.group].remove(segment)
@@ -415,23 +451,44 @@ class _Preview:
             idle = [block for block in reversed(segment.blocks) if block.ref_cnt == 0]
             named += idle[: n - len(named)]
             changed = [group]
-            parent = segment.parent
-            if parent is not None and len(idle) == len(segment.blocks) and self._frees(parent):
-                if parent.group != group and (waiting := oldest[parent.group]) is not None:
-                    self._first[parent.group].append(waiting)
-                self._first[parent.group].append(parent)
-                changed.append(parent.group)
+            freed = self._freed_by(segment) if len(idle) == len(segment.blocks) else None
+            if freed is not None:
+                if freed.group != group and (waiting := oldest[freed.group]) is not None:
+                    self._first[freed.group].append(waiting)
+                self._first[freed.group].append(freed)
+                changed.append(freed.group)
             for other in dict.fromkeys(changed):
                 following = oldest[other] = self._next(other)
                 values[other] = _EMPTY if following is None else self._worth(following)
+        if len(named) < n:
+            named += self._heads(n - len(named), set(named))
         return named
 
-    def _frees(self, parent: Segment) -> bool:
-        """One more of its children would be gone. True if it has none left, and its turn was
-        before."""
-        num_gone = self._num_gone[parent] = self._num_gone.get(parent, 0) + 1
-        is_before = parent in self._passed or not self._tree.is_queued(parent)
-        return num_gone == parent.num_children and is_before and parent.idle > 0
+    def _heads(self, n: int, named: Set[BlockStatus]) -> list[BlockStatus]:
+        """The blocks that are evicted although blocks behind them stay, because these are in use.
+        `named`: those that are evicted before them."""
+        idle = (
+            block
+            for segment in sorted(self._tree, key=_num_parents, reverse=True)
+            if segment.num_children and segment.idle
+            for block in reversed(segment.blocks)
+            if block.ref_cnt == 0 and block not in named
+        )
+        return list(islice(idle, n))
+
+    def _freed_by(self, segment: Segment) -> Segment | None:
+        """This segment would be gone. Returns the parent that would have no child left, if its turn
+        was before."""
+        parent = segment.parent
+        while parent is not None:
+            num_gone = self._num_gone[parent] = self._num_gone.get(parent, 0) + 1
+            if num_gone < parent.num_children:
+                return None
+            if parent.blocks:
+                is_before = parent in self._passed or not self._tree.is_queued(parent)
+                return parent if is_before and parent.idle else None
+            parent = parent.parent
+        return None
 
     def _next(self, group: int) -> Segment | None:
         if self._first[group]:
@@ -444,5 +501,11 @@ class _Preview:
         return None
 
 
-def _depth_of(segment: Segment) -> int:
-    return segment.depth
+def _num_parents(segment: Segment) -> int:
+    """Segments before this one. Its `depth` may be too small, if those were stored after it."""
+    count = 0
+    parent = segment.parent
+    while parent is not None:
+        count += 1
+        parent = parent.parent
+    return count

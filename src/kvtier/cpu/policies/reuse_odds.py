@@ -117,13 +117,14 @@ class ReuseOdds:
 
     def end_samples(self, keys: Iterable[OffloadKey]) -> Sample | None:
         """Note that a request uses these keys. Returns the sample that is deepest in the prompt."""
-        deepest = None
+        deepest: Sample | None = None
         for key in self._samples.keys() & keys:
             sample = self._samples.pop(key)
             bucket = bucket_of(self.now - sample.used_at)
             self._ended[sample.group, bucket] += 1
             self._reused[sample.group, bucket] += 1
-            if deepest is None or sample.num_keys > deepest.num_keys:
+            # A set has no order that is the same in every process, so compare everything.
+            if deepest is None or (sample.num_keys, sample) > (deepest.num_keys, deepest):
                 deepest = sample
         return deepest
 
