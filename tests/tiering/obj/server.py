@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ from tests.tiering.processes import ServerProcess, free_port
 ACCESS_KEY = "the-access-key"
 SECRET = "the-secret-of-the-key"
 READER, READERS_SECRET = "the-reader", "the-secret-of-the-reader"
+TOKEN = "the-token-of-the-session"
+SECRETS = (ACCESS_KEY, SECRET, READERS_SECRET, TOKEN, "X-Amz-", "Signature", "AWS4-HMAC-SHA256")
 BUCKET = "kvtier-tests"
+_MOST_STARTS = 3
 
 
 class SeaweedProcess(ServerProcess):
@@ -31,12 +34,23 @@ class SeaweedProcess(ServerProcess):
         super().__init__(directory)
         self._num_volumes = num_volumes
         self._data = directory / "data"
+        self._users = directory / "users.json"
+        self._users.write_text(json.dumps({"identities": _identities()}))
+        for _ in range(_MOST_STARTS - 1):
+            self._choose_ports()
+            with suppress(AssertionError):
+                self.start()
+                return
+            self.kill()
+            shutil.rmtree(self._data)
+        self._choose_ports()
+        self.start()
+
+    def _choose_ports(self) -> None:
+        """Eight ports that are free now. Another process may take one before the server does."""
         names = ("master", "volume", "filer", "s3")
         self._ports = {name: free_port() for name in names}
         self._grpc = {name: free_port() for name in names}
-        self._users = directory / "users.json"
-        self._users.write_text(json.dumps({"identities": _identities()}))
-        self.start()
 
     def command(self) -> list[str]:
         weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -52,8 +66,12 @@ class SeaweedProcess(ServerProcess):
         ]
 
     @property
+    def port(self) -> int:
+        return self._ports["s3"]
+
+    @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._ports['s3']}"
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def keys(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from obstore.store import LocalStore
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.obj import janitor as module
-from kvtier.tiering.obj.janitor import ENGINES, Janitor
+from kvtier.tiering.obj.janitor import ENGINES, Janitor, JanitorTimes
 from kvtier.tiering.obj.mover import object_name
 from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
 from kvtier.tiering.remote.errors import ServerErrors
@@ -36,8 +36,10 @@ class Bucket:
         self.store = LocalStore(root, mkdir=True)
         self.errors = ServerErrors("file://")
 
-    def engine(self, name: str, num_blocks: int) -> Janitor:
-        return Janitor(Objects(self.store), num_blocks * BLOCK, name, self.errors)
+    def engine(self, name: str, num_blocks: int, **times: float) -> Janitor:
+        return Janitor(
+            Objects(self.store), num_blocks * BLOCK, name, self.errors, JanitorTimes(**times)
+        )
 
     def add(self, engine: Janitor | None, keys: Sequence[OffloadKey], age_s: float = 0) -> None:
         """Store blocks, as a mover does."""
@@ -95,9 +97,7 @@ def test_the_head_of_a_prompt_is_removed_last(
     assert bucket.keys() == set(keys[:9])
 
 
-def test_one_engine_leads_and_another_takes_over(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_engine_leads_and_another_takes_over(bucket: Bucket) -> None:
     first, second = bucket.engine("a1", 5), bucket.engine("b2", 5)
     first.sweep()
     second.sweep()
@@ -107,7 +107,7 @@ def test_one_engine_leads_and_another_takes_over(
     bucket.add(second, [key(number) for number in range(8)])
     second.sweep()
     assert len(bucket.keys()) == 8
-    monkeypatch.setattr(module, "_LEADER_LOST_S", -1.0)
+    os.utime(bucket.root / f"{BLOCKS}/leader", (1, 1))
     second.sweep()
     assert len(bucket.keys()) == 4
     assert second.num_bytes == 4 * BLOCK

@@ -11,7 +11,7 @@ from random import Random, SystemRandom
 import pytest
 
 from tests.tiering.patience import wait_until
-from tests.tiering.valkey.proxy import Direction, Proxy, proxy_to
+from tests.tiering.proxy import Direction, Proxy, proxy_to
 from tests.tiering.valkey.server import ValkeyProcess
 from tests.tiering.valkey.serving import BLOCKS, LONGEST_S, PROMPTS, TOKENS, Serving, serving
 

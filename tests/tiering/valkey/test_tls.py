@@ -12,8 +12,8 @@ from kvtier.cli import main
 from kvtier.config import ConfigError
 from kvtier.tiering.factory import TierStartError
 from tests.tiering.processes import free_port
+from tests.tiering.proxy import Direction, proxy_to
 from tests.tiering.valkey.certificates import Authority, Certificate
-from tests.tiering.valkey.proxy import Direction, proxy_to
 from tests.tiering.valkey.server import ValkeyProcess, redis_server
 from tests.tiering.valkey.serving import BLOCKS, PROMPTS, TOKENS, serving
 

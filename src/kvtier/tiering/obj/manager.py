@@ -17,8 +17,9 @@ from kvtier.config.errors import describe, printable
 from kvtier.seal import SEAL_BYTES
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.io.metrics import definitions
+from kvtier.tiering.obj.janitor import ENGINES, JanitorTimes
 from kvtier.tiering.obj.mover import ObjServer
-from kvtier.tiering.obj.objects import BLOCKS, NotAllowed, Objects, open_objects
+from kvtier.tiering.obj.objects import NotAllowed, Objects, open_objects
 from kvtier.tiering.obj.options import ObjOptions
 from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
 from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of, namespace_of
@@ -52,6 +53,7 @@ class ObjSecondaryTierManager(RemoteTierManager):
 
     metric_prefix: ClassVar[str] = "kvtier_obj"
     options_cls = ObjOptions
+    janitor_times: ClassVar[JanitorTimes] = JanitorTimes()
 
     def __init__(
         self,
@@ -72,7 +74,9 @@ class ObjSecondaryTierManager(RemoteTierManager):
         errors = ServerErrors(options.shown_url)
         _probe(objects, errors, engine)
         shared = namespace_of(config.fingerprint())
-        server = ObjServer(objects, errors, row_bytes, shared, engine, options.max_bytes)
+        server = ObjServer(
+            objects, errors, row_bytes, shared, engine, options.max_bytes, self.janitor_times
+        )
         lanes = {"load": options.concurrency, "store": -(-options.concurrency // 2)}
         super().__init__(offloading_spec, primary_kv_view, tier_type, server, lanes, max_pieces=1)
         self._janitor = server.janitor
@@ -119,7 +123,7 @@ def _open(options: ObjOptions) -> Objects:
                 "ca_bundle",
                 describe(str(options.ca_bundle)),
                 "a file of certificates",
-                f"It cannot be read ({error.strerror}): give another path",
+                f"It cannot be used ({error.strerror}): give another path",
             )
         ) from None
     except Exception:  # the library's own errors, which may quote a secret
@@ -134,9 +138,9 @@ def _open(options: ObjOptions) -> Objects:
 
 
 def _probe(objects: Objects, errors: ServerErrors, engine: str) -> None:
-    """Write, read and remove a small object. A service that cannot be reached now is tried again
-    later; one that refuses never gets better by itself."""
-    name = f"{BLOCKS}/probe/{engine}"
+    """Write, read, list and remove a small object. A service that cannot be reached now is tried
+    again later; one that refuses never gets better by itself."""
+    name = f"{ENGINES}/{engine}"
     step = "write to"
     try:
         objects.create(name, [b"kvtier"])
@@ -147,6 +151,8 @@ def _probe(objects: Objects, errors: ServerErrors, engine: str) -> None:
                 "many blocks will be missed",
                 errors.where,
             )
+        step = "list what is in"
+        next(objects.below(name), None)
         step = "remove from"
         objects.remove([name])
     except NotAllowed as refusal:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES, SealFailure, check
 from kvtier.tiering.io.queue import Piece
-from kvtier.tiering.obj.janitor import Janitor
+from kvtier.tiering.obj.janitor import Janitor, JanitorTimes
 from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
 from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
 from kvtier.tiering.remote.lane import BlockMover, RemoteTransfer
@@ -49,12 +49,13 @@ class ObjServer(BlockServer):
         shared: str,
         engine: str,
         max_bytes: int | None,
+        times: JanitorTimes,
     ) -> None:
         """`shared`: the namespace that other engines read. `engine`: a name of this engine's own,
         for all other namespaces."""
         self.janitor = None
         if max_bytes is not None:
-            self.janitor = Janitor(objects, max_bytes, engine, errors)
+            self.janitor = Janitor(objects, max_bytes, engine, errors, times)
         self.errors = errors
         self._objects = objects
         self._block_bytes = SEAL_BYTES + row_bytes
@@ -173,11 +174,26 @@ class _ObjMover(BlockMover):
         done: list[Piece[OffloadKey]] = []
         for piece, name in self._names(transfer, pieces):
             row, key = piece
-            if self._objects.size_of(name) is None:
-                payload = self._tier.rows[row]
-                seal = self._tier.seal_block(transfer.job, key, payload)
-                if self._objects.create(name, [seal, payload]):
-                    transfer.stored.append(key)
-                    self._server.note_written()
+            payload = self._tier.rows[row]
+            size = self._objects.size_of(name)
+            if size not in (None, SEAL_BYTES + len(payload)):
+                self._refuse(name, SealFailure.LENGTH)
+                size = None
+            if size is None and self._create(transfer, key, name, payload):
+                transfer.stored.append(key)
+                self._server.note_written()
             done.append(piece)
         return done
+
+    def _create(
+        self, transfer: RemoteTransfer, key: OffloadKey, name: str, payload: memoryview
+    ) -> bool:
+        """Write a block. Returns False if another engine has just written it."""
+        try:
+            return self._objects.create(
+                name, [self._tier.seal_block(transfer.job, key, payload), payload]
+            )
+        except ServerFailure as failure:
+            if failure.kind is FailureKind.FULL:
+                transfer.refused.append(key)
+            raise

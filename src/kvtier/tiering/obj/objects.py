@@ -10,6 +10,7 @@ find nor touch these blocks. No error's text is passed on: it may quote a signed
 from __future__ import annotations
 
 import re
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,13 +31,10 @@ _SILENCE_S = 5
 """How long the service may send nothing."""
 _REQUEST_S = 30
 """How long one request may take in all."""
+_RETRY_S = 3
+"""A request that failed within this time is made once more."""
 _NAMES: dict[str, dict[str, str]] = {
-    "s3": {
-        "endpoint": "endpoint",
-        "region": "region",
-        "access_key_id": "access_key_id",
-        "secret_access_key": "secret_access_key",
-    },
+    "s3": {"endpoint": "endpoint", "region": "region"},
     "az": {
         "endpoint": "endpoint",
         "access_key_id": "account_name",
@@ -45,11 +43,77 @@ _NAMES: dict[str, dict[str, str]] = {
     "gs": {},
 }
 """The library's names of our keys, by scheme."""
-_STATUS = re.compile(r"status code: (\d{3})")
 
 
 class NotAllowed(ServerFailure):
-    """The service does not know the credentials, they may not do this, or there is no bucket."""
+    """The service does not know the credentials, they may not do this, or there is no bucket. That
+    does not get better by itself."""
+
+
+class _Known:
+    """A failure that the library's text shows."""
+
+    def __init__(
+        self,
+        pattern: str,
+        kind: FailureKind,
+        reason: str,
+        cls: type[ServerFailure] = ServerFailure,
+    ) -> None:
+        """`reason`: has a place for what the pattern's group finds, if it has one."""
+        self.pattern = re.compile(pattern, re.DOTALL)
+        self._kind = kind
+        self._reason = reason
+        self._cls = cls
+
+    def failure(self, *found: str) -> ServerFailure:
+        return self._cls(self._kind, self._reason.format(*found))
+
+
+_CODES = (
+    "AccessDenied|ExpiredToken|ExpiredTokenException|InvalidAccessKeyId|InvalidToken|"
+    "RequestTimeTooSkewed|SignatureDoesNotMatch"
+)
+_NOT_ALLOWED = _Known(
+    rf"status code: 40[13]|<Code>(?:{_CODES})<|\(code: (?:{_CODES})\)",
+    FailureKind.REFUSED,
+    "the service does not accept the credentials, or not for this",
+    NotAllowed,
+)
+_NO_BUCKET = _Known("status code: 404", FailureKind.REFUSED, "there is no such bucket", NotAllowed)
+_KNOWN = (
+    _NOT_ALLOWED,
+    _NO_BUCKET,
+    _Known(
+        "Received redirect",
+        FailureKind.REFUSED,
+        "the bucket is in another region, or not at this endpoint",
+        NotAllowed,
+    ),
+    _Known(
+        "status code: (429|503)",
+        FailureKind.REFUSED,
+        "the service asks for fewer requests (status {})",
+    ),
+    _Known("status code: 507", FailureKind.FULL, "the service has no room"),
+    _Known(r"status code: (\d{3})", FailureKind.REFUSED, "the service answered with status {}"),
+    _Known(
+        "InvalidCertificate",
+        FailureKind.UNREACHABLE,
+        "its certificate is not accepted: check ca_bundle",
+    ),
+    _Known("kind: Timeout", FailureKind.SILENT, "the service did not answer in time"),
+    _Known("HTTP error.*kind: Unknown", FailureKind.GARBAGE, "the answer is not one of HTTP"),
+    _Known("HTTP error", FailureKind.UNREACHABLE, "the service cannot be reached"),
+    _Known(r"LocalFileSystem.*os error (?:28|122)\)", FailureKind.FULL, "the disk is full"),
+    _Known(
+        r"LocalFileSystem.*os error (?:1|13|30)\)",
+        FailureKind.REFUSED,
+        "the directory may not be written",
+        NotAllowed,
+    ),
+    _Known("LocalFileSystem", FailureKind.UNREACHABLE, "the directory cannot be used"),
+)
 
 
 class Objects:
@@ -67,7 +131,7 @@ class Objects:
         import obstore
 
         try:
-            with _explained_failures():
+            with _explained_failures(FileNotFoundError):
                 return int(obstore.head(self._store, name)["size"])
         except FileNotFoundError:
             return None
@@ -77,7 +141,7 @@ class Objects:
         import obstore
 
         try:
-            with _explained_failures():
+            with _explained_failures(FileNotFoundError):
                 return int((await obstore.head_async(self._store, name))["size"])
         except FileNotFoundError:
             return None
@@ -88,7 +152,7 @@ class Objects:
         import obstore
 
         try:
-            with _explained_failures():
+            with _explained_failures(FileNotFoundError):
                 found = obstore.get(self._store, name)
                 if found.meta["size"] != num_bytes:
                     return b""  # do not read it: it may be huge
@@ -101,7 +165,7 @@ class Objects:
         import obstore
 
         try:
-            with _explained_failures():
+            with _explained_failures(FileNotFoundError):
                 return obstore.get_range(self._store, name, start=0, end=num_bytes)
         except FileNotFoundError:
             return None
@@ -112,12 +176,10 @@ class Objects:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
-            with _explained_failures():
+            with _explained_failures(AlreadyExistsError, PreconditionError):
                 obstore.put(self._store, name, iter(parts), mode="create", use_multipart=False)
         except (AlreadyExistsError, PreconditionError):
             return False
-        except FileNotFoundError:
-            raise NotAllowed(FailureKind.REFUSED, "there is no such bucket") from None
         return True
 
     def write(self, name: str, content: bytes) -> None:
@@ -133,7 +195,7 @@ class Objects:
         import obstore
 
         try:
-            with _explained_failures():
+            with _explained_failures(FileNotFoundError):
                 return float(obstore.head(self._store, name)["last_modified"].timestamp())
         except FileNotFoundError:
             return None
@@ -143,18 +205,20 @@ class Objects:
         import obstore
 
         try:
-            with _explained_failures():
+            with _explained_failures(FileNotFoundError):
                 obstore.delete(self._store, list(names))
         except FileNotFoundError:
             pass
 
-    def remove_below(self, prefix: str, most_s: float) -> None:
-        """Remove all objects with this prefix, for this time at most."""
+    def remove_below(self, prefix: str, most_s: float) -> bool:
+        """Remove all objects with this prefix, for this time at most. Returns True if none is
+        left."""
         deadline = time.monotonic() + most_s
         for page in self.below(prefix):
             if time.monotonic() > deadline:
-                return
+                return False
             self.remove([item["path"] for item in page])
+        return True
 
     def below(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
         """Lists of objects with this prefix, each with `path`, `size` and `last_modified`."""
@@ -166,7 +230,8 @@ class Objects:
 
 def open_objects(options: ObjOptions) -> Objects:
     """Open the place that the options name. Does not connect. Raises `ImportError` without the
-    client library, and `ValueError` for what it cannot use."""
+    client library, `OSError` for a file of certificates that cannot be used, and errors of the
+    library for what else is wrong."""
     from obstore.store import from_url
 
     client: dict[str, Any] = {
@@ -176,7 +241,8 @@ def open_objects(options: ObjOptions) -> Objects:
         "allow_http": options.allow_http,
     }
     if options.ca_bundle is not None:
-        client["root_certificate"] = options.ca_bundle.read_text()
+        ssl.create_default_context(cafile=str(options.ca_bundle))  # names what is wrong with it
+        client["root_certificate"] = options.ca_bundle.read_text(errors="replace")
     if options.scheme == "file":
         return Objects(from_url(options.url, mkdir=True))
     config = {
@@ -184,46 +250,58 @@ def open_objects(options: ObjOptions) -> Objects:
         for option, name in _NAMES[options.scheme].items()
         if (value := getattr(options, option)) is not None
     }
+    further: dict[str, Any] = {}
     if options.scheme == "s3":
         # Digests of the content take two thirds of the processor time of a store. The seal has one.
         config["unsigned_payload"] = "true"
+        if options.access_key_id is not None:
+            # As part of `config`, they would be used with a session token of the environment.
+            credential = {
+                "access_key_id": options.access_key_id,
+                "secret_access_key": options.secret_access_key,
+                "expires_at": None,
+            }
+            further["credential_provider"] = lambda: credential
     # The orchestrator has deadlines of its own, and a breaker.
-    retry = {"max_retries": 1, "retry_timeout": timedelta(seconds=_REQUEST_S)}
-    return Objects(from_url(options.url, config=config, client_options=client, retry_config=retry))
+    retry = {"max_retries": 1, "retry_timeout": timedelta(seconds=_RETRY_S)}
+    return Objects(
+        from_url(options.url, config=config, client_options=client, retry_config=retry, **further)
+    )
 
 
 @contextmanager
-def _explained_failures() -> Iterator[None]:
-    """Turn the library's errors into `ServerFailure`, in words of our own."""
-    from obstore.exceptions import (
-        AlreadyExistsError,
-        BaseError,
-        PermissionDeniedError,
-        PreconditionError,
-        UnauthenticatedError,
-    )
+def _explained_failures(*expected: type[Exception]) -> Iterator[None]:
+    """Turn the library's errors into `ServerFailure`, in words of our own. Errors that the caller
+    expects pass."""
+    from obstore.exceptions import BaseError
 
     try:
         yield
-    except (AlreadyExistsError, PreconditionError, FileNotFoundError):
-        raise
-    except (PermissionDeniedError, UnauthenticatedError):
-        raise _not_allowed() from None
     except (BaseError, OSError) as error:
-        text = str(error)
-        status = _STATUS.search(text)
-        if status is not None:
-            if status[1] in ("401", "403"):
-                raise _not_allowed() from None
-            raise ServerFailure(
-                FailureKind.REFUSED, f"the service answered with status {status[1]}"
-            ) from None
-        if "timed out" in text or "timeout" in text:
-            raise ServerFailure(FailureKind.SILENT, "the service did not answer in time") from None
-        raise ServerFailure(FailureKind.UNREACHABLE, "the service cannot be reached") from None
+        if isinstance(error, expected):
+            raise
+        raise _explained(error) from None
+    except BaseException as error:
+        # The library panics at some answers. Its panics are no `Exception`, and would end a thread.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _garbage() from None
 
 
-def _not_allowed() -> NotAllowed:
-    return NotAllowed(
-        FailureKind.REFUSED, "the service does not accept the credentials, or not for this"
-    )
+def _garbage() -> ServerFailure:
+    return ServerFailure(FailureKind.GARBAGE, "the answer is not that of an object store")
+
+
+def _explained(error: Exception) -> ServerFailure:
+    """Why the service cannot be used. The library says it in a text, and only there."""
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+        return _NOT_ALLOWED.failure()
+    if isinstance(error, FileNotFoundError):
+        return _NO_BUCKET.failure()
+    text = str(error)
+    for known in _KNOWN:
+        if found := known.pattern.search(text):
+            return known.failure(*found.groups())
+    return _garbage()
