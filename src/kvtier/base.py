@@ -10,6 +10,7 @@ its caller, except `OffloadingWorker.wait` and the `shutdown` methods.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,6 +153,8 @@ class ReqContext:
     load_tier_filter: TierFilter = TierFilter.ALL
     num_prompt_tokens: int | None = field(default=None, kw_only=True)
     """Tokens of the prompt. None: the engine does not say, or looks up only part of the prompt."""
+    created_s: float = field(default_factory=time.monotonic, init=False, repr=False)
+    """When the request arrived, on the monotonic clock."""
     is_prefetch: bool = field(default=False, kw_only=True)
     """True if nobody waits for this request: it brings up blocks for one that is still to come."""
     _state: dict[type, Any] = field(default_factory=dict, init=False, repr=False)

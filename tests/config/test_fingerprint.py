@@ -91,6 +91,8 @@ DECIDES_NOTHING: dict[str, Change] = {
     "extra_config.secondary_tiers": ({}, with_tier(root_dir="/mnt/kv", max_bytes="1GiB")),
     "extra_config.reset_scope": ({}, {"reset_scope": "primary"}),
     "extra_config.prefill_tokens_per_s": ({}, {"prefill_tokens_per_s": 20_000}),
+    "extra_config.record_trace": ({}, {"record_trace": "/tmp/trace.jsonl"}),
+    "extra_config.record_trace_bytes": ({}, {"record_trace_bytes": "1MiB"}),
     "extra_config.shutdown_timeout_ms": ({}, {"shutdown_timeout_ms": 1}),
     "extra_config.allow_unproven_models": ({}, {"allow_unproven_models": True}),
     "extra_config.engine_config": ({}, {"engine_config": {"rack": 7}}),

@@ -92,6 +92,9 @@ _TIER_TYPE = Kind(
 )
 _TIER_LIST = Kind(f"a list of objects such as [{_SAMPLE_ENTRY}]", OPAQUE.parse)
 _LOCALITY = Kind('"LOCAL" or "REMOTE"', _parse_locality)
+_TRACE_FILE = absolute_path(
+    "the path of a file", 'Write the path in quotes, such as "/var/tmp/kvtier-trace.jsonl"'
+)
 _THRESHOLD = Kind(whole_number(0).allowed, _parse_threshold)
 
 
@@ -216,6 +219,14 @@ class OffloadingOptions:
     )
     prefill_tokens_per_s: float | None = key(
         RATE, "How many prompt tokens the engine computes in a second.", default=None
+    )
+    record_trace: Path | None = key(
+        _TRACE_FILE,
+        "A new file for the requests of this engine, as a trace that `kvtier replay` reads.",
+        default=None,
+    )
+    record_trace_bytes: int = key(
+        SIZE, "The most bytes of `record_trace`. Then the recording ends.", default=256 << 20
     )
     shutdown_timeout_ms: float = key(
         MILLISECONDS,

@@ -47,6 +47,14 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
             ("_quadruple", "with four times its size"),
         )
     },
+    "kvtier_cpu_recorded_requests": MetricDefinition(
+        MetricKind.GAUGE, "Requests in the file of `record_trace`."
+    ),
+    "kvtier_cpu_unrecorded_requests": MetricDefinition(
+        MetricKind.GAUGE,
+        "Requests that are not in the file of `record_trace`: it is full, could not be written, or "
+        "its writer was too slow.",
+    ),
     "kvtier_cpu_stored_blocks": MetricDefinition(MetricKind.COUNTER, "Blocks stored."),
     "kvtier_cpu_promoted_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks brought up from a tier below."

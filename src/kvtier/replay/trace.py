@@ -11,6 +11,7 @@ import io
 import json
 import lzma
 import os
+import re
 import stat
 import zipfile
 from abc import ABC, abstractmethod
@@ -33,6 +34,8 @@ DEFAULT_BLOCK_TOKENS = 512
 _LONGEST_LINE = 64 << 20
 _LARGEST_ID = 2**64 - 1
 _XZ, _ZIP = b"\xfd7zXZ\x00", b"PK\x03\x04"
+_RECORDED = b'{"kvtier_recording":'
+_TIMESTAMP = re.compile(rb'{"timestamp":(\d{1,15}),')
 _REMEMBERED_PROMPTS = 1024
 """Prompts whose blocks are kept, so that a later prompt that continues one need not be walked."""
 _FORMS = (
@@ -99,8 +102,14 @@ def open_trace(path: str, block_tokens: int | None = None) -> Iterator[Trace]:
                 content = io.BytesIO(data.read())
             yield _BlockTree(path, content, block_tokens)
         else:
-            tokens = block_tokens or DEFAULT_BLOCK_TOKENS
-            yield _JsonLines(path, data, raw, status.st_size, tokens)
+            with _damage_explained(path):
+                is_recording = data.read(len(_RECORDED)) == _RECORDED
+                data.seek(0)
+            if is_recording:
+                yield _Recording(path, data, raw, status.st_size, block_tokens)
+            else:
+                tokens = block_tokens or DEFAULT_BLOCK_TOKENS
+                yield _JsonLines(path, data, raw, status.st_size, tokens)
 
 
 @contextmanager
@@ -195,6 +204,45 @@ class _JsonLines(Trace):
         if len(set(ids)) < len(ids):
             raise _Unfit("hash_ids has an id twice: the blocks of one prompt all differ")
         return list(map(self._keys.__getitem__, ids))
+
+
+class _Recording(_JsonLines):
+    """What an engine has written with `record_trace`. The first line describes the engine. The
+    others are in order of the requests' ends, so all are read before the first request. The last
+    one may be cut off, if the engine was killed."""
+
+    def __init__(
+        self, name: str, data: IO[bytes], raw: IO[bytes], size: int, block_tokens: int | None
+    ) -> None:
+        super().__init__(name, data, raw, size, DEFAULT_BLOCK_TOKENS)
+        try:
+            self.block_tokens = _field(json.loads(self._next_line(1)), "block_tokens", (int,))
+        except (ValueError, RecursionError, _Unfit):
+            raise TraceError(f"{name}, line 1 is damaged: get the file again") from None
+        if block_tokens not in (None, self.block_tokens):
+            raise TraceError(
+                f"{name} has blocks of {self.block_tokens} tokens, not {block_tokens}: leave "
+                "--block-tokens out"
+            )
+
+    def requests(self) -> Iterator[Request]:
+        lines: list[tuple[int, int, bytes]] = []
+        number = 1
+        while (line := self._next_line(number + 1)).endswith(b"\n"):
+            number += 1
+            timestamp = _TIMESTAMP.match(line)
+            if timestamp is None:
+                raise TraceError(f"{self.name}, line {number} is damaged: get the file again")
+            lines.append((int(timestamp[1]), number, line))
+        if not lines:
+            raise TraceError(f"{self.name} has no requests: let the engine serve some first")
+        lines.sort(reverse=True)
+        while lines:
+            _, number, line = lines.pop()
+            try:
+                yield self._parse(line, 0.0)[0]
+            except _Unfit as unfit:
+                raise TraceError(f"{self.name}, line {number}: {unfit}") from None
 
 
 def _field(record: dict[str, Any], name: str, types: tuple[type, ...]) -> Any:
