@@ -66,6 +66,9 @@ class Proxy:
         return 0 in self._left.values()
 
     def close(self) -> None:
+        """End all connections, and take no more. Idempotent."""
+        if self._is_closed:
+            return
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 from kvtier.base import OffloadKey
 from kvtier.tiering.remote.manager import namespace_of
 from kvtier.tiering.valkey.servers import block_key
-from tests.tiering.valkey.server import ValkeyProcess
 
 __all__ = ["ValkeyBacking"]
 
@@ -13,11 +16,12 @@ __all__ = ["ValkeyBacking"]
 class ValkeyBacking:
     """`BackingBytes` of a server."""
 
-    def __init__(self, server: ValkeyProcess) -> None:
-        self._server = server
+    def __init__(self, connect: Callable[[], AbstractContextManager[Any]]) -> None:
+        """`connect`: returns a client."""
+        self._connect = connect
 
     def read(self, fingerprint: bytes, key: OffloadKey) -> bytes:
-        with self._server.client() as client:
+        with self._connect() as client:
             found = client.get(block_key(namespace_of(fingerprint), key))
         if found is None:
             raise KeyError(key)
@@ -26,5 +30,5 @@ class ValkeyBacking:
 
     def write(self, fingerprint: bytes, key: OffloadKey, block: bytes) -> None:
         self.read(fingerprint, key)
-        with self._server.client() as client:
+        with self._connect() as client:
             client.set(block_key(namespace_of(fingerprint), key), block)

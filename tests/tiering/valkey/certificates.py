@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Authority", "Certificate"]
+__all__ = ["Authority", "Certificate", "tls_arguments", "tls_settings"]
 
 _OF_A_CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 _NEW_KEY = ("req", "-x509", *_OF_A_CURVE, "-nodes", "-days", "2")
@@ -40,3 +40,19 @@ class Authority:
             ["openssl", *_NEW_KEY, *files, *arguments], check=True, capture_output=True, timeout=60
         )
         return made
+
+
+def tls_settings(port: int, certificate: Certificate) -> dict[str, str]:
+    """The settings of a server or a Sentinel that listens with TLS."""
+    return {
+        "tls-port": str(port),
+        "tls-cert-file": str(certificate.path),
+        "tls-key-file": str(certificate.key_path),
+        "tls-auth-clients": "no",
+    }
+
+
+def tls_arguments(port: int, certificate: Certificate) -> list[str]:
+    """The same for a command line."""
+    settings = tls_settings(port, certificate).items()
+    return [part for name, value in settings for part in (f"--{name}", value)]

@@ -16,7 +16,14 @@ import valkey
 
 from tests.tiering.processes import ServerProcess, free_port
 
-__all__ = ["MAXMEMORY", "ValkeyProcess", "redis_server", "valkey_binary", "valkey_server"]
+__all__ = [
+    "MAXMEMORY",
+    "ValkeyProcess",
+    "redis_binary",
+    "redis_server",
+    "valkey_binary",
+    "valkey_server",
+]
 
 MAXMEMORY = 256 << 20
 
@@ -67,6 +74,11 @@ class ValkeyProcess(ServerProcess):
         settings = [part for pair in words.items() for part in pair]
         return [str(self._binary), *settings, *self._arguments]
 
+    def setting(self, name: str) -> str:
+        """The argument after this one."""
+        words = self.command()
+        return words[words.index(name) + 1]
+
     def is_ready(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as probe:
@@ -87,17 +99,22 @@ def valkey_server(directory: Path, *arguments: str) -> Iterator[ValkeyProcess]:
         server.kill()
 
 
-@contextmanager
-def redis_server(directory: Path, *arguments: str) -> Iterator[ValkeyProcess]:
-    """The same with Redis, of Debian's package redis-tools: there, the server's program has the
-    name of another tool, and decides by its name what it does."""
+def redis_binary(directory: Path) -> Path:
+    """The redis-server of Debian's package redis-tools. There, it has the name of another tool, and
+    decides by its name what it does; so it gets the right one in this directory."""
     program = shutil.which("redis-server") or shutil.which("redis-check-rdb")
     if program is None:
         pytest.skip("no redis-server: apt-get install redis-tools")
     directory.mkdir(parents=True, exist_ok=True)
     binary = directory / "redis-server"
     binary.symlink_to(program)
-    server = ValkeyProcess(directory, *arguments, binary=binary)
+    return binary
+
+
+@contextmanager
+def redis_server(directory: Path, *arguments: str) -> Iterator[ValkeyProcess]:
+    """The same with Redis. Skips the test if it is not installed."""
+    server = ValkeyProcess(directory, *arguments, binary=redis_binary(directory))
     try:
         yield server
     finally:

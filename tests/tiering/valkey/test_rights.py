@@ -179,7 +179,7 @@ def test_the_documented_rights_for_the_command(
         engine.serve_until_loaded()
     assert main(["store", "stat", guarded.server.url]) == 2
     require_no_secret(capsys.readouterr().err)
-    guarded.grant(RIGHTS + further_rights("`kvtier store`"))
+    guarded.grant(RIGHTS + further_rights("`kvtier store`,"))
     assert main(["store", "stat", guarded.server.url, "--json"]) == 0
     printed = capsys.readouterr().out
     require_no_secret(printed)

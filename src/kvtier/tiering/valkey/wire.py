@@ -148,10 +148,12 @@ class Wire:
         raise _garbage()
 
     def read_list(self) -> list[Answer]:
-        """Return the next answer, a list of numbers, words and lists. Raises `Refusal` if it is an
-        error."""
+        """Return the next answer, a list of numbers, words and lists; an empty one for nil. Raises
+        `Refusal` if it is an error."""
         self._num_items = 0
         answer = self._read_item(0)
+        if answer is None:
+            return []
         if not isinstance(answer, list):
             raise _garbage()
         return answer
