@@ -74,7 +74,7 @@ class Place:
         if isinstance(tier, ObjSecondaryTierManager):
             return ObjBacking(tier, LocalStore(self.directory / "objects"))
         assert self.server is not None
-        return ValkeyBacking(self.server)
+        return ValkeyBacking(self.server.client)
 
 
 @pytest.fixture(params=KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_a_sentinel_with_the_password_of_the_server(tmp_path: Path) -> None:
         f"requirepass {password}",
         f"sentinel auth-pass {SERVICE} {password}",
     )
-    keys = {"sentinel_service": SERVICE}
+    keys: dict[str, Any] = {"sentinel_service": SERVICE}
     try:
         with serving(sentinel.url, password=password, **keys) as engine:
             engine.serve_until_loaded()

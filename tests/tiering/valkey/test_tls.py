@@ -112,11 +112,11 @@ def test_sentinel_over_tls(tls: TlsServer, tmp_path: Path) -> None:
         tmp_path / "sentinel", tls.port, *lines, binary=redis_binary(tmp_path)
     )
     try:
-        url, keys = f"valkeys://127.0.0.1:{port}", {"sentinel_service": SERVICE}
-        with serving(url, ca_bundle=tls.ca_bundle, **keys) as engine:
+        url = f"valkeys://127.0.0.1:{port}"
+        with serving(url, ca_bundle=tls.ca_bundle, sentinel_service=SERVICE) as engine:
             engine.serve_until_loaded()
         with pytest.raises(TierStartError, match="certificate cannot be trusted"):
-            serving(url, **keys).__enter__()
+            serving(url, sentinel_service=SERVICE).__enter__()
     finally:
         sentinel.kill()
 
