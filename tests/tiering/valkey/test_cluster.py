@@ -10,8 +10,8 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.tiering.factory import TierStartError
+from tests.tiering.proxy import proxy_to
 from tests.tiering.valkey.cluster import ClusterOfServers, cluster_of
-from tests.tiering.valkey.proxy import proxy_to
 from tests.tiering.valkey.server import ValkeyProcess
 from tests.tiering.valkey.serving import BLOCKS, PROMPTS, TOKENS, serving
 from tests.tiering.valkey.test_rights import RIGHTS, further_rights
