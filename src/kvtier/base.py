@@ -50,6 +50,7 @@ __all__ = [
     "TierFilter",
     "TierMatcher",
     "TransferResult",
+    "WriteHint",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "make_offload_key",
@@ -137,6 +138,16 @@ TierFilter.ALL = TierFilter(matchers=(TierMatcher(),))
 # Requests
 # ---------------------------------------------------------------------------------------------
 
+
+class WriteHint(StrEnum):
+    """What tiers below get of a request, instead of what their write policies choose."""
+
+    NEVER = "never"
+    """None of the blocks that it stores, until another request has used them."""
+    THROUGH = "through"
+    """All blocks that it stores, at once."""
+
+
 _T = TypeVar("_T")
 
 
@@ -153,6 +164,8 @@ class ReqContext:
     load_tier_filter: TierFilter = TierFilter.ALL
     num_prompt_tokens: int | None = field(default=None, kw_only=True)
     """Tokens of the prompt. None: the engine does not say, or looks up only part of the prompt."""
+    write_hint: WriteHint | None = field(default=None, kw_only=True)
+    """None: each tier's write policy decides which blocks it gets."""
     created_s: float = field(default_factory=time.monotonic, init=False, repr=False)
     """When the request arrived, on the monotonic clock."""
     is_prefetch: bool = field(default=False, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.base import Locality, Medium, TierFilter, TierMatcher
+from kvtier.base import Locality, Medium, TierFilter, TierMatcher, WriteHint
 from kvtier.connector import request_state
 from kvtier.connector.request_state import parse_hints
 
@@ -108,3 +108,20 @@ def test_keys_of_tiers_and_of_other_connectors_are_not_warned_about(
     )
     parse_hints(theirs | {"max_load_tokens": 3})
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("given", ["never", "NEVER", "through", None])
+def test_a_request_says_what_tiers_get(given: Any, caplog: pytest.LogCaptureFixture) -> None:
+    expected = None if given is None else WriteHint(given.lower())
+    assert parse_hints({"write": given}).write is expected
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("bad", ["on_evict", "", True, 0, ["never"], {"tier": "never"}], ids=str)
+def test_another_write_is_ignored_with_one_warning(
+    bad: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        assert parse_hints({"write": bad}).write is None
+    (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert line.getMessage().startswith(f"kv_transfer_params.write = {bad!r} is ignored: give")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import OffloadKey, ReqContext, WriteHint
 from kvtier.config.options import WritePolicyName
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.tiering import write_policy
@@ -33,9 +33,15 @@ def rig_with(
     return rig
 
 
-def serve(rig: DrivenManager, name: str, blocks: Sequence[OffloadKey], at_once: int = 4) -> None:
+def serve(
+    rig: DrivenManager,
+    name: str,
+    blocks: Sequence[OffloadKey],
+    at_once: int = 4,
+    hint: WriteHint | None = None,
+) -> None:
     """One request from beginning to end: loads what is found, computes and stores the rest."""
-    request = rig.begin(name)
+    request = rig.begin(name, write_hint=hint)
     while "P" in (found := rig.look_up(blocks, request)):
         rig.step()
     num_hits = len(found) - len(found.lstrip("H"))
@@ -503,6 +509,75 @@ def test_blocks_beyond_the_budget_leave_unwritten(write: WritePolicyName) -> Non
         serve(rig, f"r{number}", keys(*range(10 * number, 10 * number + 6)))
     assert len(rig.tiers[0].kept) == 10
     assert counters(rig)["unwritten_blocks"] > 100
+
+
+# --- the hint of a request ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", WritePolicyName)
+def test_a_request_that_says_never_is_in_no_tier(write: WritePolicyName) -> None:
+    rig = rig_with(write)
+    seen = watch(rig)
+    private = keys(1, 2, 3, 4)
+    for number in range(3):
+        serve(rig, f"private {number}", private, hint=WriteHint.NEVER)
+        rig.clock.now += 10
+    assert rig.look_up(private, rig.begin("hit")) == "HHHH", "host memory keeps them"
+    assert counters(rig)["kept_out_blocks"] == 4
+    for number in range(40):  # until they have left host memory
+        serve(rig, f"public {number}", keys(*range(100 + 4 * number, 104 + 4 * number)))
+    assert not any(map(rig.primary.has, private))
+    rig.manager.shutdown()
+    assert not {block for store in seen for block in store}.intersection(private)
+
+
+@pytest.mark.parametrize("write", WritePolicyName)
+def test_a_request_that_says_through_is_in_the_tier_at_once(write: WritePolicyName) -> None:
+    rig = rig_with(write)
+    request = rig.begin("r", write_hint=WriteHint.THROUGH)
+    rig.store(keys(1, 2), request)
+    assert rig.tiers[0].holds(*keys(1, 2))
+
+
+@pytest.mark.parametrize("write", [WritePolicyName.SECOND_USE, *LEAVING])
+def test_what_through_finds_in_host_memory_goes_to_the_tier_when_it_ends(
+    write: WritePolicyName,
+) -> None:
+    rig = rig_with(write)
+    serve(rig, "first", keys(1, 2))
+    assert not rig.tiers[0].kept
+    serve(rig, "second", keys(1, 2, 3), hint=WriteHint.THROUGH)
+    assert rig.tiers[0].holds(*keys(1, 2, 3))
+
+
+@pytest.mark.parametrize("write", WritePolicyName)
+def test_another_request_that_uses_the_blocks_ends_never(write: WritePolicyName) -> None:
+    rig = rig_with(write)
+    serve(rig, "private", keys(1, 2), hint=WriteHint.NEVER)
+    rig.clock.now += 10
+    serve(rig, "public", keys(1, 2))
+    for number in range(40):
+        rig.clock.now += 1
+        serve(rig, f"other {number}", keys(*range(100 + 4 * number, 104 + 4 * number)))
+    assert rig.tiers[0].holds(*keys(1, 2))
+
+
+def test_a_hint_does_not_change_what_others_get() -> None:
+    rig = rig_with(WritePolicyName.THROUGH)
+    hinted = rig.begin("hinted", write_hint=WriteHint.NEVER)
+    plain = rig.begin("plain")
+    rig.store(keys(1, 2), hinted)
+    rig.store(keys(3, 4), plain)
+    assert rig.tiers[0].holds(*keys(3, 4))
+    assert not rig.tiers[0].holds(key(1))
+
+
+def test_through_does_not_exceed_the_budget() -> None:
+    row_bytes = DrivenManager().primary.block_bytes
+    rig = rig_with(WritePolicyName.ON_EVICT, write_budget=24 * 4 * row_bytes)
+    rig.clock.now += 3600
+    serve(rig, "r", keys(*range(6)), at_once=6, hint=WriteHint.THROUGH)
+    assert len(rig.tiers[0].kept) == 4
 
 
 # --- shutdown -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from kvtier.base import (
     ReqContext,
     TierFilter,
     TierMatcher,
+    WriteHint,
     make_offload_key,
 )
 
@@ -82,6 +83,7 @@ class RequestOffloadState:
             self.hints.load_tiers,
             num_prompt_tokens=self.req.num_prompt_tokens,
             is_prefetch=self.hints.prefetch,
+            write_hint=self.hints.write,
         )
         self.group_states = tuple(RequestGroupState(group) for group in self.config.groups)
 
@@ -137,11 +139,13 @@ class RequestHints:
     """Tiers to load from. Host memory is always allowed."""
     prefetch: bool = False
     """Nobody waits for this request: it brings up blocks for one that is still to come."""
+    write: WriteHint | None = None
+    """Which of its blocks tiers get. None: what their write policies choose."""
 
 
 _NONE = RequestHints()
 
-_KEYS = ("skip", "max_offload_tokens", "kv_load_tiers", "prefetch", "max_load_tokens")
+_KEYS = ("skip", "max_offload_tokens", "kv_load_tiers", "prefetch", "write", "max_load_tokens")
 """Hints that kvtier reads, and `max_load_tokens`, which vLLM reads itself."""
 _MAX_KEY_LENGTH = 32
 """Longer keys are not compared with `_KEYS`. A client chooses the keys, and comparing long keys
@@ -172,7 +176,7 @@ def parse_hints(params: Mapping[str, Any] | None) -> RequestHints:
         most = None
     entries = params.get("kv_load_tiers")
     load_tiers = TierFilter.ALL if entries is None else _filter_of(entries)
-    return RequestHints(skip, most, load_tiers, prefetch)
+    return RequestHints(skip, most, load_tiers, prefetch, _write_hint(params.get("write")))
 
 
 def _flag(name: str, params: Mapping[str, Any]) -> bool:
@@ -181,6 +185,17 @@ def _flag(name: str, params: Mapping[str, Any]) -> bool:
         return value
     _warn(name, value, "is ignored: give true or false.")
     return False
+
+
+def _write_hint(value: object) -> WriteHint | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        for hint in WriteHint:
+            if value.lower() == hint:
+                return hint
+    _warn("write", value, 'is ignored: give "never" or "through".')
+    return None
 
 
 @lru_cache(maxsize=256)

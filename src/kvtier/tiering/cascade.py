@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from math import exp, inf
 from typing import TYPE_CHECKING
 
+from kvtier.base import WriteHint
 from kvtier.tiering.cleaner import Cleaner
 from kvtier.tiering.write_policy import WriteMoment
 
@@ -247,6 +248,8 @@ class Cascades:
             if len(stored) < len(in_order):
                 in_order = [block.key for block in stored]
             self.cleaner.recall(in_order, stored)
+            if request.context.write_hint is WriteHint.NEVER:
+                self.cleaner.keep_out(stored)
             self._send(in_order, request.tiers, WriteMoment.STORED, request, stored)
 
     def offer_again(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
@@ -281,11 +284,14 @@ class Cascades:
 
     def note_used(self, used: Sequence[OffloadKey], request: TierRequest) -> None:
         """A request that used these blocks has ended. Send those that are worth it now."""
-        self.cleaner.note_used(used)
+        hint = request.context.write_hint
+        self.cleaner.note_used(used, request.context)
         for tier in self.cleaner.tracked:
             if tier not in request.tiers:
                 continue
             chosen = tier.write_policy.note_used(used)
+            if hint is not None:
+                chosen = used if hint is WriteHint.THROUGH else ()
             absent = self.cleaner.not_below(chosen, tier) if chosen else ()
             if absent:
                 self._send(absent, (tier,), WriteMoment.USED, request)
@@ -301,7 +307,7 @@ class Cascades:
         ready = [key for key in missing if self._primary.is_ready(key)]
         if not ready:
             return
-        chosen = tier.write_policy.select(ready, WriteMoment.USED, request.context)
+        chosen = _selected(ready, tier, WriteMoment.USED, request.context)
         now = self._clock()
         num_offerable = 0 if tier.jobs.has_late_stores else tier.stores.num_offerable(now)
         part = chosen[: min(num_offerable, tier.budget.num_affordable(now))]
@@ -370,7 +376,7 @@ class Cascades:
         # Read the clock: the step may have begun long ago.
         now = self._clock()
         for tier in tiers:
-            chosen = tier.write_policy.select(keys, moment, request.context)
+            chosen = _selected(keys, tier, moment, request.context)
             at_hand = blocks if chosen is keys else None
             num_sent = 0
             while num_sent < len(chosen):
@@ -427,3 +433,16 @@ class Cascades:
         blocks = self._primary.complete_read(job.transfer.job_id)
         if tier.write_policy.tracks_blocks:
             self.cleaner.note_written(blocks, moved, tier)
+
+
+def _selected(
+    keys: Sequence[OffloadKey], tier: GuardedTier, moment: WriteMoment, context: ReqContext
+) -> Sequence[OffloadKey]:
+    """The blocks that go to a tier now: what the request says, or else the tier's write policy."""
+    if context.write_hint is None:
+        return tier.write_policy.select(keys, moment, context)
+    if context.write_hint is WriteHint.THROUGH:
+        return keys
+    if moment is WriteMoment.STORED:
+        tier.stats.count("kept_out_blocks", len(keys))
+    return ()

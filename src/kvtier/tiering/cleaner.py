@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.base import ReqContext
+from kvtier.base import ReqContext, WriteHint
 from kvtier.tiering.write_policy import BlockHistory, WriteThrough
 
 if TYPE_CHECKING:
@@ -98,9 +98,16 @@ class Cleaner:
                     history = _history_of(block)
                     history.num_uses = max(history.num_uses, uses[block.key])
 
-    def note_used(self, used: Sequence[OffloadKey]) -> None:
+    def keep_out(self, blocks: Sequence[BlockStatus]) -> None:
+        """A request has stored these blocks, and no tier is to get them from it."""
+        if self.tracked:
+            for block in blocks:
+                _history_of(block).is_kept_out = True
+
+    def note_used(self, used: Sequence[OffloadKey], context: ReqContext) -> None:
         """A request that used these blocks has ended."""
         if self.tracked:
+            lets_in = context.write_hint is not WriteHint.NEVER
             get = self._get
             for depth, key in enumerate(used):
                 block = get(key)
@@ -110,6 +117,8 @@ class Cleaner:
                         history = block.history = BlockHistory()
                     history.num_uses += 1
                     history.depth = depth
+                    if history.is_kept_out and lets_in:
+                        history.is_kept_out = False
 
     def note_written(
         self, blocks: Sequence[BlockStatus], moved: Sequence[OffloadKey], tier: GuardedTier
@@ -159,7 +168,9 @@ class Cleaner:
                     if history.written & bit:
                         policy.note_left(key, history, True)
                     continue
-                if policy.writes_leaving and policy.is_worth_writing(history):
+                if history.is_kept_out:
+                    pass  # counted when it was stored
+                elif policy.writes_leaving and policy.is_worth_writing(history):
                     num_unwritten += 1
                 else:
                     num_left_out += 1
@@ -235,7 +246,8 @@ class Cleaner:
     def _next_to_leave(
         self, num_blocks: int, tier: GuardedTier, context: ReqContext
     ) -> list[tuple[OffloadKey, BlockStatus]]:
-        """Those of the next blocks to leave that a tier does not have, coldest first."""
+        """Those of the next blocks to leave that a tier may get and does not have, coldest
+        first."""
         leaving = self._slots.policy.next_to_leave(num_blocks) or []
         bit = tier.bit
         below = [key for key, block in leaving if block.history and block.history.below & bit]
@@ -244,7 +256,11 @@ class Cleaner:
                 block = self._get(key)
                 if block is not None:
                     block.history.below &= ~bit
-        return [item for item in leaving if not (item[1].history or _NO_HISTORY).below & bit]
+        return [
+            (key, block)
+            for key, block in leaving
+            if not ((history := block.history or _NO_HISTORY).below & bit or history.is_kept_out)
+        ]
 
     def _announce(self, tier: GuardedTier) -> ReqContext:
         """Begin a request of the cleaner. The caller ends it with `notify_finished`."""

@@ -64,6 +64,9 @@ _OF_A_TIER: dict[str, MetricDefinition] = {
     "over_budget_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because the write budget was used up."
     ),
+    "kept_out_blocks": MetricDefinition(
+        MetricKind.COUNTER, 'Blocks not stored because of the hint `write: "never"`.'
+    ),
     "offered_again_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks that requests used and the tier lacked, stored again."
     ),

@@ -67,6 +67,28 @@ def test_a_request_that_is_to_skip_is_neither_stored_nor_loaded(
     subject.alone.check([prompt] * 4, answers)
 
 
+def test_a_request_says_whether_tiers_get_its_blocks(vllm: VLLM, subject: Subject) -> None:
+    private, public, urgent = PROMPTS
+    options = {
+        "cpu_bytes_to_use": "16MiB",
+        "secondary_tiers": [{"type": "example"}, {"type": "example", "write": "on_evict"}],
+    }
+    stored = [f"tier_{place}_example_stored_blocks" for place in range(2)]
+    with HintedRemoteEngine(vllm, subject.path, options) as engine:
+        answers, in_tiers = [], []
+        for hints, prompt in (
+            ({"write": "never"}, private),
+            ({}, public),
+            ({"write": "through"}, urgent),
+        ):
+            answers.append(engine.generate_with(hints, prompt))
+            in_tiers.append([engine.figures().get(name, 0) for name in stored])
+        again = engine.generate_with({"write": "never"}, private)
+    assert in_tiers == [[0, 0], [BLOCKS, 0], [2 * BLOCKS, BLOCKS]]
+    assert again.cached_tokens == TOKENS, "host memory has them"
+    subject.alone.check([private, public, urgent], answers)
+
+
 def test_a_request_is_stored_as_far_as_it_says(vllm: VLLM, subject: Subject) -> None:
     prompt = PROMPTS[0]
     with HintedRemoteEngine(vllm, subject.path, {"cpu_bytes_to_use": "16MiB"}) as engine:

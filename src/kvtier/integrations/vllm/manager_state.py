@@ -75,6 +75,7 @@ def new_state(req_context: vllm_api.ReqContext) -> RequestState:
         req_context.kv_transfer_params,
         hints.load_tiers,
         is_prefetch=hints.prefetch,
+        write_hint=hints.write,
     )
     state = RequestState(context, skips=hints.skip)
     req_context.kvtier = state
