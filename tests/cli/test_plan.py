@@ -112,7 +112,10 @@ def test_prices_alone_ask_for_nearly_all_hits(capsys: pytest.CaptureFixture[str]
 
 def test_a_target_out_of_reach_is_said_to_be_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SWEEP, "--target-hits", "99"]) == 0
-    assert "reaches 99.0 % hits: give larger sizes, or a lower target" in capsys.readouterr().out
+    assert "reaches 99.0 % hits: no size hits more than 62.1 %" in capsys.readouterr().out
+    small = [*SIZE, "--host", "128MiB", "--trace", CHATS]
+    assert main(["plan", *small, "--target-hits", "60"]) == 0
+    assert "reaches 60.0 % hits: give larger sizes, or a lower" in capsys.readouterr().out
     assert plan(capsys, *SWEEP, "--target-hits", "99")["recommendation"] is None
 
 

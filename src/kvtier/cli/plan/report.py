@@ -332,7 +332,10 @@ def _recommendation(study: Study, target: Target) -> Iterator[str]:
     aim = " and ".join(wanted)
     point = study.recommended
     if point is None:
-        yield f"No combination of these sizes reaches {aim}: give larger sizes, or a lower target."
+        remedy = "give larger sizes, or a lower target"
+        if (target.hit_percent or 0.0) > study.most_hits:
+            remedy = f"no size hits more than {study.most_hits:.1f} %, so give a lower target"
+        yield f"No combination of these sizes reaches {aim}: {remedy}."
         return
     sizes = ", ".join(
         f"{name} {as_size(size)}" for name, size in zip(study.names, point.sizes, strict=True)
