@@ -34,7 +34,7 @@ def test_a_note_says_what_was_learnt(
 ) -> None:
     note = write_note(Learnt(loads, prefill), OURS)
     assert len(note) <= MOST_NOTE_BYTES
-    assert read_note(note, OURS) == (loads, prefill)
+    assert read_note(note, OURS) == Learnt(loads, prefill)
 
 
 def test_a_note_of_another_engine_or_host_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

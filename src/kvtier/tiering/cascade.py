@@ -51,6 +51,9 @@ many seconds on average."""
 _DAY_S, _SAVED_UP_S = 86_400.0, 3600.0
 """A day, and how much of a day's budget can be saved up, in seconds."""
 _UNLIMITED = 1 << 62
+_INHERITS_AFTER_S = 10.0
+"""Seconds until an engine uses what an earlier one had left of the budget. Tiers write notes within
+about a second."""
 
 _OFFERED_BYTES_PER_S = 128 << 20
 """The highest rate of offers to a tier, in bytes per second."""
@@ -61,8 +64,11 @@ one: stores of new blocks may have to wait that long."""
 
 class WriteBudget:
     """The bytes that may still be written to one tier: a token bucket, which is filled at the rate
-    of the budget and holds an hour's share of it. It is empty at the start, so restarts do not
-    exceed the budget. Scheduler thread only."""
+    of the budget and holds an hour's share of it. Scheduler thread only.
+
+    It is empty at the start, except for what an earlier engine had left when it ended in order
+    (`inherit`). What a killed engine had left is lost. So restarts never exceed the budget.
+    """
 
     def __init__(self, bytes_per_day: int | None, block_bytes: int, now: float) -> None:
         """`bytes_per_day`: None: no limit."""
@@ -71,6 +77,26 @@ class WriteBudget:
         self._most = max((self._bytes_per_s or 0.0) * _SAVED_UP_S, float(block_bytes))
         self._num_bytes = 0.0
         self._filled_at = now
+        self._inherited = 0.0
+        """Bytes that an earlier engine had left."""
+        self._inherits_at = inf
+
+    @property
+    def is_limited(self) -> bool:
+        """True if there is a budget."""
+        return self._bytes_per_s is not None
+
+    def inherit(self, num_bytes: float, now: float) -> None:
+        """An earlier engine had left this many bytes. They can be used a while later: by then the
+        tier has noted that they are taken, so no later engine gets them again."""
+        self._inherited, self._inherits_at = num_bytes, now + _INHERITS_AFTER_S
+
+    def saved_up(self, now: float) -> float:
+        """The bytes that an engine leaves that ends now."""
+        if self._bytes_per_s is None:
+            return 0.0
+        self._fill(self._bytes_per_s, now)
+        return min(self._num_bytes + self._inherited, self._most)
 
     def num_affordable(self, now: float) -> int:
         """The number of blocks that may be written now."""
@@ -88,6 +114,9 @@ class WriteBudget:
 
     def _fill(self, bytes_per_s: float, now: float) -> None:
         self._num_bytes += max(0.0, now - self._filled_at) * bytes_per_s
+        if now >= self._inherits_at:
+            self._num_bytes += self._inherited
+            self._inherited, self._inherits_at = 0.0, inf
         self._num_bytes = min(self._num_bytes, self._most)
         self._filled_at = now
 

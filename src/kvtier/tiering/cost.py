@@ -463,6 +463,9 @@ class Learnt(NamedTuple):
     loads: tuple[float, ...] | None
     """`TransferEstimate.sums` of the tier."""
     prefill: CostLine | None
+    saved_up: float = 0.0
+    """Bytes of the tier's write budget. 0 while an engine uses the tier, so that the bytes of one
+    that is killed are not spent twice."""
 
 
 def write_note(learnt: Learnt, fingerprint: bytes) -> bytes:
@@ -473,6 +476,7 @@ def write_note(learnt: Learnt, fingerprint: bytes) -> bytes:
         "host": socket.gethostname(),
         "loads": learnt.loads,
         "prefill": learnt.prefill,
+        "saved_up": learnt.saved_up,
     }
     return json.dumps(fields).encode()
 
@@ -488,9 +492,10 @@ def read_note(note: object, fingerprint: bytes) -> Learnt:
         if owner != (_FORMAT, fingerprint.hex(), socket.gethostname()):
             return Learnt(None, None)
         loads, prefill = _figures(fields["loads"], 5), _figures(fields["prefill"], 3)
+        (saved_up,) = _figures([fields.get("saved_up", 0.0)], 1) or (0.0,)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return Learnt(None, None)
-    return Learnt(loads, None if prefill is None else CostLine(*prefill))
+    return Learnt(loads, None if prefill is None else CostLine(*prefill), saved_up)
 
 
 def _figures(found: Sequence[object] | None, count: int) -> tuple[float, ...] | None:

@@ -284,15 +284,21 @@ class LoadGuard:
     # --- what was learnt, from one engine to the next -------------------------------------------
 
     def begin(self, now: float) -> None:
-        """Read the notes that an earlier engine left with the tiers."""
+        """Read the notes that an earlier engine left with the tiers. What it had saved up of a
+        write budget is taken over, and the note is written anew without it."""
         self._keep_at = now + _KEPT_EVERY_S
-        for tier in self._tiers if self._prefill.may_learn else ():
+        for tier in self._tiers:
+            if not self._keeps_note(tier):
+                continue
             note = tier.call("kept_note", tier.manager.kept_note, default=None)
             learnt = read_note(note, self._fingerprint)
-            if learnt.loads is not None:
+            if self._prefill.may_learn and learnt.loads is not None:
                 tier.load_speed.estimate.recall(learnt.loads)
-            if learnt.prefill is not None:
+            if self._prefill.may_learn and learnt.prefill is not None:
                 self._prefill.recall(learnt.prefill)
+            if learnt.saved_up:
+                self._write(learnt._replace(saved_up=0.0), tier)
+                tier.budget.inherit(learnt.saved_up, now)
 
         if self._tiers and not self._prefill.is_known:
             logger.info(
@@ -316,16 +322,28 @@ class LoadGuard:
             self.num_trials = 0
         stats.gauges["kvtier_tiering_prefill_tokens_per_s"] = self._prefill.tokens_per_s or 0.0
 
-    def keep(self) -> None:
-        """Give every tier that is in use a note for the next engine, unless the cost of computing
-        is configured. The tier writes it on a thread of its own."""
-        if not self._prefill.may_learn:
-            return
+    def keep(self, now: float | None = None) -> None:
+        """Give every tier that is in use a note for the next engine. The tier writes it on a thread
+        of its own. `now`: given at shutdown, when no more is written to the tiers."""
         for tier in self._tiers:
-            learnt = Learnt(tier.load_speed.estimate.sums, self._prefill.line)
-            if learnt != (None, None) and tier.breaker.is_closed:
-                note = write_note(learnt, self._fingerprint)
-                tier.call("keep_note", tier.manager.keep_note, note, default=None)
+            if not self._keeps_note(tier) or not tier.breaker.is_closed:
+                continue
+            learnt = Learnt(None, None)
+            if self._prefill.may_learn:
+                learnt = Learnt(tier.load_speed.estimate.sums, self._prefill.line)
+            if now is not None:
+                learnt = learnt._replace(saved_up=tier.budget.saved_up(now))
+            if learnt != Learnt(None, None) or tier.budget.is_limited:
+                self._write(learnt, tier)
+
+    def _keeps_note(self, tier: GuardedTier) -> bool:
+        """False if there is nothing to note: the cost of computing is configured, and the tier has
+        no write budget."""
+        return self._prefill.may_learn or tier.budget.is_limited
+
+    def _write(self, learnt: Learnt, tier: GuardedTier) -> None:
+        note = write_note(learnt, self._fingerprint)
+        tier.call("keep_note", tier.manager.keep_note, note, default=None)
 
 
 def _earliest_start(request: TierRequest, num_tokens: int) -> int:

@@ -425,7 +425,7 @@ class TieringOffloadingManager(PromptWatching):
                 break
             self._begin_step()
             time.sleep(_SEND_PAUSE_S)
-        self._guard.keep()
+        self._guard.keep(self._clock())
         close_tiers(self.secondary_tiers, self._shutdown_timeout_s, time.monotonic() - start)
         self.primary_tier.shutdown()
 
