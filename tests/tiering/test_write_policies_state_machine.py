@@ -30,7 +30,7 @@ from kvtier.tiering import write_policy
 from kvtier.tiering.base import TransferJob
 from kvtier.tiering.cleaner import Cleaner
 from kvtier.tiering.health import BreakerSettings
-from kvtier.tiering.write_policy import Adaptive
+from kvtier.tiering.write_policy import Adaptive, ReuseSample, SecondUse
 from tests.tiering.driven_manager import DrivenManager, key, payload
 
 NUM_SLOTS = 32
@@ -66,6 +66,8 @@ class Lives(RuleBasedStateMachine):
         self.forgot: set[OffloadKey] = set()
         """Blocks that the tier has lost, or that were computed although it has them. The cleaner
         may not know that."""
+        self.num_uses: Counter[OffloadKey] = Counter()
+        """Requests that have used a block, also those that run."""
         self.wrong: list[AssertionError] = []
         """What was wrong with stores."""
         self._watch()
@@ -122,6 +124,7 @@ class Lives(RuleBasedStateMachine):
     def _serve(self, node: int, at_once: int) -> None:
         blocks = [key(each) for each in self.paths[node]]
         self.num_requests += 1
+        self.num_uses.update(blocks)
         request = self.rig.begin(f"r{self.num_requests}")
         found = self.rig.look_up(blocks, request)
         while "P" in found:
@@ -197,7 +200,9 @@ class Lives(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             for tier in self.rig.manager._tiers:
                 if isinstance(tier.write_policy, Adaptive):
-                    assert len(tier.write_policy.sample) <= write_policy._MAX_WATCHED
+                    policy = tier.write_policy
+                    assert len(policy.sample) <= write_policy._MAX_WATCHED
+                    assert len(policy._uses_of_left_out) <= policy._max_remembered
 
     def teardown(self) -> None:
         """At the end, all blocks of host memory are below."""
@@ -224,16 +229,25 @@ class LivesWithSecondUse(Lives):
     write = WritePolicyName.SECOND_USE
 
     def _check_store(self, stored: list[OffloadKey]) -> None:
-        """Blocks may be stored again, if an earlier store of them has not ended."""
+        """Only blocks that two requests have used. They may be stored again, if an earlier store of
+        them has not ended."""
+        once = [k for k in stored if self.num_uses[k] < 2]
+        assert not once, f"written though one request has used them: {once}"
 
 
 MACHINES = [Lives, LivesWithAdaptive, LivesWithSecondUse]
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_random_lives(machine: type[Lives], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_policy, "_ENOUGH", 8)  # these lives are short
+@pytest.fixture(autouse=True)
+def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `adaptive` learn from few blocks, and remember few."""
+    monkeypatch.setattr(write_policy, "_ENOUGH", 8)
     monkeypatch.setattr(write_policy, "_UNKNOWN_CAPACITY", 0)
+    monkeypatch.setattr(write_policy, "_MAX_WATCHED", 16)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_random_lives(machine: type[Lives]) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=80, stateful_step_count=30))
 
 
@@ -257,28 +271,41 @@ def _heads_first(policy: LRUCachePolicy, n: int) -> list[tuple[OffloadKey, Block
     return _next_to_leave(policy, n)[::-1]
 
 
+def _everything(policy: SecondUse, keys: Sequence[OffloadKey], *args: Any) -> Sequence[OffloadKey]:
+    return keys
+
+
 def _nothing_at_shutdown(*args: Any) -> list[OffloadKey]:
     return []
 
 
 @pytest.mark.parametrize(
-    ("broken", "method", "replacement"),
+    ("machine", "broken", "method", "replacement"),
     [
-        (Cleaner, "note_written", _believes_every_store),
-        (Cleaner, "note_written", _notes_no_store),
-        (Cleaner, "note_promoted", _notes_no_store),
-        (LRUCachePolicy, "next_to_leave", _heads_first),
-        (Cleaner, "unwritten", _nothing_at_shutdown),
-        (Cleaner, "_note_evicted", _notes_no_store),
+        (Lives, Cleaner, "note_written", _believes_every_store),
+        (Lives, Cleaner, "note_written", _notes_no_store),
+        (Lives, Cleaner, "note_promoted", _notes_no_store),
+        (Lives, LRUCachePolicy, "next_to_leave", _heads_first),
+        (Lives, Cleaner, "unwritten", _nothing_at_shutdown),
+        (Lives, Cleaner, "_note_evicted", _notes_no_store),
+        (LivesWithAdaptive, Cleaner, "note_written", _believes_every_store),
+        (LivesWithAdaptive, Cleaner, "_note_evicted", _notes_no_store),
+        (LivesWithAdaptive, Cleaner, "unwritten", _nothing_at_shutdown),
+        (LivesWithAdaptive, ReuseSample, "_thin_out", _notes_no_store),
+        (LivesWithSecondUse, SecondUse, "select", _everything),
     ],
 )
 def test_a_planted_bug_is_seen(
-    broken: type, method: str, replacement: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    machine: type[Lives],
+    broken: type,
+    method: str,
+    replacement: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(broken, method, replacement)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
-            Lives,
+            machine,
             settings=settings(
                 max_examples=100,
                 stateful_step_count=30,
