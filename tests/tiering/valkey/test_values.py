@@ -3,6 +3,7 @@ what cannot be used is a miss, is removed, and is stored again."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -10,6 +11,7 @@ from typing import TypeAlias
 import pytest
 import valkey
 
+from kvtier.cli import main
 from kvtier.testing import TierHarness
 from tests.engine.models import random_tokens
 from tests.tiering.patience import wait_until
@@ -102,6 +104,24 @@ def test_a_value_that_is_there_before_the_block(
         with little_memory():
             assert not harness.hits(KEYS[2:3])
             wait_until(is_stored, "the block takes its place")
+
+
+def test_the_command_on_a_huge_value(
+    roomy: ValkeyProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with roomy.client() as client:
+        client.flushall()
+        with valkey_harness(roomy.url) as harness:
+            harness.wait_for(harness.store(KEYS))
+            (wrong,) = server_keys(harness, KEYS[:1])
+        put_huge(client, wrong, b"")
+        client.rpush(b"kvtier:1:" + b"ab" * 16 + b":key", "item")
+        with little_memory():
+            assert main(["store", "verify", roomy.url, "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert (found["good"], found["damaged"]) == (len(KEYS) - 1, 1)
+        assert main(["store", "clear", roomy.url, "--yes"]) == 0
+        assert client.dbsize() == 1, "the list is no block"
 
 
 def test_other_keys_of_the_server_are_left_alone(server: ValkeyProcess) -> None:

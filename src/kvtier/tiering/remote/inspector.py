@@ -31,6 +31,8 @@ __all__ = ["RemoteBlock", "RemoteInspector", "RemoteStorage"]
 
 _LARGEST_BLOCK = (1 << 30) + seal.SEAL_BYTES
 """No block is longer. A longer value is damaged, and is not read."""
+_LARGE_BYTES = 32 << 20
+"""Of a longer value, the seal is read first: it may be something else, and huge."""
 _AT_ONCE = 500
 """Blocks removed with one request."""
 
@@ -228,6 +230,8 @@ class _RemoteScrubber(Scrubber):
         if not seal.SEAL_BYTES < block.num_bytes <= _LARGEST_BLOCK:
             return [Verdict(place, key, seal.SealFailure.LENGTH)]
         try:
+            if block.num_bytes > _LARGE_BYTES and not self._has_fitting_seal(block):
+                return [Verdict(place, key, seal.SealFailure.LENGTH)]
             content = self._storage.read(place, block.num_bytes)
         except ServerFailure:
             return [Verdict(place, key, UNREADABLE)]
@@ -241,3 +245,12 @@ class _RemoteScrubber(Scrubber):
                 bytes.fromhex(block.namespace),
             )
         return [Verdict(place, key, failure)]
+
+    def _has_fitting_seal(self, block: RemoteBlock) -> bool:
+        """False if the value begins with no seal of this length, so that it need not be read."""
+        header = self._storage.read(block.place, seal.SEAL_BYTES)
+        try:
+            payload_bytes = None if header is None else seal.read(header).payload_bytes
+        except seal.SealError:
+            return False
+        return payload_bytes in (None, block.num_bytes - seal.SEAL_BYTES)

@@ -81,7 +81,7 @@ class ValkeyOptions(TierOptions):
     )
     ca_bundle: Path | None = key(
         absolute_path("the path of a file", 'Write the path in quotes, such as "/etc/ssl/ca.pem"'),
-        "Certificates that the server's is checked against, with TLS. Without it, the system's.",
+        "With TLS, a file of certificates that are trusted besides the system's.",
         default=None,
     )
     ttl_s: int | None = key(
