@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from kvtier.cli import main
 from tests import traces
@@ -152,13 +154,25 @@ def test_a_picture_has_every_curve_and_mark(
         assert 0 < float(element.attrib["cy"]) < height
 
 
+@pytest.mark.parametrize("name", ["a & <b>.jsonl", "two\nlines\x1b[2J.jsonl", "caf\udce9.jsonl"])
+def test_any_name_of_a_trace_can_stand_above_a_picture(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, svg, png = (str(tmp_path / file) for file in (name, "a.svg", "a.png"))
+    shutil.copy(CHATS, trace)
+    assert main(["plan", *SIZE, "--trace", trace, "--limit", "3", "--svg", svg, "--png", png]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    title = ElementTree.parse(svg).getroot().find(f"{SVG}title")
+    assert title is not None
+    assert str(title.text).startswith(name[:3])
+
+
 def test_the_png_is_the_same_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    image = pytest.importorskip("PIL.Image")
     path, svg = tmp_path / "curves.png", tmp_path / "curves.svg"
     assert main(["plan", *SWEEP, "--png", str(path), "--svg", str(svg)]) == 0
     capsys.readouterr()
     root = ElementTree.parse(svg).getroot()
-    with image.open(path) as picture:
+    with Image.open(path) as picture:
         assert picture.format == "PNG"
         assert picture.size == tuple(2 * int(root.attrib[name]) for name in ("width", "height"))
         for circle in root.iter(f"{SVG}circle"):  # later curves may cover earlier dots

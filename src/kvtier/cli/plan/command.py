@@ -32,6 +32,7 @@ from kvtier.cli.replay.options import (
     tiers_of,
 )
 from kvtier.cli.store.terminal import shown_share
+from kvtier.config.errors import printable
 from kvtier.cpu.hit_curve import read_boards
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.replay.plan import (
@@ -306,7 +307,7 @@ def _progress(sweep: Sweep, num_policies: int) -> Iterator[None]:
 
 def _draw(wishes: PlanWishes, study: Study) -> None:
     """Write the pictures."""
-    title = f"{os.path.basename(study.path)}, {', '.join(study.policies)}"
+    title = printable(f"{os.path.basename(study.path)}, {', '.join(study.policies)}")
     rows = panels(study)
     if wishes.svg is not None:
         _save(wishes.svg, as_svg(title, rows).encode())

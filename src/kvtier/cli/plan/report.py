@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvtier.cli.plan.chart import Curve, Panel
 from kvtier.cli.replay.command import as_duration
+from kvtier.config.errors import printable
 from kvtier.config.sizes import as_size
 from kvtier.replay.figures import Figures
 from kvtier.replay.plan import Point, Sizes, Target, TierPlan
@@ -244,8 +245,8 @@ def _study_parts(study: Study) -> Iterator[str | Table]:
     first = study.points[0].figures
     yield ""
     yield (
-        f"{study.path}: {first.num_requests:,} requests, {first.num_references:,} blocks; with "
-        f"unlimited memory, {study.most_hits:.1f} % of them would be hits"
+        f"{printable(study.path)}: {first.num_requests:,} requests, {first.num_references:,} "
+        f"blocks; with unlimited memory, {study.most_hits:.1f} % of them would be hits"
     )
     for place, curves in enumerate(study.curves):
         yield ""

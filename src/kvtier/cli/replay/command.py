@@ -19,6 +19,7 @@ from rich.table import Table
 from kvtier.cli.output import finish, note, write
 from kvtier.cli.replay.options import engine_of, require, seconds_of, size_of, tiers_of
 from kvtier.cli.store.terminal import shown_share, warnings_as_notes
+from kvtier.config.errors import printable
 from kvtier.config.sizes import as_size
 from kvtier.replay.calibration import Calibration, calibrate
 from kvtier.replay.engine import Counting, TimedEngine
@@ -223,8 +224,8 @@ def _lines(
     if not figures.is_complete:
         yield "Ended by Ctrl-C: these are the figures until then."
     yield (
-        f"{name}: {figures.num_requests:,} requests, {figures.num_references:,} blocks of "
-        f"{figures.block_tokens} tokens, {as_size(figures.block_bytes)} each"
+        f"{printable(name)}: {figures.num_requests:,} requests, {figures.num_references:,} blocks "
+        f"of {figures.block_tokens} tokens, {as_size(figures.block_bytes)} each"
     )
     yield ""
     show(_table(figures))
