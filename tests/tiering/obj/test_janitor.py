@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -19,6 +20,7 @@ from kvtier.tiering.obj.janitor import ENGINES, Janitor, JanitorTimes
 from kvtier.tiering.obj.mover import object_name
 from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
 from kvtier.tiering.remote.errors import ServerErrors
+from tests.tiering.patience import wait_until
 
 BLOCK = 1000
 FOLDER = f"{BLOCKS}/{'ab' * 16}"
@@ -36,10 +38,9 @@ class Bucket:
         self.store = LocalStore(root, mkdir=True)
         self.errors = ServerErrors("file://")
 
-    def engine(self, name: str, num_blocks: int, **times: float) -> Janitor:
-        return Janitor(
-            Objects(self.store), num_blocks * BLOCK, name, self.errors, JanitorTimes(**times)
-        )
+    def engine(self, name: str, num_blocks: int, times: JanitorTimes | None = None) -> Janitor:
+        objects = Objects(self.store)
+        return Janitor(objects, num_blocks * BLOCK, name, self.errors, times or JanitorTimes())
 
     def add(self, engine: Janitor | None, keys: Sequence[OffloadKey], age_s: float = 0) -> None:
         """Store blocks, as a mover does."""
@@ -85,11 +86,8 @@ def test_a_use_keeps_a_block_whoever_has_used_it(bucket: Bucket) -> None:
     assert len(bucket.keys()) == 9
 
 
-def test_the_head_of_a_prompt_is_removed_last(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_BUCKET_MS", 1)
-    engine = bucket.engine("a1", num_blocks=10)
+def test_the_head_of_a_prompt_is_removed_last(bucket: Bucket) -> None:
+    engine = bucket.engine("a1", num_blocks=10, times=JanitorTimes(same_age_ms=1))
     keys = [key(number) for number in range(20)]
     bucket.add(engine, keys, age_s=10_000)
     engine.note_used(keys)
@@ -161,6 +159,109 @@ def test_foreign_objects_are_neither_counted_nor_removed(bucket: Bucket) -> None
     engine.sweep()
     assert all((bucket.root / name).exists() for name in names)
     assert engine.num_bytes == 4 * BLOCK
+
+
+def test_engines_that_are_killed_again_and_again_do_not_add_up(bucket: Bucket) -> None:
+    """Each lives for a moment, and writes a hundredth of the limit that it never reports."""
+    limit, unreported = 300, 3
+    leader = bucket.engine("a1", limit)
+    leader.sweep()
+    for life in range(2 * limit // unreported):
+        dying = bucket.engine(f"b{life}", limit)
+        dying.sweep()
+        bucket.add(None, [key(unreported * life + number) for number in range(unreported)])
+        leader.sweep()
+        assert len(bucket.keys()) <= limit + unreported
+
+
+def test_an_engine_reports_at_once_and_when_it_has_written_much_and_at_the_end(
+    bucket: Bucket,
+) -> None:
+    times = JanitorTimes(sweep_s=1000.0, early_s=0.01)
+    engine = bucket.engine("a1", 1000, times)
+    report = bucket.root / ENGINES / "a1"
+
+    def reported() -> int | None:
+        return module._written_in(report.read_bytes()) if report.exists() else None
+
+    engine.start()
+    try:
+        wait_until(lambda: reported() == 0, "the first report")
+        for _ in range(10):
+            engine.note_written(BLOCK)
+        wait_until(lambda: reported() == 10 * BLOCK, "an early report")
+        engine.note_written(BLOCK)
+    finally:
+        engine.stop()
+    assert reported() == 11 * BLOCK
+    assert not (bucket.root / f"{BLOCKS}/leader").exists()
+
+
+def test_clocks_that_differ_do_not_matter(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine's clock is days ahead, another's is days behind."""
+    clock, day_s = module._now_ms, 86_400
+    ahead, behind = bucket.engine("a1", 30), bucket.engine("b2", 30)
+    bucket.add(None, [key(number) for number in range(40)], age_s=10_000)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+
+    def set_clock(offset_s: int) -> None:
+        monkeypatch.setattr(module, "_now_ms", lambda: clock() + 1000 * offset_s)
+
+    set_clock(3 * day_s - 100)
+    ahead.note_used([key(number) for number in range(10)])
+    set_clock(3 * day_s)  # 100 s later
+    ahead._report()
+    set_clock(-3 * day_s)
+    behind.note_used([key(number) for number in range(10, 37)])
+    behind.sweep()
+    # Nine tenths of the limit are 27 blocks: those that were used last.
+    assert bucket.keys() == {key(number) for number in range(10, 37)}
+
+
+def test_a_leader_that_has_lost_the_lead_removes_nothing_more(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing may take longer than another engine waits for the leader."""
+    engine = bucket.engine("a1", 100, JanitorTimes(sweep_s=0.0))
+    bucket.add(engine, [key(number) for number in range(300)], age_s=100)
+    real = Objects.below
+    pages: list[int] = []
+
+    def below(objects: Objects, prefix: str) -> Iterator[list[dict[str, Any]]]:
+        for page in real(objects, prefix):
+            if prefix == BLOCKS:
+                pages.append(len(page))
+                if len(pages) == 3:
+                    (bucket.root / f"{BLOCKS}/leader").write_bytes(b"b2")
+            yield page
+
+    monkeypatch.setattr(Objects, "below", below)
+    engine.sweep()
+    assert engine.num_bytes is None
+    assert len(pages) == 3, "it goes on listing"
+    assert len(bucket.keys()) == 300
+
+
+def test_a_long_listing_does_not_cost_the_lead(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = bucket.engine("a1", 100, JanitorTimes(sweep_s=0.0))
+    other = bucket.engine("b2", 100)
+    bucket.add(leader, [key(number) for number in range(300)], age_s=100)
+    real = Objects.below
+
+    def below(objects: Objects, prefix: str) -> Iterator[list[dict[str, Any]]]:
+        for page in real(objects, prefix):
+            if prefix == BLOCKS:  # each page takes very long
+                os.utime(bucket.root / f"{BLOCKS}/leader", (1, 1))
+            yield page
+            if prefix == BLOCKS:
+                other.sweep()
+                assert other.num_bytes is None, "another engine has taken over"
+
+    monkeypatch.setattr(Objects, "below", below)
+    leader.sweep()
+    assert len(bucket.keys()) == 90
 
 
 @settings(max_examples=40, deadline=None)

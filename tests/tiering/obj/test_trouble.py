@@ -63,14 +63,22 @@ def wait_for_recovery(engine: ReferenceEngine, patience_s: float = 60.0) -> None
     wait_until(is_used_again, "all prompts are loaded again", patience_s)
 
 
-def test_the_server_is_killed_and_starts_empty(
-    server: SeaweedProcess, engine: ReferenceEngine
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(SeaweedProcess.start_empty, id="empty"),
+        # Starting with what was stored takes the server up to 20 s.
+        pytest.param(SeaweedProcess.start, id="with its data", marks=pytest.mark.soak),
+    ],
+)
+def test_the_server_is_killed_and_starts_again(
+    server: SeaweedProcess, engine: ReferenceEngine, start: Callable[[SeaweedProcess], None]
 ) -> None:
     server.kill()
     serve_in_trouble(engine)
     assert engine.figures()["kvtier_obj_failures_unreachable"] > 0
     assert engine.figures()["kvtier_obj_failures_silent"] == 0
-    server.start_empty()
+    start(server)
     wait_for_recovery(engine)
 
 

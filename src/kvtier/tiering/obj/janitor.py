@@ -53,8 +53,6 @@ _AT_ONCE = 500
 """Objects removed with one request."""
 _MAX_USES = 65_536
 """Blocks in one report; the least recently used ones are left out."""
-_BUCKET_MS = 10_000
-"""Blocks that were last used within the same time of this length count as equally old."""
 
 _HEAD = struct.Struct("<8sQQ")
 _MAGIC = b"KVTUSES1"
@@ -78,6 +76,8 @@ class JanitorTimes:
     """An engine whose report is older than this has ended: its private blocks are removed."""
     recount_s: float = 6 * 3600.0
     """The bucket is listed at least so often, since others remove blocks, too."""
+    same_age_ms: int = 10_000
+    """Blocks that were last used within the same time of this length count as equally old."""
 
 
 class _Uses(NamedTuple):
@@ -377,7 +377,7 @@ class Janitor:
             shorts = np.frombuffer(b"".join(short for _, short in items), "<u8")
             for (item, _), used_ms in zip(items, uses.of(shorts).tolist(), strict=True):
                 when_ms = max(used_ms, int(item["last_modified"].timestamp() * 1000))
-                yield _Stored(item["path"], item["size"], when_ms // _BUCKET_MS)
+                yield _Stored(item["path"], item["size"], when_ms // self._times.same_age_ms)
 
     def _stay_leader(self) -> None:
         """Called for each page of a listing, which may take minutes."""
