@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvtier.base import Locality, OffloadingSpec
+from kvtier.config import OffloadingOptions
 from kvtier.tiering.health import TierSettings
 from tests.tiering.simulation.faults import Faults
 
@@ -35,6 +36,7 @@ class TierTraits:
 
 class _Config:
     engine_id = "simulated"
+    options = OffloadingOptions(cpu_bytes_to_use=1)
 
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
