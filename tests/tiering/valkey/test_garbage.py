@@ -28,6 +28,7 @@ NONSENSE: dict[str, Nonsense] = {
     "an endless line": lambda: repeat(b"7" * 4096),
     "an endless string": lambda: chain([b"$99999999999\r\n"], repeat(_CHUNK)),
     "an endless list": lambda: chain([b"*1000000000\r\n"], repeat(b":1\r\n" * 1000)),
+    "endless lists": lambda: repeat(b"*9999\r\n" + b":1\r\n" * 9999),
     "endless lists in lists": lambda: repeat(b"*1\r\n" * 1000),
     "endless answers": lambda: repeat(b"+OK\r\n" * 1000),
     "endless zeros": lambda: repeat(b":0\r\n" * 1000),

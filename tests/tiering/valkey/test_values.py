@@ -62,11 +62,11 @@ def put_noise(client: Client, key: bytes, other: bytes) -> None:
     client.set(key, b"\r\n$-1\r\n" * ((ROW_BYTES + 256) // 8))
 
 
-OF_WRONG_LENGTH = [put_list, put_short, put_huge, put_longer, put_nothing]
-OF_RIGHT_LENGTH = [put_another_block, put_noise]
+OF_WRONG_LENGTH = [put_list, put_short, put_huge, put_longer]
+OTHERS = [put_nothing, put_another_block, put_noise]
 
 
-@pytest.mark.parametrize("put", OF_WRONG_LENGTH + OF_RIGHT_LENGTH)
+@pytest.mark.parametrize("put", OF_WRONG_LENGTH + OTHERS)
 def test_a_value_that_is_put_under_the_key_of_a_stored_block(
     roomy: ValkeyProcess, put: Callable[[Client, bytes, bytes], None]
 ) -> None:
@@ -95,15 +95,22 @@ def test_a_value_that_is_there_before_the_block(
         client.flushall()
         wrong, other = server_keys(harness, KEYS[2:4])
         put(client, wrong, other)
-
-        def is_stored() -> bool:
-            harness.wait_for(harness.store(KEYS))
-            (report,) = harness.wait_for(harness.load(KEYS))
-            return bool(report.result.success)
-
         with little_memory():
             assert not harness.hits(KEYS[2:3])
-            wait_until(is_stored, "the block takes its place")
+            for make_job in (harness.store, harness.load):
+                (report,) = harness.wait_for(make_job(KEYS))
+                assert report.result.success
+
+
+def test_an_empty_value_that_is_there_before_the_block(roomy: ValkeyProcess) -> None:
+    """It cannot be told from an absent block before it is loaded."""
+    with roomy.client() as client, valkey_harness(roomy.url) as harness:
+        client.flushall()
+        client.set(server_keys(harness, KEYS[2:3])[0], b"")
+        for is_there in (False, True):
+            harness.wait_for(harness.store(KEYS))
+            (report,) = harness.wait_for(harness.load(KEYS))
+            assert report.result.success == is_there
 
 
 def test_the_command_on_a_huge_value(

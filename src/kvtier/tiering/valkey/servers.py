@@ -334,7 +334,11 @@ class _Sentinel:
         match address:
             case [bytes(host), bytes(port)]:
                 return f"{host.decode()}:{port.decode()}"
-        raise NotAllowed("the Sentinel does not know this service", "Check sentinel_service")
+            case []:
+                raise NotAllowed(
+                    "the Sentinel does not know this service", "Check sentinel_service"
+                )
+        raise ServerFailure(FailureKind.GARBAGE, "the Sentinel's answer is none")
 
     def _ask(self, wire: Wire, question: bytes) -> list[Answer]:
         words = (b"SENTINEL", question, self._service)
