@@ -29,7 +29,7 @@ kind, keys, namespace, *commands = sys.argv[1:]
 module = import_module(f"kvtier.tiering.{kind}.manager")
 tier_cls = getattr(module, f"{kind.capitalize()}SecondaryTierManager")
 make = lambda spec, view: tier_cls(spec, view, kind, **json.loads(keys))
-with TierHarness(make, namespace=namespace) as harness:
+with TierHarness(make, namespace=namespace, row_bytes=1 << 20, num_slots=16) as harness:
     for command in commands:
         what, _, span = command.partition(" ")
         if what == "newer":

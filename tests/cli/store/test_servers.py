@@ -9,7 +9,7 @@ from typing import Any
 
 import obstore
 import pytest
-from obstore.store import LocalStore
+from obstore.store import LocalStore, ObjectStore
 
 from kvtier.base import OffloadingSpec, OffloadKey
 from kvtier.cli import main
@@ -56,6 +56,14 @@ class Place:
             return harness.fingerprint.hex()
 
 
+def damage_object(store: ObjectStore, name: str) -> None:
+    """Blocks of this size share objects."""
+    name, _, start = name.partition("@")
+    content = bytearray(bytes(obstore.get(store, name).bytes()))
+    content[int(start) + 300 : int(start) + 306] = b"damage"
+    obstore.put(store, name, bytes(content))
+
+
 @pytest.fixture(params=["valkey", "s3", "directory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "valkey":
@@ -80,7 +88,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
                 ObjSecondaryTierManager,
                 f"s3://{BUCKET}/cache",
                 s3.keys,
-                lambda name: obstore.put(s3.store(), name, bytes(256 + ROW_BYTES)),
+                lambda name: damage_object(s3.store(), name),
                 {
                     "AWS_ENDPOINT_URL": s3.endpoint,
                     "AWS_REGION": "us-east-1",
@@ -96,7 +104,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
             ObjSecondaryTierManager,
             url,
             {"url": url},
-            lambda name: obstore.put(store, name, bytes(256 + ROW_BYTES)),
+            lambda name: damage_object(store, name),
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtier.tiering.obj import runs
 from tests.tiering.obj.front import Front
 from tests.tiering.obj.server import SECRETS, SeaweedProcess, seaweed
 
@@ -15,6 +16,14 @@ from tests.tiering.obj.server import SECRETS, SeaweedProcess, seaweed
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedProcess]:
     with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
+
+
+@pytest.fixture(params=["alone", "in runs"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether blocks have objects of their own, or share them."""
+    if request.param == "alone":
+        monkeypatch.setattr(runs, "_LARGE_BLOCK_BYTES", 0)
+    return str(request.param)
 
 
 @pytest.fixture

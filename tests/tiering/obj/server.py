@@ -15,6 +15,8 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from kvtier.tiering.obj.inspector import _Bucket
+from kvtier.tiering.obj.objects import Objects
 from tests.tiering.processes import ServerProcess, free_port
 
 ACCESS_KEY = "the-access-key"
@@ -101,6 +103,10 @@ class SeaweedProcess(ServerProcess):
     def names(self) -> list[str]:
         """The names of all objects below the tier's URL."""
         return [item["path"] for page in obstore.list(self.store()) for item in page]
+
+    def num_blocks(self) -> int:
+        """Blocks below the tier's URL, of all namespaces."""
+        return len(list(_Bucket(Objects(self.store())).scan()))
 
     def empty(self) -> None:
         names = self.names()

@@ -14,6 +14,7 @@ from tests.tiering.patience import wait_until
 from tests.tiering.proxy import Direction, Proxy, proxy_to
 from tests.tiering.reference import BLOCK_BYTES, BLOCKS_PER_PROMPT, ReferenceEngine, prompts
 
+pytestmark = pytest.mark.usefixtures("layout")
 PROMPTS = prompts(4)
 DEADLINES = {"lookup_timeout_ms": 250, "load_timeout_ms": 500}
 PATIENT_S = 20
@@ -40,7 +41,7 @@ def engine(server: SeaweedProcess, proxy: Proxy) -> Iterator[ReferenceEngine]:
     with ReferenceEngine({"type": "obj", **keys, **DEADLINES}) as engine:
         engine.serve(PROMPTS)
         engine.settle()
-        assert len(server.names()) == len(PROMPTS) * BLOCKS_PER_PROMPT
+        assert server.num_blocks() == len(PROMPTS) * BLOCKS_PER_PROMPT
         wait_for_recovery(engine)
         yield engine
 

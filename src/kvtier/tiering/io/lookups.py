@@ -29,7 +29,6 @@ _MAX_PRESENT = 262_144
 _MAX_ABSENT = 65_536
 _MAX_ASKED = 65_536
 _AT_ONCE = 128
-"""Blocks that one thread looks up before it takes the next questions."""
 _MAX_KNOWN_ABSENT = 16_384
 """Largest number of blocks in `AbsentBlocks`."""
 
@@ -63,10 +62,13 @@ class LookupCache:
         *,
         name: str,
         longest_key: int,
+        at_once: int = _AT_ONCE,
     ) -> None:
         """`looks`: for each thread, the function that it calls. It does not raise. `namespace`:
         where to look. `name`: prefix of the threads' names. `longest_key`: blocks with longer keys
-        are absent."""
+        are absent. `at_once`: blocks that one thread looks up before it takes the next questions.
+        """
+        self._at_once = at_once
         self._namespace = namespace
         self._longest_key = longest_key
         # By key, until when the block counts as present or absent. The oldest entries come first.
@@ -129,7 +131,7 @@ class LookupCache:
         if new and len(asked) <= _MAX_ASKED:
             asked.update(new)
             self._unknown.append(new)
-            if len(new) >= _AT_ONCE:
+            if len(new) >= self._at_once:
                 self.ask()
 
     def ask(self) -> None:
@@ -141,8 +143,12 @@ class LookupCache:
         with self._changed:
             for keys in prompts:
                 question = _Question(self._namespace, keys)
-                self._questions += ((question, start) for start in range(0, len(keys), _AT_ONCE))
-            self._changed.notify(min(len(self._threads), -(-sum(map(len, prompts)) // _AT_ONCE)))
+                self._questions += (
+                    (question, start) for start in range(0, len(keys), self._at_once)
+                )
+            self._changed.notify(
+                min(len(self._threads), -(-sum(map(len, prompts)) // self._at_once))
+            )
 
     def present_of(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Return those of `keys` that were found or stored within the last 5 s
@@ -204,7 +210,7 @@ class LookupCache:
             keys, asked = question.keys, self._asked
             self._note_present(filter(asked.__contains__, keys[start : start + num_present]))
             self._note_absent(filter(asked.__contains__, keys[start + num_present : end]))
-            asked.difference_update(keys[start : start + _AT_ONCE])
+            asked.difference_update(keys[start : start + self._at_once])
 
     def stop(self) -> None:
         """End the threads. Waits for the blocks that each is looking up. Does nothing before
@@ -229,13 +235,13 @@ class LookupCache:
                 self._answers.append((question, start, *self._look(look, question, start)))
 
     def _take_some(self) -> list[tuple[_Question, int]]:
-        """Take questions, of one prompt or several, until they ask for `_AT_ONCE` blocks or more,
+        """Take questions, of one prompt or several, until they ask for `at_once` blocks or more,
         or none is left."""
         some: list[tuple[_Question, int]] = []
         num_blocks = 0
-        while self._questions and num_blocks < _AT_ONCE:
+        while self._questions and num_blocks < self._at_once:
             question, start = self._questions.popleft()
-            num_blocks += min(len(question.keys) - start, _AT_ONCE)
+            num_blocks += min(len(question.keys) - start, self._at_once)
             some.append((question, start))
         return some
 
@@ -245,7 +251,7 @@ class LookupCache:
         position = start
         if position >= question.num_present:
             return 0, position  # an earlier block is absent
-        for is_there in look(question.namespace, question.keys[start : start + _AT_ONCE]):
+        for is_there in look(question.namespace, question.keys[start : start + self._at_once]):
             if not is_there:
                 question.num_present = min(question.num_present, position)
                 return position - start, position + 1

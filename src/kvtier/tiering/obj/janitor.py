@@ -326,7 +326,7 @@ class Janitor:
                     self._objects.remove([name])
                 continue
             if item["size"] >= _HEAD.size:
-                head = self._objects.read_first(name, _HEAD.size)
+                head = self._objects.read_range(name, 0, _HEAD.size)
                 num_bytes = _written_in(bytes(head or b""))
                 if num_bytes is not None:
                     written[engine] = num_bytes

@@ -21,6 +21,7 @@ from kvtier.tiering.obj.janitor import ENGINES, JanitorTimes
 from kvtier.tiering.obj.mover import ObjServer
 from kvtier.tiering.obj.objects import NotAllowed, Objects, open_objects
 from kvtier.tiering.obj.options import ObjOptions
+from kvtier.tiering.obj.runs import blocks_per_run
 from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
 from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of, namespace_of
 
@@ -74,11 +75,19 @@ class ObjSecondaryTierManager(RemoteTierManager):
         errors = ServerErrors(options.shown_url)
         _probe(objects, errors, engine)
         shared = namespace_of(config.fingerprint())
+        num_blocks = blocks_per_run(config, row_bytes)
         server = ObjServer(
-            objects, errors, row_bytes, shared, engine, options.max_bytes, self.janitor_times
+            objects,
+            errors,
+            row_bytes,
+            shared,
+            engine,
+            options.max_bytes,
+            self.janitor_times,
+            num_blocks,
         )
         lanes = {"load": options.concurrency, "store": -(-options.concurrency // 2)}
-        super().__init__(offloading_spec, primary_kv_view, tier_type, server, lanes, max_pieces=1)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, server, lanes, num_blocks)
         self._janitor = server.janitor
         self._limit = options.max_bytes
         self._num_removed_reported = 0

@@ -1,9 +1,9 @@
 """Moves blocks between rows and objects, for the lanes of the obj tier; and asks the service which
 blocks it has.
 
-Each block is an object of its own: it can be read, and removed, without the others of its prompt. A
-load copies a block twice: the client library joins what it has received, and the lane copies that
-into the row.
+Each block of 1 MiB or more is an object of its own: it can be read, and removed, without the others
+of its prompt. Smaller ones share objects (`kvtier.tiering.obj.run_mover`). A load copies a block
+twice: the client library joins what it has received, and the lane copies that into the row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kvtier.seal import SEAL_BYTES, SealFailure, check
 from kvtier.tiering.io.queue import Piece
 from kvtier.tiering.obj.janitor import Janitor, JanitorTimes
 from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
+from kvtier.tiering.obj.run_mover import RunMover, RunReader
 from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
 from kvtier.tiering.remote.lane import BlockMover, RemoteTransfer
 from kvtier.tiering.remote.manager import BlockServer
@@ -29,6 +30,8 @@ __all__ = ["ObjServer", "object_name"]
 
 _LONGEST_END_S = 2.0
 """How long private blocks are still removed at shutdown."""
+_LONGEST_LOOKUP = 8192
+"""Blocks of a prompt that are looked up together, if they share objects."""
 _WAVES = (1, 16, 128)
 """How many blocks of a prompt are asked for at once: first one, because most prompts are new."""
 
@@ -50,9 +53,10 @@ class ObjServer(BlockServer):
         engine: str,
         max_bytes: int | None,
         times: JanitorTimes,
+        blocks_per_run: int = 1,
     ) -> None:
         """`shared`: the namespace that other engines read. `engine`: a name of this engine's own,
-        for all other namespaces."""
+        for all other namespaces. `blocks_per_run`: blocks that share an object."""
         self.janitor = None
         if max_bytes is not None:
             self.janitor = Janitor(objects, max_bytes, engine, errors, times)
@@ -63,6 +67,12 @@ class ObjServer(BlockServer):
         self._engine = engine
         self.is_closed = False
         self._has_private = False
+        self._reader: RunReader | None = None
+        if blocks_per_run > 1:
+            self._reader = RunReader(objects, blocks_per_run)
+            # A block names the run behind it, so a prompt is looked up from its start, and one
+            # prompt after the other.
+            self.num_lookup_threads, self.looked_up_at_once = 1, _LONGEST_LOOKUP
 
     def folder_of(self, namespace: str) -> str:
         """Where the blocks of a namespace are."""
@@ -72,6 +82,8 @@ class ObjServer(BlockServer):
         return f"{PRIVATE}/{self._engine}/{namespace}"
 
     def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
+        if self._reader is not None:
+            return RunMover(tier, self, self._objects, self._reader)
         return _ObjMover(tier, self, self._objects)
 
     def interrupt(self) -> None:
@@ -87,15 +99,19 @@ class ObjServer(BlockServer):
 
     def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
         folder = self.folder_of(namespace)
+        look = self._look_for_blocks if self._reader is None else self._reader.look
+        try:
+            yield from look(folder, keys)
+        except ServerFailure as failure:
+            self.errors.note(failure)
+            yield False
+
+    def _look_for_blocks(self, folder: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
         start = 0
         for size in _WAVES:
             some = keys[start : start + size]
-            try:
-                answers = asyncio.run(self._look_at_once(folder, some)) if some else []
-            except ServerFailure as failure:
-                self.errors.note(failure)
-                answers = [False] * len(some)
-            yield from answers
+            if some:
+                yield from asyncio.run(self._look_at_once(folder, some))
             start += len(some)
 
     async def _look_at_once(self, folder: str, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -109,13 +125,20 @@ class ObjServer(BlockServer):
         """Remember the uses for the janitor. Asking for each block would cost a request each, so no
         block is found absent."""
         if self.janitor is not None:
-            self.janitor.note_used(keys)
+            self.janitor.note_used(self._named(namespace, keys))
         return ()
 
-    def note_written(self) -> None:
-        """A mover has written a block."""
+    def _named(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """The blocks that name the objects of these blocks."""
+        if self._reader is None:
+            return keys
+        folder = self.folder_of(namespace)
+        return list(dict.fromkeys(self._reader.index.first_of(folder, key) for key in keys))
+
+    def note_written(self, num_bytes: int) -> None:
+        """A mover has written an object."""
         if self.janitor is not None:
-            self.janitor.note_written(self._block_bytes)
+            self.janitor.note_written(num_bytes)
 
 
 class _ObjMover(BlockMover):
@@ -181,7 +204,7 @@ class _ObjMover(BlockMover):
                 size = None
             if size is None and self._create(transfer, key, name, payload):
                 transfer.stored.append(key)
-                self._server.note_written()
+                self._server.note_written(SEAL_BYTES + len(payload))
             done.append(piece)
         return done
 

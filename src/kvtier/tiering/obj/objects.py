@@ -116,6 +116,13 @@ _KNOWN = (
 )
 
 
+class _PastTheEnd(Exception):
+    """An object is not longer than where the range to be read begins."""
+
+
+_PAST_THE_END = re.compile("status code: 416|InvalidRange")
+
+
 class Objects:
     """Reads, writes and removes objects. Any thread. Every method may raise `ServerFailure`."""
 
@@ -160,13 +167,30 @@ class Objects:
         except FileNotFoundError:
             return None
 
-    def read_first(self, name: str, num_bytes: int) -> Any | None:
-        """At most this many of an object's first bytes, as a buffer; None if there is none."""
+    def read_range(self, name: str, start: int, num_bytes: int) -> Any | None:
+        """At most this many of an object's bytes from `start` on, as a buffer; empty if it is not
+        that long; None if there is none."""
         import obstore
 
         try:
-            with _explained_failures(FileNotFoundError):
-                return obstore.get_range(self._store, name, start=0, end=num_bytes)
+            with _explained_failures(FileNotFoundError, _PastTheEnd):
+                return obstore.get_range(self._store, name, start=start, length=num_bytes)
+        except _PastTheEnd:
+            return b""
+        except FileNotFoundError:
+            return None
+
+    async def read_range_async(self, name: str, start: int, num_bytes: int) -> Any | None:
+        """The same, for many at once."""
+        import obstore
+
+        try:
+            with _explained_failures(FileNotFoundError, _PastTheEnd):
+                return await obstore.get_range_async(
+                    self._store, name, start=start, length=num_bytes
+                )
+        except _PastTheEnd:
+            return b""
         except FileNotFoundError:
             return None
 
@@ -280,6 +304,8 @@ def _explained_failures(*expected: type[Exception]) -> Iterator[None]:
     except (BaseError, OSError) as error:
         if isinstance(error, expected):
             raise
+        if _PastTheEnd in expected and _PAST_THE_END.search(str(error)):
+            raise _PastTheEnd from None
         raise _explained(error) from None
     except BaseException as error:
         # The library panics at some answers. Its panics are no `Exception`, and would end a thread.

@@ -44,6 +44,8 @@ class RemoteTransfer(Transfer[OffloadKey]):
     """A store: blocks for which the server had no room."""
     gone: list[OffloadKey] = field(default_factory=list)
     """A load: blocks that the server no longer had."""
+    lost: list[OffloadKey] = field(default_factory=list)
+    """Further blocks that the server has no longer."""
 
 
 class BlockMover(ABC):

@@ -41,7 +41,6 @@ LONGEST_KEY = 128
 _MAX_ANNOUNCED = 262_144
 _UNIT_BYTES = 4 << 20
 _MOST_PIECES = 64
-_NUM_LOOKUP_THREADS = 2
 
 _GAUGES = {"queued_blocks": "Blocks of this engine that wait to be written or are being written."}
 _COUNTERS = {
@@ -78,6 +77,9 @@ class BlockServer(ABC):
     that they return are called on the tier's threads."""
 
     errors: ServerErrors
+    num_lookup_threads = 2
+    looked_up_at_once = 128
+    """Blocks of a prompt that one call of `look` gets at most."""
 
     @abstractmethod
     def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
@@ -141,10 +143,11 @@ class RemoteTierManager(SecondaryTierManager):
             max_pieces=min(max(_UNIT_BYTES // row_bytes, 1), max_pieces)
         )
         self._lookups = LookupCache(
-            [server.look] * _NUM_LOOKUP_THREADS,
+            [server.look] * server.num_lookup_threads,
             self._namespace,
             name=f"kvtier-{tier_type}-lookup",
             longest_key=LONGEST_KEY,
+            at_once=server.looked_up_at_once,
         )
         self._uses = UseReports(
             f"kvtier-{tier_type}-uses", server.touch, self._errors, self._writing.__contains__
@@ -243,6 +246,7 @@ class RemoteTierManager(SecondaryTierManager):
         assert isinstance(transfer, RemoteTransfer)
         job = transfer.job
         if transfer.namespace == self._namespace:
+            self._lookups.note_absent(transfer.lost)
             if job.is_promotion:
                 self._note_loaded(transfer)
             else:
