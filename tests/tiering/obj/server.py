@@ -13,10 +13,11 @@ from typing import Any
 
 import obstore
 from obstore.exceptions import BaseError
-from obstore.store import S3Store
+from obstore.store import ObjectStore, S3Store
 
 from kvtier.tiering.obj.inspector import _Bucket
 from kvtier.tiering.obj.objects import Objects
+from kvtier.tiering.remote.inspector import RemoteBlock
 from tests.tiering.processes import ServerProcess, free_port
 
 ACCESS_KEY = "the-access-key"
@@ -106,7 +107,7 @@ class SeaweedProcess(ServerProcess):
 
     def num_blocks(self) -> int:
         """Blocks below the tier's URL, of all namespaces."""
-        return len(list(_Bucket(Objects(self.store())).scan()))
+        return len(blocks_in(self.store()))
 
     def empty(self) -> None:
         names = self.names()
@@ -139,6 +140,11 @@ def _identities() -> list[dict[str, Any]]:
             ("reader", READER, READERS_SECRET, ["Read", "List"]),
         )
     ]
+
+
+def blocks_in(store: ObjectStore) -> list[RemoteBlock]:
+    """The blocks of all namespaces."""
+    return list(_Bucket(Objects(store)).scan())
 
 
 @contextmanager

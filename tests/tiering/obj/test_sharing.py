@@ -7,10 +7,10 @@ from typing import Any
 
 import obstore
 import pytest
-from obstore.store import from_url
+from obstore.store import ObjectStore, from_url
 
 from tests.tiering.obj.engine import engines
-from tests.tiering.obj.server import SeaweedProcess
+from tests.tiering.obj.server import SeaweedProcess, blocks_in
 from tests.tiering.patience import wait_until
 from tests.tiering.reference import BLOCKS_PER_PROMPT
 
@@ -27,9 +27,13 @@ def tier(request: pytest.FixtureRequest, server: SeaweedProcess, tmp_path: Path)
     return {"url": f"file://{tmp_path}/objects", **deadlines}
 
 
+def store_of(tier: dict[str, Any], server: SeaweedProcess) -> ObjectStore:
+    return server.store() if "endpoint" in tier else from_url(tier["url"])
+
+
 def names(tier: dict[str, Any], server: SeaweedProcess, part: str) -> list[str]:
-    store = server.store() if "endpoint" in tier else from_url(tier["url"])
-    return [item["path"] for page in obstore.list(store) for item in page if part in item["path"]]
+    items = (item for page in obstore.list(store_of(tier, server)) for item in page)
+    return [item["path"] for item in items if part in item["path"]]
 
 
 def test_what_engines_store_at_once_is_written_once_and_found_by_others(
@@ -51,7 +55,8 @@ def test_what_engines_store_at_once_is_written_once_and_found_by_others(
 
         wait_until(all_are_stored, "all blocks are stored", 60)
         assert num_stored == NUM_BLOCKS
-        assert len(names(tier, server, "")) == NUM_BLOCKS
+        assert len(blocks_in(store_of(tier, server))) == NUM_BLOCKS
+        assert len(names(tier, server, "")) == NUM_PROMPTS  # these blocks share objects
     with engines(1, tier) as (reader,), engines(1, tier, namespace="other weights") as (other,):
         answer = reader.serve(NUM_PROMPTS)
         assert (answer.num_loaded, answer.num_stored) == (NUM_TOKENS, 0)
