@@ -112,11 +112,14 @@ def test_a_server_that_turns_into_another_one_and_back(server: ValkeyProcess, na
         engine.serve_until_loaded()
 
 
-@pytest.mark.parametrize("name", NONSENSE)
 @pytest.mark.parametrize(
-    "keys",
-    [{}, {"password": "the-password"}, {"cluster": True}, {"sentinel_service": "main"}],
-    ids=["alone", "with_a_password", "cluster", "sentinel"],
+    ("name", "keys"),
+    [
+        *((name, {}) for name in NONSENSE),
+        *((name, {"password": "the-password"}) for name in ("http", "endless zeros", "errors")),
+        *((name, {"cluster": True}) for name in NONSENSE if "list" in name or name == "http"),
+        *((name, {"sentinel_service": "main"}) for name in ("http", "endless lists", "errors")),
+    ],
 )
 def test_an_engine_starts_beside_another_server(
     name: str, keys: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -82,7 +82,7 @@ def test_a_bundle_that_is_not_there(tls: TlsServer, tmp_path: Path) -> None:
         serving(tls.url(), ca_bundle=str(tmp_path / "absent.pem")).__enter__()
 
 
-@pytest.mark.parametrize("scheme", ["valkey", "valkeys"])
+@pytest.mark.parametrize("scheme", ["valkey", pytest.param("valkeys", marks=pytest.mark.soak)])
 def test_tls_on_one_side_alone(
     tls: TlsServer, scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:
