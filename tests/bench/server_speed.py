@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvtier.config.sizes import as_size
@@ -26,23 +24,13 @@ from tests.bench.disk_rounds import (
     with_spread,
 )
 from tests.bench.disk_subjects import (
-    GLIDE,
-    OBJ,
-    OBSTORE,
-    RAW_HTTP,
-    RAW_RESP,
-    VALKEY,
-    VALKEY_PY,
     Case,
     LookUp,
     Round,
     Watch,
 )
 from tests.bench.report import print_table, save, verdict_at_least
-from tests.bench.server_subjects import OBJ_LOADS, VALKEY_CONNECTIONS
 from tests.bench.worker import Worker, worker
-from tests.tiering.obj.server import seaweed
-from tests.tiering.valkey.server import valkey_server
 
 KiB, MiB = 1 << 10, 1 << 20
 SIZES = (64 * KiB, 1 * MiB, 4 * MiB)
@@ -69,48 +57,8 @@ class Comparison:
     about: str
 
 
-def run_valkey() -> None:
-    subjects = {
-        KVTIER: VALKEY,
-        "raw socket": RAW_RESP,
-        "valkey-py": VALKEY_PY,
-        "glide": GLIDE,
-    }
-    with TemporaryDirectory() as directory:
-        limits = ("--maxmemory", "4gb")
-        with valkey_server(Path(directory), *limits) as server:
-            _run(
-                Comparison(
-                    "valkey_speed",
-                    subjects,
-                    limit="raw socket",
-                    least=0.85,
-                    tier_bytes=128 * MiB,
-                    stores_are_judged=True,
-                    about=f"Valkey over TCP on this machine; {VALKEY_CONNECTIONS} connections that "
-                    f"load, {VALKEY_CONNECTIONS} that store.",
-                ),
-                {"url": server.url, "connections": VALKEY_CONNECTIONS},
-            )
-
-
-def run_obj() -> None:
-    with TemporaryDirectory() as directory, seaweed(Path(directory), num_volumes=200) as server:
-        _run(
-            Comparison(
-                "obj_speed",
-                {KVTIER: OBJ, "obstore": OBSTORE, "HTTP": RAW_HTTP},
-                limit="obstore",
-                least=0.9,
-                tier_bytes=64 * MiB,
-                stores_are_judged=False,  # the server's own processor time bounds them
-                about=f"SeaweedFS (S3) on this machine; {OBJ_LOADS} loads at a time.",
-            ),
-            server.keys | {"concurrency": OBJ_LOADS},
-        )
-
-
-def _run(comparison: Comparison, keys: dict[str, Any]) -> None:
+def compare(comparison: Comparison, keys: dict[str, Any]) -> None:
+    """Measure, print and save. `keys`: those of the tier."""
     print(f"\n{comparison.about} Server and clients share the processors.")
     with _workers(comparison) as workers:
         speeds = {
@@ -229,8 +177,3 @@ def _show_extra(extra: dict[str, Any]) -> dict[str, Any]:
     columns = [f"{figure} {point}" for figure in ("answer", "step") for point in points]
     print_table("Delay of a scheduler's step of 1 ms, in microseconds", ["", *columns], jitter)
     return extra
-
-
-if __name__ == "__main__":
-    run_valkey()
-    run_obj()
