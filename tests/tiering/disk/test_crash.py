@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvtier.config.options import WritePolicyName
 from tests.tiering.crash.checks import CrashChecks
 from tests.tiering.crash.runs import Outcome, sum_up
 from tests.tiering.disk.crash.points import POINTS
@@ -24,6 +25,7 @@ class TestDisk(CrashChecks):
         "blocks found": 300,
         "durable blocks found": 150,
         "evictions": 100,
+        **{f"blocks stored with {policy}": 5 for policy in WritePolicyName},
     }
     least_points = len(POINTS) * 2 // 3
 

@@ -29,6 +29,8 @@ class Orders:
     """The life is killed from outside after this time."""
     ends_cleanly: bool
     """The life shuts down after its last operation; otherwise it kills itself."""
+    write: str | None = None
+    """The write policy, if an engine drives the tier. None: the tier gets its jobs directly."""
     mutant: str | None = None
     """A planted bug."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from kvtier.config.options import WritePolicyName
 from kvtier.tiering.disk.layout import Geometry
 from tests.tiering.crash.oracle import Violation
 from tests.tiering.crash.processes import EngineProcesses, Report
@@ -88,7 +89,7 @@ class SlabRun:
         # The last life only inspects the slab, and is not killed.
         last = replace(
             former, number=former.number + 1, num_operations=0, ends_cleanly=True, point=None,
-            kill_after_s=None,
+            kill_after_s=None, write=None,
         )  # fmt: skip
         self._live(last, former)
 
@@ -115,7 +116,15 @@ class SlabRun:
             kill_after_s=random.uniform(0.0, 0.15) if point is None else None,
             ends_cleanly=random.random() < 0.15,
         )
+        if self._orders.mutant is None:
+            self._orders = replace(self._orders, write=self._draw_write_policy())
         return self._orders
+
+    def _draw_write_policy(self) -> str | None:
+        """Half of the lives have an engine. Seeds and lives take turns with its write policies."""
+        policies = list(WritePolicyName)
+        turn = self._seed + self._orders.number
+        return policies[turn // 2 % len(policies)] if turn % 2 else None
 
     def _draw_point(self) -> str | None:
         """Every point takes its turn; those of creation when there is no file."""
@@ -140,9 +149,13 @@ class SlabRun:
         self._most_bytes = max(self._most_bytes, orders.max_bytes)
         power_cut = PowerCut(self._path)
         self._found_by_last_life = power_cut.before
+        if orders.write is not None:
+            oracle.tally[f"lives with {orders.write}"] += 1
         violation: Violation | None = None
         for report in self._processes.live(orders):
             self.reports.append(report)
+            if orders.write is not None and report[1] == "acked":
+                oracle.tally[f"blocks stored with {orders.write}"] += len(report[2])
             try:
                 if report[1] == "opened":
                     self._check_file(orders, *report[4:])
