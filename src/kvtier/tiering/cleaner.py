@@ -75,8 +75,14 @@ class Cleaner:
         """The tiers whose policies need the histories."""
         self.writes_leaving = tuple(tier for tier in tiers if tier.write_policy.writes_leaving)
         """The tiers that get blocks when these are about to leave."""
+        self._counting = tuple(tier for tier in self.tracked if tier.write_policy.counts_uses)
+        """The tiers whose policies need the numbers of uses."""
+        self._has_kept_out = False
+        """True once blocks were kept out of the tiers."""
         if self.tracked:
             primary.slots.on_evicted = self._note_evicted
+        self._least_reserve = max(int(primary.num_blocks * _LEAST_RESERVE), 1)
+        self._most_reserve = max(int(primary.num_blocks * _MOST_RESERVE), 1)
         self._num_evicted = 0
         self._level = 0
         """Slots taken since the start, less those freed: at the start of this step."""
@@ -91,7 +97,7 @@ class Cleaner:
     def recall(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
         """The device has written these blocks. Restore the number of their uses, if a policy
         remembers it."""
-        for tier in self.tracked:
+        for tier in self._counting:
             uses = tier.write_policy.recall(keys)
             for block in blocks if uses else ():
                 if block.key in uses:
@@ -101,36 +107,41 @@ class Cleaner:
     def keep_out(self, blocks: Sequence[BlockStatus]) -> None:
         """A request has stored these blocks, and no tier is to get them from it."""
         if self.tracked:
+            self._has_kept_out = True
             for block in blocks:
                 _history_of(block).is_kept_out = True
 
     def note_used(self, used: Sequence[OffloadKey], context: ReqContext) -> None:
         """A request that used these blocks has ended."""
-        if self.tracked:
-            lets_in = context.write_hint is not WriteHint.NEVER
-            get = self._get
-            for depth, key in enumerate(used):
-                block = get(key)
+        get = self._get
+        if self._counting:
+            for depth, block in enumerate(map(get, used)):
                 if block is not None:
                     history = block.history
                     if history is None:
                         history = block.history = BlockHistory()
                     history.num_uses += 1
                     history.depth = depth
-                    if history.is_kept_out and lets_in:
-                        history.is_kept_out = False
+        if self._has_kept_out and context.write_hint is not WriteHint.NEVER:
+            for block in map(get, used):
+                if block is not None and block.history is not None:
+                    block.history.is_kept_out = False
 
     def note_written(
         self, blocks: Sequence[BlockStatus], moved: Sequence[OffloadKey], tier: GuardedTier
     ) -> None:
         """A tier has stored `moved`, or some of it was there already. `blocks`: those of the
         job."""
-        named = moved if len(moved) == len(blocks) else set(moved)
+        if len(moved) < len(blocks):
+            named = set(moved)
+            blocks = [block for block in blocks if block.key in named]
+        bit = tier.bit
         for block in blocks:
-            if named is moved or block.key in named:
-                history = _history_of(block)
-                history.below |= tier.bit
-                history.written |= tier.bit
+            history = block.history
+            if history is None:
+                history = block.history = BlockHistory()
+            history.below |= bit
+            history.written |= bit
         tier.write_policy.note_written(len(moved))
 
     def note_promoted(self, job: Job, moved: Sequence[OffloadKey], tier: GuardedTier) -> None:
@@ -161,20 +172,22 @@ class Cleaner:
         self._num_evicted += len(victims)
         for tier in self.tracked:
             bit, policy = tier.bit, tier.write_policy
+            counts_uses, writes_leaving = policy.counts_uses, policy.writes_leaving
             num_left_out = num_unwritten = 0
             for key, block in victims:
                 history = block.history or _NO_HISTORY
                 if history.below & bit:
-                    if history.written & bit:
+                    if counts_uses and history.written & bit:
                         policy.note_left(key, history, True)
                     continue
                 if history.is_kept_out:
                     pass  # counted when it was stored
-                elif policy.writes_leaving and policy.is_worth_writing(history):
+                elif writes_leaving and (not counts_uses or policy.is_worth_writing(history)):
                     num_unwritten += 1
                 else:
                     num_left_out += 1
-                policy.note_left(key, history, False)
+                if counts_uses:
+                    policy.note_left(key, history, False)
             if num_left_out:
                 tier.stats.count("left_out_blocks", num_left_out)
             if num_unwritten:
@@ -185,9 +198,7 @@ class Cleaner:
     @property
     def reserve(self) -> int:
         """The slots that are to be free, or hold blocks that can leave."""
-        num_blocks = self._primary.num_blocks
-        wanted = max(int(num_blocks * _LEAST_RESERVE), int(_BUSY_STEPS * self._busiest), 1)
-        return min(wanted, max(int(num_blocks * _MOST_RESERVE), 1))
+        return min(max(self._least_reserve, int(_BUSY_STEPS * self._busiest)), self._most_reserve)
 
     def clean(self, submit: Submit, now: float) -> None:
         """Write blocks that are about to leave. Called at the start of each step."""
@@ -222,8 +233,10 @@ class Cleaner:
         lacking = self._next_to_leave(num_wanted, tier, context)
         self._set_price(tier, lacking, now)
         tier.write_policy.begin_pass()
-        is_worth = tier.write_policy.is_worth_writing
-        leaving = [item for item in lacking if is_worth(item[1].history or _NO_HISTORY)]
+        leaving = lacking
+        if tier.write_policy.counts_uses:
+            is_worth = tier.write_policy.is_worth_writing
+            leaving = [item for item in lacking if is_worth(item[1].history or _NO_HISTORY)]
         while leaving:
             limit = self._limit_of(tier, now)
             if not limit or not tier.lets_store(now):
@@ -249,18 +262,16 @@ class Cleaner:
         """Those of the next blocks to leave that a tier may get and does not have, coldest
         first."""
         leaving = self._slots.policy.next_to_leave(num_blocks) or []
-        bit = tier.bit
-        below = [key for key, block in leaving if block.history and block.history.below & bit]
+        lacking, below = _split(leaving, tier.bit)
         if below and tier.takes_offers:
-            for key in tier.missing(below, context):  # the tier has evicted them
+            missing = tier.missing(below, context)
+            for key in missing:  # the tier has evicted them
                 block = self._get(key)
                 if block is not None:
-                    block.history.below &= ~bit
-        return [
-            (key, block)
-            for key, block in leaving
-            if not ((history := block.history or _NO_HISTORY).below & bit or history.is_kept_out)
-        ]
+                    block.history.below &= ~tier.bit
+            if missing:
+                lacking, _ = _split(leaving, tier.bit)
+        return lacking
 
     def _announce(self, tier: GuardedTier) -> ReqContext:
         """Begin a request of the cleaner. The caller ends it with `notify_finished`."""
@@ -304,6 +315,24 @@ class Cleaner:
         leaving = self._next_to_leave(self._primary.num_blocks, tier, context)
         tier.notify_finished(context)
         return [key for key, _ in reversed(leaving)][: tier.manager.capacity_blocks]
+
+
+def _split(
+    leaving: Sequence[tuple[OffloadKey, BlockStatus]], bit: int
+) -> tuple[list[tuple[OffloadKey, BlockStatus]], list[OffloadKey]]:
+    """Those of the blocks that a tier may get and does not have, and the keys of those that it
+    has."""
+    lacking = []
+    below = []
+    for item in leaving:
+        history = item[1].history
+        if history is None:
+            lacking.append(item)
+        elif history.below & bit:
+            below.append(item[0])
+        elif not history.is_kept_out:
+            lacking.append(item)
+    return lacking, below
 
 
 def _is_usable(tier: GuardedTier, now: float) -> bool:

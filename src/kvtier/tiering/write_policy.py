@@ -82,6 +82,9 @@ class WritePolicy(ABC):
 
     tracks_blocks = False
     """True if the `BlockHistory` of blocks in host memory is kept."""
+    counts_uses = False
+    """True if the policy needs to know how often, and where in a prompt, blocks were used. Only
+    then are `recall`, `is_worth_writing` and `note_left` called."""
     writes_leaving = False
     """True if blocks are written when they are about to leave host memory."""
 
@@ -115,12 +118,13 @@ class WritePolicy(ABC):
 
     def is_worth_writing(self, history: BlockHistory) -> bool:
         """True if a block that is about to leave host memory, and that the tier does not have,
-        should be written."""
+        should be written. Called only if `counts_uses` is True; otherwise every block is."""
         return True
 
     def note_left(self, key: OffloadKey, history: BlockHistory, is_below: bool) -> None:
         """A block has left host memory. `is_below`: it is in the tier, because it was written since
-        it came to host memory. Not called for a block that was in the tier before that."""
+        it came to host memory. Not called for a block that was in the tier before that. Called
+        only if `counts_uses` is True."""
         return
 
     def note_written(self, num_blocks: int) -> None:
@@ -179,6 +183,8 @@ class Adaptive(WriteOnEvict):
     tier, so writes become more expensive while blocks are wanted soon after they were displaced.
     """
 
+    counts_uses = True
+
     def __init__(self, num_host_blocks: int = 1, num_tier_blocks: int | None = None) -> None:
         super().__init__(num_host_blocks, num_tier_blocks)
         capacity = num_tier_blocks or _UNKNOWN_CAPACITY * num_host_blocks
@@ -217,7 +223,9 @@ class Adaptive(WriteOnEvict):
         return self.price_factor * (_LEAST_READS + _READS_DISPLACED * sample.late.share)
 
     def note_left(self, key: OffloadKey, history: BlockHistory, is_below: bool) -> None:
-        self.sample.note_left(key, _class_of(history))
+        sample = self.sample
+        if sample.takes_next():
+            sample.watch(key, _class_of(history))
         if not is_below:
             left_out = self._uses_of_left_out
             left_out[key] = history.num_uses
@@ -288,13 +296,21 @@ class ReuseSample:
 
     def note_left(self, key: OffloadKey, its_class: int) -> None:
         """A block has left host memory."""
-        watched = self._watched
+        if self.takes_next():
+            self.watch(key, its_class)
+
+    def takes_next(self) -> bool:
+        """A block has left host memory. True if it is one of those to `watch`."""
         self._num_left += 1
-        if self._num_left % self._every == 0:
-            watched[key] = (its_class, self.num_written)
-            watched.move_to_end(key)
-            if len(watched) > _MAX_WATCHED:
-                self._thin_out()
+        return self._num_left % self._every == 0
+
+    def watch(self, key: OffloadKey, its_class: int) -> None:
+        """Wait for the next use of a block that has left host memory."""
+        watched = self._watched
+        watched[key] = (its_class, self.num_written)
+        watched.move_to_end(key)
+        if len(watched) > _MAX_WATCHED:
+            self._thin_out()
 
     def note_written(self, num_blocks: int) -> None:
         """Blocks were written to the tier."""
@@ -311,11 +327,10 @@ class ReuseSample:
     def note_used(self, keys: Iterable[OffloadKey]) -> None:
         """A request has used these blocks."""
         watched = self._watched
-        for key in keys:
-            if key in watched:
-                its_class, left_at = watched.pop(key)
-                is_late = self.num_written - left_at > self._lifetime
-                self._note_outcome(its_class, not is_late, is_late)
+        for key in list(filter(watched.__contains__, keys)):
+            its_class, left_at = watched.pop(key)
+            is_late = self.num_written - left_at > self._lifetime
+            self._note_outcome(its_class, not is_late, is_late)
 
     def _note_outcome(self, its_class: int, in_time: bool, is_late: bool) -> None:
         known = self._classes.get(its_class)
