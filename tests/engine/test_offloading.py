@@ -6,11 +6,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.config import AttentionKind
+from kvtier.config.options import WritePolicyName
 from kvtier.connector import OffloadingConnectorScheduler
 from kvtier.engine import Engine, EngineConfig, ModelConfig
 from kvtier.engine.cache import KVCache
@@ -89,6 +91,36 @@ def test_a_prompt_comes_back_after_the_device_has_forgotten_it(
     assert_same(warm, model, prompt)
     alignment = max(engine_config.block_tokens) * blocks_per_chunk
     assert warm.num_loaded_tokens == 99 // alignment * alignment
+
+
+@pytest.mark.parametrize("write", list(WritePolicyName))
+@pytest.mark.parametrize("eviction", ["lru", "arc", "density"])
+def test_no_policy_changes_an_answer(eviction: str, write: WritePolicyName, tmp_path: Path) -> None:
+    """Host memory has room for two of the four prompts. The last round is in a restarted engine."""
+    model, engine_config = CASES["full"]
+    prompts = [random_tokens(seed, 100) for seed in range(4)]
+    row_bytes = offloading_config(model, engine_config, TIERED, "e").row_bytes
+    tier = {"type": "disk", "path": str(tmp_path / "kv.slab"), "max_bytes": "4MiB"}
+    patience = {"load_timeout_ms": 60_000, "store_timeout_ms": 60_000}
+    extra = {
+        "cpu_bytes_to_use": 26 * row_bytes,
+        "eviction_policy": eviction,
+        "prefill_tokens_per_s": 0,
+        "secondary_tiers": [tier | patience | {"write": write, "eviction_policy": eviction}],
+    }
+    num_loaded = []
+    for num_rounds in (3, 1):
+        with offloading_engine(model, engine_config, extra) as engine:
+            for _ in range(num_rounds):
+                for prompt in prompts:
+                    [answer] = engine.generate([prompt], 4, keep_logits=True)
+                    assert engine.drain()
+                    engine.drop_device_cache()
+                    assert_same(answer, model, prompt)
+                    num_loaded.append(answer.num_loaded_tokens)
+    assert num_loaded[:4] == [0] * 4
+    assert max(num_loaded[4:12]) == 96
+    assert max(num_loaded[12:]) == 96, "the restarted engine is not warm"
 
 
 def test_the_guard_hears_what_prefill_costs_without_a_single_store() -> None:
