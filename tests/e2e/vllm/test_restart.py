@@ -33,9 +33,17 @@ class Life:
         return sum(answer.cached_tokens for answer in self.answers)
 
 
-def live(vllm: VLLM, subject: Subject, folder: Path, plug_in: PlugIn) -> Life:
+def live(
+    vllm: VLLM,
+    subject: Subject,
+    folder: Path,
+    plug_in: PlugIn,
+    eviction: str = "lru",
+    write: str = "through",
+) -> Life:
     """Run the prompts with host memory for one and a half of them, and a disk tier for all."""
-    options = over(disk_in(folder), subject, slots=PROMPT_BLOCKS * 3 // 2)
+    options = over(disk_in(folder) | {"write": write}, subject, slots=PROMPT_BLOCKS * 3 // 2)
+    options["eviction_policy"] = eviction
     options["cache_namespace"] = "random weights, seed 0"
     with RemoteEngine(
         with_common_hashes(vllm),
@@ -71,3 +79,14 @@ def test_a_second_process_has_all_from_the_disk_that_the_first_has_stored(
     subject.alone.check(PROMPTS, first.answers)
     subject.alone.check(PROMPTS, second.answers)
     assert [path.name for path in tmp_path.iterdir()] == ["kv.slab"]
+
+
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
+@pytest.mark.parametrize(("eviction", "write"), [("density", "adaptive"), ("lru", "on_evict")])
+def test_no_policy_changes_an_answer(
+    vllm: VLLM, subject: Subject, tmp_path: Path, eviction: str, write: str
+) -> None:
+    for is_restarted in (False, True):
+        life = live(vllm, subject, tmp_path, "connector", eviction, write)
+        subject.alone.check(PROMPTS, life.answers)
+        assert (life.cached_tokens > 0) == is_restarted
