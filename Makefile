@@ -94,13 +94,16 @@ $(VENV)/.ready: pyproject.toml constraints/dev.txt
 	@$(call pip,$(VENV),install -c constraints/dev.txt torch -e '.[dev]')
 	@touch $@
 
+# The clients of tiers on servers. A variable, because `call` would split it at the comma.
+WITH_CLIENTS := .[obj,valkey]
+
 # $(call vllm_environment,release): rules for its environment. The stamp .vllm marks the slow part, so
 # that a change of pyproject.toml does not repeat it. torch is installed first; otherwise pip would
 # choose its newest release. torchvision, torchaudio and torchcodec come with vLLM, do not fit the CPU
 # build of torch, and break the imports of packages that try them.
 define vllm_environment
 $(vllm_venv)/.ready: $(vllm_venv)/.vllm pyproject.toml
-	@$$(call pip,$(vllm_venv),install -c constraints/vllm-$(1).txt -e '.[obj,valkey]')
+	@$$(call pip,$(vllm_venv),install -c constraints/vllm-$(1).txt -e '$$(WITH_CLIENTS)')
 	@touch $$@
 
 $(vllm_venv)/.vllm: constraints/vllm-$(1).txt

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
 
 import pytest
 
+from kvtier.config.options import WritePolicyName
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.replay.engine import Counting
 from kvtier.replay.figures import Figures
@@ -59,3 +62,22 @@ def test_a_tier_below_has_the_hits_of_an_independent_model(seed: int, tier_block
     assert host.written_blocks + host.promoted_blocks == oracle.host.num_written
     assert tier.read_blocks == host.promoted_blocks == oracle.num_promoted
     assert tier.written_blocks == oracle.tier.num_written
+
+
+def conversation_hits(policy: str, write: str) -> Figures:
+    """A part of the conversation trace, with host memory and a tier four times as large."""
+    settings = settings_for(1500, 6000, policy=policy)
+    tier = replace(settings.tiers[0], policy="lru", write_policy=WritePolicyName(write))
+    counting = Counting(replace(settings, tiers=(tier,)), BLOCK_TOKENS)
+    with open_trace(str(CONVERSATION)) as trace:
+        for _ in counting.serve(islice(trace.requests(), 4000)):
+            pass
+    return counting.end()
+
+
+@pytest.mark.parametrize("write", ["through", "on_evict"])
+def test_density_above_a_larger_tier_costs_no_hits(write: str) -> None:
+    """What host memory does not keep still reaches the tier."""
+    lru, density = (conversation_hits(policy, write) for policy in ("lru", "density"))
+    assert density.hit_blocks >= lru.hit_blocks - 0.01 * lru.num_references
+    assert density.places[0].hit_blocks > 1.1 * lru.places[0].hit_blocks

@@ -201,6 +201,11 @@ class UseLog:
         self._requests: dict[str, RequestUse] = {}
         self._was_reset = False
 
+    def admit_all(self) -> None:
+        """Store every block from now on, because tiers below get what is stored here."""
+        self._may_decline = False
+        self._policy.admit_all()
+
     def __len__(self) -> int:
         """Number of requests that are remembered."""
         return len(self._requests)

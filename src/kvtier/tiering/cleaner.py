@@ -40,6 +40,9 @@ _BUSY_STEPS = 2
 """The reserve covers this many steps that take as many slots as the busiest one of late."""
 _PEAK_KEPT = 0.999
 """What is left of the busiest step's number of slots after each further step."""
+_RECENT_STEPS, _RECENT_PEAK_KEPT = 4, 0.9
+"""The same two, if the newest blocks may be the next to leave. Then what may leave soon is looked
+at in each step that takes slots, so it must not be much."""
 _LOADS_WAIT_FACTOR = 2.0
 """How much more a write costs while loads wait for the tier."""
 _LEAST_SAVED = 0.25
@@ -88,6 +91,9 @@ class Cleaner:
         """Slots taken since the start, less those freed: at the start of this step."""
         self._busiest = 0.0
         """Slots that the busiest step took. Older steps count less."""
+        self._recent = 0.0
+        """The same, for the last steps."""
+        self._may_evict_newest = primary.slots.policy.may_evict_newest
         self._cleaned_at: dict[GuardedTier, int] = {}
         """`_level` when a tier last got all blocks that it should have had."""
         self._num_requests = 0
@@ -207,6 +213,7 @@ class Cleaner:
         num_free = self._slots.num_free()
         level = self._num_evicted - num_free
         self._busiest = max(level - self._level, self._busiest * _PEAK_KEPT)
+        self._recent = max(level - self._level, self._recent * _RECENT_PEAK_KEPT)
         self._level = level
         reserve = self.reserve
         is_hasty = _BUSY_STEPS * self._busiest > _MOST_RESERVE * self._primary.num_blocks
@@ -214,10 +221,13 @@ class Cleaner:
             tier.write_policy.writes_stored = is_hasty
         if num_free >= reserve:
             return
+        # Looking at the reserve takes time, so do it again only when half of it may be gone.
+        taken = max(reserve // 2, 1)
+        if self._may_evict_newest:
+            taken, reserve = 1, min(reserve, int(_RECENT_STEPS * self._recent))
         for tier in self.writes_leaving:
             cleaned_at = self._cleaned_at.get(tier)
-            # Looking at the reserve takes time, so do it again only when half of it may be gone.
-            if cleaned_at is None or level - cleaned_at >= max(reserve // 2, 1):
+            if cleaned_at is None or level - cleaned_at >= taken:
                 num_wanted = reserve - num_free - tier.stores.num_pinned
                 if num_wanted > 0 and self._clean_for(tier, num_wanted, submit, now):
                     self._cleaned_at[tier] = level

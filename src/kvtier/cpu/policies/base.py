@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence, Set
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
@@ -83,6 +83,9 @@ class CachePolicy(ABC):
     missing one can be used, so a policy should evict the first blocks of a request last.
     """
 
+    may_evict_newest: ClassVar[bool] = False
+    """True if the blocks that were stored last may be the next to leave."""
+
     def __init__(self, cache_capacity: int) -> None:
         self.cache_capacity = cache_capacity
         self.blocks: dict[OffloadKey, BlockStatus] = {}
@@ -146,6 +149,11 @@ class CachePolicy(ABC):
         manager may store fewer, and a tier with free slots may store more.
         """
         return len(keys)
+
+    def admit_all(self) -> None:
+        """`num_admitted` is not asked from now on: the manager stores every block, because tiers
+        below get what is stored here."""
+        return
 
     def on_store_miss(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Called before a request stores these blocks. If too few slots are free, `evict` is called

@@ -60,6 +60,8 @@ class DensityCachePolicy(CachePolicy):
     the same calls always have the same outcome.
     """
 
+    may_evict_newest = True
+
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self._tree = PromptTree(NUM_CLASSES)
@@ -183,6 +185,9 @@ class DensityCachePolicy(CachePolicy):
             prompt.is_refused = True
             prompt.refused_key = keys[-1]
         return num_admitted
+
+    def admit_all(self) -> None:
+        self._contest.admit_all()
 
     def on_store_miss(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._storing = req_context.req_id

@@ -105,6 +105,7 @@ class _Shadow:
         """Hits more than the rule in use, of late."""
         self.spread = 0.0
         """Sum of the squares of these differences."""
+        self.admits_all = False
         self._capacity = capacity
         self._tree = PromptTree(NUM_CLASSES)
         self._blocks: dict[OffloadKey, BlockStatus] = {}
@@ -120,7 +121,9 @@ class _Shadow:
         new = [key for key in keys[num_hits:] if key not in blocks]
         num_free = self._capacity - len(blocks)
         if len(new) > num_free:
-            num_admitted = self.rule.num_admitted(tree, len(new), num_free, group, "")
+            num_admitted = len(new)
+            if not self.admits_all:
+                num_admitted = self.rule.num_admitted(tree, len(new), num_free, group, "")
             most = num_free + tree.num_idle - num_hits
             del new[max(min(num_admitted, most), 0) :]
         if len(new) > num_free:
@@ -162,6 +165,11 @@ class Contest:
     def rule(self) -> Rule:
         """The rule to follow."""
         return self._shadows[self._leader].rule
+
+    def admit_all(self) -> None:
+        """Every block is stored from now on, whatever the rule says."""
+        for shadow in self._shadows:
+            shadow.admits_all = True
 
     def sample(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """The keys of a prompt that the shadows get."""
