@@ -26,6 +26,7 @@ from kvtier.tiering.base import JobResult, PrimaryRows, SecondaryTierManager, Tr
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.seal.keys import SealKeys
 
 __all__ = ["FaultyTier"]
 
@@ -304,6 +305,10 @@ class FaultyTier(SecondaryTierManager):
     @property
     def fingerprint(self) -> bytes:  # type: ignore[override]
         return self.tier.fingerprint
+
+    @property
+    def seal_keys(self) -> SealKeys | None:  # type: ignore[override]
+        return self.tier.seal_keys
 
     def seal_block(self, job: TransferJob, key: OffloadKey, payload: memoryview) -> bytes:
         return self.tier.seal_block(job, key, payload)

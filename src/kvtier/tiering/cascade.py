@@ -262,6 +262,8 @@ class Cascades:
         self._jobs = jobs
         self.cleaner = Cleaner(primary, tiers, jobs, prefill, groups)
         self._clock = clock
+        if tiers:
+            primary.uses.admit_all()
         self.parked: dict[OffloadKey, dict[tuple[TierRequest, GuardedTier], None]] = {}
         """Blocks that are still being written for another request, and the (request, tier) pairs
         that wait for them. These tiers want whole requests."""

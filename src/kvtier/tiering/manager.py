@@ -134,8 +134,6 @@ class TieringOffloadingManager(PromptWatching):
         self._requests = RequestTable(
             primary_tier, self._tiers, self._promotions, self._cascades, self._step, clock
         )
-        if self._tiers:
-            primary_tier.uses.admit_all()
         self._get_block = primary_tier.slots.get
         self._note_use = primary_tier.uses.note
         self._reuse_filter = primary_tier.uses.filter
