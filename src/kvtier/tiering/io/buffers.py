@@ -23,7 +23,7 @@ import numpy as np
 
 from kvtier.tiering.io.aio import address_of
 
-__all__ = ["Payload", "Route", "Routes", "make_buffers"]
+__all__ = ["Payload", "Route", "Routes", "copy_bytes", "make_buffers"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,16 @@ class Payload(NamedTuple):
         self._copy(self.row, self.memory)
 
     def _copy(self, target: memoryview, source: memoryview) -> None:
-        if self.memory is self.row:
-            return
-        if len(source) < _RELEASE_GIL_BYTES:
-            target[:] = source
-        else:
-            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+        if self.memory is not self.row:
+            copy_bytes(target, source)
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy a block. If it is large, other threads can run Python meanwhile."""
+    if len(source) < _RELEASE_GIL_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class Route:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES, SealFailure, check
+from kvtier.tiering.io.buffers import copy_bytes
 from kvtier.tiering.io.queue import Piece
 from kvtier.tiering.obj.janitor import Janitor, JanitorTimes
 from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
@@ -181,7 +182,7 @@ class _ObjMover(BlockMover):
         with memoryview(content) as block:  # type: ignore[arg-type]
             if len(block) != SEAL_BYTES + len(payload):
                 return SealFailure.LENGTH
-            payload[:] = block[SEAL_BYTES:]
+            copy_bytes(payload, block[SEAL_BYTES:])
             return check(block[:SEAL_BYTES], payload, key, fingerprint, self._tier.seal_keys)
 
     def _refuse(self, name: str, failure: SealFailure) -> None:

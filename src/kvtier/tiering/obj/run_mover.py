@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.seal import SEAL_BYTES, SealFailure, check
+from kvtier.tiering.io.buffers import copy_bytes
 from kvtier.tiering.io.queue import Piece
 from kvtier.tiering.obj.runs import FIRST_READ_BYTES, Run, RunIndex, header_of, read_header
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
@@ -188,7 +189,7 @@ class RunMover(BlockMover):
         if len(block) != self._block_bytes:
             return SealFailure.LENGTH
         payload = self._tier.rows[row]
-        payload[:] = block[SEAL_BYTES:]
+        copy_bytes(payload, block[SEAL_BYTES:])
         keys = self._tier.seal_keys
         return check(block[:SEAL_BYTES], payload, key, transfer.job.fingerprint, keys)
 

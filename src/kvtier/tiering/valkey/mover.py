@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.base import OffloadKey
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["ValkeyServer", "Wires"]
 
 T = TypeVar("T")
+
+_LARGE_ROW = 1 << 20
+"""Rows of this size are received one by one."""
+_MOST_AT_ONCE = 64
+"""Small blocks that are received together, at most."""
 
 _PRIVATE_TTL_MS = 3_600_000
 """Blocks that only this engine reads expire an hour after they were stored or used, because nobody
@@ -227,7 +233,10 @@ class _ValkeyMover(BlockMover):
         self._wires = wires
         self._errors = errors
         self._ttl_for = ttl_for
-        self._header = memoryview(bytearray(SEAL_BYTES))
+        headers = memoryview(bytearray(_MOST_AT_ONCE * SEAL_BYTES))
+        self._headers = [
+            headers[start : start + SEAL_BYTES] for start in range(0, len(headers), SEAL_BYTES)
+        ]
         self._damaged: list[bytes] = []
         """Keys of blocks to remove."""
 
@@ -273,29 +282,68 @@ class _ValkeyMover(BlockMover):
             age = b"%d" % ttl
             wire.send([b"".join(command(b"GETEX", key, b"PX", age) for key in keys)])
         while left:
-            row, key = left[0]
-            payload = self._tier.rows[row]
-            try:
-                length = wire.read_into(self._header, payload)
-            except Refusal as refusal:
-                if refusal.code != _WRONG_TYPE:
-                    raise failure_of(refusal) from None
-                self._refuse(transfer, key, SealFailure.NOT_SEALED)
-            else:
-                if length is None:
-                    transfer.gone.append(key)
-                elif failure := self._failure_of(transfer, key, payload, length):
-                    self._refuse(transfer, key, failure)
-                else:
-                    done.append((row, key))
-            left.popleft()
+            for row, key, header in self._load_expected(wire, left):
+                payload = self._tier.rows[row]
+                self._accept(transfer, (row, key), header, len(header) + len(payload), done)
+            if left:
+                self._load_any(wire, transfer, left, done)
 
-    def _failure_of(
-        self, transfer: RemoteTransfer, key: OffloadKey, payload: memoryview, length: int
-    ) -> SealFailure | None:
-        if length != SEAL_BYTES + len(payload):
-            return SealFailure.LENGTH
-        return check(self._header, payload, key, transfer.job.fingerprint, self._tier.seal_keys)
+    def _load_expected(
+        self, wire: Wire, left: deque[Piece[OffloadKey]]
+    ) -> list[tuple[int, OffloadKey, memoryview]]:
+        """Receive small blocks together, as long as each has the length of a block, and remove them
+        from `left`. Returns them with their seals."""
+        if self._tier.rows.row_bytes >= _LARGE_ROW or not left:
+            return []
+        some = list(islice(left, len(self._headers)))
+        pairs = [(self._headers[n], self._tier.rows[row]) for n, (row, _) in enumerate(some)]
+        count = wire.read_expected(pairs)
+        for _ in range(count):
+            left.popleft()
+        return [(*some[n], self._headers[n]) for n in range(count)]
+
+    def _load_any(
+        self,
+        wire: Wire,
+        transfer: RemoteTransfer,
+        left: deque[Piece[OffloadKey]],
+        done: list[Piece[OffloadKey]],
+    ) -> None:
+        """Receive one answer, whatever it is, and remove its piece from `left`."""
+        row, key = left[0]
+        header = self._headers[0]
+        try:
+            length = wire.read_into(header, self._tier.rows[row])
+        except Refusal as refusal:
+            if refusal.code != _WRONG_TYPE:
+                raise failure_of(refusal) from None
+            self._refuse(transfer, key, SealFailure.NOT_SEALED)
+        else:
+            if length is None:
+                transfer.gone.append(key)
+            else:
+                self._accept(transfer, (row, key), header, length, done)
+        left.popleft()
+
+    def _accept(
+        self,
+        transfer: RemoteTransfer,
+        piece: Piece[OffloadKey],
+        header: memoryview,
+        length: int,
+        done: list[Piece[OffloadKey]],
+    ) -> None:
+        """A block has been received. Check it."""
+        row, key = piece
+        payload = self._tier.rows[row]
+        failure: SealFailure | None = SealFailure.LENGTH
+        if length == SEAL_BYTES + len(payload):
+            fingerprint = transfer.job.fingerprint
+            failure = check(header, payload, key, fingerprint, self._tier.seal_keys)
+        if failure is None:
+            done.append(piece)
+        else:
+            self._refuse(transfer, key, failure)
 
     def _refuse(self, transfer: RemoteTransfer, key: OffloadKey, failure: SealFailure) -> None:
         """Count a damaged block, and have it removed, so that it can be stored again. What a newer
@@ -328,45 +376,55 @@ class _ValkeyMover(BlockMover):
     def _store_to(
         self, wire: Wire, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
     ) -> list[Piece[OffloadKey]]:
-        new = self._not_there(wire, transfer, pieces)
-        if not new:
-            return list(pieces)
+        refused, there = self._set_all(wire, transfer, pieces)
+        if there:
+            foreign = self._remove_foreign(wire, transfer, there)
+            if foreign:
+                refused |= self._set_all(wire, transfer, foreign)[0]
+        return [piece for piece in pieces if piece[1] not in refused]
+
+    def _set_all(
+        self, wire: Wire, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
+    ) -> tuple[set[OffloadKey], list[Piece[OffloadKey]]]:
+        """Send blocks. Returns those that the server refused, and the pieces whose keys it has
+        already. A lookup has just missed these blocks, so it does not pay to ask first."""
         parts: list[bytes | memoryview] = []
-        for row, key in new:
+        for row, key in pieces:
             parts += self._set_command(transfer, key, self._tier.rows[row])
         wire.send(parts)
         wire.expect_answers()
         refusals: list[Refusal] = []
-        failed: set[OffloadKey] = set()
-        for _, key in new:
+        refused: set[OffloadKey] = set()
+        there: list[Piece[OffloadKey]] = []
+        for piece in pieces:
             try:
-                if wire.read() is not None:  # nil: another engine was faster
-                    transfer.stored.append(key)
+                if wire.read() is None:
+                    there.append(piece)
+                else:
+                    transfer.stored.append(piece[1])
             except Refusal as refusal:
                 refusals.append(refusal)
-                failed.add(key)
-        self._explain(transfer, failed, refusals)
-        return [piece for piece in pieces if piece[1] not in failed]
+                refused.add(piece[1])
+        self._explain(transfer, refused, refusals)
+        return refused, there
 
-    def _not_there(
+    def _remove_foreign(
         self, wire: Wire, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
     ) -> list[Piece[OffloadKey]]:
-        """The blocks that the server does not have. Other values under their keys are removed."""
+        """Remove values under the keys of blocks that cannot be blocks. Returns their pieces."""
         keys = [block_key(transfer.namespace, key) for _, key in pieces]
         lengths = map(_number_in, _answers_to(wire, [command(b"STRLEN", key) for key in keys]))
-        new, foreign = [], []
+        found, foreign = [], []
         for piece, key, length in zip(pieces, keys, lengths, strict=True):
-            if length == SEAL_BYTES + len(self._tier.rows[piece[0]]):
-                continue
-            new.append(piece)
-            if length != 0:
+            if length != SEAL_BYTES + len(self._tier.rows[piece[0]]):
+                found.append(piece)
                 foreign.append(key)
                 self._tier.refuse_block(
                     SealFailure.NOT_SEALED if length is None else SealFailure.LENGTH
                 )
         if foreign:
             _answers_to(wire, [command(b"UNLINK", key) for key in foreign])
-        return new
+        return found
 
     def _set_command(
         self, transfer: RemoteTransfer, key: OffloadKey, payload: memoryview

@@ -214,6 +214,56 @@ class Wire:
             raise _garbage()
         return length
 
+    def read_expected(self, answers: Sequence[tuple[memoryview, memoryview]]) -> int:
+        """Read the next answers, as long as each is a string that fills its two buffers exactly.
+        Returns how many were. All buffers may be written; the answer after those that were counted
+        is still to be read.
+
+        Receives many answers with one call of the system, which pays for short ones.
+        """
+        if self._is_tls or self._start < self._end:
+            return 0
+        line = b"$%d\r\n" % sum(map(len, answers[0]))
+        frames = memoryview(bytearray(len(answers) * (len(line) + len(_END))))
+        parts: list[memoryview] = []
+        at = 0
+        for header, payload in answers:
+            parts += [
+                frames[at : at + len(line)],
+                header,
+                payload,
+                frames[at + len(line) : at + len(line) + len(_END)],
+            ]
+            at += len(line) + len(_END)
+        size = sum(map(len, parts[:4]))
+        num_bytes = num_good = 0
+        left = parts
+        while num_good < len(answers):
+            count = self._receive_some(left, waits=False)
+            num_bytes += count
+            left = _after(left, count)
+            # An answer that is another one may end the stream, so look at what has come so far.
+            while num_good < len(answers) and num_bytes > num_good * size:
+                mine = parts[4 * num_good : 4 * num_good + 4]
+                come = min(num_bytes - num_good * size, size)
+                if mine[0][:come] != line[:come] or (come == size and mine[3] != _END):
+                    self._push_back(parts[4 * num_good :], num_bytes - num_good * size)
+                    return num_good
+                if come < size:
+                    break
+                num_good += 1
+        return num_good
+
+    def _push_back(self, parts: Sequence[memoryview], count: int) -> None:
+        """Let the first `count` bytes of these buffers be read again. Nothing is buffered now."""
+        content = bytearray()
+        for part in parts:
+            if len(content) >= count:
+                break
+            content += part[: count - len(content)]
+        self._buffer = memoryview(content + bytes(_BUFFER_BYTES))
+        self._start, self._end = 0, count
+
     def _take_buffered(self, part: memoryview) -> memoryview:
         """Copy what was read ahead. Returns the rest of the part."""
         count = min(self._end - self._start, len(part))
@@ -231,14 +281,16 @@ class Wire:
             if count:
                 parts[0] = parts[0][count:]
 
-    def _receive_some(self, parts: list[memoryview]) -> int:
+    def _receive_some(self, parts: list[memoryview], *, waits: bool = True) -> int:
+        """`waits`: until all of it has come."""
         self._check_time()
         try:
             if self._is_tls:
                 count = self._socket.recv_into(parts[0])
             else:
                 # All of it at once: each return to Python may wait for the interpreter's lock.
-                count = self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+                flags = socket.MSG_WAITALL if waits else 0
+                count = self._socket.recvmsg_into(parts[:_MOST_PARTS], 0, flags)[0]
         except OSError as error:
             raise _failure_of(error) from None
         if not count:
@@ -248,7 +300,8 @@ class Wire:
     def _read_line(self) -> bytes:
         """The next line without its end."""
         while True:
-            buffered = bytes(self._buffer[self._start : self._end])
+            end = min(self._end, self._start + _LONGEST_LINE + len(_END))
+            buffered = bytes(self._buffer[self._start : end])
             at = buffered.find(_END)
             if at >= 0:
                 self._start += at + len(_END)
@@ -298,3 +351,12 @@ def _failure_of(error: OSError) -> ServerFailure:
     return ServerFailure(
         FailureKind.UNREACHABLE, f"the connection broke ({error.strerror or type(error).__name__})"
     )
+
+
+def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of these buffers behind the first `count` bytes."""
+    for number, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[number + 1 :]]
+        count -= len(part)
+    return []
