@@ -22,8 +22,7 @@ from kvtier.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndConte
 from kvtier.testing.harness import sample_spec
 from kvtier.tiering.base import JobResult, PrimaryRows, TransferJob
 from kvtier.tiering.obj.manager import ObjSecondaryTierManager
-from kvtier.tiering.obj.mover import object_name
-from kvtier.tiering.obj.objects import BLOCKS, open_objects
+from kvtier.tiering.obj.objects import BLOCKS, object_name, open_objects
 from kvtier.tiering.obj.options import ObjOptions
 from kvtier.tiering.remote.manager import namespace_of
 from kvtier.tiering.valkey.manager import ValkeySecondaryTierManager

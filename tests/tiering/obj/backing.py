@@ -7,8 +7,9 @@ from obstore.store import ObjectStore
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.obj.manager import ObjSecondaryTierManager
-from kvtier.tiering.obj.mover import ObjServer, object_name
+from kvtier.tiering.obj.objects import object_name
 from kvtier.tiering.obj.runs import Run
+from kvtier.tiering.obj.server import ObjServer
 from kvtier.tiering.remote.manager import namespace_of
 
 __all__ = ["ObjBacking"]

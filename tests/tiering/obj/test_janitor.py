@@ -17,8 +17,7 @@ from obstore.store import LocalStore
 from kvtier.base import OffloadKey
 from kvtier.tiering.obj import janitor as module
 from kvtier.tiering.obj.janitor import ENGINES, Janitor, JanitorTimes
-from kvtier.tiering.obj.mover import object_name
-from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
+from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects, object_name
 from kvtier.tiering.remote.errors import ServerErrors
 from tests.tiering.patience import wait_until
 

@@ -162,6 +162,26 @@ def test_a_run_that_was_removed_and_written_again_with_other_blocks(tmp_path: Pa
         assert (num_found(reader, keys), num_found(reader, other)) == (8, 5)
 
 
+def test_an_object_that_another_engine_has_written_stays_when_an_older_one_is_damaged(
+    tmp_path: Path,
+) -> None:
+    keys = path_keys(range(8))
+    with engine_at(tmp_path) as stale:
+        store(stale, keys)
+        (old,) = objects_below(tmp_path)
+        old.unlink()
+        with engine_at(tmp_path) as writer:
+            store(writer, keys[3:])
+        (new,) = objects_below(tmp_path)
+        before = new.stat()
+        old.write_bytes(b"somebody else's")
+        assert isinstance(stale.tier, ObjSecondaryTierManager)
+        stale.tier._lookups.forget(keys)  # as if seconds had passed
+        store(stale, keys[3:])
+        assert (new.stat().st_ino, new.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+        assert load(stale, keys[3:]) == set(keys[3:])
+
+
 def test_a_damaged_block_takes_its_object_along_and_all_are_stored_again(tmp_path: Path) -> None:
     keys = path_keys(range(6))
     with engine_at(tmp_path) as engine:

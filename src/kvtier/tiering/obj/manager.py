@@ -1,7 +1,8 @@
 """The obj tier: sealed blocks in an object store (S3, Google, Azure, or a directory) that several
 engines share.
 
-`kvtier.tiering.remote.manager` is the scheduler's side; `mover` and `objects` move the bytes.
+`kvtier.tiering.remote.manager` is the scheduler's side; `server`, `mover` and `objects` move the
+bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from kvtier.seal import SEAL_BYTES
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.io.metrics import definitions
 from kvtier.tiering.obj.janitor import ENGINES, JanitorTimes
-from kvtier.tiering.obj.mover import ObjServer
 from kvtier.tiering.obj.objects import NotAllowed, Objects, open_objects
 from kvtier.tiering.obj.options import ObjOptions
 from kvtier.tiering.obj.runs import blocks_per_run
+from kvtier.tiering.obj.server import ObjServer
 from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
 from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of, namespace_of
 

@@ -1,5 +1,4 @@
-"""Moves blocks between rows and objects, for the lanes of the obj tier; and asks the service which
-blocks it has.
+"""Moves blocks between rows and objects, for the lanes of the obj tier.
 
 Each block of 1 MiB or more is an object of its own: it can be read, and removed, without the others
 of its prompt. Smaller ones share objects (`kvtier.tiering.obj.run_mover`). A load copies a block
@@ -8,153 +7,84 @@ twice: the client library joins what it has received, and the lane copies that i
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES, SealFailure, check
 from kvtier.tiering.io.buffers import copy_bytes
 from kvtier.tiering.io.queue import Piece
-from kvtier.tiering.obj.janitor import Janitor, JanitorTimes
-from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
-from kvtier.tiering.obj.run_mover import RunMover, RunReader
-from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
+from kvtier.tiering.obj.objects import Objects, object_name
+from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 from kvtier.tiering.remote.lane import BlockMover, RemoteTransfer
-from kvtier.tiering.remote.manager import BlockServer
 
 if TYPE_CHECKING:
     from kvtier.tiering.base import SecondaryTierManager
+    from kvtier.tiering.obj.server import ObjServer
 
-__all__ = ["ObjServer", "object_name"]
-
-_LONGEST_END_S = 2.0
-"""How long private blocks are still removed at shutdown."""
-_LONGEST_LOOKUP = 8192
-"""Blocks of a prompt that are looked up together, if they share objects."""
-_WAVES = (1, 16, 128)
-"""How many blocks of a prompt are asked for at once: first one, because most prompts are new."""
+__all__ = ["BlockPerObjectMover", "ObjectMover"]
 
 
-def object_name(folder: str, key: OffloadKey) -> str:
-    """The name of a block's object. `folder`: that of its namespace."""
-    return f"{folder}/{key.hex()}"
+class ObjectMover(BlockMover):
+    """What the movers have in common."""
 
-
-class ObjServer(BlockServer):
-    """The object store of one tier, for its threads."""
-
-    def __init__(
-        self,
-        objects: Objects,
-        errors: ServerErrors,
-        row_bytes: int,
-        shared: str,
-        engine: str,
-        max_bytes: int | None,
-        times: JanitorTimes,
-        blocks_per_run: int = 1,
-    ) -> None:
-        """`shared`: the namespace that other engines read. `engine`: a name of this engine's own,
-        for all other namespaces. `blocks_per_run`: blocks that share an object."""
-        self.janitor = None
-        if max_bytes is not None:
-            self.janitor = Janitor(objects, max_bytes, engine, errors, times)
-        self.errors = errors
-        self._objects = objects
-        self._block_bytes = SEAL_BYTES + row_bytes
-        self._shared = shared
-        self._engine = engine
-        self.is_closed = False
-        self._has_private = False
-        self._reader: RunReader | None = None
-        if blocks_per_run > 1:
-            self._reader = RunReader(objects, blocks_per_run)
-            # A block names the run behind it, so a prompt is looked up from its start, and one
-            # prompt after the other.
-            self.num_lookup_threads, self.looked_up_at_once = 1, _LONGEST_LOOKUP
-
-    def folder_of(self, namespace: str) -> str:
-        """Where the blocks of a namespace are."""
-        if namespace == self._shared:
-            return f"{BLOCKS}/{namespace}"
-        self._has_private = True
-        return f"{PRIVATE}/{self._engine}/{namespace}"
-
-    def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
-        if self._reader is not None:
-            return RunMover(tier, self, self._objects, self._reader)
-        return _ObjMover(tier, self, self._objects)
-
-    def interrupt(self) -> None:
-        self.is_closed = True
-
-    def close(self) -> None:
-        if self.janitor is not None:
-            self.janitor.stop()
-        if self._has_private:
-            with suppress(ServerFailure):
-                self._objects.remove_below(f"{PRIVATE}/{self._engine}", _LONGEST_END_S)
-        self._objects.close()
-
-    def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
-        folder = self.folder_of(namespace)
-        look = self._look_for_blocks if self._reader is None else self._reader.look
-        try:
-            yield from look(folder, keys)
-        except ServerFailure as failure:
-            self.errors.note(failure)
-            yield False
-
-    def _look_for_blocks(self, folder: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
-        start = 0
-        for size in _WAVES:
-            some = keys[start : start + size]
-            if some:
-                yield from asyncio.run(self._look_at_once(folder, some))
-            start += len(some)
-
-    async def _look_at_once(self, folder: str, keys: Sequence[OffloadKey]) -> list[bool]:
-        sizes = await asyncio.gather(
-            *(self._objects.size_of_async(object_name(folder, key)) for key in keys)
-        )
-        # Something else than a block, however large, is not one of ours.
-        return [size == self._block_bytes for size in sizes]
-
-    def touch(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Remember the uses for the janitor. Asking for each block would cost a request each, so no
-        block is found absent."""
-        if self.janitor is not None:
-            self.janitor.note_used(self._named(namespace, keys))
-        return ()
-
-    def _named(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """The blocks that name the objects of these blocks."""
-        if self._reader is None:
-            return keys
-        folder = self.folder_of(namespace)
-        return list(dict.fromkeys(self._reader.index.first_of(folder, key) for key in keys))
-
-    def note_written(self, num_bytes: int) -> None:
-        """A mover has written an object."""
-        if self.janitor is not None:
-            self.janitor.note_written(num_bytes)
-
-
-class _ObjMover(BlockMover):
     def __init__(self, tier: SecondaryTierManager, server: ObjServer, objects: Objects) -> None:
         self._tier = tier
         self._server = server
         self._objects = objects
+        self._block_bytes = SEAL_BYTES + tier.rows.row_bytes
+
+    def _require_open(self) -> None:
+        if self._server.is_closed:
+            raise ServerFailure(FailureKind.UNREACHABLE, "the tier is closed")
+
+    def _create(
+        self,
+        transfer: RemoteTransfer,
+        name: str,
+        pieces: Sequence[Piece[OffloadKey]],
+        header: bytes = b"",
+    ) -> bool:
+        """Write an object with these blocks, behind `header`. Returns False if another engine has
+        just written one of this name."""
+        parts: list[bytes | memoryview] = [header] if header else []
+        for row, key in pieces:
+            payload = self._tier.rows[row]
+            parts += [self._tier.seal_block(transfer.job, key, payload), payload]
+        keys = [key for _, key in pieces]
+        try:
+            is_new = self._objects.create(name, parts)
+        except ServerFailure as failure:
+            if failure.kind is FailureKind.FULL:
+                transfer.refused += keys
+            raise
+        if is_new:
+            transfer.stored += keys
+            self._server.note_written(sum(map(len, parts)))
+        return is_new
+
+    def _take_over(
+        self, block: memoryview, transfer: RemoteTransfer, piece: Piece[OffloadKey]
+    ) -> SealFailure | None:
+        """Copy a block into its row, and check it there. Returns why it is refused."""
+        row, key = piece
+        if len(block) != self._block_bytes:
+            return SealFailure.LENGTH
+        payload = self._tier.rows[row]
+        copy_bytes(payload, block[SEAL_BYTES:])
+        keys = self._tier.seal_keys
+        return check(block[:SEAL_BYTES], payload, key, transfer.job.fingerprint, keys)
+
+
+class BlockPerObjectMover(ObjectMover):
+    """Each block is an object of its own."""
 
     def _names(
         self, transfer: RemoteTransfer, pieces: Iterable[Piece[OffloadKey]]
     ) -> Iterator[tuple[Piece[OffloadKey], str]]:
         folder = self._server.folder_of(transfer.namespace)
         for piece in pieces:
-            if self._server.is_closed:
-                raise ServerFailure(FailureKind.UNREACHABLE, "the tier is closed")
+            self._require_open()
             yield piece, object_name(folder, piece[1])
 
     def load(
@@ -162,28 +92,17 @@ class _ObjMover(BlockMover):
     ) -> list[Piece[OffloadKey]]:
         done: list[Piece[OffloadKey]] = []
         for piece, name in self._names(transfer, pieces):
-            row, key = piece
-            payload = self._tier.rows[row]
-            content = self._objects.read(name, SEAL_BYTES + len(payload))
+            content = self._objects.read(name, self._block_bytes)
             if content is None:
-                transfer.gone.append(key)
+                transfer.gone.append(piece[1])
                 continue
-            failure = self._take_over(content, payload, key, transfer.job.fingerprint)
+            with memoryview(content) as block:
+                failure = self._take_over(block, transfer, piece)
             if failure is None:
                 done.append(piece)
             else:
                 self._refuse(name, failure)
         return done
-
-    def _take_over(
-        self, content: object, payload: memoryview, key: OffloadKey, fingerprint: bytes
-    ) -> SealFailure | None:
-        """Copy a block into its row, and check it there. Returns why it is refused."""
-        with memoryview(content) as block:  # type: ignore[arg-type]
-            if len(block) != SEAL_BYTES + len(payload):
-                return SealFailure.LENGTH
-            copy_bytes(payload, block[SEAL_BYTES:])
-            return check(block[:SEAL_BYTES], payload, key, fingerprint, self._tier.seal_keys)
 
     def _refuse(self, name: str, failure: SealFailure) -> None:
         """Count a damaged block, and remove it, so that it can be stored again. What a newer
@@ -197,27 +116,11 @@ class _ObjMover(BlockMover):
     ) -> list[Piece[OffloadKey]]:
         done: list[Piece[OffloadKey]] = []
         for piece, name in self._names(transfer, pieces):
-            row, key = piece
-            payload = self._tier.rows[row]
             size = self._objects.size_of(name)
-            if size not in (None, SEAL_BYTES + len(payload)):
+            if size not in (None, self._block_bytes):
                 self._refuse(name, SealFailure.LENGTH)
                 size = None
-            if size is None and self._create(transfer, key, name, payload):
-                transfer.stored.append(key)
-                self._server.note_written(SEAL_BYTES + len(payload))
+            if size is None:
+                self._create(transfer, name, [piece])
             done.append(piece)
         return done
-
-    def _create(
-        self, transfer: RemoteTransfer, key: OffloadKey, name: str, payload: memoryview
-    ) -> bool:
-        """Write a block. Returns False if another engine has just written it."""
-        try:
-            return self._objects.create(
-                name, [self._tier.seal_block(transfer.job, key, payload), payload]
-            )
-        except ServerFailure as failure:
-            if failure.kind is FailureKind.FULL:
-                transfer.refused.append(key)
-            raise

@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from kvtier.base import OffloadKey
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 
 if TYPE_CHECKING:
     from kvtier.tiering.obj.options import ObjOptions
 
-__all__ = ["BLOCKS", "PRIVATE", "NotAllowed", "Objects", "open_objects"]
+__all__ = ["BLOCKS", "PRIVATE", "NotAllowed", "Objects", "object_name", "open_objects"]
 
 BLOCKS = "kvtier/1"
 PRIVATE = f"{BLOCKS}/private"
@@ -43,6 +44,12 @@ _NAMES: dict[str, dict[str, str]] = {
     "gs": {},
 }
 """The library's names of our keys, by scheme."""
+
+
+def object_name(folder: str, first: OffloadKey) -> str:
+    """The name of the object with a block, or with the blocks from this one on. `folder`: that of
+    its namespace."""
+    return f"{folder}/{first.hex()}"
 
 
 class NotAllowed(ServerFailure):

@@ -8,17 +8,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtier.base import OffloadKey, get_offload_group_idx
-from kvtier.seal import SEAL_BYTES, SealFailure, check
-from kvtier.tiering.io.buffers import copy_bytes
+from kvtier.seal import SealFailure
 from kvtier.tiering.io.queue import Piece
+from kvtier.tiering.obj.mover import ObjectMover
+from kvtier.tiering.obj.objects import Objects, object_name
 from kvtier.tiering.obj.runs import FIRST_READ_BYTES, Run, RunIndex, header_of, read_header
-from kvtier.tiering.remote.errors import FailureKind, ServerFailure
-from kvtier.tiering.remote.lane import BlockMover, RemoteTransfer
+from kvtier.tiering.remote.lane import RemoteTransfer
 
 if TYPE_CHECKING:
     from kvtier.tiering.base import SecondaryTierManager
-    from kvtier.tiering.obj.mover import ObjServer
-    from kvtier.tiering.obj.objects import Objects
+    from kvtier.tiering.obj.server import ObjServer
 
 __all__ = ["RunMover", "RunReader"]
 
@@ -70,7 +69,7 @@ class RunReader:
         return dict(zip(firsts, found, strict=True))
 
     async def _read_async(self, folder: str, first: OffloadKey) -> Run | None:
-        name = f"{folder}/{first.hex()}"
+        name = object_name(folder, first)
         found: Run | int | SealFailure = FIRST_READ_BYTES
         while isinstance(found, int):
             content = await self._objects.read_range_async(name, 0, found)
@@ -79,7 +78,7 @@ class RunReader:
 
     def read(self, folder: str, first: OffloadKey) -> Run | SealFailure | None:
         """The run of this name; why it is none; or None if there is no such object."""
-        name = f"{folder}/{first.hex()}"
+        name = object_name(folder, first)
         found: Run | int | SealFailure = FIRST_READ_BYTES
         while isinstance(found, int):
             content = self._objects.read_range(name, 0, found)
@@ -98,21 +97,14 @@ class RunReader:
         return None
 
 
-class RunMover(BlockMover):
+class RunMover(ObjectMover):
     """Moves blocks for one lane."""
 
     def __init__(
         self, tier: SecondaryTierManager, server: ObjServer, objects: Objects, reader: RunReader
     ) -> None:
-        self._tier = tier
-        self._server = server
-        self._objects = objects
+        super().__init__(tier, server, objects)
         self._reader = reader
-        self._block_bytes = SEAL_BYTES + tier.rows.row_bytes
-
-    def _require_open(self) -> None:
-        if self._server.is_closed:
-            raise ServerFailure(FailureKind.UNREACHABLE, "the tier is closed")
 
     # --- load ----------------------------------------------------------------------------------
 
@@ -142,7 +134,7 @@ class RunMover(BlockMover):
         pieces: Sequence[Piece[OffloadKey]],
     ) -> list[Piece[OffloadKey]]:
         """Load adjacent blocks of a run."""
-        name = f"{folder}/{run.first.hex()}"
+        name = object_name(folder, run.first)
         start = run.start_of(run.keys.index(pieces[0][1]))
         content = self._objects.read_range(name, start, len(pieces) * self._block_bytes)
         if content is None:
@@ -181,21 +173,9 @@ class RunMover(BlockMover):
             self._remove(folder, run.first)
             transfer.lost += run.keys
 
-    def _take_over(
-        self, block: memoryview, transfer: RemoteTransfer, piece: Piece[OffloadKey]
-    ) -> SealFailure | None:
-        """Copy a block into its row, and check it there. Returns why it is refused."""
-        row, key = piece
-        if len(block) != self._block_bytes:
-            return SealFailure.LENGTH
-        payload = self._tier.rows[row]
-        copy_bytes(payload, block[SEAL_BYTES:])
-        keys = self._tier.seal_keys
-        return check(block[:SEAL_BYTES], payload, key, transfer.job.fingerprint, keys)
-
     def _remove(self, folder: str, first: OffloadKey) -> None:
         """Remove a damaged object, so that its blocks can be stored again."""
-        self._objects.remove([f"{folder}/{first.hex()}"])
+        self._objects.remove([object_name(folder, first)])
         self._reader.index.forget(folder, first)
 
     # --- store ---------------------------------------------------------------------------------
@@ -221,10 +201,10 @@ class RunMover(BlockMover):
     ) -> int:
         """Store adjacent blocks. Returns how many of them are there now, from the first on."""
         keys = [key for _, key in pieces]
-        first = self._reader.index.first_of(folder, keys[0])
-        found = self._reader.read(folder, first)
-        if found is None and first != keys[0]:  # the run that had it is gone
-            found = self._reader.read(folder, keys[0])
+        known = self._reader.index.first_of(folder, keys[0])
+        if known != keys[0] and (count := self._num_in(folder, known, keys)):
+            return count
+        found = self._reader.read(folder, keys[0])
         if isinstance(found, Run):
             if found.block_bytes == self._block_bytes:
                 return found.num_matching(keys)
@@ -234,32 +214,20 @@ class RunMover(BlockMover):
         if found is not None:
             self._tier.refuse_block(found)
             self._remove(folder, keys[0])
-        if self._create(folder, transfer, pieces):
+        header = header_of(keys, self._block_bytes)
+        if self._create(transfer, object_name(folder, keys[0]), pieces, header):
+            run = Run(tuple(keys), self._block_bytes, len(header))
+            self._reader.index.learn(folder, run)
             return len(pieces)
         # Another engine has just written an object of this name, perhaps with other blocks.
-        found = self._reader.read(folder, keys[0])
-        return found.num_matching(keys) if isinstance(found, Run) else 0
+        return self._num_in(folder, keys[0], keys)
 
-    def _create(
-        self, folder: str, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
-    ) -> bool:
-        keys = [key for _, key in pieces]
-        header = header_of(keys, self._block_bytes)
-        parts: list[bytes | memoryview] = [header]
-        for row, key in pieces:
-            payload = self._tier.rows[row]
-            parts += [self._tier.seal_block(transfer.job, key, payload), payload]
-        try:
-            is_new = self._objects.create(f"{folder}/{keys[0].hex()}", parts)
-        except ServerFailure as failure:
-            if failure.kind is FailureKind.FULL:
-                transfer.refused += keys
-            raise
-        if is_new:
-            transfer.stored += keys
-            self._server.note_written(sum(map(len, parts)))
-            self._reader.index.learn(folder, Run(tuple(keys), self._block_bytes, len(header)))
-        return is_new
+    def _num_in(self, folder: str, first: OffloadKey, keys: Sequence[OffloadKey]) -> int:
+        """How many of `keys` are in an object, from the first one on."""
+        run = self._reader.read(folder, first)
+        if not isinstance(run, Run) or run.block_bytes != self._block_bytes:
+            return 0
+        return run.num_matching(keys)
 
 
 def _adjacent(
