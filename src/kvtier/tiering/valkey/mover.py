@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.base import OffloadKey
@@ -233,6 +232,7 @@ class _ValkeyMover(BlockMover):
         self._wires = wires
         self._errors = errors
         self._ttl_for = ttl_for
+        self._block_bytes = SEAL_BYTES + tier.rows.row_bytes
         headers = memoryview(bytearray(_MOST_AT_ONCE * SEAL_BYTES))
         self._headers = [
             headers[start : start + SEAL_BYTES] for start in range(0, len(headers), SEAL_BYTES)
@@ -281,26 +281,16 @@ class _ValkeyMover(BlockMover):
         else:
             age = b"%d" % ttl
             wire.send([b"".join(command(b"GETEX", key, b"PX", age) for key in keys)])
+        if self._tier.rows.row_bytes < _LARGE_ROW:
+            some = list(zip(self._headers, left, strict=False))
+            count = wire.read_expected(
+                [(header, self._tier.rows[row]) for header, (row, _) in some]
+            )
+            for header, piece in some[:count]:
+                left.popleft()
+                self._accept(transfer, piece, header, self._block_bytes, done)
         while left:
-            for row, key, header in self._load_expected(wire, left):
-                payload = self._tier.rows[row]
-                self._accept(transfer, (row, key), header, len(header) + len(payload), done)
-            if left:
-                self._load_any(wire, transfer, left, done)
-
-    def _load_expected(
-        self, wire: Wire, left: deque[Piece[OffloadKey]]
-    ) -> list[tuple[int, OffloadKey, memoryview]]:
-        """Receive small blocks together, as long as each has the length of a block, and remove them
-        from `left`. Returns them with their seals."""
-        if self._tier.rows.row_bytes >= _LARGE_ROW or not left:
-            return []
-        some = list(islice(left, len(self._headers)))
-        pairs = [(self._headers[n], self._tier.rows[row]) for n, (row, _) in enumerate(some)]
-        count = wire.read_expected(pairs)
-        for _ in range(count):
-            left.popleft()
-        return [(*some[n], self._headers[n]) for n in range(count)]
+            self._load_any(wire, transfer, left, done)
 
     def _load_any(
         self,
@@ -337,7 +327,7 @@ class _ValkeyMover(BlockMover):
         row, key = piece
         payload = self._tier.rows[row]
         failure: SealFailure | None = SealFailure.LENGTH
-        if length == SEAL_BYTES + len(payload):
+        if length == self._block_bytes:
             fingerprint = transfer.job.fingerprint
             failure = check(header, payload, key, fingerprint, self._tier.seal_keys)
         if failure is None:
@@ -416,7 +406,7 @@ class _ValkeyMover(BlockMover):
         lengths = map(_number_in, _answers_to(wire, [command(b"STRLEN", key) for key in keys]))
         found, foreign = [], []
         for piece, key, length in zip(pieces, keys, lengths, strict=True):
-            if length != SEAL_BYTES + len(self._tier.rows[piece[0]]):
+            if length != self._block_bytes:
                 found.append(piece)
                 foreign.append(key)
                 self._tier.refuse_block(

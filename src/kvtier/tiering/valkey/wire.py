@@ -66,7 +66,7 @@ class Wire:
     """One connection. One thread uses it; `interrupt` is for another."""
 
     def __init__(self, connected: socket.socket) -> None:
-        """`connected`: logged in, without answers that wait."""
+        """`connected`: without answers that wait."""
         self._socket = connected
         self._is_tls = isinstance(connected, ssl.SSLSocket)
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -99,14 +99,7 @@ class Wire:
     def _send_gathered(self, parts: list[memoryview]) -> None:
         while parts:
             self._check_time()
-            count = self._socket.sendmsg(parts[:_MOST_PARTS])
-            position = 0
-            while position < len(parts) and count >= len(parts[position]):
-                count -= len(parts[position])
-                position += 1
-            del parts[:position]
-            if count:
-                parts[0] = parts[0][count:]
+            parts = _after(parts, self._socket.sendmsg(parts[:_MOST_PARTS]))
 
     def _send_joined(self, parts: Sequence[bytes | memoryview]) -> None:
         joined = bytearray()
@@ -240,8 +233,8 @@ class Wire:
         left = parts
         while num_good < len(answers):
             count = self._receive_some(left, waits=False)
-            num_bytes += count
             left = _after(left, count)
+            num_bytes += count
             # An answer that is another one may end the stream, so look at what has come so far.
             while num_good < len(answers) and num_bytes > num_good * size:
                 mine = parts[4 * num_good : 4 * num_good + 4]
@@ -275,11 +268,7 @@ class Wire:
     def _fill(self, parts: list[memoryview]) -> None:
         """Receive into these buffers. Nothing is buffered at this time."""
         while parts:
-            count = self._receive_some(parts)
-            while parts and count >= len(parts[0]):
-                count -= len(parts.pop(0))
-            if count:
-                parts[0] = parts[0][count:]
+            parts = _after(parts, self._receive_some(parts))
 
     def _receive_some(self, parts: list[memoryview], *, waits: bool = True) -> int:
         """`waits`: until all of it has come."""
