@@ -10,12 +10,10 @@ from kvtier.cli.vllm_config.host_checks import Finding, Status
 from kvtier.config import ConfigError
 from kvtier.tiering.obj import manager as obj_tier
 from kvtier.tiering.obj.objects import BLOCKS, Objects, open_objects
-from kvtier.tiering.obj.objects import NotAllowed as BucketRefused
 from kvtier.tiering.obj.options import ObjOptions
-from kvtier.tiering.remote.errors import ServerFailure
+from kvtier.tiering.remote.errors import NotAllowed, ServerFailure
 from kvtier.tiering.valkey import manager as valkey_tier
 from kvtier.tiering.valkey.options import ValkeyOptions
-from kvtier.tiering.valkey.servers import NotAllowed as LoginRefused
 from kvtier.tiering.valkey.servers import connect_to
 
 __all__ = ["check_obj_tier", "check_valkey_tier"]
@@ -36,10 +34,8 @@ def check_valkey_tier(at: str, options: ValkeyOptions) -> Iterator[Finding]:
         return
     try:
         complaints = valkey_tier.log_in(servers, options)
-    except LoginRefused as refusal:
-        yield Finding(name, Status.PROBLEM, f"{where}: {refusal}", refusal.remedy)
     except ServerFailure as failure:
-        yield _not_reached(name, where, failure)
+        yield _of_failure(name, where, failure)
     else:
         yield Finding(name, Status.OK, f"{where} lets this user in")
         for complaint in complaints:
@@ -63,10 +59,8 @@ def check_obj_tier(at: str, options: ObjOptions) -> Iterator[Finding]:
         return
     try:
         _list_some(objects)
-    except BucketRefused as refusal:
-        yield Finding(name, Status.PROBLEM, f"{where}: {refusal}", obj_tier.RIGHTS)
     except ServerFailure as failure:
-        yield _not_reached(name, where, failure)
+        yield _of_failure(name, where, failure)
     else:
         found = f"{where} can be listed; an engine tries at its start whether it may write"
         yield Finding(name, Status.OK, found)
@@ -100,6 +94,8 @@ def _without_client(name: str, package: str, install: str) -> Finding:
     return Finding(name, Status.PROBLEM, found, f"Install it: {install}")
 
 
-def _not_reached(name: str, where: str, failure: ServerFailure) -> Finding:
+def _of_failure(name: str, where: str, failure: ServerFailure) -> Finding:
+    if isinstance(failure, NotAllowed):
+        return Finding(name, Status.PROBLEM, f"{where}: {failure}", failure.remedy)
     found = f"{where}: {failure}; an engine would start without this tier, and try again"
     return Finding(name, Status.WARNING, found, "Check the URL, and that this machine reaches it")

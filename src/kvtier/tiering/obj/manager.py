@@ -14,23 +14,23 @@ from uuid import uuid4
 
 from kvtier.base import MetricDefinition, OffloadingStats
 from kvtier.config import ConfigError, Problem
-from kvtier.config.errors import describe, printable
+from kvtier.config.errors import describe
 from kvtier.seal import SEAL_BYTES
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.io.metrics import definitions
 from kvtier.tiering.obj.janitor import ENGINES, JanitorTimes
-from kvtier.tiering.obj.objects import NotAllowed, Objects, open_objects
+from kvtier.tiering.obj.objects import Objects, open_objects
 from kvtier.tiering.obj.options import ObjOptions
 from kvtier.tiering.obj.runs import blocks_per_run
 from kvtier.tiering.obj.server import ObjServer
-from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
+from kvtier.tiering.remote.errors import NotAllowed, ServerErrors, trying_at_start
 from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of, namespace_of
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.tiering.remote.inspector import RemoteInspector
 
-__all__ = ["INSTALL", "RIGHTS", "ObjSecondaryTierManager"]
+__all__ = ["INSTALL", "ObjSecondaryTierManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,6 @@ _GAUGES = {
 }
 _COUNTERS = {_EVICTED: "Blocks that this engine has removed to keep the limit."}
 INSTALL = "pip install 'kvtier[obj]'"
-RIGHTS = (
-    "Give access_key_id and secret_access_key, or set the environment's credentials, of a user "
-    "that may get, put, list and delete objects below the url"
-)
 
 
 class ObjSecondaryTierManager(RemoteTierManager):
@@ -148,32 +144,23 @@ def _open(options: ObjOptions) -> Objects:
 
 
 def _probe(objects: Objects, errors: ServerErrors, engine: str) -> None:
-    """Write, read, list and remove a small object. A service that cannot be reached now is tried
-    again later; one that refuses never gets better by itself."""
+    """Write, read, list and remove a small object."""
     name = f"{ENGINES}/{engine}"
     step = "write to"
-    try:
-        objects.create(name, [b"kvtier"])
-        step = "read from"
-        if objects.read(name, len(b"kvtier")) is None:
-            logger.warning(
-                "%s: an object that was just written is not found. The service is not consistent; "
-                "many blocks will be missed",
-                errors.where,
-            )
-        step = "list what is in"
-        next(objects.below(name), None)
-        step = "remove from"
-        objects.remove([name])
-    except NotAllowed as refusal:
-        raise TierRefused(
-            f"{errors.where}: may not {step} it: {printable(str(refusal))}. {RIGHTS}"
-        ) from None
-    except ServerFailure as failure:
-        logger.warning(
-            "%s: %s. The engine starts without this tier and tries the service again",
-            errors.where,
-            printable(str(failure)),
-        )
-    else:
+    with trying_at_start(errors.where):
+        try:
+            objects.create(name, [b"kvtier"])
+            step = "read from"
+            if objects.read(name, len(b"kvtier")) is None:
+                logger.warning(
+                    "%s: an object that was just written is not found. The service is not "
+                    "consistent; many blocks will be missed",
+                    errors.where,
+                )
+            step = "list what is in"
+            next(objects.below(name), None)
+            step = "remove from"
+            objects.remove([name])
+        except NotAllowed as refusal:
+            raise NotAllowed(f"may not {step} it: {refusal}", refusal.remedy) from None
         logger.info("%s: writable", errors.where)

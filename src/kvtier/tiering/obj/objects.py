@@ -18,12 +18,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.remote.errors import FailureKind, ServerFailure
+from kvtier.tiering.remote.errors import FailureKind, NotAllowed, ServerFailure
 
 if TYPE_CHECKING:
     from kvtier.tiering.obj.options import ObjOptions
 
-__all__ = ["BLOCKS", "PRIVATE", "NotAllowed", "Objects", "object_name", "open_objects"]
+__all__ = ["BLOCKS", "PRIVATE", "Objects", "object_name", "open_objects"]
 
 BLOCKS = "kvtier/1"
 PRIVATE = f"{BLOCKS}/private"
@@ -44,17 +44,16 @@ _NAMES: dict[str, dict[str, str]] = {
     "gs": {},
 }
 """The library's names of our keys, by scheme."""
+_RIGHTS = (
+    "Give access_key_id and secret_access_key, or set the environment's credentials, of a user "
+    "that may get, put, list and delete objects below the url"
+)
 
 
 def object_name(folder: str, first: OffloadKey) -> str:
     """The name of the object with a block, or with the blocks from this one on. `folder`: that of
     its namespace."""
     return f"{folder}/{first.hex()}"
-
-
-class NotAllowed(ServerFailure):
-    """The service does not know the credentials, they may not do this, or there is no bucket. That
-    does not get better by itself."""
 
 
 class _Known:
@@ -65,16 +64,20 @@ class _Known:
         pattern: str,
         kind: FailureKind,
         reason: str,
-        cls: type[ServerFailure] = ServerFailure,
+        remedy: str | None = None,
     ) -> None:
-        """`reason`: has a place for what the pattern's group finds, if it has one."""
+        """`reason`: has a place for what the pattern's group finds, if it has one. `remedy`: for
+        what does not get better by itself."""
         self.pattern = re.compile(pattern, re.DOTALL)
         self._kind = kind
         self._reason = reason
-        self._cls = cls
+        self._remedy = remedy
 
     def failure(self, *found: str) -> ServerFailure:
-        return self._cls(self._kind, self._reason.format(*found))
+        reason = self._reason.format(*found)
+        if self._remedy is not None:
+            return NotAllowed(reason, self._remedy)
+        return ServerFailure(self._kind, reason)
 
 
 _CODES = (
@@ -85,9 +88,9 @@ _NOT_ALLOWED = _Known(
     rf"status code: 40[13]|<Code>(?:{_CODES})<|\(code: (?:{_CODES})\)",
     FailureKind.REFUSED,
     "the service does not accept the credentials, or not for this",
-    NotAllowed,
+    _RIGHTS,
 )
-_NO_BUCKET = _Known("status code: 404", FailureKind.REFUSED, "there is no such bucket", NotAllowed)
+_NO_BUCKET = _Known("status code: 404", FailureKind.REFUSED, "there is no such bucket", _RIGHTS)
 _KNOWN = (
     _NOT_ALLOWED,
     _NO_BUCKET,
@@ -95,7 +98,7 @@ _KNOWN = (
         "Received redirect",
         FailureKind.REFUSED,
         "the bucket is in another region, or not at this endpoint",
-        NotAllowed,
+        _RIGHTS,
     ),
     _Known(
         "status code: (429|503)",
@@ -117,7 +120,7 @@ _KNOWN = (
         r"LocalFileSystem.*os error (?:1|13|30)\)",
         FailureKind.REFUSED,
         "the directory may not be written",
-        NotAllowed,
+        _RIGHTS,
     ),
     _Known("LocalFileSystem", FailureKind.UNREACHABLE, "the directory cannot be used"),
 )

@@ -6,11 +6,14 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 from kvtier.config.errors import printable
+from kvtier.tiering.base import TierRefused
 
-__all__ = ["FailureKind", "ServerErrors", "ServerFailure"]
+__all__ = ["FailureKind", "NotAllowed", "ServerErrors", "ServerFailure", "trying_at_start"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,30 @@ class ServerFailure(Exception):
     def __init__(self, kind: FailureKind, reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
+
+
+class NotAllowed(ServerFailure):
+    """The server refuses the user, or this use of it, and will not change its mind."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(FailureKind.REFUSED, reason)
+        self.remedy = remedy
+
+
+@contextmanager
+def trying_at_start(where: str) -> Iterator[None]:
+    """Around the first calls of a server. A server that cannot be reached now is tried again later;
+    one that refuses never gets better by itself. `where`: the tier's URL without secrets."""
+    try:
+        yield
+    except NotAllowed as refusal:
+        raise TierRefused(f"{where}: {printable(str(refusal))}. {refusal.remedy}") from None
+    except ServerFailure as failure:
+        logger.warning(
+            "%s: %s. The engine starts without this tier and tries the server again",
+            where,
+            printable(str(failure)),
+        )
 
 
 class ServerErrors:

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier.base import MetricDefinition
-from kvtier.config.errors import printable
 from kvtier.tiering.base import TierRefused
-from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
+from kvtier.tiering.remote.errors import NotAllowed, ServerErrors, trying_at_start
 from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of
 from kvtier.tiering.valkey.mover import ValkeyServer
 from kvtier.tiering.valkey.options import ValkeyOptions
-from kvtier.tiering.valkey.servers import NotAllowed, Servers, connect_to, failure_of
+from kvtier.tiering.valkey.servers import Servers, connect_to, failure_of
 from kvtier.tiering.valkey.wire import Refusal, Wire, command
 
 if TYPE_CHECKING:
@@ -89,22 +88,12 @@ def _servers_of(options: ValkeyOptions) -> Servers:
 
 
 def _probe(servers: Servers, errors: ServerErrors, options: ValkeyOptions) -> None:
-    """Log in to every server. One that cannot be reached now is tried again later; one that refuses
-    the user never gets better by itself."""
-    try:
+    """Log in to every server."""
+    with trying_at_start(errors.where):
         complaints = log_in(servers, options)
-    except NotAllowed as refusal:
-        raise TierRefused(f"{errors.where}: {printable(str(refusal))}. {refusal.remedy}") from None
-    except ServerFailure as failure:
-        logger.warning(
-            "%s: %s. The engine starts without this tier and tries the server again",
-            errors.where,
-            printable(str(failure)),
-        )
-        return
-    logger.info("%s: connected", errors.where)
-    for complaint in complaints:
-        logger.warning("%s: %s", errors.where, complaint)
+        logger.info("%s: connected", errors.where)
+        for complaint in complaints:
+            logger.warning("%s: %s", errors.where, complaint)
 
 
 def log_in(servers: Servers, options: ValkeyOptions) -> list[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvtier.base import OffloadKey
 from kvtier.config import ConfigError, Problem
 from kvtier.config.errors import describe
-from kvtier.tiering.remote.errors import FailureKind, ServerFailure
+from kvtier.tiering.remote.errors import FailureKind, NotAllowed, ServerFailure
 from kvtier.tiering.valkey.wire import Answer, Refusal, Wire, command
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Node",
-    "NotAllowed",
     "Servers",
     "block_key",
     "connect_to",
@@ -47,20 +46,10 @@ _NUM_SLOTS = 16_384
 _ELSEWHERE = ("MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "TRYAGAIN", "MASTERDOWN")
 """The server cannot answer for this key now, but it, or another one, will."""
 
+_OTHER_USER = "Give username and password of a user that may use the keys kvtier:*"
+
 Node = str
 """A server's HOST:PORT; empty if there is only one."""
-
-
-class NotAllowed(ServerFailure):
-    """The server refuses the user, or this use of it, and will not change its mind."""
-
-    def __init__(
-        self,
-        reason: str,
-        remedy: str = "Give username and password of a user that may use the keys kvtier:*",
-    ) -> None:
-        super().__init__(FailureKind.REFUSED, reason)
-        self.remedy = remedy
 
 
 def block_key(namespace: str, key: OffloadKey) -> bytes:
@@ -143,7 +132,8 @@ def _explained(error: Exception) -> ServerFailure:
     for link in links:
         if isinstance(link, (exceptions.AuthenticationError, exceptions.NoPermissionError)):
             return NotAllowed(
-                "the server refused the user or the password, or the user may not do this"
+                "the server refused the user or the password, or the user may not do this",
+                _OTHER_USER,
             )
         if isinstance(link, ssl.SSLCertVerificationError):
             return NotAllowed(
@@ -186,7 +176,7 @@ def failure_of(refusal: Refusal) -> ServerFailure:
             "the user may not do this (NOPERM)", "docs/valkey.md lists the rights that a user needs"
         )
     if code in ("NOAUTH", "WRONGPASS"):
-        return NotAllowed(f"the server wants another user or password ({code})")
+        return NotAllowed(f"the server wants another user or password ({code})", _OTHER_USER)
     if code == "DENIED":
         return NotAllowed(
             "the server takes connections of its own machine only (DENIED)",
@@ -255,7 +245,7 @@ class _Dialer:
             refusal = _refusal_of(wire, b"AUTH", *self._credentials)
             if refusal is not None:
                 if refusal.code in ("ERR", "WRONGPASS"):
-                    raise NotAllowed("the server refused the user or the password")
+                    raise NotAllowed("the server refused the user or the password", _OTHER_USER)
                 raise failure_of(refusal)
 
 
