@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 # A broken contract raises instead of being counted, in this process and in those it starts.
 os.environ["KVTIER_STRICT"] = "1"
+
+# Where the engines of the tests have their sockets, apart from those of other engines.
+_RUN_DIR = os.environ["KVTIER_RUN_DIR"] = tempfile.mkdtemp(prefix="kvtier-tests-")
 
 # A shell that runs the tests in the background has Ctrl-C ignored, also in those they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
     and any change anywhere in the source would draw other examples everywhere."""
     if settings().derandomize and hasattr(providers, "_get_local_constants"):
         providers._get_local_constants = providers.Constants  # type: ignore[attr-defined]
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_RUN_DIR, ignore_errors=True)
 
 
 SHARED_MEMORY = Path(os.environ.get("KVTIER_WATCHED_DIRECTORY", "/dev/shm"))

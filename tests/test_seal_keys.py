@@ -56,6 +56,14 @@ def test_a_signed_block_is_accepted_and_names_its_key() -> None:
     assert SIGNED[KEY_ID] == make(payload=b"another")[KEY_ID]
 
 
+def test_a_signature_covers_the_payload_and_not_only_its_digest() -> None:
+    """Whoever finds another payload with this digest, which has no secret, cannot use it."""
+    signature, fields = SIGNED[KEY_ID.start :], SIGNED[: CHECKSUM.start]
+    assert KEYS.is_genuine(signature, fields, PAYLOAD)
+    for other in (PAYLOAD[:-1] + b"x", PAYLOAD[:-1], b""):
+        assert not KEYS.is_genuine(signature, fields, other)
+
+
 def test_a_reader_without_keys_still_checks_the_digest() -> None:
     assert seal.check(SIGNED, PAYLOAD, KEY, FINGERPRINT) is None
     assert seal.check(SIGNED, PAYLOAD[:-1] + b"x", KEY, FINGERPRINT) is SealFailure.DIGEST

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtier.base import (
+        BlockDescriber,
         BlockIDsLoadStoreSpec,
         CanonicalKVCacheRef,
         CanonicalKVCaches,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         get_offload_block_hash,
         get_offload_group_idx,
         make_offload_key,
+        metric_series,
     )
     from kvtier.config import (
         AttentionKind,
@@ -66,6 +68,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionKind",
+    "BlockDescriber",
     "BlockIDsLoadStoreSpec",
     "CPUOffloadingManager",
     "CPUOffloadingSpec",
@@ -116,6 +119,7 @@ __all__ = [
     "get_offload_group_idx",
     "load_user_config",
     "make_offload_key",
+    "metric_series",
 ]
 
 # The modules of the names that `kvtier.base` does not define.

@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NewType, TypeVar
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NewType, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
 
 __all__ = [
+    "BlockDescriber",
     "BlockIDsLoadStoreSpec",
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
@@ -54,6 +56,7 @@ __all__ = [
     "get_offload_block_hash",
     "get_offload_group_idx",
     "make_offload_key",
+    "metric_series",
 ]
 
 # ---------------------------------------------------------------------------------------------
@@ -170,6 +173,10 @@ class ReqContext:
     """When the request arrived, on the monotonic clock."""
     is_prefetch: bool = field(default=False, kw_only=True)
     """True if nobody waits for this request: it brings up blocks for one that is still to come."""
+    may_load: bool = field(default=True, kw_only=True)
+    """False if `OffloadingManager.serves` said that the request may not load."""
+    is_served: bool = field(default=True, kw_only=True)
+    """False if `OffloadingManager.serves` said that the request may neither load nor store."""
     _state: dict[type, Any] = field(default_factory=dict, init=False, repr=False)
 
     def set_state(self, value: object) -> None:
@@ -329,8 +336,27 @@ class OffloadingEvent:
     removed: bool
     locality: Locality | None = None
     tier: str | None = None
-    """The tier's name in the metrics, such as `tier_0_disk`; None for host memory. It distinguishes
+    """The tier's label in the metrics, such as `0:disk`; None for host memory. It distinguishes
     tiers of one medium. The tier leaves it None; the manager above the tiers sets it."""
+    descriptions: Sequence[Any] | None = None
+    """Only for blocks that an earlier engine has left: for each key, what `BlockDescriber.read` has
+    returned, or None."""
+
+
+class BlockDescriber(Protocol):
+    """Describes blocks to consumers of events, such as routers: tokens, parent, and so on.
+
+    An engine's connector implements it. A tier that outlives the process keeps the description with
+    the block, so that the next engine can report what the tier has. Any thread may call it.
+    """
+
+    def describe(self, key: OffloadKey) -> bytes | None:
+        """The description of a block that is being stored; None if it is not known any more.
+        Usually about 150 bytes, but there is no limit."""
+
+    def read(self, key: OffloadKey, data: bytes) -> Any | None:
+        """Decode what `describe` has returned in this or an earlier process, for
+        `OffloadingEvent.descriptions`. None if it is damaged or of another format."""
 
 
 class MetricKind(Enum):
@@ -349,11 +375,34 @@ class MetricDefinition:
     documentation: str
     buckets: tuple[float, ...] | None = None
     """Upper bounds, for histograms only."""
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Each label with all values that it may have, so that no label is unbounded."""
+
+    def series(self, name: str) -> dict[str, tuple[str, ...]]:
+        """All series of the metric with this name: their label values, by `metric_series`."""
+        names = [label for label, _ in self.labels]
+        return {
+            metric_series(name, dict(zip(names, values, strict=True))): values
+            for values in product(*(values for _, values in self.labels))
+        }
+
+
+def metric_series(name: str, labels: Mapping[str, str]) -> str:
+    """The name of one series as Prometheus writes it: `name{label="value",...}`. The labels are in
+    the order of the metric's definition; without labels, it is the metric's name."""
+    if not labels:
+        return name
+    escaped = (
+        (label, value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
+        for label, value in labels.items()
+    )
+    return name + "{" + ",".join(f'{label}="{value}"' for label, value in escaped) + "}"
 
 
 @dataclass(slots=True)
 class OffloadingStats:
-    """Metrics of one manager, under the names of `build_metric_definitions`."""
+    """Metrics of one manager, by series: the names of `build_metric_definitions`, with labels as in
+    `metric_series`."""
 
     counters: dict[str, float] = field(default_factory=dict)
     """Increase since the last `get_stats`."""
@@ -380,6 +429,9 @@ class OffloadingManager(ABC):
     A caller's mistake does not raise, except in strict mode (`kvtier.misuse`): it is counted and
     logged, and the method returns the safe answer (a miss, no store).
     """
+
+    media: Sequence[Medium | None] = (None,)
+    """The medium of each place that events name; None: not known. Empty if there are no events."""
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -465,6 +517,26 @@ class OffloadingManager(ABC):
         """
         return
 
+    def note_start(
+        self,
+        req_context: ReqContext,
+        num_prompt_tokens: int,
+        num_device_tokens: int,
+        num_loaded_tokens: int,
+    ) -> None:
+        """Record where the tokens of a prompt come from: the device's own cache, a load; the rest
+        is computed.
+
+        Called at most once, when the engine starts a request; if the request loads, right after its
+        `prepare_load`. Managers count it in their metrics, and `kvtier explain` shows it.
+        """
+        return
+
+    def note_failed_load(self, req_context: ReqContext) -> None:
+        """Record that a load of a request has failed, so that it computes at least a part of what
+        it would have loaded."""
+        return
+
     def note_prompt(
         self,
         keys: Sequence[OffloadKey],
@@ -479,6 +551,18 @@ class OffloadingManager(ABC):
         estimate what more memory would bring.
         """
         return
+
+    def note_first_token(
+        self, req_context: ReqContext, num_prompt_tokens: int, seconds: float
+    ) -> None:
+        """Record that a request has produced its first token, `seconds` after it arrived. Managers
+        show it in their metrics."""
+        return
+
+    def serves(self, req_id: str) -> tuple[bool, bool]:
+        """Whether a new request may load, and whether it may store. The engine asks when the
+        request arrives. An operator may exclude requests while the engine runs."""
+        return True, True
 
     def note_prefill(self, num_tokens: int, mean_position: float, seconds: float) -> None:
         """Record that one engine step computed `num_tokens` prompt tokens in `seconds`.
@@ -605,12 +689,17 @@ class OffloadingSpec(ABC):
     on the scheduler's side only, by engines that provide it; otherwise None. Not part of `config`
     or of its fingerprint. A tier that reads it works in that engine only."""
 
+    describer: BlockDescriber | None = None
+    """Set by the connector, on the scheduler's side only, before the first request, if events
+    describe blocks. Tiers that outlive the process keep its descriptions with their blocks."""
+
     def __init__(self, config: OffloadingConfig) -> None:
         self.config = config
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled spec must not carry the engine's configuration to a worker.
-        return {name: value for name, value in vars(self).items() if name != "engine"}
+        # A pickled spec must not carry to a worker what belongs to the scheduler's side.
+        ours = ("engine", "describer")
+        return {name: value for name, value in vars(self).items() if name not in ours}
 
     @classmethod
     def build_metric_definitions(

@@ -11,6 +11,7 @@ from tests.bench import (
     disk_jitter,
     disk_restart,
     disk_speed,
+    event_cost,
     fs_jitter,
     fs_lookups,
     fs_speed,
@@ -35,6 +36,7 @@ from tests.bench import (
 from tests.bench.report import missed, unmeasured, verdict_of_all
 
 BENCHMARKS = {
+    "event_cost": (event_cost.run, "events, on the scheduler's and on the disk tier's thread"),
     "seal_cost": (seal_cost.run, "sealing and verifying, beside bare digests and copies"),
     "scheduler_cost": (scheduler_cost.run, "cost per block on the scheduler, beside vLLM's own"),
     "scale": (scale.run, "the same with up to a million blocks, and memory per block"),

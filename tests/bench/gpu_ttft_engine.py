@@ -27,13 +27,16 @@ COUNTERS = (
     "cpu_loaded_blocks",
     "cpu_promoted_blocks",
     "failed_loads",
-    "tier_0_disk_declined_blocks",
-    "tier_0_disk_late_loads",
+    *(
+        f'tier_declined_blocks{{tier="0:disk",reason="{reason}"}}'
+        for reason in ("slower", "late", "unmeasured", "trial")
+    ),
+    'tier_late_jobs{tier="0:disk",kind="load"}',
     "tiering_given_up_requests",
 )
 """kvtier's counters that say where the blocks of a request came from."""
 
-LOAD_SECONDS = "tier_0_disk_load_seconds"
+LOAD_SECONDS = 'tier_seconds{tier="0:disk",direction="load"}'
 """Seconds that the tier spent on loads, measured by the tier."""
 
 _WARM_UP = "warm-up"

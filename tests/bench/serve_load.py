@@ -77,8 +77,14 @@ class Setting:
     """Engines that fit on the GPU at the same time."""
     emulated: str | None = None
     """The name of a `Speed` in `tests.bench.sleeping_gpu`; None: on a real device."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of kvtier, beside the sizes."""
+    first_later: int = 1
+    """The first of the parts that are called later turns."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """By the name of a ratio to `none` for the engine `disk`."""
+    host_limits: Mapping[str, float] = field(default_factory=dict)
+    """The same for the engine `host`."""
 
     def order(self, engine: str, folder: Path, engine_id: str) -> dict[str, Any]:
         """The description of an engine, as JSON."""
@@ -91,6 +97,7 @@ class Setting:
                 "cpu_bytes_to_use": self.host_bytes,
                 "cache_namespace": "serve_load",
                 "reset_scope": "primary",
+                **self.options,
             }
             if engine == DISK:
                 path = str(tier / "kv.slab")
@@ -178,6 +185,16 @@ CHATS = Setting(
         "burst: later turns": 1.05,
     },
 )
+LATE_TURNS = replace(
+    CHATS,
+    name="late_turns",
+    workloads={"conversations": _CHATS | {"turns": 8}},
+    options={"eviction_policy": "density"},
+    first_later=3,
+    workload_s=240.0,
+    limits={"conversations: later turns": 0.65},
+    host_limits={"conversations: later turns": 0.85},
+)
 EAGER = replace(
     CHATS,
     name="eager",
@@ -255,7 +272,7 @@ REHEARSAL = Setting(
     start_s=120.0,
     workload_s=120.0,
 )
-ON_GPU = {setting.name: setting for setting in (CHATS, AGENTS, LARGE, EAGER, LONG)}
+ON_GPU = {setting.name: setting for setting in (CHATS, LATE_TURNS, AGENTS, LARGE, EAGER, LONG)}
 
 
 def _emulated(setting: Setting, speed: str) -> Setting:
@@ -276,11 +293,16 @@ def _emulated(setting: Setting, speed: str) -> Setting:
 
 EMULATED = {
     "chats": _emulated(CHATS, "H200_8B"),
+    "late_turns": _emulated(LATE_TURNS, "H200_8B"),
     "agents": _emulated(AGENTS, "H200_8B"),
     "large": _emulated(LARGE, "H200_32B"),
     "eager": _emulated(EAGER, "H200_8B_EAGER"),
     "long": _emulated(LONG, "H200_8B"),
 }
+
+
+_SETTINGS = {setting.name: setting for setting in (*EMULATED.values(), REHEARSAL)}
+"""By name; a setting and its emulation have the same parts."""
 
 
 class Measurements:
@@ -300,7 +322,9 @@ class Measurements:
             "problems": self.problems,
             "ratios": {
                 setting: {
-                    engine: ratios_to_none(by_engine[NONE], workloads)
+                    engine: ratios_to_none(
+                        by_engine[NONE], workloads, _SETTINGS[setting].first_later
+                    )
                     for engine, workloads in by_engine.items()
                     if engine != NONE and NONE in by_engine
                 }
@@ -315,13 +339,16 @@ class Measurements:
 
 
 def ratios_to_none(
-    none: Mapping[str, list[Parts]], engine: Mapping[str, list[Parts]]
+    none: Mapping[str, list[Parts]], engine: Mapping[str, list[Parts]], first_later: int = 1
 ) -> dict[str, float]:
     """Ratios of seconds, TTFT and decode steps, by name: medians over rounds for times, and
-    quantiles of all requests of all rounds for TTFT."""
+    quantiles of all requests of all rounds for TTFT. `first_later`: see `Setting`."""
     ratios: dict[str, float] = {}
     for workload in none.keys() & engine.keys():
-        for which, chosen in (("first turn", slice(0, 1)), ("later turns", slice(1, None))):
+        for which, chosen in (
+            ("first turn", slice(0, 1)),
+            ("later turns", slice(first_later, None)),
+        ):
             ours = [parts[chosen] for parts in engine[workload]]
             theirs = [parts[chosen] for parts in none[workload]]
             if not ours[0]:
@@ -361,24 +388,27 @@ def show(setting: Setting, by_engine: Mapping[str, Mapping[str, list[Parts]]]) -
         rows = []
         for engine, workloads in by_engine.items():
             for number, parts in enumerate(workloads.get(workload, ()), 1):
-                found = sum(part["found"] for part in parts[1:] or parts)
-                asked = sum(part["prompt_tokens"] for part in parts[1:] or parts)
+                later = parts[setting.first_later :] or parts
+                found = sum(part["found"] for part in later)
+                asked = sum(part["prompt_tokens"] for part in later)
                 rows.append(
                     [
                         f"{engine}, round {number}",
                         _seconds_of(parts),
                         f"{found / asked:.0%}",
-                        *(f"{_ttft([parts[1:] or parts], p):.2f}" for p in (50, 90, 99)),
+                        *(f"{_ttft([later], p):.2f}" for p in (50, 90, 99)),
                         f"{step * 1e3:.1f}" if (step := _decode_step([parts])) else "-",
                     ]
                 )
         header = ("", "seconds by turn", "found", "TTFT p50, s", "p90", "p99", "decode step, ms")
         print_table(f"{setting.name}: {workload}", header, rows)
-    if NONE in by_engine and DISK in by_engine:
-        ratios = ratios_to_none(by_engine[NONE], by_engine[DISK])
-        for name, limit in setting.limits.items():
-            if name in ratios:
-                print("  " + verdict(f"{setting.name}, {name}, to none", ratios[name], limit))
+    for engine, limits in ((HOST, setting.host_limits), (DISK, setting.limits)):
+        if NONE in by_engine and engine in by_engine:
+            ratios = ratios_to_none(by_engine[NONE], by_engine[engine], setting.first_later)
+            for name, limit in limits.items():
+                if name in ratios:
+                    what = f"{setting.name}, {engine}, {name}, to none"
+                    print("  " + verdict(what, ratios[name], limit))
 
 
 # --- measuring ------------------------------------------------------------------------------------

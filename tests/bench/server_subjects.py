@@ -244,7 +244,7 @@ class PlainObstore(Client):
     """The client library obstore, called for one object after the other."""
 
     def __init__(self, options: ObjOptions) -> None:
-        self._store = open_objects(options)._store
+        self._store = open_objects(options, makes_directory=True)._store
 
     def load(self, blocks: Sequence[tuple[bytes, memoryview]]) -> None:
         import obstore
@@ -263,7 +263,7 @@ class RawHttp(Client):
     """HTTP of the standard library with signed URLs, received into the rows."""
 
     def __init__(self, options: ObjOptions) -> None:
-        self._store = open_objects(options)._store
+        self._store = open_objects(options, makes_directory=True)._store
         endpoint = urlsplit(options.endpoint or "")
         self._connection = http.client.HTTPConnection(endpoint.netloc)
 
@@ -293,7 +293,7 @@ def _obj_peer(client: type[PlainObstore | RawHttp]) -> Callable[[Case, memoryvie
     def make(case: Case, view: memoryview) -> DiskSubject:
         options = ObjOptions.parse(json.loads(case.server))
         tier = DirectTier(view, lambda: client(options), (OBJ_LOADS, OBJ_STORES), 1)
-        objects = open_objects(options)
+        objects = open_objects(options, makes_directory=True)
         return _subject(tier, lambda keys: objects.remove([name_of(key).hex() for key in keys]))
 
     return make
@@ -315,7 +315,7 @@ def _kvtier_valkey(case: Case, view: memoryview) -> DiskSubject:
 def _kvtier_obj(case: Case, view: memoryview) -> DiskSubject:
     keys = json.loads(case.server)
     tier = ObjSecondaryTierManager(_spec(case, view), view, "obj", **keys)
-    objects = open_objects(ObjOptions.parse(keys))
+    objects = open_objects(ObjOptions.parse(keys), makes_directory=True)
     folder = f"{BLOCKS}/{namespace_of(tier.fingerprint)}"
     return _subject(tier, lambda gone: objects.remove([object_name(folder, key) for key in gone]))
 

@@ -124,10 +124,12 @@ def kvtier_tiered(case: Case, max_blocks: int = 20_000) -> Tiered:
 
     memory = Memory(case.slots, case.row_bytes)
     manager, tiers = make_manager(case.policy, case.slots, memory, case.num_tiers, max_blocks)
+    manager.journal.keep()
     for tier in tiers:
         tier.hold(case.settle)
 
     def settle() -> None:
+        manager.journal.take_over()  # in an engine, the status socket's thread does this
         if case.settle:
             for tier in tiers:
                 tier.settle()

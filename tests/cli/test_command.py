@@ -10,9 +10,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import typer
+import typer.core
+import typer.main
 
 from kvtier import __version__
 from kvtier.cli import main
+from kvtier.cli.app import app
 from tests import traces
 from tests.test_architecture import REPO, SRC, foreign_modules
 
@@ -48,8 +52,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_leads_to_the_demo_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "kvtier demo" in text
-    assert "about half a minute of processor" in text
+    assert "demo" in text
+    assert "half a minute" in text
     assert main(["demo", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Exit code 0" in text
@@ -58,6 +62,51 @@ def test_help_leads_to_the_demo_and_its_exit_codes(capsys: pytest.CaptureFixture
     for option in ("--tokens", "--requests", "--lengths", "--seed", "--json"):
         assert option in text
         assert option in Path(REPO, "docs", "demo.md").read_text()
+
+
+def test_the_help_fits_one_screen_and_names_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    named = {line.split()[0] for line in lines if line.startswith("  ")}
+    command = typer.main.get_command(app)
+    assert isinstance(command, typer.core.TyperGroup)
+    assert named == command.commands.keys()
+
+
+def test_the_help_of_every_command_says_its_exit_codes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = typer.main.get_command(app)
+    assert isinstance(command, typer.core.TyperGroup)
+    for name in command.commands:
+        assert main([name, "--help"]) == 0
+        assert "xit code" in capsys.readouterr().out, name
+
+
+def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
+    script = tmp_path / "kvtier.bash"
+    kvtier = tmp_path / "kvtier"
+    kvtier.write_text(f'#!/bin/sh\nPYTHONPATH={SRC} exec {sys.executable} -m kvtier "$@"\n')
+    kvtier.chmod(0o755)
+    shell = """
+        kvtier --show-completion > $SCRIPT && . $SCRIPT
+        complete -p kvtier > /dev/null || exit 1
+        COMP_WORDS=(kvtier sw) COMP_CWORD=1 && _kvtier_completion kvtier && echo ${COMPREPLY[*]}
+        COMP_WORDS=(kvtier switch --sh) COMP_CWORD=2 && _kvtier_completion kvtier
+        echo ${COMPREPLY[*]}
+    """
+    ended = subprocess.run(
+        ["bash", "--norc", "-c", shell],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SCRIPT": str(script)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.split() == ["switch", "--share"], ended
 
 
 @pytest.mark.parametrize(

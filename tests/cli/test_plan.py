@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from kvtier.cli import main
+from kvtier.observe.status_socket import StatusSocket
 from tests import traces
 from tests.replay.test_plan import LLAMA_3_8B, written
 from tests.test_architecture import REPO
@@ -226,6 +227,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "hits out of range": ([*SIZE, "--trace", CHATS, "--target-hits", "101"], "up to 100"),
     "a target without a unit": ([*SIZE, "--trace", CHATS, "--target-ttft", "3"], "us, ms, s"),
     "a target without a trace": ([*SIZE, "--target-hits", "50"], "give --trace FILE, too"),
+    "a limit without a trace": ([*SIZE, "--limit", "5"], "give --trace FILE, too"),
     "all policies without a trace": ([*SIZE, "--policy", "all"], "give --trace FILE, too"),
     "a picture without a trace": ([*SIZE, "--svg", "a.svg"], "give --trace FILE, too"),
     "a picture nowhere": ([*SWEEP, "--svg", "/nowhere/a.svg"], "create it first"),
@@ -242,6 +244,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
         [*SIZE, "--trace", CHATS, "--tier", "disk:1TiB,write_budget=1TiB"],
         "without --target-ttft): leave write_budget out",
     ),
+    "a picture in place of the trace": ([*SWEEP, "--svg", CHATS], "is also --trace"),
+    "two pictures in one file": ([*SWEEP, "--svg", "/tmp/a", "--png", "/tmp/a"], "is also --svg"),
     "a wrong tier": ([*SIZE, "--tier", "disk"], "NAME:SIZE"),
     "a wrong speed": ([*SIZE, "--host-speed", "fast"], "8GiB"),
 }
@@ -272,16 +276,15 @@ def test_the_page_explains_every_option_and_key(capsys: pytest.CaptureFixture[st
 ENGINE = """
 import sys
 from kvtier.base import ReqContext, make_offload_key
-from kvtier.cpu.prompt_log import PromptLog
+from kvtier.cpu.spec import CPUOffloadingSpec
 from tests.config.sample import make_config
-log = PromptLog(make_config({"cpu_bytes_to_use": "1MiB"}, engine_id="planned\\x1b[2J"))
+config = make_config({"cpu_bytes_to_use": "1MiB"}, engine_id="planned\\x1b[2J")
+log = CPUOffloadingSpec(config).get_manager().prompts
 log.curve._random = __import__("random").Random(1).random
 chats = [[make_offload_key(bytes([n, b]) * 16, 0) for b in range(6)] for n in range(4)]
 def serve(num_requests):
     for n in range(num_requests):
         log.note(chats[n % 4], ReqContext(str(n)), 6 * 16 + 5, 3)
-    log._show_at = 0.0
-    log._show()
     print(n, flush=True)
 for line in sys.stdin:
     serve(int(line))
@@ -320,11 +323,24 @@ def test_a_running_engine_says_what_more_memory_would_bring(
 
 
 def test_without_an_engine_it_says_where_to_look(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvtier.cli.plan.command.read_boards", list)
+    monkeypatch.setenv("KVTIER_RUN_DIR", str(tmp_path))
     assert main(["plan", "--engine"]) == 2
-    assert "no engine with kvtier runs here" in capsys.readouterr().err
+    assert "no engine of this user runs here" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_answer_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVTIER_RUN_DIR", str(tmp_path))
+    other_release = StatusSocket()
+    other_release.start()
+    try:
+        assert main(["plan", "--engine"]) == 2
+    finally:
+        other_release.close()
+    assert str(other_release.path) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("other", [["config.json"], ["--trace", CHATS], SIZE])

@@ -182,7 +182,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a device": (["/dev/null"], "is not a regular file"),
     "not a trace": ([str(TRACES / "README.md")], "README.md, line 1: this is not JSON"),
     "another block size": ([CHATS, "--block-tokens", "16"], "--block-tokens"),
-    "no block size": ([CHATS, "--block-tokens", "0"], "1 or more"),
+    "no block size": ([CHATS, "--block-tokens", "0"], "from 1 to 1e12"),
     "no unit": ([CHATS, "--host", "64G"], "64GiB"),
     "a negative size": ([CHATS, "--host=-1GiB"], "--host"),
     "less than a block": ([CHATS, "--host", "1MiB"], "one block of 512 tokens has 64 MiB"),
@@ -223,11 +223,16 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no prefill": ([CHATS, "--prefill", "0"], "from 0.001"),
     "endless prefill": ([CHATS, "--prefill", "inf"], "to 1e12"),
     "steps without length": ([CHATS, "--decode-step", "0ms"], "us, ms, s"),
-    "steps without tokens": ([CHATS, "--step-tokens", "0"], "1 or more"),
-    "nobody runs": ([CHATS, "--running", "0"], "1 or more"),
+    "steps without tokens": ([CHATS, "--step-tokens", "0"], "from 1 to 1e12"),
+    "nobody runs": ([CHATS, "--running", "0"], "from 1 to 1e12"),
     "no host speed": ([CHATS, "--host-speed", "fast"], "8GiB"),
+    "a host speed without unit": ([CHATS, "--host-speed", "50"], "is the unit right?"),
+    "a tier's speed without unit": (
+        [CHATS, "--tier", "d:2TiB,write_speed=4"],
+        "is the unit right?",
+    ),
     "time stands still": ([CHATS, "--speed-up", "0"], "2 is twice as fast"),
-    "no requests": ([CHATS, "--limit", "0"], "1 or more"),
+    "no requests": ([CHATS, "--limit", "0"], "from 1 to 1e12"),
     "a word as a limit": ([CHATS, "--limit", "few"], "few"),
     "nowhere to measure": ([CHATS, "--calibrate", "/nowhere/at/all"], "may write to"),
     "a file to measure": (["--calibrate", CHATS], "may write to"),
@@ -297,3 +302,12 @@ def test_calibration_prints_options_that_can_be_pasted(
     document = json.loads(capsys.readouterr().out)
     assert document["prefill_tokens_per_s"] is None
     assert document["latency_s"] > 0
+
+
+def test_memory_is_not_taken_for_a_disk(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_FILE_BYTES", 4 << 20)
+    monkeypatch.setattr(calibration, "_COPIED_BYTES", 4 << 20)
+    assert main(["replay", "--calibrate", "/dev/shm"]) == 0
+    assert "/dev/shm is in memory (tmpfs)" in capsys.readouterr().err

@@ -22,6 +22,8 @@ HIDDEN = "hunter2"
         {"secondary_tiers": json.dumps([{"type": "valkey", "password": HIDDEN}])},
         {"secondary_tiers": {"type": "obj", "secret_access_key": HIDDEN, "access_key_id": HIDDEN}},
         {"secondary_tiers": {"type": "valkey", "url": f"valkey://me:a/b@{HIDDEN}@host:6379/0"}},
+        {"secondary_tiers": {"type": "valkey", "url": f"me:{HIDDEN}@host:6379/0"}},
+        {"secondary_tiers": {"type": "valkey", "url": f"valkey:/me:a/b@{HIDDEN}@host"}},
         {"secondary_tiers": [[{"session_token": [HIDDEN]}]]},
         {"secondary_tiers": [json.dumps({"type": "valkey", "password": HIDDEN})]},
         {"pasword": HIDDEN},
@@ -57,7 +59,8 @@ def test_a_misspelled_secret_of_a_tier_is_hidden_too() -> None:
 
 def test_what_is_no_secret_is_shown() -> None:
     assert "16" in str(refusal_of({"tokens": 16}))
-    assert without_secrets("valkey://host:6379: refused", {}) == "valkey://host:6379: refused"
+    for text in ("valkey://host:6379: refused", "at 12:30 to me@host", "host:6379 is full"):
+        assert without_secrets(text, {}) == text
 
 
 @pytest.mark.parametrize("key", ["key", "my_key", "my key", "sortKey", "monkey"])

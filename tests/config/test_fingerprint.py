@@ -70,6 +70,9 @@ DECIDES: dict[str, Change] = {
 }
 
 DECIDES_NOTHING: dict[str, Change] = {
+    "model.served_name": ({"model": replace(MODEL, served_name="my-model")}, {}),
+    "model.settings": ({"model": replace(MODEL, settings=(("length", 4096),))}, {}),
+    "cache.hash_root": ({"cache": OffloadingCacheConfig(16, hash_root="1a2b")}, {}),
     "model.unknown_because": ({"model": replace(MODEL, unknown_because="dummy weights")}, {}),
     "engine_id": ({"engine_id": "engine-1"}, {}),
     "enable_kv_cache_events": ({"enable_kv_cache_events": True}, {}),
@@ -87,12 +90,14 @@ DECIDES_NOTHING: dict[str, Change] = {
     "extra_config.store_threshold": ({}, {"store_threshold": 2}),
     "extra_config.max_tracker_size": ({}, {"max_tracker_size": 5}),
     "extra_config.offload_prompt_only": ({}, {"offload_prompt_only": False}),
-    "extra_config.self_describing_kv_events": ({}, {"self_describing_kv_events": True}),
+    "extra_config.self_describing_kv_events": ({}, {"self_describing_kv_events": False}),
+    "extra_config.name_tier_in_events": ({}, {"name_tier_in_events": True}),
     "extra_config.secondary_tiers": ({}, with_tier(root_dir="/mnt/kv", max_bytes="1GiB")),
     "extra_config.reset_scope": ({}, {"reset_scope": "primary"}),
     "extra_config.prefill_tokens_per_s": ({}, {"prefill_tokens_per_s": 20_000}),
     "extra_config.record_trace": ({}, {"record_trace": "/tmp/trace.jsonl"}),
     "extra_config.record_trace_bytes": ({}, {"record_trace_bytes": "1MiB"}),
+    "extra_config.status_socket": ({}, {"status_socket": "off"}),
     "extra_config.shutdown_timeout_ms": ({}, {"shutdown_timeout_ms": 1}),
     "extra_config.allow_unproven_models": ({}, {"allow_unproven_models": True}),
     "extra_config.engine_config": ({}, {"engine_config": {"rack": 7}}),
@@ -131,6 +136,36 @@ def test_every_field_and_key_is_known_to_decide_or_not() -> None:
 @pytest.mark.parametrize("name", DECIDES)
 def test_what_decides_the_bytes_changes_the_fingerprint(name: str) -> None:
     assert changed(DECIDES[name]).fingerprint() != unchanged_for(name).fingerprint()
+
+
+INGREDIENTS = {
+    "groups.": "group 0",
+    "extra_config.seal_key_file": "signed",
+    "extra_config.block_size": "blocks_per_chunk",
+    "model.name": "model_name",
+}
+"""The names of ingredients that are not the names of fields."""
+
+
+@pytest.mark.parametrize("name", DECIDES)
+def test_what_decides_the_bytes_is_named_by_the_description(name: str) -> None:
+    config, before = changed(DECIDES[name]), unchanged_for(name)
+    differing = [
+        each.partition(":")[0] for each in before.describe().differences(config.describe())
+    ]
+    named = next(
+        (shown for start, shown in INGREDIENTS.items() if name.startswith(start)),
+        name.rpartition(".")[2],
+    )
+    assert named in differing
+    assert config.describe().namespace == config.fingerprint().hex()
+
+
+@pytest.mark.parametrize("name", DECIDES_NOTHING)
+def test_what_decides_nothing_is_no_difference(name: str) -> None:
+    config, before = changed(DECIDES_NOTHING[name]), unchanged_for(name)
+    if name != "model.settings":  # which an engine makes from the variant
+        assert before.describe().differences(config.describe()) == []
 
 
 @pytest.mark.parametrize("name", DECIDES_NOTHING)
@@ -308,6 +343,11 @@ def test_fingerprints_are_equal_exactly_when_identities_are(
     one, other = pair
     equal = (identity(one), epoch) == (identity(other), other_epoch)
     assert (one.fingerprint(epoch) == other.fingerprint(other_epoch)) == equal
+    shown, other_shown = (
+        config.identity(its).describe().ingredients
+        for config, its in ((one, epoch), (other, other_epoch))
+    )
+    assert (shown == other_shown) == equal
 
 
 # ---------------------------------------------------------------------------------------------

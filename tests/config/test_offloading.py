@@ -42,7 +42,7 @@ def test_a_minimal_configuration_has_the_documented_defaults() -> None:
         store_threshold=1,
         max_tracker_size=64_000,
         offload_prompt_only=True,
-        self_describing_kv_events=False,
+        self_describing_kv_events=True,
         secondary_tiers=(),
         cache_namespace=None,
         reset_scope=ResetScope.ALL,

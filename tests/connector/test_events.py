@@ -15,7 +15,7 @@ WINDOW = OffloadingGroupConfig(
 
 
 def test_blocks_of_several_groups_share_an_event_without_block_size() -> None:
-    rig = DrivenConnector((FULL, WINDOW))
+    rig = DrivenConnector((FULL, WINDOW), self_describing_kv_events=False)
     request = rig.request("a", 16)
     rig.serve(request)
     (event,) = rig.connector.take_events()
@@ -29,20 +29,20 @@ def test_blocks_of_several_groups_share_an_event_without_block_size() -> None:
 
 
 def test_events_that_describe_themselves() -> None:
-    rig = DrivenConnector((FULL, WINDOW), self_describing_kv_events=True)
+    rig = DrivenConnector((FULL, WINDOW))
     request = rig.request("a", 16)
     rig.serve(request)
     hashes = request.block_hashes
     found = {}
     for event in rig.connector.take_events():
         assert isinstance(event, BlockStored)
-        (block_hash,), (group,) = event.block_hashes, event.group_indices
-        found[block_hash, group] = (
-            event.parent_block_hash,
-            event.token_ids,
-            event.block_size,
-            event.group_kind,
-        )
+        parent, size = event.parent_block_hash, event.block_size
+        for n, (block_hash, group) in enumerate(
+            zip(event.block_hashes, event.group_indices, strict=True)
+        ):
+            tokens = event.token_ids[n * size : (n + 1) * size]
+            found[block_hash, group] = (parent, tokens, size, event.group_kind)
+            parent = block_hash
     for i in range(4):
         parent = hashes[i - 1] if i else None
         tokens = list(request.token_ids[4 * i : 4 * i + 4])
@@ -56,7 +56,7 @@ def test_events_that_describe_themselves() -> None:
 
 
 def test_what_leaves_is_told_before_what_takes_its_place() -> None:
-    rig = DrivenConnector(num_blocks=3)
+    rig = DrivenConnector(num_blocks=3, self_describing_kv_events=False)
     first = rig.request("a", 8)
     rig.serve(first)
     rig.connector.take_events()
@@ -68,7 +68,7 @@ def test_what_leaves_is_told_before_what_takes_its_place() -> None:
 
 
 def test_a_reset_clears_everything_in_its_place_in_the_stream() -> None:
-    rig = DrivenConnector()
+    rig = DrivenConnector(self_describing_kv_events=False)
     rig.serve(rig.request("a", 8))
     rig.connector.reset_cache()
     rig.run()
@@ -80,7 +80,7 @@ def test_a_reset_clears_everything_in_its_place_in_the_stream() -> None:
 
 
 def test_a_reset_of_host_memory_alone_clears_nothing_else() -> None:
-    rig = DrivenConnector(reset_scope="primary")
+    rig = DrivenConnector(reset_scope="primary", self_describing_kv_events=False)
     rig.serve(rig.request("a", 8))
     rig.connector.reset_cache()
     kinds = [type(event) for event in rig.connector.take_events()]

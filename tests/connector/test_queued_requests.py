@@ -69,4 +69,5 @@ def test_events_of_blocks_that_came_up_ahead_describe_themselves() -> None:
         for event in queue.rig.connector.take_events()
         if isinstance(event, BlockStored) and event.medium is Medium.CPU
     ]
-    assert [event.block_size for event in events] == [TOKENS] * 8
+    assert [event.block_size for event in events] == [TOKENS]
+    assert [len(event.block_hashes) for event in events] == [8]

@@ -14,6 +14,7 @@ from kvtier.cpu.hit_curve import CurvePoint, CurveSize, HitCurve, host_sizes, ti
 from tests.trace_replay import key_of
 from tests.traces import coding_agents, conversation
 
+GAUGES = ("ratio", "ratio_of_double")
 SIZES = (500, 1000, 2000, 4000, 8000, 16_000)
 
 
@@ -135,7 +136,7 @@ def test_a_small_host_memory_is_estimated_exactly() -> None:
 
 
 def test_memory_is_bounded_and_old_keys_are_let_go() -> None:
-    curve = HitCurve([*host_sizes(2000), *tier_sizes("x_", "tier 0", 2000, 10**9, adds=True)], 1)
+    curve = HitCurve([*host_sizes(2000), *tier_sizes(GAUGES, "tier 0", 2000, 10**9, adds=True)], 1)
     bounded = fed((run_of(n, 2000) for n in range(400)), 2000)
     for watching in (curve, bounded):
         assert len(watching._numbers) == len(watching._keys) <= 9500
@@ -150,6 +151,9 @@ def test_old_requests_count_less_and_less() -> None:
     for _ in range(40_000):
         curve.note_prompt(run_of(0), 40)
     assert curve.gauges["kvtier_cpu_estimated_hit_ratio"] > 0.9
+    for number in range(20_000, 60_000):
+        curve.note_prompt(run_of(number), 40)
+    assert curve.gauges["kvtier_cpu_estimated_hit_ratio"] < 0.1
 
 
 def test_answers_are_stored_but_not_looked_up() -> None:
@@ -182,13 +186,10 @@ def test_prompts_that_branch_in_one_run_of_blocks() -> None:
 
 
 def test_a_tier_has_copies_or_blocks_of_its_own() -> None:
-    copies = tier_sizes("kvtier_tier_0_disk_", "tier 0 (disk)", 100, 400, adds=False)
+    copies = tier_sizes(GAUGES, "tier 0 (disk)", 100, 400, adds=False)
     assert [(size.factor, size.num_blocks) for size in copies] == [(1, 400), (2, 800)]
-    assert [size.gauge for size in copies] == [
-        "kvtier_tier_0_disk_estimated_hit_ratio",
-        "kvtier_tier_0_disk_estimated_hit_ratio_double",
-    ]
-    own = tier_sizes("p_", "tier 0", 100, 400, adds=True)
+    assert tuple(size.gauge for size in copies) == GAUGES
+    own = tier_sizes(GAUGES, "tier 0", 100, 400, adds=True)
     assert [size.num_blocks for size in own] == [500, 900]
-    small = tier_sizes("p_", "tier 0", 100, 40, adds=False)
+    small = tier_sizes(GAUGES, "tier 0", 100, 40, adds=False)
     assert [size.num_blocks for size in small] == [100, 100]

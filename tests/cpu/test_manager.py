@@ -24,7 +24,7 @@ from kvtier.cpu.manager import NO_BLOCK, CPUOffloadingManager
 from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import SlotState
 from kvtier.cpu.policies.lru import LRUCachePolicy
-from kvtier.cpu.spec import METRIC_DEFINITIONS
+from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.misuse import ContractViolation
 
 POLICIES = ["lru", "arc"]
@@ -389,7 +389,7 @@ def test_a_failed_store_leaves_no_block() -> None:
     manager.prepare_store(prompt("a", 3), engine.context)
     manager.complete_store(prompt("a", 3), engine.context, success=False)
     assert manager.lookup(key("a0"), engine.context) is LookupResult.MISS
-    assert manager.slot_states()[SlotState.FREE] == 4
+    assert manager.slots.states()[SlotState.FREE] == 4
     assert list(manager.take_events()) == []
 
 
@@ -400,7 +400,7 @@ def test_reset_forgets_everything_at_once() -> None:
     manager = make_full("lru")
     manager.reset_cache()
     assert Engine(manager, "C").look_up(prompt("a", 4)) == 0
-    assert manager.slot_states() == {SlotState.FREE: 8}
+    assert manager.slots.states() == {SlotState.FREE: 8}
 
 
 def test_a_slot_in_transfer_at_a_reset_is_not_used_before_the_transfer_has_ended() -> None:
@@ -408,14 +408,14 @@ def test_a_slot_in_transfer_at_a_reset_is_not_used_before_the_transfer_has_ended
     old = Engine(manager, "old")
     writing = set(slots_of(old.prepare_store(prompt("a", 3))))
     manager.reset_cache()
-    assert manager.slot_states()[SlotState.QUARANTINED] == 3
+    assert manager.slots.states()[SlotState.QUARANTINED] == 3
     # The same request offers the same blocks again, as vLLM's do, having computed them again.
     manager.on_schedule_end(ScheduleEndContext((), ["old"]))
     second = old.prepare_store(prompt("a", 3))
     assert writing.isdisjoint(slots_of(second))
     # vLLM never delivers what was under way before the reset; this is the new transfer.
     manager.complete_store(set(second.keys_to_store), old.context)
-    assert manager.slot_states()[SlotState.QUARANTINED] == 0
+    assert manager.slots.states()[SlotState.QUARANTINED] == 0
     assert old.look_up(prompt("a", 3)) == 3
 
 
@@ -451,7 +451,7 @@ def test_the_next_store_after_a_reset_is_always_possible(num_blocks: int) -> Non
     assert output.keys_to_store
     manager.complete_store(output.keys_to_store, engine.context)
     engine.finish()
-    assert manager.slot_states()[SlotState.QUARANTINED] == 0
+    assert manager.slots.states()[SlotState.QUARANTINED] == 0
     most = num_blocks - manager.reserve
     run(manager, "C", prompt("c", most))
     assert Engine(manager, "D").look_up(prompt("c", most)) == most
@@ -466,7 +466,7 @@ def test_resets_in_a_row_leave_a_slot_for_the_next_store() -> None:
     engine = Engine(manager, "B")
     assert engine.prepare_store(prompt("b", 1)).keys_to_store
     manager.complete_store(prompt("b", 1), engine.context)
-    assert manager.slot_states()[SlotState.QUARANTINED] == 0
+    assert manager.slots.states()[SlotState.QUARANTINED] == 0
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 100])
@@ -530,7 +530,7 @@ def test_completions_that_fit_nothing_change_nothing_and_are_counted() -> None:
     manager.reset_cache()
     manager.complete_store([key("b")], mine.context)  # late
     assert manager.lookup(key("b"), mine.context) is LookupResult.MISS
-    assert manager.slot_states()[SlotState.QUARANTINED] == 1, "it proves nothing about others"
+    assert manager.slots.states()[SlotState.QUARANTINED] == 1, "it proves nothing about others"
     assert manager.misuse.total == 5
 
 
@@ -693,7 +693,8 @@ def test_every_figure_is_defined_and_counters_start_again() -> None:
     stats = manager.get_stats()
     assert stats.counters["kvtier_cpu_stored_blocks"] == 10
     assert stats.counters["kvtier_cpu_evicted_blocks"] == 2
-    assert {*stats.counters, *stats.gauges, *stats.histograms} <= METRIC_DEFINITIONS.keys()
+    definitions = CPUOffloadingSpec.build_metric_definitions({})
+    assert {*stats.counters, *stats.gauges, *stats.histograms} <= definitions.keys()
     assert manager.get_stats().counters == {}
 
 
@@ -764,5 +765,5 @@ def test_a_policy_that_knows_only_the_plain_interface(
     manager.complete_load([key("a2")], reader.context)
     assert run(manager, "C", prompt("c", 1)) == {"a2"}
     manager.reset_cache()
-    assert manager.slot_states() == {SlotState.FREE: 4}
+    assert manager.slots.states() == {SlotState.FREE: 4}
     sys.modules.pop("foreign_policy")

@@ -391,7 +391,7 @@ class PrimaryTier(RuleBasedStateMachine):
     @invariant()
     def every_slot_is_accounted_for(self) -> None:
         writing = sum(not block.is_ready for block in self.blocks.values())
-        assert self.manager.slot_states() == +Counter(
+        assert self.manager.slots.states() == +Counter(
             {
                 SlotState.WRITING: writing,
                 SlotState.READY: len(self.blocks) - writing,
@@ -464,7 +464,7 @@ class PrimaryTier(RuleBasedStateMachine):
         for request in self.running():
             request.finished = True
             self.manager.on_request_finished(request.context)
-        states = self.manager.slot_states()
+        states = self.manager.slots.states()
         assert states[SlotState.WRITING] == 0
         assert self.manager.get_stats().gauges["kvtier_cpu_pinned_blocks"] == 0
         assert not self.manager.uses, "a finished request is remembered"

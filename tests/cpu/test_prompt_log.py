@@ -1,112 +1,19 @@
-"""What an engine reports of its prompts, and how other processes see its hit curve."""
+"""What an engine reports of its prompts, and what it answers about its hit curve."""
 
 from __future__ import annotations
-
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from kvtier.base import ReqContext, make_offload_key
 from kvtier.connector import OffloadingConnectorScheduler
-from kvtier.cpu.hit_curve import CurveBoard, read_boards
 from kvtier.cpu.prompt_log import PromptLog, PromptWatching, num_prompt_blocks
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.engine import Engine
+from kvtier.observe.client import ask, find_engines
 from kvtier.tiering.spec import TieringOffloadingSpec
 from tests.config.sample import make_config
 from tests.engine.models import random_tokens
 from tests.engine.test_offloading import CASES, offloading_engine
-
-ENGINE = """
-import sys
-from kvtier.cpu.prompt_log import PromptLog
-from tests.config.sample import make_config
-log = PromptLog(make_config(engine_id="of another process"))
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-def boards_of(pid: int) -> list[str]:
-    return [board["engine_id"] for board in read_boards() if board["pid"] == pid]
-
-
-def test_another_process_sees_an_engine_until_it_is_killed() -> None:
-    engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert engine.stdin is not None
-    assert engine.stdout is not None
-    with engine.stdin, engine.stdout:
-        try:
-            assert engine.stdout.readline() == b"ready\n"
-            assert boards_of(engine.pid) == ["of another process"]
-        finally:
-            engine.send_signal(signal.SIGKILL)
-            engine.wait()
-    assert boards_of(engine.pid) == []
-
-
-def test_a_child_does_not_show_the_board_of_its_parent() -> None:
-    board = CurveBoard()
-    board.show({"engine_id": "parent"})
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.read(reader, 1)
-        os._exit(0)
-    try:
-        assert "parent" in boards_of(os.getpid())
-        assert boards_of(child) == []
-    finally:
-        os.write(writer, b"x")
-        os.waitpid(child, 0)
-        os.close(reader)
-        os.close(writer)
-        board.close()
-    assert "parent" not in boards_of(os.getpid())
-
-
-def is_board(path: Path) -> bool:
-    try:
-        return "kvtier-curve" in str(path.readlink())
-    except FileNotFoundError:  # the descriptor that lists the directory
-        return False
-
-
-def own_boards() -> set[Path]:
-    return set(filter(is_board, Path("/proc/self/fd").iterdir()))
-
-
-def test_only_the_owner_may_read_and_other_files_are_not_boards(tmp_path: Path) -> None:
-    others = own_boards()
-    board = CurveBoard()
-    board.show({"engine_id": "mine"})
-    (link,) = own_boards() - others
-    assert link.stat().st_mode & 0o777 == 0o600
-    with (tmp_path / "memfd:kvtier-curve (deleted)").open("wb"):
-        assert boards_of(os.getpid()).count("mine") == 1
-    link.chmod(0o644)
-    assert "mine" not in boards_of(os.getpid())
-    board.close()
-
-
-def test_an_unfinished_write_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.cpu.hit_curve._BETWEEN_TRIES_S", 0.0)
-    before = boards_of(os.getpid())
-    board = CurveBoard()
-    assert boards_of(os.getpid()) == before
-    board.show({"engine_id": "first"})
-    board._memory[12:16] = b"????"
-    assert boards_of(os.getpid()) == before
-    board.show({"engine_id": "second"})
-    board.show({"engine_id": "too long " * 10_000})
-    assert sorted(boards_of(os.getpid())) == sorted([*before, "second"])
-    board.close()
 
 
 def manager_of(engine: Engine) -> PromptWatching:
@@ -131,15 +38,14 @@ def test_the_reference_engine_reports_its_prompts(case: str) -> None:
         prompt = random_tokens(0, 100)
         for _ in range(2):
             engine.generate([prompt], 10)
-        (board,) = [
-            board
-            for board in read_boards()
-            if board["pid"] == os.getpid() and board["model"] == "kvtier-reference"
-        ]
-        assert board["block_tokens"] == 8
         log = log_of(engine)
-        assert log.curve.num_blocks == 24
-    assert board["engine_id"] not in boards_of(os.getpid())
+        (curve,) = [
+            answer
+            for answer in (ask(its, "curve") for its in find_engines())
+            if answer["num_blocks"] == log.curve.num_blocks == 24
+        ]
+        assert curve["model"] == "kvtier-reference"
+        assert curve["block_tokens"] == 8
 
 
 def test_requests_that_must_not_count() -> None:
@@ -180,12 +86,15 @@ def test_every_size_is_declared_as_a_metric() -> None:
         "kvtier_cpu_estimated_hit_ratio": 16,
         "kvtier_cpu_estimated_hit_ratio_double": 32,
         "kvtier_cpu_estimated_hit_ratio_quadruple": 64,
-        "kvtier_tier_0_example_estimated_hit_ratio": 40,
-        "kvtier_tier_0_example_estimated_hit_ratio_double": 80,
-        "kvtier_tier_1_example_estimated_hit_ratio": 140,
-        "kvtier_tier_1_example_estimated_hit_ratio_double": 240,
+        'kvtier_tier_estimated_hit_ratio{tier="0:example",size="1"}': 40,
+        'kvtier_tier_estimated_hit_ratio{tier="0:example",size="2"}': 80,
+        'kvtier_tier_estimated_hit_ratio{tier="1:example",size="1"}': 140,
+        'kvtier_tier_estimated_hit_ratio{tier="1:example",size="2"}': 240,
     }
-    assert sizes.keys() <= spec.build_metric_definitions(extra).keys()
+    definitions = spec.build_metric_definitions(extra)
+    assert sizes.keys() <= {
+        series for name, definition in definitions.items() for series in definition.series(name)
+    }
     manager.shutdown()
 
 

@@ -46,7 +46,7 @@ def test_holds_under_vllms_calls(scenario: str, num_blocks: int, policy: str) ->
     assert not ledger.writing
     assert not +ledger.pins
     assert set(manager.resident_keys()) == ledger.ready.keys()
-    states = manager.slot_states()
+    states = manager.slots.states()
     assert states[SlotState.READY] == len(ledger.ready)
     assert states[SlotState.WRITING] == 0
     assert states[SlotState.QUARANTINED] == len(ledger.quarantined)

@@ -32,6 +32,9 @@ class EventLedger:
         self._are_self_describing = are_self_describing
         self._untimely = untimely
         self.content: dict[Where, set[OffloadKey]] = defaultdict(set)
+        self._others: dict[Where, set[OffloadKey]] = defaultdict(set)
+        """The other device blocks of offloaded blocks, which only events that describe themselves
+        name."""
         self.num_events = 0
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:
@@ -40,16 +43,22 @@ class EventLedger:
             self.num_events += 1
             if isinstance(event, AllBlocksCleared):
                 self.content.clear()
+                self._others.clear()
             elif isinstance(event, BlockRemoved):
                 where, keys = event.tier, _keys(event)
-                here = self.content[where]
-                is_known = here.issuperset(keys) or where in self._untimely
+                here, others = self.content[where], self._others[where]
+                is_known = (here | others).issuperset(keys) or where in self._untimely
                 require(is_known, f"removed, but never stored: {event}")
                 here.difference_update(keys)
+                others.difference_update(keys)
             else:
                 where, keys = event.tier, _keys(event)
-                here = self.content[where]
-                require(here.isdisjoint(keys), f"stored a second time: {event}")
+                here, others = self.content[where], self._others[where]
+                require((here | others).isdisjoint(keys), f"stored a second time: {event}")
+                [*groups] = set(event.group_indices)
+                if event.block_size not in (0, self._tokens_per_chunk[groups[0]]):
+                    others.update(keys[:-1])  # the device blocks of one offloaded block
+                    keys = keys[-1:]
                 here.update(keys)
                 self._check_description(event)
 
@@ -57,9 +66,12 @@ class EventLedger:
         if not self._are_self_describing:
             require(event.block_size == 0 and not event.token_ids, f"describes itself: {event}")
             return
-        [group_idx], [block_hash] = event.group_indices, event.block_hashes
+        [group_idx], hashes = set(event.group_indices), event.block_hashes
+        num_tokens = self._tokens_per_chunk[group_idx]
+        is_one = event.block_size < num_tokens
         require(
-            event.block_size == len(event.token_ids) == self._tokens_per_chunk[group_idx],
+            event.block_size * len(hashes) == len(event.token_ids)
+            and (len(event.token_ids) <= num_tokens or not is_one),
             f"of another size: {event}",
         )
         if event.parent_block_hash is None:
@@ -71,12 +83,15 @@ class EventLedger:
                 [0] * self._tokens_per_hash + event.token_ids,
             )
         extend_chain(chain, tokens, self._tokens_per_hash)
-        require(chain[-1] == block_hash, f"of other tokens than it says: {event}")
+        per_block = event.block_size // self._tokens_per_hash
+        first = per_block - 1 + (event.parent_block_hash is not None)
+        require(chain[first::per_block] == hashes, f"of other tokens than it says: {event}")
 
     def check(self, where: Where, true: Iterable[OffloadKey]) -> None:
         """Raise unless a tier really has this content."""
         true = set(true)
         told = self.content[where]
+        require(bool(told) or not self._others[where], "parts of blocks are left")
         if told != true:
             raise Violation(
                 f"events and content of {where} differ: {len(told - true)} blocks are not there, "

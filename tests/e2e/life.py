@@ -25,7 +25,7 @@ from kvtier.engine import Engine, RequestResult
 from kvtier.engine.offloading import Connector, make_connector, offloading_config
 from kvtier.engine.request import FinishReason, Request, RequestState
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.metrics import event_name
+from kvtier.tiering.metrics import tier_label
 from tests.e2e.event_ledger import EventLedger, Where
 from tests.e2e.parts import FaultyExampleTier, StepwiseWorker, VirtualClock, new_engine_id
 from tests.e2e.reference import Answered, check_answers
@@ -130,7 +130,7 @@ class _Life:
             tuple(tokens * bpc for tokens in engine.block_tokens),
             self._setup.options["self_describing_kv_events"],
             untimely=[
-                event_name(place, tier.tier_type)
+                tier_label(place, tier.tier_type)
                 for place, (tier, its) in enumerate(
                     zip(self._tiers, self._setup.tiers, strict=True)
                 )
@@ -407,7 +407,7 @@ class _Life:
                 self._tally["tiers that were not heard at the end"] += 1
             else:
                 self._tally["tiers compared with their events"] += 1
-                self._ledger.check(event_name(place, tier.tier_type), tier.example.blocks)
+                self._ledger.check(tier_label(place, tier.tier_type), tier.example.blocks)
 
     def _count(self) -> None:
         self._tally["lives"] += 1

@@ -247,10 +247,10 @@ def a_load_is_never_completed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @_mutant(_late_copies)
 def one_prefix_is_loaded_by_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_being_loaded(*_: object) -> bool:
+    def has_none(*_: object) -> bool:
         return False
 
-    monkeypatch.setattr(Scheduler, "_is_being_loaded", is_being_loaded)
+    monkeypatch.setattr(kvtier.connector.scheduler, "_has_one_of", has_none)
 
 
 @_mutant(_several_ranks)

@@ -222,6 +222,7 @@ def _draw_setup(chance: Random) -> Setup:
         "eviction_policy": chance.choice(("lru", "lru", "arc")),
         "store_threshold": chance.choice((1, 1, 1, 1, 2)),
         "self_describing_kv_events": chance.random() < 0.4,
+        "name_tier_in_events": True,
         "reset_scope": chance.choice(("all", "all", "all", "primary")),
         "shutdown_timeout_ms": 5000,
     }

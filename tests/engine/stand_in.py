@@ -91,6 +91,9 @@ class StandIn:
 
     # --- the scheduler's half -------------------------------------------------------------------
 
+    def note_first_token(self, request_id: str) -> None:
+        assert request_id in self.alive
+
     def on_new_request(
         self, request: EngineRequest, count_cached: Callable[[], int] | None = None
     ) -> None:

@@ -23,6 +23,7 @@ from kvtier.replay.plan import (
 )
 from kvtier.replay.settings import MOST_BLOCKS, ReplaySettings, TierSettings
 from tests.replay.oracle import BLOCK_TOKENS, settings_for, some_requests, write_jsonl
+from tests.traces import CHATS
 
 LLAMA_3_8B: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -170,6 +171,24 @@ def test_no_combination_that_reaches_the_target_is_cheaper(
         assert target.is_met_by(found.figures)
         assert cost(found.sizes) == min(cost(point.sizes) for point in reaching)
     assert sweep.cheapest(policies, Target(hit_percent=hits[-1] + 0.1), cost) is None
+
+
+def test_nothing_cheaper_in_the_tables_reaches_the_target() -> None:
+    """In this trace, 1 GiB and 8 GiB hit more than 2 GiB and 8 GiB."""
+    settings = ReplaySettings(
+        host=tier_of("host", 2 << 30), tiers=(tier_of("disk", 8 << 30),), is_timed=False
+    )
+    sweep = Sweep(str(CHATS), settings, 512)
+    rows = [point for place in range(2) for point in sweep.curve("lru", place)]
+    target = Target(hit_percent=58.0)
+    found = sweep.cheapest(["lru"], target, in_money)
+    assert found is not None
+    reaching = [point for point in rows if target.is_met_by(point.figures)]
+    assert in_money(found.sizes) <= min(in_money(point.sizes) for point in reaching)
+
+
+def tier_of(name: str, num_bytes: int) -> TierSettings:
+    return TierSettings(name=name, num_bytes=num_bytes, read_bytes_per_s=1, write_bytes_per_s=1)
 
 
 def test_the_search_replays_few_of_the_combinations(tmp_path: Path) -> None:

@@ -180,18 +180,19 @@ def test_the_file_never_grows_beyond_its_limit(tmp_path: Path) -> None:
     assert len(requests_of(path)) == recorder.gauges["kvtier_cpu_recorded_requests"] >= 3
 
 
+@pytest.mark.parametrize(("num_blocks", "num_kept"), [(100, 2), (0, 250)])
 def test_a_slow_writer_costs_requests_and_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_blocks: int, num_kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.cpu.prompt_log._WRITTEN_EVERY_S", 60.0)
     monkeypatch.setattr("kvtier.cpu.prompt_log._MAX_WAITING", 250)
     path = tmp_path / "trace.jsonl"
     recorder = TraceRecorder(path, 1 << 20, ABOUT)
-    for _ in range(10):
-        recorder.note(_Recorded(recorder._begun_s, 1600, 1, keys(*range(100))))
+    for _ in range(300):
+        recorder.note(_Recorded(recorder._begun_s, 16 * num_blocks, 1, keys(*range(num_blocks))))
     recorder.close()
-    assert len(requests_of(path)) == 2
-    assert recorder.gauges["kvtier_cpu_unrecorded_requests"] == 8
+    assert len(requests_of(path)) == num_kept
+    assert recorder.gauges["kvtier_cpu_unrecorded_requests"] == 300 - num_kept
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(
@@ -245,6 +246,7 @@ def test_replicas_have_files_of_their_own(tmp_path: Path) -> None:
 
 DAMAGED: Sequence[tuple[str, str]] = [
     ('{"kvtier_recording":1}\n', "line 1 is damaged"),
+    ('{"kvtier_recording":1,"block_tokens":0}\n', "line 1 is damaged"),
     ('{"kvtier_recording":1,"block_tokens":16}\n', "has no requests"),
     ('{"kvtier_recording":1,"block_tokens":16}\nrubbish\n', "line 2 is damaged"),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import lzma
+import zipfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,12 @@ WRONG_LINES: dict[str, tuple[object, str]] = {
     "no timestamp": ({"timestamp": None}, "timestamp is null"),
     "a word as a time": ({"timestamp": "soon"}, 'timestamp is "soon"'),
     "endless time": ('{"timestamp": NaN}', "timestamp is NaN"),
+    "endless digits": ('{"timestamp": 1' + 400 * "0" + "}", "timestamp is 1000"),
+    "a time that no clock has": ('{"timestamp": 1e300}', "from 0 to 1e15"),
+    "more tokens than there are": (
+        '{"timestamp": 1500, "input_length": 1' + 400 * "0" + "}",
+        "input_length is 1000",
+    ),
     "time runs backwards": ({"timestamp": 3}, "sort the lines by timestamp"),
     "negative tokens": ({"input_length": -1}, "input_length is -1: write a whole number"),
     "half a token": ({"output_length": 1.5}, "output_length is 1.5: write a whole number"),
@@ -174,6 +181,34 @@ def test_a_line_without_end_is_not_read_to_its_end(
         read(written(tmp_path / "a", json.dumps(LINE) + " " * 100))
 
 
+def damaged_deflate() -> bytes:
+    content = io.BytesIO()
+    np.savez_compressed(content, **TREE)
+    data = bytearray(content.getvalue())
+    name_size, extra_size = data[26], data[28]  # of the first array, in its header
+    first = 30 + name_size + extra_size
+    data[first : first + 4] = b"\xff" * 4
+    return bytes(data)
+
+
+def unknown_method() -> bytes:
+    data = bytearray(tree_bytes())
+    entry = data.index(b"PK\x01\x02")
+    for method in (8, entry + 10):
+        data[method] = 99
+    return bytes(data)
+
+
+def too_large() -> bytes:
+    array, content = io.BytesIO(), io.BytesIO()
+    header = {"descr": "<i8", "fortran_order": False, "shape": (10**15,)}
+    np.lib.format.write_array_header_1_0(array, header)
+    with zipfile.ZipFile(content, "w") as archive:
+        for name in TREE:
+            archive.writestr(f"{name}.npy", array.getvalue())
+    return content.getvalue()
+
+
 WRONG_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
     "only line ends": (b"\n \n", "has no requests"),
@@ -181,6 +216,9 @@ WRONG_FILES: dict[str, tuple[bytes, str]] = {
     "xz cut off": (lzma.compress(json.dumps(LINE).encode() * 99)[:-20], "damaged or cut off"),
     "npz in xz cut off": (lzma.compress(tree_bytes())[:-20], "damaged or cut off"),
     "npz cut off": (tree_bytes()[:-30], "cannot be read as an npz archive"),
+    "npz with damaged compression": (damaged_deflate(), "cannot be read as an npz archive"),
+    "npz with unknown compression": (unknown_method(), "cannot be read as an npz archive"),
+    "npz larger than memory": (too_large(), "cannot be read as an npz archive"),
     "npz without leaf": (tree_bytes(leaf=None), "no array leaf"),
     "npz of objects": (tree_bytes(ts=np.array([{}, {}])), "cannot be read as an npz archive"),
     "npz with words": (tree_bytes(tin=np.array(["a", "b"])), "array tin"),

@@ -136,7 +136,8 @@ def test_an_engine_survives_the_tier_with_faults(folder: Path) -> None:
         (tier,) = manager.secondary_tiers
         assert isinstance(tier, FaultyTier)
         assert {"hang", "raise"} <= {fault.kind for fault in tier.injected}
-        assert manager.get_stats().counters["kvtier_tier_0_badshelf_errors"] > 0
+        counters = manager.get_stats().counters
+        assert counters['kvtier_tier_faults{tier="0:BadShelf",kind="error"}'] > 0
     finally:
         manager.shutdown()
 

@@ -69,7 +69,7 @@ def used_again(engine: Engine) -> None:
         promoted = sum(
             value
             for name, value in engine.figures().items()
-            if "promoted_blocks" in name or "loaded_blocks" in name
+            if "promoted_blocks" in name or 'direction="load"' in name
         )
         return hits > 0 and promoted > 0
 

@@ -22,6 +22,7 @@ from kvtier.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.health import BreakerState, TierSettings
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from kvtier.tiering.metrics import tier_label, tier_series
 from tests import traces
 from tests.arguments import whole_number
 from tests.bench.report import print_table, save
@@ -288,8 +289,8 @@ class BlackHole:
         outcome = self.outcome
         quarantined = int(gauges["kvtier_cpu_quarantined_slots"])
         outcome.most_quarantined = max(outcome.most_quarantined, quarantined)
-        prefix = f"kvtier_tier_{self._victim}_mortal_"
-        states = {BreakerState(gauges[prefix + name]) for name in BREAKERS}
+        label = tier_label(self._victim, "mortal")
+        states = {BreakerState(gauges[tier_series(label, name)]) for name in BREAKERS}
         since = self._clock.now - self._changed_at
         if self._now_in == "during" and BreakerState.OPEN in states:
             outcome.opened_after_s = outcome.opened_after_s or since

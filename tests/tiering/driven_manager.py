@@ -30,6 +30,7 @@ from kvtier.tiering.manager import (
     GroupShape,
     TieringOffloadingManager,
 )
+from kvtier.tiering.metrics import COUNTED, tier_label, tier_series
 from tests.config.sample import make_config
 
 ROW_BYTES = 64
@@ -272,10 +273,21 @@ class DrivenManager:
             tier.kept[tier.fingerprint, block] = (header, bytes(data))
 
     def stat(self, name: str) -> float:
-        """A metric; counters count since the last call for any metric."""
+        """A metric: of the first tier, if the orchestrator counts it for tiers, or else the one
+        whose name ends like this. Counters count since the last call for any metric."""
         stats = self.manager.get_stats()
+        if name in COUNTED:
+            series = tier_series(tier_label(0, self.tiers[0].tier_type), name)
+            return (stats.gauges | stats.counters).get(series, 0.0)
         for figures in (stats.gauges, stats.counters):
             for full_name, value in figures.items():
                 if full_name.endswith(name):
                     return value
         return 0.0
+
+    def tier_counters(self) -> dict[str, int]:
+        """What the orchestrator counted for the first tier since the last call for any metric."""
+        counted = self.manager.get_stats().counters
+        label = tier_label(0, self.tiers[0].tier_type)
+        series = {name: tier_series(label, name) for name in COUNTED}
+        return {name: int(counted[one]) for name, one in series.items() if one in counted}

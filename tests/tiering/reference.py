@@ -13,8 +13,10 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
+from kvtier.base import OffloadingStats
 from kvtier.engine import Engine, EngineConfig, ModelConfig, make_connector, offloading_config
 from kvtier.engine.cache import array_page_bytes
+from kvtier.tiering.spec import TieringOffloadingSpec
 
 __all__ = ["BLOCKS_PER_PROMPT", "BLOCK_BYTES", "Prompt", "ReferenceEngine", "prompts"]
 
@@ -80,6 +82,7 @@ class ReferenceEngine:
         config = offloading_config(
             _MODEL, _ENGINE, keys, uuid.uuid4().hex, enable_kv_cache_events=True
         )
+        self.metric_definitions = TieringOffloadingSpec.build_metric_definitions(keys)
         self._connector = make_connector(config)
         self._engine = Engine(_MODEL, _ENGINE, self._connector)
         self.slowest_s = 0.0
@@ -123,12 +126,16 @@ class ReferenceEngine:
 
     def figures(self) -> dict[str, float]:
         """Gauges, and counters since the start."""
-        stats = self._connector.scheduler.get_stats()  # type: ignore[attr-defined]
-        if stats is not None:
-            for name, value in stats.counters.items():
-                self._figures[name] = self._figures.get(name, 0.0) + value
-            self._figures.update(stats.gauges)
+        stats = self.take_stats()
+        for name, value in stats.counters.items():
+            self._figures[name] = self._figures.get(name, 0.0) + value
+        self._figures.update(stats.gauges)
         return self._figures
+
+    def take_stats(self) -> OffloadingStats:
+        """What the manager has counted since the last call of this method or of `figures`."""
+        stats: OffloadingStats = self._connector.scheduler.get_stats()  # type: ignore[attr-defined]
+        return stats
 
     def events(self) -> list[Any]:
         return self._engine.take_events()

@@ -29,7 +29,7 @@ def with_late_promotion(num_blocks: int = 8) -> DrivenManager:
 
 def test_a_late_promotion_is_a_miss_and_its_slots_are_quarantined() -> None:
     rig = with_late_promotion()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 2
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 2
     assert not rig.manager.has_pending_work()
     assert rig.stat("late_loads") == 1
 
@@ -49,7 +49,7 @@ def test_what_arrives_late_is_adopted() -> None:
     request = rig.begin("next")
     assert rig.look_up(keys(1, 2), request) == "HH"
     rig.load(keys(1, 2), request)
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 0
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 0
     assert rig.stat("adopted_blocks") == 2
 
 
@@ -57,7 +57,7 @@ def test_what_arrives_late_and_broken_is_not_adopted() -> None:
     rig = with_late_promotion()
     rig.tiers[0].finish(fail=keys(1))
     assert rig.look_up(keys(2), rig.begin("next")) == "H"
-    assert rig.primary.slot_states()[SlotState.FREE] == 7
+    assert rig.primary.slots.states()[SlotState.FREE] == 7
 
 
 def test_what_someone_stored_meanwhile_is_not_replaced() -> None:
@@ -71,8 +71,8 @@ def test_what_someone_stored_meanwhile_is_not_replaced() -> None:
     tier.finish()
     rig.step()
     rig.load(keys(1, 2), other)
-    assert rig.primary.slot_states()[SlotState.READY] == 2
-    assert rig.primary.slot_states()[SlotState.FREE] == 6
+    assert rig.primary.slots.states()[SlotState.READY] == 2
+    assert rig.primary.slots.states()[SlotState.FREE] == 6
 
 
 def test_what_arrives_after_a_reset_is_not_adopted() -> None:
@@ -80,7 +80,7 @@ def test_what_arrives_after_a_reset_is_not_adopted() -> None:
     rig.manager.reset_cache()
     rig.tiers[0].finish()
     rig.step()
-    assert rig.primary.slot_states()[SlotState.FREE] == 8
+    assert rig.primary.slots.states()[SlotState.FREE] == 8
 
 
 def test_a_long_engine_step_makes_nobody_late() -> None:
@@ -176,7 +176,7 @@ def test_pending_work_is_work_that_can_still_end() -> None:
     assert rig.manager.has_pending_work()
     rig.clock.now += 3.1
     assert not rig.manager.has_pending_work()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 1, "it was found to be late"
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 1, "it was found to be late"
 
 
 def test_an_engine_is_not_kept_stepping_for_stores_that_nobody_waits_for() -> None:
@@ -378,7 +378,7 @@ def test_a_tier_that_keeps_slots_gets_no_more_than_its_share() -> None:
         rig.look_up(keys(10 * number), request)
         rig.manager.on_request_finished(request)
         rig.step()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 40
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 40
 
 
 def test_late_bytes_land_in_quarantine_only() -> None:
@@ -394,7 +394,7 @@ def test_late_bytes_land_in_quarantine_only() -> None:
     tier.waiting.remove(job)
     tier.finish()
     rig.step()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 0
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 0
     assert (rig.memory.rows[int(job.block_ids[0])] != payload(key(1))).any()
     assert rig.look_up(keys(1), rig.begin("next")) == "P", "it has to be read again"
 
@@ -431,7 +431,7 @@ def test_tiers_that_never_give_back_leave_slots_for_stores() -> None:
         for tier in rig.tiers:
             rig.keep_below(blocks, tier)
         rig.step()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] <= 75
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] <= 75
     assert rig.store(keys(*range(900, 910)), rig.begin("stores")) == keys(*range(900, 910))
 
 
@@ -482,7 +482,7 @@ def test_a_late_store_that_was_the_probe_ends_the_trial() -> None:
 def test_an_operator_reads_when_a_tier_is_cut_off_and_when_it_is_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="kvtier.tiering.tier_calls"):
+    with caplog.at_level(logging.INFO, logger="kvtier.tiering.recording"):
         rig = with_open_breaker()
         assert "tier 0 (hand0): cut off: 2 deadlines in a row were missed" in caplog.text
         assert "Tried again in 5 s" in caplog.text

@@ -140,7 +140,7 @@ def test_what_is_looked_up_as_a_whole_is_declined_in_the_same_step() -> None:
     rig.step()
     request = rig.begin("asks", num_prompt_tokens=SHORT)
     assert rig.manager.lookup_prefix(prompt, request) == (num_above, True)
-    assert rig.stat("declined_blocks") == len(prompt) - num_above
+    assert rig.stat("declined_slower_blocks") == len(prompt) - num_above
     rig.step()
     assert rig.tiers[0].loads() == []
     assert rig.manager.lookup_prefix(prompt, request) == (num_above, True)

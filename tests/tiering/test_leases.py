@@ -45,7 +45,7 @@ def test_a_reset_ends_leases() -> None:
     rig, _ = leased()
     rig.manager.reset_cache()
     assert rig.stat("leased_blocks") == 0
-    assert rig.primary.slot_states()[SlotState.FREE] == 8
+    assert rig.primary.slots.states()[SlotState.FREE] == 8
 
 
 def test_what_was_wanted_before_a_reset_is_not_brought_up_after_it() -> None:

@@ -119,12 +119,12 @@ def test_a_slow_tier_pins_at_most_its_share() -> None:
     assert sum(len(job.keys) for job in slow.waiting) == 50
     assert list(slow.waiting[1].keys) == keys(*range(40, 50)), "the head is worth the most"
     assert quick.holds(*keys(*range(80)))
-    assert rig.stat("hand0_pinned_blocks") == 50
-    assert rig.stat("hand0_waiting_blocks") == 30
+    assert rig.stat("pinned_blocks") == 50
+    assert rig.stat("waiting_blocks") == 30
     slow.finish()
     rig.step()
     assert [list(job.keys) for job in slow.waiting] == [keys(*range(50, 80))]
-    assert rig.stat("hand0_waiting_blocks") == 0
+    assert rig.stat("waiting_blocks") == 0
 
 
 def test_store_threshold_holds_for_the_device_only() -> None:
@@ -266,7 +266,7 @@ def test_events_of_all_tiers_in_one_stream() -> None:
         manager.prepare_store(keys(int(enabled)), context)
         manager.complete_store(keys(int(enabled)), context)
         events = [(event.medium, event.removed, event.tier) for event in manager.take_events()]
-        talk = [(Medium.STORAGE, True, "tier_0_talking")] if enabled else []
+        talk = [(Medium.STORAGE, True, "0:talking")] if enabled else []
         assert events == [(Medium.CPU, False, None), *talk]
 
 
@@ -289,11 +289,11 @@ def test_events_tell_tiers_of_one_medium_apart() -> None:
     context = ReqContext("r")
     manager.prepare_store(keys(1), context)
     manager.complete_store(keys(1), context)
-    # As in the names of their figures.
+    # As in the label of their metrics.
     assert [event.tier for event in manager.take_events()] == [
         None,
-        "tier_0_talking_tier",
-        "tier_1_talking_tier",
+        "0:Talking-Tier",
+        "1:Talking-Tier",
     ]
 
 
@@ -375,7 +375,7 @@ def test_nothing_is_left_of_finished_requests() -> None:
     rig.step()
     manager = rig.manager
     assert not any(manager.open_work().values())
-    states = rig.primary.slot_states()
+    states = rig.primary.slots.states()
     assert states[SlotState.READY] + states[SlotState.FREE] == 16
     assert rig.stat("cpu_pinned_blocks") == 0
     assert not manager.has_pending_work()

@@ -30,6 +30,7 @@ METHODS = [
     "on_schedule_end",
     "has_pending_work",
     "take_events",
+    "has_announcements",
     "get_stats",
     "begin_epoch",
     "take_seal_failures",
@@ -89,6 +90,32 @@ def test_an_answer_that_is_none_does_not_reach_the_engine(
         live(rig, number)
 
 
+@pytest.mark.parametrize("value", [None, "many", -1, float("nan"), float("inf")], ids=repr)
+def test_a_count_that_is_none_is_left_out(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = DrivenManager()
+    wrong = OffloadingStats(counters={"kvtier_hand_things": value})
+    monkeypatch.setattr(rig.tiers[0], "get_stats", lambda: wrong)
+    rig.manager.get_stats()
+    counted = rig.manager.get_stats().counters
+    assert not [name for name in counted if name.startswith("kvtier_hand_things")]
+    assert counted['kvtier_tier_faults{tier="0:hand0",kind="error"}'] == 1
+
+
+def test_numbers_of_numpy_are_reported_as_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a status socket can send them."""
+    rig = DrivenManager()
+    its = OffloadingStats({"c": np.int64(2)}, {"g": np.float32(0.5)}, {"h": [np.float64(1)]})  # type: ignore[dict-item]
+    monkeypatch.setattr(rig.tiers[0], "get_stats", lambda: its)
+    stats = rig.manager.get_stats()
+    values = [
+        stats.counters['c{tier="0:hand0"}'],
+        stats.gauges['g{tier="0:hand0"}'],
+        *stats.histograms['h{tier="0:hand0"}'],
+    ]
+    assert values == [2, 0.5, 1]
+    assert {type(value) for value in values} == {float}
+
+
 class Panic(BaseException):
     """An exception of a client library that is not written in Python."""
 
@@ -125,8 +152,8 @@ def test_an_answer_that_is_no_list_of_keys_is_not_iterated(
     rig.store(keys(1, 2), request)
     rig.manager.on_request_finished(request)
     stats = rig.manager.get_stats()
-    assert stats.counters["kvtier_tier_0_hand0_violations"] == 1
-    assert stats.gauges["kvtier_tier_0_hand0_breaker_state"] == 2
+    assert stats.counters['kvtier_tier_faults{tier="0:hand0",kind="violation"}'] == 1
+    assert stats.gauges['kvtier_tier_breaker_state{tier="0:hand0",direction="load"}'] == 2
 
 
 @pytest.mark.parametrize(
@@ -171,7 +198,7 @@ def test_keys_that_were_not_in_the_job_do_not_count(named: Any) -> None:
     rig.tiers[0].waiting.clear()
     rig.tiers[0].results.append(JobResult(job.job_id, False, named))
     assert rig.look_up(keys(1), request) == "M"
-    assert rig.primary.slot_states()[SlotState.FREE] == 8
+    assert rig.primary.slots.states()[SlotState.FREE] == 8
 
 
 @pytest.mark.parametrize("seconds", ["long", float("nan"), float("inf"), -1.0])
@@ -218,11 +245,11 @@ def test_nobody_waits_for_a_load_that_could_not_be_submitted(
     rig.look_up(keys(1), request)
     rig.step()
     assert rig.look_up(keys(1), request) == "M"
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 1, "it may have begun"
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 1, "it may have begun"
     rig.step()
     tier.results.append(JobResult(accepted[0].job_id, success=False))
     rig.step()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 0
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 0
 
 
 def test_a_load_that_was_not_begun_gives_its_slots_back_at_once(
@@ -239,7 +266,7 @@ def test_a_load_that_was_not_begun_gives_its_slots_back_at_once(
     request = rig.begin("r")
     rig.look_up(keys(1, 2), request)
     rig.step()
-    assert rig.primary.slot_states()[SlotState.FREE] == 8
+    assert rig.primary.slots.states()[SlotState.FREE] == 8
     assert rig.look_up(keys(1, 2), request) == "PP", "the next tier has them too"
     rig.step()
     other.finish()
@@ -247,7 +274,7 @@ def test_a_load_that_was_not_begun_gives_its_slots_back_at_once(
     assert rig.look_up(keys(1, 2), request) == "HH"
     rig.manager.on_request_finished(request)
     rig.step()
-    assert rig.stat("hand0_failed_loads") == 2
+    assert rig.stat("failed_loads") == 2
     assert not any(rig.manager.open_work().values())
 
 
@@ -335,15 +362,18 @@ def test_each_kind_of_trouble_is_logged_once(
     assert rig.stat("errors") == 50
 
 
-def test_figures_of_two_tiers_of_one_type_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_of_two_tiers_of_one_type_are_labelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = DrivenManager(num_tiers=2)
     for tier in rig.tiers:
-        stats = OffloadingStats({"own_count": 2}, {"own_level": 3}, {"own_times": [0.1]})
+        stats = OffloadingStats({'own_count{kind="a"}': 2}, {"own_level": 3}, {"own_times": [0.1]})
         monkeypatch.setattr(tier, "get_stats", lambda stats=stats: stats)
     stats = rig.manager.get_stats()
-    assert stats.counters["own_count"] == 4
-    assert stats.gauges["own_level"] == 6
-    assert stats.histograms["own_times"] == [0.1, 0.1]
+    for label in ("0:hand0", "1:hand1"):
+        assert stats.counters[f'own_count{{tier="{label}",kind="a"}}'] == 2
+        assert stats.gauges[f'own_level{{tier="{label}"}}'] == 3
+        assert stats.histograms[f'own_times{{tier="{label}"}}'] == [0.1]
 
 
 @pytest.mark.parametrize("method", ["get_finished_jobs", "take_events", "get_stats", "touch"])

@@ -62,7 +62,7 @@ def test_promotions_leave_a_slot_for_the_store_that_ends_a_quarantine() -> None:
     primary = primary_of(8)
     assert primary.prepare_store(keys(1, 2), REQUEST) is not None
     primary.reset_cache()
-    assert primary.slot_states()[SlotState.QUARANTINED] == 2
+    assert primary.slots.states()[SlotState.QUARANTINED] == 2
     writable = primary.num_writable(8, 0, ReqContext("promotes"))
     assert writable > 0
     assert primary.prepare_write(1, keys(*range(10, 10 + writable)), ReqContext("promotes"))
@@ -73,7 +73,7 @@ def test_promotions_leave_a_slot_for_the_store_that_ends_a_quarantine() -> None:
     assert output is not None
     assert output.keys_to_store
     primary.complete_store(output.keys_to_store, stores)
-    assert primary.slot_states()[SlotState.QUARANTINED] == 0
+    assert primary.slots.states()[SlotState.QUARANTINED] == 0
 
 
 def test_tiers_get_no_slot_that_the_device_may_still_be_writing() -> None:
@@ -90,7 +90,7 @@ def test_tiers_get_no_slot_that_the_device_may_still_be_writing() -> None:
     for _ in range(3):
         primary.on_schedule_end(STEP)
     for _ in range(2):  # another reset proves nothing
-        assert primary.slot_states()[SlotState.QUARANTINED] == 0
+        assert primary.slots.states()[SlotState.QUARANTINED] == 0
         assert primary.num_writable(8, 0, promotes) == 0
         assert primary.num_fitting(promotes) == 0
         assert primary.prepare_write(2, keys(10), promotes) is None
@@ -114,7 +114,7 @@ def test_what_is_adopted_for_a_request_that_has_ended_can_be_evicted() -> None:
     rig.step()
     rig.tiers[0].finish()
     rig.step()
-    assert rig.primary.slot_states()[SlotState.READY] == 3
+    assert rig.primary.slots.states()[SlotState.READY] == 3
     later = keys(*range(10, 17))
     assert rig.store(later, rig.begin("stores")) == later
-    assert rig.primary.slot_states()[SlotState.READY] == 8
+    assert rig.primary.slots.states()[SlotState.READY] == 8

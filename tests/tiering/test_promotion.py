@@ -160,7 +160,7 @@ def test_partial_results_keep_what_arrived() -> None:
     rig.step()
     rig.tiers[0].finish(fail=keys(2))
     assert rig.look_up(keys(1, 2, 3), request) == "HMH"
-    assert rig.stat("hand0_failed_loads") == 1
+    assert rig.stat("failed_loads") == 1
     rig.load(keys(1, 3), request)
 
 
@@ -298,7 +298,7 @@ def test_a_promotion_slower_than_computing_is_a_miss() -> None:
     rig = trained(tokens_per_s=1600, seconds_per_block=0.03)  # computing a block takes 0.01 s
     rig.keep_below(keys(*range(100, 140)))
     rig.clock.now += 60.0
-    rig.stat("declined_blocks")
+    rig.stat("declined_slower_blocks")
     first, request = rig.begin("first"), rig.begin("second")
     rig.look_up(keys(*range(100, 120)), first)
     rig.look_up(keys(*range(120, 140)), request)
@@ -307,7 +307,7 @@ def test_a_promotion_slower_than_computing_is_a_miss() -> None:
     assert len(job.keys) <= 8, "to see whether the tier is still that slow"
     assert rig.look_up(keys(*range(100, 120)), first)[8:] == "M" * 12
     assert rig.look_up(keys(*range(120, 140)), request) == "M" * 20
-    assert rig.stat("declined_blocks") == 40
+    assert rig.stat("declined_slower_blocks") == 40
 
 
 def test_a_promotion_faster_than_computing_is_made() -> None:
@@ -345,10 +345,10 @@ def test_slots_are_all_accounted_for() -> None:
     request = rig.begin("r")
     rig.look_up(keys(1, 2, 3), request)
     rig.step()
-    assert rig.primary.slot_states()[SlotState.WRITING] == 3
+    assert rig.primary.slots.states()[SlotState.WRITING] == 3
     rig.tiers[0].finish(fail=keys(1))
     rig.step()
-    states = rig.primary.slot_states()
+    states = rig.primary.slots.states()
     assert (states[SlotState.READY], states[SlotState.FREE]) == (2, 6)
 
 

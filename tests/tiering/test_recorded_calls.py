@@ -163,7 +163,7 @@ def test_holds_under_vllms_calls(scenario: str, num_blocks: int, characters: lis
 
     assert answers["stores"] > 0
     assert rig.primary.misuse.total == 0
-    states = rig.primary.slot_states()
+    states = rig.primary.slots.states()
     assert states[SlotState.WRITING] == 0
     assert states.total() == num_blocks
     assert not rig.primary.tier_pins()

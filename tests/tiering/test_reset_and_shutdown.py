@@ -72,17 +72,17 @@ def test_slots_that_tiers_use_at_a_reset_are_quarantined_until_they_report() -> 
     rig.step()
     first, second = rig.tiers
     rig.manager.reset_cache()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 4
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 4
     rig.step()
     first.finish(first.loads()[0])
     rig.step()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 2
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 2
     first.finish()
     rig.step()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 2, "the other tier reads them too"
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 2, "the other tier reads them too"
     second.finish()
     rig.step()
-    assert rig.primary.slot_states()[SlotState.FREE] == 8
+    assert rig.primary.slots.states()[SlotState.FREE] == 8
     assert rig.look_up(keys(1, 2, 11, 12), rig.begin("next")) == "MMMM"
 
 
@@ -92,14 +92,14 @@ def test_a_slot_that_device_and_tier_use_waits_for_both() -> None:
     rig.store(keys(1), request)
     rig.manager.prepare_load(keys(1), request)
     rig.manager.reset_cache()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 1
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 1
     rig.tiers[0].finish()
     rig.step()
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 1, "the device may be reading it"
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 1, "the device may be reading it"
     other = rig.begin("other")
     rig.step(new_req_ids=["other"])
     rig.store(keys(2), other)
-    assert rig.primary.slot_states()[SlotState.QUARANTINED] == 0
+    assert rig.primary.slots.states()[SlotState.QUARANTINED] == 0
 
 
 def test_a_store_under_way_at_a_reset_never_reaches_a_tier_in_the_new_epoch() -> None:

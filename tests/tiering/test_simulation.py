@@ -50,6 +50,7 @@ AT_LEAST = {
     "breakers opened": 500,
     "breakers closed again": 150,
     "steps with quarantined slots": 3000,
+    "compared with metrics": 10_000,
     "resets during device transfers": 300,
     "resets during promotions": 200,
     "preemptions": 1000,

@@ -599,8 +599,16 @@ def test_every_figure_is_defined(start: Start) -> None:
         kinds |= dict.fromkeys(stats.counters, MetricKind.COUNTER)
         kinds |= dict.fromkeys(stats.gauges, MetricKind.GAUGE)
         kinds |= dict.fromkeys(stats.histograms, MetricKind.HISTOGRAM)
-    assert {"watched_life", "kvtier_tier_1_watched_pinned_blocks"} <= kinds.keys()
-    assert kinds.items() <= {name: item.kind for name, item in definitions.items()}.items()
+    assert {
+        'watched_life{tier="1:Watched"}',
+        'kvtier_tier_pinned_blocks{tier="1:Watched"}',
+    } <= kinds.keys()
+    defined = {
+        series: definition.kind
+        for name, definition in definitions.items()
+        for series in definition.series(name)
+    }
+    assert kinds.items() <= defined.items()
     assert definitions["watched_life"].documentation == "second"
 
 
@@ -609,7 +617,10 @@ def test_figures_are_defined_before_there_is_an_engine() -> None:
     assert "kvtier_cpu_slots" in without_tiers
     extra = {"secondary_tiers": [EXAMPLE, EXAMPLE]}
     with_tiers = TieringOffloadingSpec.build_metric_definitions(extra)
-    assert {f"kvtier_tier_{n}_example_loaded_blocks" for n in range(2)} <= with_tiers.keys()
+    assert with_tiers["kvtier_tier_blocks"].labels == (
+        ("tier", ("0:example", "1:example")),
+        ("direction", ("store", "load")),
+    )
     assert without_tiers.keys() < with_tiers.keys()
     wrong = [{"type": "exampel"}, {"type": "example", "max_block": 5}]
     with pytest.raises(ConfigError) as refused:

@@ -100,6 +100,27 @@ def test_loads_of_what_others_have_removed_are_no_failures(num_gone: Any, state:
     assert rig.stat("breaker_state") == state
 
 
+@pytest.mark.parametrize(
+    ("num_declined", "state", "num_failed"),
+    [(2, 0, 0), (3, 0, 0), (1, 2, 1), (0, 2, 2), (-1, 2, 2), (None, 2, 2)],
+)
+def test_stores_of_what_the_tier_does_not_want_are_no_failures(
+    num_declined: Any, state: int, num_failed: int
+) -> None:
+    rig = DrivenManager(num_blocks=64, breaker=BreakerSettings(min_failures=3))
+    for number in range(0, 20, 2):
+        rig.store(keys(number, number + 1), rig.begin(f"r{number}"))
+        rig.step()
+        (tier,) = rig.tiers
+        for job in tier.waiting:
+            tier.results.append(JobResult(job.job_id, False, num_declined=num_declined))
+        tier.waiting = []
+        rig.step()
+        if number == 0:
+            assert rig.stat("failed_stores") == num_failed
+    assert rig.stat("store_breaker_state") == state
+
+
 def test_lookups_that_come_too_late_cut_a_tier_off() -> None:
     rig = DrivenManager(lookup_timeout_s=0.25, breaker=BreakerSettings(max_timeouts_in_a_row=2))
     rig.tiers[0].unknown.update(keys(1))

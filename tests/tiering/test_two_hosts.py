@@ -132,4 +132,4 @@ def test_a_fast_gpu_does_not_wait_for_the_link(
     answer = serve(hosts, link, FAST_GPU)
     # The first loads measure the link.
     assert share_loaded(answer) <= 0.3, answer
-    assert answer["figures"]["kvtier_tier_0_valkey_declined_slower_blocks"] > 0
+    assert answer["figures"]['kvtier_tier_declined_blocks{tier="0:valkey",reason="slower"}'] > 0

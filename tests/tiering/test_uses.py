@@ -157,8 +157,8 @@ def test_what_a_tier_lacks_is_offered_again_when_it_is_used() -> None:
     finish_all(rig)
     assert rig.tiers[0].holds(*keys(1, 2, 3))
     counters = rig.manager.get_stats().counters
-    assert counters["kvtier_tier_0_hand0_offered_again_blocks"] == 2
-    assert "kvtier_tier_1_hand1_offered_again_blocks" not in counters
+    assert counters['kvtier_tier_offered_again_blocks{tier="0:hand0"}'] == 2
+    assert 'kvtier_tier_offered_again_blocks{tier="1:hand1"}' not in counters
 
 
 def test_what_a_tier_lacks_is_not_offered_when_it_is_not_in_host_memory() -> None:
@@ -248,8 +248,8 @@ def test_offers_have_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
             rig.step(seconds=0.01)
     assert rig.clock.now - began >= 45 / 10
     counters = rig.manager.get_stats().counters
-    assert counters["kvtier_tier_0_hand0_offered_again_blocks"] == 50
-    assert counters["kvtier_tier_0_hand0_held_back_blocks"] > 0
+    assert counters['kvtier_tier_offered_again_blocks{tier="0:hand0"}'] == 50
+    assert counters['kvtier_tier_not_stored_blocks{tier="0:hand0",reason="held_back"}'] > 0
 
 
 def test_an_offer_leaves_half_of_the_share_to_new_stores() -> None:
@@ -340,6 +340,6 @@ def test_a_tier_that_names_what_it_was_not_asked_for_is_cut_off(
     monkeypatch.setattr(rig.tiers[0], "missing", lambda *_: answer)
     use(rig, keys(1, 2), "r")
     stats = rig.manager.get_stats()
-    assert stats.counters["kvtier_tier_0_hand0_violations"] == 1
-    assert stats.gauges["kvtier_tier_0_hand0_breaker_state"] == 2
+    assert stats.counters['kvtier_tier_faults{tier="0:hand0",kind="violation"}'] == 1
+    assert stats.gauges['kvtier_tier_breaker_state{tier="0:hand0",direction="load"}'] == 2
     assert rig.tiers[0].waiting == []

@@ -69,10 +69,10 @@ def watch(rig: DrivenManager) -> list[list[OffloadKey]]:
     return seen
 
 
-def counters(rig: DrivenManager) -> dict[str, int]:
-    """The counters of the first tier since the last call."""
-    stats = rig.manager.get_stats().counters
-    return {name.rpartition("hand0_")[2]: int(n) for name, n in stats.items() if "hand0_" in name}
+def push_out(rig: DrivenManager, number: int) -> None:
+    """Serve other requests until earlier blocks have left host memory."""
+    for other in range(20 * number, 20 * number + 12):
+        serve(rig, f"other {other}", keys(*range(6 * other + 1000, 6 * other + 1006)))
 
 
 # --- second use -----------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_a_block_that_was_evicted_is_written_when_it_is_computed_again() -> None
     serve(rig, "first", keys(1, 2))
     serve(rig, "others", keys(*range(10, 18)))
     assert not rig.primary.has(key(1))
-    assert counters(rig)["left_out_blocks"] >= 2
+    assert rig.tier_counters()["left_out_blocks"] >= 2
     request = rig.begin("second")
     rig.store(keys(1, 2), request)
     assert seen == [keys(1, 2)]
@@ -153,7 +153,7 @@ def test_every_block_that_has_left_host_memory_is_below(write: WritePolicyName) 
     ]
     assert len(gone) > 100
     assert rig.tiers[0].holds(*gone)
-    assert "unwritten_blocks" not in counters(rig)
+    assert "unwritten_blocks" not in rig.tier_counters()
 
 
 def test_blocks_are_written_coldest_first_and_heads_before_tails() -> None:
@@ -205,7 +205,7 @@ def test_blocks_that_leave_unwritten_are_counted() -> None:
         k for n in range(20) for k in keys(*range(10 * n, 10 * n + 6)) if not rig.primary.has(k)
     ]
     assert gone
-    assert counters(rig)["unwritten_blocks"] == len(gone)
+    assert rig.tier_counters()["unwritten_blocks"] == len(gone)
     assert rig.manager.open_work()["waiting blocks"] == 0, "eviction does not wait"
     assert tier.waiting
 
@@ -224,7 +224,7 @@ def test_a_tier_that_is_cut_off_gets_nothing_and_blocks_are_counted(write: Write
     for number in range(12, 40):
         serve(rig, f"r{number}", keys(*range(10 * number, 10 * number + 6)))
     assert len(seen) == num_seen
-    assert counters(rig)["unwritten_blocks"] > 100
+    assert rig.tier_counters()["unwritten_blocks"] > 100
 
 
 @pytest.mark.parametrize("write", LEAVING)
@@ -288,6 +288,29 @@ def test_a_store_from_before_a_reset_does_not_count_for_blocks_after_it(keeps_ep
         assert block.history is None or not block.history.below
 
 
+def test_a_load_from_before_a_reset_does_not_count_for_blocks_after_it() -> None:
+    rig = rig_with(WritePolicyName.ON_EVICT)
+    (tier,) = rig.tiers
+    serve(rig, "before", keys(1, 2))
+    push_out(rig, 1)
+    assert tier.holds(*keys(1, 2))
+    tier.at_once = False
+    request = rig.begin("reader")
+    assert rig.look_up(keys(1, 2), request) == "PP"
+    rig.step()
+    assert [list(job.keys) for job in tier.waiting if job.is_promotion] == [keys(1, 2)]
+    rig.manager.reset_cache()
+    rig.step()
+    rig.store(keys(1, 2), rig.begin("after"))
+    rig.step(new_req_ids=["after"])
+    tier.finish()
+    rig.step()
+    for k in keys(1, 2):
+        block = rig.primary.slots.get(k)
+        assert block is not None
+        assert block.history is None or not block.history.below
+
+
 # --- the eviction policy --------------------------------------------------------------------------
 
 
@@ -341,6 +364,15 @@ def test_the_sample_is_bounded() -> None:
         sample.note_left(key(number), 1)
     assert len(sample) <= write_policy._MAX_WATCHED
     assert sample.all.num_outcomes == 0, "blocks that are watched no longer are no outcomes"
+
+
+def test_the_sample_recovers_when_a_tier_stores_again() -> None:
+    """While a tier is cut off, blocks leave and none is written."""
+    sample = ReuseSample(1000)
+    for number in range(300 * write_policy._MAX_WATCHED):
+        sample.note_left(key(number), 1)
+    outcomes(sample, 2, [True] * 50_000, 1000)
+    assert sample.expected_reads(2) > 0.9
 
 
 def test_older_outcomes_count_less() -> None:
@@ -409,6 +441,39 @@ def test_the_uses_of_a_block_that_was_left_out_are_remembered() -> None:
     assert len(policy._uses_of_left_out) <= policy._max_remembered
 
 
+def test_a_block_that_is_computed_again_keeps_its_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Adaptive, "is_worth_writing", lambda policy, history: False)
+    rig = rig_with(WritePolicyName.ADAPTIVE, num_blocks=8)
+    serve(rig, "first", keys(1, 2))
+    serve(rig, "second", keys(1, 2))
+    serve(rig, "others", keys(*range(10, 18)))
+    assert not rig.primary.has(key(1))
+    serve(rig, "third", keys(1, 2))
+    block = rig.primary.slots.get(key(1))
+    assert block is not None
+    assert block.history.num_uses == 3
+
+
+def test_a_block_is_sampled_once_for_each_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[OffloadKey] = []
+    monkeypatch.setattr(Adaptive, "note_left", lambda policy, k, history, is_below: left.append(k))
+    rig = rig_with(WritePolicyName.ADAPTIVE)
+    for number in range(3):
+        serve(rig, f"r{number}", keys(1, 2))
+        push_out(rig, number)
+        assert not rig.primary.has(key(1))
+    assert rig.tiers[0].holds(*keys(1, 2))
+    assert left.count(key(1)) == 1, "then it came from the tier, and was not written again"
+
+
+def test_a_verdict_holds_for_one_pass() -> None:
+    policy = taught(300, 300)
+    assert policy.is_worth_writing(with_history(2))
+    policy.price_factor = 100.0
+    policy.begin_pass()
+    assert not policy.is_worth_writing(with_history(2))
+
+
 def test_blocks_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Adaptive, "is_worth_writing", lambda policy, history: False)
     rig = rig_with(WritePolicyName.ADAPTIVE)
@@ -416,7 +481,7 @@ def test_blocks_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -
     for number in range(20):
         serve(rig, f"r{number}", keys(*range(10 * number, 10 * number + 6)))
     assert seen == []
-    figures = counters(rig)
+    figures = rig.tier_counters()
     assert figures["left_out_blocks"] > 50
     assert "unwritten_blocks" not in figures
 
@@ -480,6 +545,15 @@ def test_no_more_than_an_hour_is_saved_up() -> None:
     assert budget.share_left(30 * 86_400) == 1.0
 
 
+def test_what_an_earlier_engine_had_left_is_not_spent_before_its_note_is_written_anew() -> None:
+    budget = WriteBudget(24 * 100 * 100, 100, 0.0)
+    budget.inherit(50 * 100, 0.0)
+    assert budget.num_affordable(5.0) == 0
+    assert budget.saved_up(5.0) > 50 * 100, "an engine that ends now leaves it to the next one"
+    assert budget.num_affordable(11.0) == 50
+    assert budget.num_affordable(12.0) == 50, "it is there once"
+
+
 def test_without_a_budget_there_is_no_limit() -> None:
     budget = WriteBudget(None, 100, 0.0)
     budget.spend(10**9)
@@ -491,11 +565,11 @@ def test_a_tier_gets_no_more_than_its_budget() -> None:
     row_bytes = DrivenManager().primary.block_bytes
     rig = rig_with(WritePolicyName.THROUGH, write_budget=24 * 4 * row_bytes)
     serve(rig, "at the start", keys(1, 2))
-    assert counters(rig)["over_budget_blocks"] == 2
+    assert rig.tier_counters()["over_budget_blocks"] == 2
     rig.clock.now += 3600
     serve(rig, "an hour later", keys(*range(10, 16)), at_once=6)
     assert rig.tiers[0].holds(*keys(10, 11, 12, 13))
-    figures = counters(rig)
+    figures = rig.tier_counters()
     assert figures["stored_blocks"] == 4
     assert figures["over_budget_blocks"] == 2
 
@@ -508,7 +582,7 @@ def test_blocks_beyond_the_budget_leave_unwritten(write: WritePolicyName) -> Non
     for number in range(40):
         serve(rig, f"r{number}", keys(*range(10 * number, 10 * number + 6)))
     assert len(rig.tiers[0].kept) == 10
-    assert counters(rig)["unwritten_blocks"] > 100
+    assert rig.tier_counters()["unwritten_blocks"] > 100
 
 
 # --- the hint of a request ------------------------------------------------------------------------
@@ -523,7 +597,7 @@ def test_a_request_that_says_never_is_in_no_tier(write: WritePolicyName) -> None
         serve(rig, f"private {number}", private, hint=WriteHint.NEVER)
         rig.clock.now += 10
     assert rig.look_up(private, rig.begin("hit")) == "HHHH", "host memory keeps them"
-    assert counters(rig)["kept_out_blocks"] == 4
+    assert rig.tier_counters()["kept_out_blocks"] == 4
     for number in range(40):  # until they have left host memory
         serve(rig, f"public {number}", keys(*range(100 + 4 * number, 104 + 4 * number)))
     assert not any(map(rig.primary.has, private))

@@ -184,9 +184,7 @@ class Lives(RuleBasedStateMachine):
             return
         for error in self.wrong:
             raise error
-        counters: Counter[str] = Counter()
-        for name, n in self.rig.manager.get_stats().counters.items():
-            counters[name.rpartition("hand0_")[2]] += int(n)
+        counters = Counter(self.rig.tier_counters())
         self.num_counted += counters["unwritten_blocks"] + counters["left_out_blocks"]
         # A block that the tier has lost may be counted, if the cleaner has found out.
         assert self.num_lost <= self.num_counted

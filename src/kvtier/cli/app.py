@@ -4,47 +4,51 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from kvtier import __version__
+from kvtier.cli.doctor.app import BENCH_HELP, DOCTOR_HELP, bench, doctor
+from kvtier.cli.explain import HELP as EXPLAIN_HELP
+from kvtier.cli.explain import explain
 from kvtier.cli.plan.app import HELP as PLAN_HELP
 from kvtier.cli.plan.app import plan
 from kvtier.cli.replay.app import HELP as REPLAY_HELP
 from kvtier.cli.replay.app import replay
 from kvtier.cli.store.app import store_app
+from kvtier.cli.switch import HELP as SWITCH_HELP
+from kvtier.cli.switch import switch
 from kvtier.cli.vllm_config.app import HELP as VLLM_CONFIG_HELP
 from kvtier.cli.vllm_config.app import InGivenOrder, vllm_config
+from kvtier.cli.watch.app import PAGE_HELP, TOP_HELP, page, top
 
 __all__ = ["app", "run"]
 
-_HELP = """
-kvtier keeps the KV cache of an LLM engine. It copies blocks from the device to host memory and to
-the tiers below, and loads them again if that is faster than computing them.
+_HELP = """\
+Usage: kvtier COMMAND [OPTIONS] [ARGS]
 
-Start here; it needs no GPU and no download, and takes about half a minute of processor
-time:
+kvtier keeps the KV cache of an LLM engine in host memory and in tiers below it.
 
-\b
-    kvtier demo
-    kvtier demo --help
+Begin:
+  demo          serve a small model from every tier: half a minute, no GPU
+  vllm-config   write the command that serves a model, checked on this machine
+  doctor        find what is wrong here, and which tiers will pay
+  bench         time one tier alone
+Look at a running engine:
+  top           its tiers, in this terminal
+  page          the same in a browser, with charts of the last hour
+  explain       why a request was computed, or where a block has gone
+  switch        stop and resume stores and loads
+Look at what tiers keep:
+  store         list, count, verify and remove blocks
+Plan:
+  replay        serve a request trace from tiers of any size
+  plan          choose sizes for a model, by a trace or by targets
 
-The flag for vLLM, checked against this machine:
-
-\b
-    kvtier vllm-config --help
-
-Inspect what tiers keep on disk, also while engines run:
-
-\b
-    kvtier store --help
-
-Replay a request trace, or plan by a model's size, to see which tiers pay off:
-
-\b
-    kvtier replay --help
-    kvtier plan --help
+Options: --version, --install-completion, --show-completion, --help
+Each command has --help, with examples and exit codes. --json is for programs.
 """
 
 _DEMO_HELP = """
@@ -67,18 +71,31 @@ otherwise; 2: wrong input, not enough memory or disk space, or the result could 
 docs/demo.md says how each figure is measured.
 """
 
+
+class _GroupedHelp(typer.core.TyperGroup):
+    """The command with its subcommands. Its help lists them by what a user wants to do."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(_HELP)
+
+
 app = typer.Typer(
     name="kvtier",
-    help=_HELP,
+    cls=_GroupedHelp,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain text: it can be searched, and piped
     pretty_exceptions_enable=False,
 )
 app.add_typer(store_app)
 app.command("vllm-config", help=VLLM_CONFIG_HELP, cls=InGivenOrder)(vllm_config)
+app.command("doctor", help=DOCTOR_HELP)(doctor)
+app.command("bench", help=BENCH_HELP)(bench)
+app.command("explain", help=EXPLAIN_HELP)(explain)
 app.command("replay", help=REPLAY_HELP)(replay)
 app.command("plan", help=PLAN_HELP)(plan)
+app.command("switch", help=SWITCH_HELP)(switch)
+app.command("top", help=TOP_HELP)(top)
+app.command("page", help=PAGE_HELP)(page)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

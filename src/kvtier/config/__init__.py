@@ -22,12 +22,14 @@ from kvtier.config.engine import (
     OffloadingParallelConfig,
 )
 from kvtier.config.errors import ConfigError, Problem
-from kvtier.config.offloading import FINGERPRINT_BYTES, OffloadingConfig, new_epoch
+from kvtier.config.namespace import FINGERPRINT_BYTES, NamespaceDescription, NamespaceIdentity
+from kvtier.config.offloading import OffloadingConfig, new_epoch
 from kvtier.config.options import (
     TIER_KEYS,
     USER_KEYS,
     OffloadingOptions,
     ResetScope,
+    StatusSocketChoice,
     TierConfig,
     WritePolicyName,
     read_secondary_tiers,
@@ -46,6 +48,8 @@ __all__ = [
     "USER_KEYS",
     "AttentionKind",
     "ConfigError",
+    "NamespaceDescription",
+    "NamespaceIdentity",
     "OffloadingCacheConfig",
     "OffloadingConfig",
     "OffloadingGroupConfig",
@@ -56,6 +60,7 @@ __all__ = [
     "Problem",
     "ResetScope",
     "SizeError",
+    "StatusSocketChoice",
     "TierConfig",
     "TierOptions",
     "WritePolicyName",

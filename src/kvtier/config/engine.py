@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.config.errors import Problem, describe
 from kvtier.config.fields import BOOLEAN, REQUIRED_TEXT, TEXT, Kind, Unfit, whole_number
+from kvtier.config.namespace import Scalar
 from kvtier.config.sizes import as_int
 
 if TYPE_CHECKING:
@@ -71,8 +72,13 @@ class OffloadingModelConfig:
     variant: str = ""
     """Other settings that change the computed values or their layout, in the engine's own words:
     RoPE overrides, quantization, the engine's release."""
+    served_name: str = ""
+    """What people call the model, if `name` is a digest or the like. Only shown."""
     unknown_because: str | None = None
     """Why `weights_revision` is None: one clause, for the error of a tier that refuses to start."""
+    settings: tuple[tuple[str, Scalar], ...] = ()
+    """What `variant` is made of, by name, the most telling first. A setting within another one has
+    a dot in its name. No secrets: it is shown, and kept beside the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,10 @@ class OffloadingCacheConfig:
     blocks_per_chunk: int = 1
     """Device blocks in one offloaded block. If the user sets `blocks_per_chunk` or `block_size`,
     that replaces the engine's value."""
+    hash_root: str = ""
+    """What the engine's block hashes start from, in a few words. Engines with different roots find
+    none of each other's blocks. Not in the fingerprint. Empty: it is the same in all engines, or
+    not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Errors of a configuration, in messages that tell the operator what to do and that hold no secret.
 
-`describe`, `printable` and `without_secrets` make text from outside safe for messages and logs.
+`describe`, `printable` and `without_secrets` make text from outside safe for messages and logs;
+`redacted` does so with a whole configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _SECRET_IN_TEXT = re.compile(
 )
 # Everything up to the last "@": a password may itself contain "@" or "/".
 _URL_USER_INFO = re.compile(r"(?<=://)\S*@")
-_HIDDEN = "***"
+# The same where the scheme was forgotten. A colon tells it from an address of mail.
+_USER_INFO = re.compile(r"""(?<![^\s"'(),=])(?![^\s"']*://)[^\s"':]+:[^\s"']*@""")
+HIDDEN = "***"
+"""What stands in place of a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,11 @@ class ConfigError(ValueError):
         return f"{len(self.problems)} problems in the configuration:{lines}"
 
 
+def redacted(value: object) -> object:
+    """A copy of a user's object without its secrets, which JSON can express."""
+    return json.loads(json.dumps(_redacted(value, ""), default=_unknown_to_json))
+
+
 def describe(value: object, key: str = "") -> str:
     """Return the value of `key` as text for a message: short, on one line, without secrets."""
     text = json.dumps(_redacted(value, key), default=_unknown_to_json, ensure_ascii=False)
@@ -88,8 +97,13 @@ def printable(text: str) -> str:
 def without_secrets(text: str, options: Mapping[str, object]) -> str:
     """Return `text`, a tier's message, without the secrets of `options` that it may quote."""
     for secret in sorted(_secrets_in(options, ""), key=len, reverse=True):
-        text = text.replace(secret, _HIDDEN)
+        text = text.replace(secret, HIDDEN)
     return _without_marked_secrets(text)
+
+
+def without_user_info(text: str) -> str:
+    """Return `text` without the users and passwords of URLs in it."""
+    return _USER_INFO.sub(f"{HIDDEN}@", _URL_USER_INFO.sub(f"{HIDDEN}@", text))
 
 
 def _secrets_in(value: object, key: str) -> Iterator[str]:
@@ -119,7 +133,7 @@ def _is_too_small(value: object) -> bool:
 
 
 def _without_marked_secrets(text: str) -> str:
-    return _SECRET_IN_TEXT.sub(rf"\1{_HIDDEN}", _URL_USER_INFO.sub(f"{_HIDDEN}@", text))
+    return _SECRET_IN_TEXT.sub(rf"\1{HIDDEN}", without_user_info(text))
 
 
 def _unknown_to_json(value: object) -> int | str:
@@ -129,9 +143,9 @@ def _unknown_to_json(value: object) -> int | str:
 
 def _redacted(value: object, key: str) -> object:
     if value is not None and _SECRET_KEY.search(key):
-        return _HIDDEN
+        return HIDDEN
     if _MAYBE_SECRET_KEY.search(key) and not _is_too_small(value):
-        return _HIDDEN
+        return HIDDEN
     if isinstance(value, str):
         return _without_marked_secrets(value)
     if isinstance(value, Mapping):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 from kvtier.config.engine import (
+    AttentionKind,
     OffloadingCacheConfig,
     OffloadingGroupConfig,
     OffloadingModelConfig,
@@ -21,12 +20,12 @@ from kvtier.config.engine import (
     with_plain_ints,
 )
 from kvtier.config.errors import ConfigError, Problem, describe
+from kvtier.config.namespace import NamespaceDescription, NamespaceIdentity
 from kvtier.config.options import OffloadingOptions
 from kvtier.config.sizes import LARGEST_SIZE, as_int, format_size
 
 logger = logging.getLogger(__name__)
 
-FINGERPRINT_BYTES = 16
 _FORMAT_VERSION = 1
 _EPOCH_BYTES = 16
 
@@ -85,6 +84,19 @@ class OffloadingConfig:
         return self.worker_kv_bytes_per_block * self.cache.blocks_per_chunk
 
     @property
+    def tokens_per_chunk(self) -> dict[int, int]:
+        """Tokens of one offloaded block, by group."""
+        per_chunk = self.cache.blocks_per_chunk
+        return {group.group_id: group.tokens_per_block * per_chunk for group in self.groups}
+
+    @property
+    def main_group(self) -> int:
+        """The group whose blocks stand for a prompt: the first one that needs all earlier tokens,
+        or else the first one."""
+        full = (group.group_id for group in self.groups if group.kind is AttentionKind.FULL)
+        return next(full, self.groups[0].group_id)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one offloaded block: the parts of all ranks, rounded up to whole pages."""
         pages = -(-self.cpu_page_size * self.parallel.world_size // mmap.PAGESIZE)
@@ -108,10 +120,17 @@ class OffloadingConfig:
 
         Any thread may call this. It takes tens of microseconds.
         """
-        encoded = json.dumps(self._identity(epoch), sort_keys=True, separators=(",", ":"))
-        # A cryptographic digest, so that no user can choose a namespace that collides with another.
-        digest = blake2b(encoded.encode("ascii"), digest_size=FINGERPRINT_BYTES, person=b"kvtier")
-        return digest.digest()
+        return self.identity(epoch).fingerprint()
+
+    def describe(self, fingerprint: bytes | None = None) -> NamespaceDescription:
+        """What the namespace of this fingerprint is made of, for people. None: of the namespace of
+        this engine before a `reset_cache`. Any thread."""
+        described = self.identity().describe()
+        if fingerprint is None or fingerprint.hex() == described.namespace:
+            return described
+        # Not the epoch itself, which the tiers do not know.
+        made_of = {**described.ingredients, "after_reset": fingerprint.hex()[:8]}
+        return replace(described, namespace=fingerprint.hex(), ingredients=made_of)
 
     def require_weights_identity(self) -> None:
         """Raise `ConfigError` unless the weights are identified beyond the model's name.
@@ -133,34 +152,29 @@ class OffloadingConfig:
             )
         )
 
-    def _identity(self, epoch: bytes) -> dict[str, Any]:
-        """Return everything that the fingerprint covers. It is encoded as JSON, which quotes texts,
-        so that no two different identities have the same encoding."""
+    def identity(self, epoch: bytes = b"") -> NamespaceIdentity:
+        """What the fingerprint is made of. `epoch`: as for `fingerprint`."""
         model, cache, parallel = self.model, self.cache, self.parallel
-        # Left out if it is empty, so that fingerprints made before this field existed stay valid.
-        variant = [model.variant] if model.variant else []
-        # Likewise. Engines with keys must not find blocks that anybody could have made.
-        signed = {"signed": True} if self.options.seal_key_file is not None else {}
-        return {
-            **signed,
-            "format_version": _FORMAT_VERSION,
-            "epoch": epoch.hex(),
-            "namespace": self.options.cache_namespace,
-            "model": [model.name, model.dtype, model.weights_revision, *variant],
-            "kv_cache_layout": self.kv_cache_layout,
-            "tokens_per_hash": cache.tokens_per_hash,
-            "blocks_per_chunk": cache.blocks_per_chunk,
-            "worker_kv_bytes_per_block": self.worker_kv_bytes_per_block,
-            # Depends on the machine's page size, which determines the padding of a stored block.
-            "row_bytes": self.row_bytes,
-            "parallel": [
-                parallel.world_size,
-                parallel.tp_size,
-                parallel.pp_size,
-                parallel.pcp_size,
-                parallel.dcp_size,
-            ],
-            "groups": [
+        return NamespaceIdentity(
+            format_version=_FORMAT_VERSION,
+            epoch=epoch,
+            is_signed=self.options.seal_key_file is not None,
+            cache_namespace=self.options.cache_namespace,
+            model_name=model.name,
+            dtype=model.dtype,
+            weights_revision=model.weights_revision,
+            variant=model.variant,
+            kv_cache_layout=self.kv_cache_layout,
+            tokens_per_hash=cache.tokens_per_hash,
+            blocks_per_chunk=cache.blocks_per_chunk,
+            worker_kv_bytes_per_block=self.worker_kv_bytes_per_block,
+            row_bytes=self.row_bytes,
+            world_size=parallel.world_size,
+            tp_size=parallel.tp_size,
+            pp_size=parallel.pp_size,
+            pcp_size=parallel.pcp_size,
+            dcp_size=parallel.dcp_size,
+            groups=[
                 [
                     group.group_id,
                     group.tokens_per_block,
@@ -170,7 +184,10 @@ class OffloadingConfig:
                 ]
                 for group in self.groups
             ],
-        }
+            served_name=model.served_name,
+            settings=model.settings,
+            hash_root=cache.hash_root,
+        )
 
     def _take_plain_ints(self) -> None:
         plain = {
@@ -191,8 +208,8 @@ class OffloadingConfig:
             for tier in self.options.secondary_tiers
             if tier.enable_kv_events
         ]
-        if self.options.self_describing_kv_events:
-            keys.append("self_describing_kv_events")
+        given = ("self_describing_kv_events", "name_tier_in_events")
+        keys += [key for key in given if self.extra_config.get(key)]
         for key in keys:
             logger.warning(
                 "%s has no effect: the engine publishes no KV-cache events. "

@@ -61,6 +61,15 @@ class ResetScope(StrEnum):
     """Only the primary tier is emptied."""
 
 
+class StatusSocketChoice(StrEnum):
+    """Where an engine answers questions, if not at a path that the user gives."""
+
+    AUTO = "auto"
+    """In the directory in which commands look for engines."""
+    OFF = "off"
+    """Nowhere."""
+
+
 class WritePolicyName(StrEnum):
     """When blocks go from the primary tier to a tier below."""
 
@@ -81,6 +90,13 @@ def _parse_locality(value: object) -> Locality:
     return one_of(Locality).parse(value)
 
 
+def _parse_socket(value: object) -> Path | StatusSocketChoice:
+    for choice in StatusSocketChoice:
+        if value == choice.value:
+            return choice
+    return _SOCKET_PATH.parse(value)
+
+
 def _parse_threshold(value: object) -> int:
     # vLLM uses 0 for "no threshold", which means the same as 1.
     return whole_number(0).parse(value) or 1
@@ -95,6 +111,10 @@ _LOCALITY = Kind('"LOCAL" or "REMOTE"', _parse_locality)
 _TRACE_FILE = absolute_path(
     "the path of a file", 'Write the path in quotes, such as "/var/tmp/kvtier-trace.jsonl"'
 )
+_SOCKET_PATH = absolute_path(
+    "the path of a socket", 'Write "auto", "off", or a path such as "/run/kvtier/chat.sock"'
+)
+_STATUS_SOCKET = Kind('"auto", "off", or the path of a socket, from /', _parse_socket)
 _THRESHOLD = Kind(whole_number(0).allowed, _parse_threshold)
 
 
@@ -112,8 +132,8 @@ class TierConfig:
     module_path: str | None = key(
         MODULE_PATH, "Module that holds the tier class named by `type`.", default=None
     )
-    enable_kv_events: bool = key(
-        BOOLEAN, "Publish events for blocks that appear in this tier or leave it.", default=False
+    enable_kv_events: bool | None = key(
+        BOOLEAN, "Publish events for blocks that appear in this tier or leave it.", default=None
     )
     locality: Locality | None = key(
         _LOCALITY,
@@ -200,8 +220,11 @@ class OffloadingOptions:
     )
     self_describing_kv_events: bool = key(
         BOOLEAN,
-        "Give the events of offloaded blocks their tokens and block size.",
-        default=False,
+        "Give the events of offloaded blocks their tokens, parent and block size.",
+        default=True,
+    )
+    name_tier_in_events: bool = key(
+        BOOLEAN, "Name the tier in events, not only its medium and locality.", default=False
     )
     secondary_tiers: tuple[TierConfig, ...] = key(
         _TIER_LIST, "The tiers below host memory, in lookup order.", default=()
@@ -227,6 +250,11 @@ class OffloadingOptions:
     )
     record_trace_bytes: int = key(
         SIZE, "The most bytes of `record_trace`. Then the recording ends.", default=256 << 20
+    )
+    status_socket: Path | StatusSocketChoice = key(
+        _STATUS_SOCKET,
+        "The unix socket on which the engine answers `kvtier top`, `explain` and others.",
+        default=StatusSocketChoice.AUTO,
     )
     shutdown_timeout_ms: float = key(
         MILLISECONDS,

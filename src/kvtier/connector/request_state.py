@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -54,6 +55,10 @@ class RequestOffloadState:
 
     req: EngineRequest
     config: Geometry
+    may_load: bool = True
+    """False for a request that computes all its blocks: by its hint `skip`, or by a switch."""
+    may_store: bool = True
+    """False for a request whose blocks are not offered for storing."""
     req_context: ReqContext = field(init=False)
     """Made once, and passed to every call that acts for the request."""
     hints: RequestHints = field(init=False)
@@ -63,6 +68,8 @@ class RequestOffloadState:
     has_failed_load: bool = False
     """True once a load has failed. Then nothing more is loaded for the request, unless it is
     preempted and starts again."""
+    has_started: bool = False
+    """True once the manager knows where the tokens of its prompt come from."""
     is_on_device: bool = False
     """True once the engine runs the request or loads blocks for it; False again after a
     preemption."""
@@ -84,7 +91,11 @@ class RequestOffloadState:
             num_prompt_tokens=self.req.num_prompt_tokens,
             is_prefetch=self.hints.prefetch,
             write_hint=self.hints.write,
+            may_load=self.may_load,
+            is_served=self.may_load or self.may_store,
         )
+        self.may_load = self.may_load and not self.hints.skip
+        self.may_store = self.may_store and not self.hints.skip
         self.group_states = tuple(RequestGroupState(group) for group in self.config.groups)
 
     def update_keys(self) -> None:
@@ -105,15 +116,35 @@ class RequestOffloadState:
                 size = state.geometry.tokens_per_chunk
                 state.loaded = range(-(-start // size), end // size)
 
+    def start(self, manager: OffloadingManager, num_on_device: int, num_loaded: int) -> None:
+        """The engine starts the request, with tokens of its prompt on the device and tokens that it
+        loads. Tells the manager, the first time: a preempted request starts again."""
+        self.is_on_device = True
+        if not self.has_started:
+            self.has_started = True
+            num_prompt = self.req.num_prompt_tokens
+            manager.note_start(self.req_context, num_prompt, num_on_device, num_loaded)
+
+    def has_lost_load(self, manager: OffloadingManager) -> None:
+        """Note that a load has failed."""
+        self.has_failed_load = True
+        manager.note_failed_load(self.req_context)
+
     def report_to(self, manager: OffloadingManager) -> None:
         """Report the blocks of the request, which ends, if it has run."""
-        if self.is_on_device and not self.hints.skip:
+        if self.is_on_device and self.may_store:
             self.update_keys()
             groups = self.group_states
             whole = next((group for group in groups if group.geometry.is_prefix), groups[0])
             num_prompt = self.req.num_prompt_tokens
             num_output = self.req.num_tokens - num_prompt
             manager.note_prompt(whole.keys, self.req_context, num_prompt, num_output)
+
+    def report_first_token(self, manager: OffloadingManager) -> None:
+        """Report that the request has produced its first token."""
+        if not self.hints.prefetch:
+            seconds = time.monotonic() - self.req_context.created_s
+            manager.note_first_token(self.req_context, self.req.num_prompt_tokens, seconds)
 
     def start_again(self) -> None:
         """Note that the request has lost its device blocks: it was preempted."""

@@ -9,7 +9,7 @@ wait for stores whose device blocks were given away), `update_connector_output` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -103,9 +103,7 @@ class OffloadingConnectorScheduler:
         self._matcher = Matcher(self.manager, self._geometry)
         self._world_size = config.parallel.world_size
         self._prompt_only = config.options.offload_prompt_only
-        self._events = EventTranslator(
-            config.enable_kv_cache_events and config.options.self_describing_kv_events
-        )
+        self._events = EventTranslator(spec, self.manager.media)
         self._pending_events: list[KVCacheEvent] = []
         """Events from before a reset, for the next `take_events`."""
         self._reports_resets = (
@@ -147,11 +145,12 @@ class OffloadingConnectorScheduler:
                 f"request_id={request.request_id!r} belongs to a request whose load has not been "
                 "reported: use another id, or wait for its LoadedRequest"
             )
-        state = RequestOffloadState(request, self._geometry)
+        serves = self.manager.serves(request.request_id)
+        state = RequestOffloadState(request, self._geometry, *serves)
         self._states[request.request_id] = state
         answer = self.manager.on_new_request(state.req_context)
         state.stores_hits = answer.policy is OffloadPolicy.REQUEST_LEVEL
-        if count_cached is not None and not state.hints.skip and self._geometry.is_one_prefix:
+        if count_cached is not None and state.may_load and self._geometry.is_one_prefix:
             match = partial(self._matcher.blocks_to_match, state, count_cached)
             self.manager.on_request_queued(state.req_context, partial(match, self._update_keys))
 
@@ -164,7 +163,7 @@ class OffloadingConnectorScheduler:
         blocks of every group.
         """
         state = self._announced(request.request_id)
-        if state is None or state.hints.skip or state.has_failed_load:
+        if state is None or not state.may_load or state.has_failed_load:
             return PrefixMatch(0, is_pending=False)
         self._update_keys(state)
         start = num_computed_tokens
@@ -173,7 +172,7 @@ class OffloadingConnectorScheduler:
             return PrefixMatch(0, is_pending=True)
         if end <= start:
             return PrefixMatch(0, is_pending=False)
-        if self._is_being_loaded(state, start, end):
+        if self._loading and _has_one_of(self._loading, state, start, end):
             # Another request is loading some of these blocks: soon the device's own cache has them.
             return PrefixMatch(0, is_pending=True)
         return PrefixMatch(end - start, is_pending=False)
@@ -195,13 +194,6 @@ class OffloadingConnectorScheduler:
         state.update_keys()
         self._events.describe(state)
 
-    def _is_being_loaded(self, state: RequestOffloadState, start: int, end: int) -> bool:
-        return bool(self._loading) and any(
-            key in self._loading
-            for group in state.group_states
-            for key in device_range(group, start, end).keys
-        )
-
     def update_state_after_alloc(
         self,
         request: EngineRequest,
@@ -216,8 +208,8 @@ class OffloadingConnectorScheduler:
             if num_external_tokens:  # the engine waits for the end of this load
                 self._dropped.append(LoadedRequest(request.request_id, num_computed_tokens))
             return
-        state.is_on_device = True
         if not num_external_tokens:
+            state.start(self.manager, num_computed_tokens, 0)
             return
         end = num_computed_tokens + num_external_tokens
         state.loads(num_computed_tokens, end)
@@ -232,6 +224,7 @@ class OffloadingConnectorScheduler:
             sizes.append(len(its_blocks))
             first_blocks.append(loaded.first_block)
         offloaded = self.manager.prepare_load(keys, state.req_context)
+        state.start(self.manager, num_computed_tokens, num_external_tokens)
         assert isinstance(offloaded, BlockIDsLoadStoreSpec)
         job = self._begin(state, keys, is_store=False, device_blocks=blocks)
         job.tokens_before, job.tokens_after = num_computed_tokens, end
@@ -281,7 +274,7 @@ class OffloadingConnectorScheduler:
 
     def _offer(self, state: RequestOffloadState, scheduled: ScheduledRequest) -> None:
         """Start a store of the blocks that the request has computed since the last call."""
-        if state.hints.skip:
+        if not state.may_store:
             return
         self._update_keys(state)
         offers, num_offered = take_offers(state, scheduled, self._store_limit(state))
@@ -371,7 +364,8 @@ class OffloadingConnectorScheduler:
             else:
                 self._loading -= Counter(job.keys)
                 self.manager.complete_load(job.keys, state.req_context)
-            state.has_failed_load = state.has_failed_load or job.has_failed
+            if job.has_failed:
+                state.has_lost_load(self.manager)
             state.loads(job.tokens_before, tokens)
             loaded.append(LoadedRequest(state.req.request_id, tokens))
         self._forget_if_done(state)
@@ -405,6 +399,7 @@ class OffloadingConnectorScheduler:
         if self._reports_resets and not (
             self._pending_events and isinstance(self._pending_events[-1], AllBlocksCleared)
         ):
+            self._events.clear()
             self._pending_events.append(AllBlocksCleared())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -412,6 +407,11 @@ class OffloadingConnectorScheduler:
         events = self._pending_events + self._events.translate(self.manager.take_events())
         self._pending_events = []
         return events
+
+    def note_first_token(self, request_id: str) -> None:
+        """A request has produced its first token. Call it before `request_finished`."""
+        if (state := self._states.get(request_id)) is not None:
+            state.report_first_token(self.manager)
 
     def get_stats(self) -> OffloadingStats | None:
         """The manager's statistics since the last call."""
@@ -424,3 +424,12 @@ class OffloadingConnectorScheduler:
     def shutdown(self) -> None:
         """Release all memory and tiers. Call it after the workers have been shut down."""
         self.manager.shutdown()
+
+
+def _has_one_of(
+    keys: Container[OffloadKey], state: RequestOffloadState, start: int, end: int
+) -> bool:
+    """True if a block of the request between these tokens is among `keys`."""
+    return any(
+        key in keys for group in state.group_states for key in device_range(group, start, end).keys
+    )

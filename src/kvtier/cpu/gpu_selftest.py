@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,25 @@ from kvtier.cpu.host_memory import NotEnoughMemory
 
 if TYPE_CHECKING:
     from kvtier.cpu.cuda.copies import Copies, CopyPath
+    from kvtier.cpu.cuda.trial import Bandwidth
     from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
-__all__ = ["main", "why_no_gpu"]
+__all__ = ["BriefCheck", "check_briefly", "main", "why_no_gpu"]
 
 MIB = 1 << 20
 PAGE_SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20)
 _LAYOUTS = (*((size, 1) for size in PAGE_SIZES), (16 << 10, 32), (64 << 10, 32))
 """Pairs of a page size and a number of tensors. A block has one page in each tensor."""
+_BRIEF_SIZES, _BRIEF_LAYOUT = (16 << 10, 1 << 20), (64 << 10, 32)
 _ODD_SIZES = (16, 48, 4096 - 16, 4096 + 16, 20_000, 100_000 + 16)
+_FLOPS_PER_CLOCK = {
+    **dict.fromkeys(((7, 0), (7, 5), (8, 6), (8, 9), (12, 0)), 1024),
+    (8, 0): 2048,
+    (9, 0): 4096,
+    (10, 0): 8192,
+}
+"""Dense 16-bit operations per clock of one multiprocessor, by compute capability. From NVIDIA's
+figures for V100, T4, A40, L40S, RTX 5090, A100, H100 and B200."""
 _UNALIGNED_SIZES = (1, 17, 4099)
 _SMALL_PAGE_BYTES = 64
 _UNPINNED = "unpinned memory"
@@ -141,6 +151,48 @@ def why_no_gpu(device: int) -> str | None:
     except CudaUnavailable as error:
         return str(error)
     return None
+
+
+class BriefCheck(NamedTuple):
+    """What `check_briefly` has found."""
+
+    device: str
+    """The name of the GPU."""
+    is_exact: bool
+    loaded: Bandwidth
+    """Of scattered pages."""
+    plain: Bandwidth
+    """Of a plain copy of pinned memory."""
+    peak_flops: float | None
+    """Operations per second with 16-bit numbers at the highest clock. None: not known."""
+
+
+def check_briefly(num_bytes: int) -> BriefCheck:
+    """Check and measure the copies of the first GPU in the ways that a worker chooses, for a few
+    seconds. `num_bytes`: bytes to measure with. Raises `RuntimeError`."""
+    import torch
+
+    from kvtier.cpu.cuda.trial import measure, measure_plain_copy
+
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    sizes = (*_BRIEF_SIZES, *_ODD_SIZES)
+    is_exact = all(_is_exact(device, size, None, Counter()) for size in sizes)
+    return BriefCheck(
+        torch.cuda.get_device_name(device),
+        is_exact,
+        measure(device, *_BRIEF_LAYOUT, num_bytes),
+        measure_plain_copy(device, num_bytes),
+        _peak_flops(torch.cuda.get_device_properties(device)),
+    )
+
+
+def _peak_flops(properties: Any) -> float | None:
+    per_clock = _FLOPS_PER_CLOCK.get((properties.major, properties.minor))
+    clock_khz = getattr(properties, "clock_rate", None)  # not in every release of torch
+    if per_clock is None or not clock_khz:
+        return None
+    return float(properties.multi_processor_count * clock_khz * 1e3 * per_clock)
 
 
 def _check_all(device: Any) -> int:

@@ -13,18 +13,11 @@ by the first of the 64 blocks around it, and most keys of a prompt are never loo
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
-import stat
-import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
-from zlib import crc32
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
@@ -34,12 +27,10 @@ HOST = "host memory"
 
 __all__ = [
     "HOST",
-    "CurveBoard",
     "CurvePoint",
     "CurveSize",
     "HitCurve",
     "host_sizes",
-    "read_boards",
     "tier_sizes",
 ]
 
@@ -71,7 +62,7 @@ class CurveSize(NamedTuple):
     """A size of the cache for which the hit ratio is estimated."""
 
     gauge: str
-    """The name of the metric."""
+    """The series of the metric."""
     place: str
     """Host memory, or the tier down to which the cache reaches."""
     factor: float
@@ -97,17 +88,18 @@ def host_sizes(num_blocks: int) -> list[CurveSize]:
     ]
 
 
-def tier_sizes(prefix: str, place: str, above: int, capacity: int, adds: bool) -> list[CurveSize]:
+def tier_sizes(
+    gauges: tuple[str, str], place: str, above: int, capacity: int, adds: bool
+) -> list[CurveSize]:
     """A tier below, as it is and twice as large, with everything above it.
 
-    `prefix`: of the tier's metrics. `above`: blocks that host memory and the tiers above hold.
-    `adds`: the tier holds other blocks than those above. Otherwise it has copies of them, too.
+    `gauges`: the series for the two sizes. `above`: blocks that host memory and the tiers above it
+    hold. `adds`: the tier holds other blocks than those above; else it has copies of them, too.
     """
-    name = f"{prefix}estimated_hit_ratio"
     sizes = []
-    for suffix, factor in (("", 1), ("_double", 2)):
+    for gauge, factor in zip(gauges, (1, 2), strict=True):
         num_blocks = above + factor * capacity if adds else max(above, factor * capacity)
-        sizes.append(CurveSize(name + suffix, place, factor, num_blocks))
+        sizes.append(CurveSize(gauge, place, factor, num_blocks))
     return sizes
 
 
@@ -152,9 +144,9 @@ class HitCurve:
         self.gauges: dict[str, float] = {}
         """The estimates that are known, by the names of metrics."""
 
-    def note_prompt(self, keys: Sequence[OffloadKey], num_looked_up: int) -> bool:
+    def note_prompt(self, keys: Sequence[OffloadKey], num_looked_up: int) -> None:
         """A request has ended. `keys`: the blocks that it had, in prompt order from the first one.
-        The first `num_looked_up` of these are its prompt. Returns True if `gauges` are new."""
+        The first `num_looked_up` of these are its prompt."""
         self.num_blocks += num_looked_up
         runs = self._runs
         if num_looked_up > _RUN:
@@ -165,12 +157,10 @@ class HitCurve:
             self._find(keys, [0], num_looked_up)
         self._num_used = num_used = self._num_used + len(keys)
         if self._next >= num_used:
-            return False
+            return
         self._sample(keys)
-        if self._last_number < self._refresh_at:
-            return False
-        self._refresh()
-        return True
+        if self._last_number >= self._refresh_at:
+            self._refresh()
 
     def _find(self, keys: Sequence[OffloadKey], runs: list[int], num_looked_up: int) -> None:
         """A prompt has these runs with watched blocks. Count those blocks that it has, and watch
@@ -271,91 +261,3 @@ class HitCurve:
     def reset(self) -> None:
         """No block can be found any more: the cache was reset."""
         self._numbers, self._keys, self._runs = [], {}, {}
-
-
-# --- what other processes see -------------------------------------------------------------------
-
-_NAME = "kvtier-curve"
-_LINK = f"/memfd:{_NAME} (deleted)"
-_BYTES = 4 * mmap.PAGESIZE
-_VERSION = 1
-_HEAD_BYTES = 8
-"""The length of the content, and its checksum."""
-_TRIES, _BETWEEN_TRIES_S = 20, 0.005
-"""A reader may meet the engine in the middle of a write."""
-
-
-class CurveBoard:
-    """What a running engine shows of its curve to other processes of its user. For one thread.
-
-    The engine writes into a file without a name (`memfd_create`), and a reader opens it through
-    `/proc`. Only processes of the same user and root may do that. The kernel removes the file with
-    the engine, even after `kill -9`, so there are no leftovers, and nothing that a reader finds is
-    of an engine that has ended. `show` writes to memory: it makes no system call.
-    """
-
-    def __init__(self) -> None:
-        """Raises `OSError` if the system refuses."""
-        fd = os.memfd_create(_NAME)
-        try:
-            os.fchmod(fd, 0o600)
-            os.posix_fallocate(fd, 0, _BYTES)
-            # The mapping has a descriptor of its own, by which readers find the board.
-            self._memory = mmap.mmap(fd, _BYTES)
-        finally:
-            os.close(fd)
-
-    def show(self, content: Mapping[str, Any]) -> None:
-        """Replace what readers see. Shows nothing if it is too long."""
-        text = json.dumps({**content, "version": _VERSION, "pid": os.getpid()}).encode()
-        if len(text) > _BYTES - _HEAD_BYTES:
-            return
-        self._memory[_HEAD_BYTES : _HEAD_BYTES + len(text)] = text
-        head = len(text).to_bytes(4, "big") + crc32(text).to_bytes(4, "big")
-        self._memory[:_HEAD_BYTES] = head
-
-    def close(self) -> None:
-        """Remove it. Idempotent."""
-        self._memory.close()
-
-
-def read_boards() -> list[dict[str, Any]]:
-    """What the running engines of this user show, by process. Engines in other PID namespaces, such
-    as other containers, are not found."""
-    found = []
-    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        with suppress(OSError):
-            directory = f"/proc/{pid}/fd"
-            for name in os.listdir(directory):
-                if _is_board(f"{directory}/{name}"):
-                    content = _read(f"{directory}/{name}")
-                    # A child of an engine has its open files, too, maybe for longer.
-                    if content is not None and content.get("pid") == pid:
-                        found.append(content)
-    return found
-
-
-def _is_board(path: str) -> bool:
-    try:
-        return os.readlink(path) == _LINK
-    except OSError:  # it was closed meanwhile
-        return False
-
-
-def _read(path: str) -> dict[str, Any] | None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        status = os.fstat(fd)
-        if status.st_size != _BYTES or stat.S_IMODE(status.st_mode) != 0o600:
-            return None
-        for _ in range(_TRIES):
-            data = os.pread(fd, _BYTES, 0)
-            length, checksum = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:8], "big")
-            text = data[_HEAD_BYTES : _HEAD_BYTES + length]
-            if length and crc32(text) == checksum:
-                content: dict[str, Any] = json.loads(text)
-                return content if content.get("version") == _VERSION else None
-            time.sleep(_BETWEEN_TRIES_S)
-    finally:
-        os.close(fd)
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
@@ -19,12 +18,13 @@ from kvtier.base import (
     RequestOffloadingContext,
 )
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.policies.base import SlotState
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.cpu.prompt_log import PromptWatching
+from kvtier.cpu.prompt_sources import PromptSources
 from kvtier.cpu.slots import SlotTable
 from kvtier.cpu.uses import RequestUse, UseLog
 from kvtier.misuse import MisuseLog
+from kvtier.observe.journal import HOST_PLACE, What
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext, ScheduleEndContext
@@ -38,6 +38,15 @@ _generation_of = attrgetter("generation")
 
 _FIRST_RUN = 16
 """Keys in the first batch of a prompt's lookup. Most lookups end with an early miss."""
+
+_COUNTERS = {
+    What.EVICTED: "kvtier_cpu_evicted_blocks",
+    What.FILTERED: "kvtier_cpu_filtered_blocks",
+    What.UNWANTED: "kvtier_cpu_declined_blocks",
+    What.TOO_MANY: "kvtier_cpu_truncated_blocks",
+    What.STALE: "kvtier_cpu_stale_blocks",
+    What.COPY_FAILED: "kvtier_cpu_failed_stores",
+}
 
 NO_BLOCK = -1
 """Slot number of a missing block in a load spec. A worker fails a transfer that has it."""
@@ -70,37 +79,42 @@ class CPUOffloadingManager(PromptWatching):
 
         `strict`: raise when the caller breaks the contract. None: only if KVTIER_STRICT is set.
         """
+        super().__init__()
         _require_whole("num_blocks", num_blocks, 1)
         _require_whole("store_threshold", store_threshold, 0)
         _require_whole("max_tracker_size", max_tracker_size, 1)
         policy_cls = CachePolicyFactory.get_cache_policy_cls(cache_policy, cache_policy_module_path)
         self.medium = Medium.CPU
+        self.sources = PromptSources()
         self.num_blocks = num_blocks
         self.misuse = MisuseLog("primary tier", strict)
         self.slots = SlotTable(num_blocks, policy_cls(cache_capacity=num_blocks))
         self.reserve = self.slots.reserve
         """Slots kept out of transfer, so that a later store can end a quarantine."""
-        self._filter = (
-            ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
-        )
+        counts = store_threshold > 1
+        self._filter = ReuseFilter(store_threshold, max_tracker_size) if counts else None
         self.uses = UseLog(self.slots, self._filter)
         self._get = self.slots.get
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self.media = (self.medium,) if enable_events else ()
         self._counters: dict[str, float] = {}
 
     # --- requests -------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self.uses.announce(req_context)
+        self.journal.begin(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.uses.finish(req_context)
+        self.journal.end(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.uses.end_step(context.new_req_ids, context.preempted_req_ids)
         if self.slots.quarantine:
             self.slots.end_step_in_quarantine()
+        self.observe_step()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         keys = list(keys)
@@ -124,9 +138,9 @@ class CPUOffloadingManager(PromptWatching):
         return _HIT if block.ref_cnt >= 0 else _HIT_PENDING
 
     def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrefixLookup:
-        if self._filter is not None:
-            return super().lookup_prefix(keys, req_context)
         keys = list(keys)
+        if self._filter is not None:
+            return self.answered(keys, super().lookup_prefix(keys, req_context), req_context)
         num_hits, is_final, size = 0, True, _FIRST_RUN
         while num_hits < len(keys):
             run = keys[num_hits : num_hits + size]
@@ -140,7 +154,7 @@ class CPUOffloadingManager(PromptWatching):
             if len(run) < num_asked:
                 break
             size *= 4
-        return PrefixLookup(num_hits, is_final)
+        return self.answered(keys, PrefixLookup(num_hits, is_final), req_context)
 
     def use_run(
         self, keys: Sequence[OffloadKey], blocks: list[BlockStatus], req_context: ReqContext
@@ -198,7 +212,7 @@ class CPUOffloadingManager(PromptWatching):
         if self._filter is not None:
             self._filter.count(keys, use.brought)
         if (use.is_stale or use.first_withheld is not None) and use.withholds(keys):
-            self._count("kvtier_cpu_stale_blocks", len(keys))
+            _enter(self, What.STALE, keys, use)
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         if use.is_known_to_have(keys, self.slots.generation):
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
@@ -210,18 +224,15 @@ class CPUOffloadingManager(PromptWatching):
             comes_last = False
         new = self._admitted(new, use)
         num_storable = self._num_storable(len(new), use)
-        if num_storable is None:
-            self._count("kvtier_cpu_refused_blocks", len(new))
-            return None
-        if num_storable < len(new):
-            self._count("kvtier_cpu_truncated_blocks", len(new) - num_storable)
+        if num_storable is not None and num_storable < len(new):
+            _enter(self, What.TOO_MANY, new[num_storable:], use)
             del new[num_storable:]
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
-
-        placed = self._place(new, use, comes_last, use)
+        placed = None if num_storable is None else self._place(new, use, comes_last, use)
         if placed is None:
             self._count("kvtier_cpu_refused_blocks", len(new))
+            self.journal.note_refused(new, req_context)
             return None
         blocks, evicted = placed
         use.num_writing += len(blocks)
@@ -240,11 +251,10 @@ class CPUOffloadingManager(PromptWatching):
     ) -> list[BlockStatus]:
         """Do `complete_store`. Returns the blocks that became readable, in the order of `keys`."""
         use = self.uses.of(req_context)
-        get = self._get
         ended: list[BlockStatus] = []
         stray: list[OffloadKey] = []
         for key in keys:
-            block = get(key)
+            block = self._get(key)
             if block is None or block.writer is not use:
                 stray.append(key)
                 continue
@@ -253,11 +263,12 @@ class CPUOffloadingManager(PromptWatching):
         if ended:
             use.num_writing -= len(ended)
             if success:
-                self._publish(ended, "kvtier_cpu_stored_blocks")
+                stored = self._publish(ended, "kvtier_cpu_stored_blocks")
+                self.journal.note(What.STORED, HOST_PLACE, stored, req_context)
             else:
+                _enter(self, What.COPY_FAILED, [block.key for block in ended], use)
                 use.lose(ended)
                 self.slots.discard(ended)
-                self._count("kvtier_cpu_failed_stores", len(ended))
             self.slots.end_quarantine()
         self.uses.drop_if_done(use)
         self._record_misuse("stray completion of a store", stray, use, "complete each store once")
@@ -267,10 +278,11 @@ class CPUOffloadingManager(PromptWatching):
         """The keys that the filter lets pass and that the policy wants."""
         admitted = keys if self._filter is None else self._filter.admitted(keys)
         if len(admitted) < len(keys):
-            self._count("kvtier_cpu_filtered_blocks", len(keys) - len(admitted))
+            # The journal gets all of them: those that pass are stored later.
+            _enter(self, What.FILTERED, keys, use, len(keys) - len(admitted))
         wanted = self.uses.wanted(admitted, use)
         if len(wanted) < len(admitted):
-            self._count("kvtier_cpu_declined_blocks", len(admitted) - len(wanted))
+            _enter(self, What.UNWANTED, admitted, use, len(admitted) - len(wanted))
         return wanted
 
     def _num_storable(self, wanted: int, use: RequestUse) -> int | None:
@@ -316,7 +328,7 @@ class CPUOffloadingManager(PromptWatching):
         if evicted is None:
             return None
         if evicted:
-            self._count("kvtier_cpu_evicted_blocks", len(evicted))
+            _enter(self, What.EVICTED, evicted, use)
             self._report(evicted, removed=True)
         closes_gap = not comes_last and use.has_used_behind(new[0])
         was_seen = use.seen_at == slots.generation
@@ -330,16 +342,19 @@ class CPUOffloadingManager(PromptWatching):
             policy.touch(use.keys, use.context)
         return blocks, evicted
 
-    def _publish(self, written: list[BlockStatus], counter: str) -> None:
-        """Make blocks readable."""
+    def _publish(self, written: list[BlockStatus], counter: str) -> list[OffloadKey]:
+        """Make blocks readable. Returns their keys."""
         self.slots.publish(written)
         self._count(counter, len(written))
-        self._report([block.key for block in written], removed=False)
+        keys = [block.key for block in written]
+        self._report(keys, removed=False)
+        return keys
 
     # --- the whole cache ------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
         self._report(self.slots.reset(), removed=True)
+        self.journal.note_reset()
         self.uses.reset()
         super().reset_cache()
 
@@ -349,30 +364,22 @@ class CPUOffloadingManager(PromptWatching):
         events, self._events = self._events, []
         return events
 
-    def get_stats(self) -> OffloadingStats:
+    def take_stats(self) -> OffloadingStats:
         slots = self.slots
         counters, self._counters = self._counters, {}
-        return OffloadingStats(
-            counters=counters,
-            gauges={
-                "kvtier_cpu_slots": self.num_blocks,
-                "kvtier_cpu_resident_blocks": slots.num_evictable + slots.num_pinned,
-                "kvtier_cpu_writing_blocks": slots.num_writing,
-                "kvtier_cpu_pinned_blocks": slots.num_pinned,
-                "kvtier_cpu_quarantined_slots": len(slots.quarantine.keys() | slots.held.keys()),
-                **self.prompt_gauges(),
-            },
-        )
+        gauges: dict[str, float] = {
+            "kvtier_cpu_slots": self.num_blocks,
+            "kvtier_cpu_resident_blocks": slots.num_evictable + slots.num_pinned,
+            "kvtier_cpu_writing_blocks": slots.num_writing,
+            "kvtier_cpu_pinned_blocks": slots.num_pinned,
+            "kvtier_cpu_quarantined_slots": len(slots.quarantine.keys() | slots.held.keys()),
+            **self.prompt_gauges(),
+        }
+        return self.sources.add_to(OffloadingStats(counters, gauges))
 
     def slots_of(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int]:
         """The slot numbers of these blocks, including blocks that are being written."""
         return {key: block.block_id for key in keys if (block := self._get(key)) is not None}
-
-    def slot_states(self) -> Counter[SlotState]:
-        """How many slots are in each state. For tests and inspection."""
-        states = Counter(block.state for block in self.slots.used)
-        states[SlotState.FREE] += self.num_blocks - len(self.slots.used)
-        return states
 
     def resident_keys(self) -> list[OffloadKey]:
         """Keys of all readable blocks. For tests and inspection."""
@@ -393,6 +400,19 @@ class CPUOffloadingManager(PromptWatching):
         for key in keys:
             self._count("kvtier_cpu_misuse", 1)
             self.misuse.record(kind, key, use.context.req_id, remedy)
+
+
+def _enter(
+    manager: CPUOffloadingManager,
+    what: What,
+    keys: list[OffloadKey],
+    use: RequestUse,
+    n: int | None = None,
+) -> None:
+    """Count what has happened to blocks, and enter it in the journal. `n`: how many to count; None:
+    all."""
+    manager._count(_COUNTERS[what], len(keys) if n is None else n)
+    manager.journal.note(what, HOST_PLACE, keys, use.context)
 
 
 def _require_whole(name: str, value: object, least: int) -> None:

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvtier.base import OffloadingManager, OffloadKey, ReqContext, get_offload_group_idx
-from kvtier.config import AttentionKind, ConfigError, Problem
-from kvtier.cpu.hit_curve import HOST, CurveBoard, CurveSize, HitCurve, host_sizes
+from kvtier.base import OffloadKey, ReqContext, get_offload_group_idx
+from kvtier.config import ConfigError, Problem
+from kvtier.cpu.hit_curve import HOST, CurveSize, HitCurve, host_sizes
+from kvtier.cpu.prompt_sources import PromptSources
+from kvtier.observe.observer import ObservedManager
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,11 +28,10 @@ __all__ = ["PromptLog", "PromptWatching", "TraceRecorder", "num_prompt_blocks"]
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_EVERY_S = 1.0
 _WRITTEN_EVERY_S = 0.25
 """Seconds between two writes of a recording."""
 _MAX_WAITING = 1 << 18
-"""The most blocks that wait for the thread that writes a recording."""
+"""The most blocks and requests that wait for the thread that writes a recording."""
 _HASHED_AT_ONCE = 128
 """Blocks that this thread hashes, some 0.1 ms, before it offers Python's lock to others."""
 _CLOSE_S = 5.0
@@ -40,11 +41,23 @@ _ID_SHIFT = 11
 _MAX_NAME = 200
 
 
-class PromptWatching(OffloadingManager):
+class PromptWatching(ObservedManager):
     """A manager whose engine reports prompts. Scheduler thread only."""
 
     prompts: PromptLog | None = None
     """Where they go. The spec sets it; None: nowhere."""
+    sources: PromptSources
+    """Counts where their tokens come from."""
+
+    def note_start(
+        self,
+        req_context: ReqContext,
+        num_prompt_tokens: int,
+        num_device_tokens: int,
+        num_loaded_tokens: int,
+    ) -> None:
+        tokens = num_prompt_tokens, num_device_tokens, num_loaded_tokens
+        self.journal.note_start(req_context, *tokens, self.sources.note_start(*tokens))
 
     def note_prompt(
         self,
@@ -65,6 +78,7 @@ class PromptWatching(OffloadingManager):
             self.prompts.curve.reset()
 
     def shutdown(self) -> None:
+        super().shutdown()
         if self.prompts is not None:
             self.prompts.close()
 
@@ -75,26 +89,18 @@ class PromptLog:
     def __init__(self, config: OffloadingConfig, sizes: Sequence[CurveSize] = ()) -> None:
         """`sizes`: of the hit curve, besides those of host memory. Raises `ConfigError` if the file
         of a recording cannot be made."""
-        per_chunk = config.cache.blocks_per_chunk
-        self._tokens = {g.group_id: g.tokens_per_block * per_chunk for g in config.groups}
+        self._tokens = config.tokens_per_chunk
         self._prompt_only = config.options.offload_prompt_only
         num_host = num_prompt_blocks(config, config.num_blocks)
         self.curve = HitCurve([*host_sizes(num_host), *sizes])
         block_bytes = config.row_bytes * config.num_blocks // num_host
         self._about = {
             "engine_id": config.engine_id[:_MAX_NAME],
-            "model": config.model.name[:_MAX_NAME],
+            "model": (config.model.served_name or config.model.name)[:_MAX_NAME],
             "block_bytes": block_bytes,
-            "block_tokens": self._tokens[_main_group(config)],
+            "block_tokens": self._tokens[config.main_group],
         }
         self._recorder = _recorder_of(config, self._about)
-        self._board: CurveBoard | None = None
-        try:
-            self._board = CurveBoard()
-        except OSError as error:
-            logger.info("`kvtier plan --engine` will not find this engine: %s", error)
-        self._show_at = 0.0
-        self._show()
 
     def note(
         self,
@@ -111,8 +117,7 @@ class PromptLog:
             num_prompt = len(keys)
         elif self._prompt_only:
             keys = keys[:num_prompt]
-        if self.curve.note_prompt(keys, num_prompt):
-            self._show()
+        self.curve.note_prompt(keys, num_prompt)
         if self._recorder is not None:
             arrived_s = req_context.created_s
             prompt = keys[:num_prompt]
@@ -125,12 +130,8 @@ class PromptLog:
             return self.curve.gauges
         return self.curve.gauges | self._recorder.gauges
 
-    def _show(self) -> None:
-        """Show the curve to other processes, at most once in a second."""
-        now = time.monotonic()
-        if self._board is None or now < self._show_at:
-            return
-        self._show_at = now + _SHOWN_EVERY_S
+    def describe_curve(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to the question `curve` of other processes. On any thread."""
         sizes = [
             {
                 "place": size.place,
@@ -141,27 +142,22 @@ class PromptLog:
             }
             for size, ratio in self.curve.points()
         ]
-        self._board.show(self._about | {"num_blocks": self.curve.num_blocks, "sizes": sizes})
+        return self._about | {
+            "pid": os.getpid(),
+            "num_blocks": self.curve.num_blocks,
+            "sizes": sizes,
+        }
 
     def close(self) -> None:
-        """Remove the curve from the sight of other processes, and end the recording. Idempotent."""
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        """End the recording. Idempotent."""
         if self._recorder is not None:
             self._recorder.close()
 
 
-def _main_group(config: OffloadingConfig) -> int:
-    """The group whose blocks engines report: the first one that needs all earlier tokens."""
-    full = (group.group_id for group in config.groups if group.kind is AttentionKind.FULL)
-    return next(full, config.groups[0].group_id)
-
-
 def num_prompt_blocks(config: OffloadingConfig, num_slots: int) -> int:
     """How many blocks of the main group fit into slots beside the same tokens of all groups."""
-    tokens = {group.group_id: group.tokens_per_block for group in config.groups}
-    main = tokens[_main_group(config)]
+    tokens = config.tokens_per_chunk
+    main = tokens[config.main_group]
     return max(1, int(num_slots / sum(main / its for its in tokens.values())))
 
 
@@ -197,7 +193,7 @@ class TraceRecorder:
         self._waiting: deque[_Recorded] = deque()
         # Each of these is written by one thread alone.
         self._num_noted = self._num_taken = 0
-        """Blocks given to `note`, and blocks that the thread has taken."""
+        """Blocks and requests given to `note`, and those that the thread has taken."""
         self._num_recorded = self._num_left_out = 0
         """Requests."""
         self._has_ended = False
@@ -208,11 +204,11 @@ class TraceRecorder:
 
     def note(self, request: _Recorded) -> None:
         """Record a request that has ended. Leaves it out if too many wait to be written."""
-        num_blocks = len(request.keys)
-        if self._has_ended or self._num_noted + num_blocks - self._num_taken > _MAX_WAITING:
+        size = 1 + len(request.keys)
+        if self._has_ended or self._num_noted + size - self._num_taken > _MAX_WAITING:
             self._num_left_out += 1
             return
-        self._num_noted += num_blocks
+        self._num_noted += size
         self._waiting.append(request)
 
     @property
@@ -240,7 +236,7 @@ class TraceRecorder:
                 while self._waiting and not self._has_ended:
                     request = self._waiting.popleft()
                     self._record(request)
-                    self._num_taken += len(request.keys)
+                    self._num_taken += 1 + len(request.keys)
         except OSError as error:
             logger.warning(
                 "The recording in %s has ended: %s. The requests until now can be replayed.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from kvtier.cpu.policies.base import (
     WRITING,
     BlockStatus,
     CachePolicy,
+    SlotState,
 )
 
 if TYPE_CHECKING:
@@ -275,3 +277,9 @@ class SlotTable:
         self.allowance = (self.num_free() + 1) // 2
         self._num_steps_in_quarantine = 0
         return removed
+
+    def states(self) -> Counter[SlotState]:
+        """How many slots are in each state. For tests and inspection."""
+        states = Counter(block.state for block in self.used)
+        states[SlotState.FREE] += self.num_blocks - len(self.used)
+        return states

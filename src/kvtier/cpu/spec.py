@@ -10,8 +10,11 @@ from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.cpu.prompt_log import PromptLog
+from kvtier.cpu.prompt_sources import source_metric_definitions
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.worker import SlotWorker, device_pages, is_on_cuda
+from kvtier.observe.observer import observe
+from kvtier.observe.rollout import METRIC_DEFINITIONS as ROLLOUT_METRICS
 
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
@@ -113,7 +116,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
-        return dict(METRIC_DEFINITIONS)
+        return METRIC_DEFINITIONS | source_metric_definitions() | ROLLOUT_METRICS
 
     def get_manager(self) -> CPUOffloadingManager:
         if self._manager is None:
@@ -126,7 +129,10 @@ class CPUOffloadingSpec(OffloadingSpec):
                 store_threshold=options.store_threshold,
                 max_tracker_size=options.max_tracker_size,
             )
-            self._manager.prompts = PromptLog(self.config)
+            self._manager.prompts = prompts = PromptLog(self.config)
+            definitions = self.build_metric_definitions(self.config.extra_config)
+            answers = {"curve": prompts.describe_curve}
+            observe(self._manager, self.config, definitions, answers)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> SlotWorker:

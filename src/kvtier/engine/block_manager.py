@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from kvtier.base import Medium
+from kvtier.config import AttentionKind
 from kvtier.connector.common import NO_DEVICE_BLOCK
+from kvtier.connector.events import BlockRemoved, BlockStored, KVCacheEvent
 from kvtier.engine.cache import first_block_ids
 from kvtier.engine.config import EngineConfig, LayerGroup
 from kvtier.engine.request import Request
@@ -18,11 +21,14 @@ class BlockPool:
     content until it is allocated again. Blocks that `find` cannot return are allocated first, then
     the others in the order in which they became unused."""
 
-    def __init__(self, first_id: int, num_blocks: int) -> None:
+    def __init__(self, first_id: int, num_blocks: int, reports: bool = False) -> None:
+        self._reports = reports
         self._num_users = dict.fromkeys(range(first_id, first_id + num_blocks), 0)
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(self._num_users)
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self.forgotten: list[bytes] = []
+        """If the pool `reports`: hashes that `find` has forgotten. `BlockManager` takes them."""
 
     @property
     def num_unused(self) -> int:
@@ -52,11 +58,14 @@ class BlockPool:
         self._num_users[block] = 1
         return block
 
-    def cache(self, block: int, block_hash: bytes) -> None:
-        """Let `find` return this used block, unless another block has the same content."""
-        if block not in self._hash_of and block_hash not in self._block_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def cache(self, block: int, block_hash: bytes) -> bool:
+        """Let `find` return this used block. Returns False if another block has the same
+        content."""
+        if block in self._hash_of or block_hash in self._block_of:
+            return False
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one user from each block. Of the blocks that are then unused, those without a hash
@@ -71,6 +80,8 @@ class BlockPool:
 
     def drop_cache(self) -> None:
         """Make `find` forget all blocks. Blocks in use stay in use."""
+        if self._reports:
+            self.forgotten += self._block_of
         self._block_of.clear()
         self._hash_of.clear()
 
@@ -78,6 +89,8 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if self._reports:
+                self.forgotten.append(block_hash)
 
 
 class BlockManager:
@@ -93,11 +106,13 @@ class BlockManager:
         self._tokens_per_hash = engine.tokens_per_hash
         self._alignment = engine.alignment
         self._pools = [
-            BlockPool(first, num)
+            BlockPool(first, num, engine.device_events)
             for first, num in zip(first_block_ids(engine), engine.num_blocks, strict=True)
         ]
         self._num_blocks = engine.num_blocks
         self._allocated: list[list[int]] = [[] for _ in groups]
+        self._reports = engine.device_events
+        self._events: list[KVCacheEvent] = []
 
     @property
     def num_unused_blocks(self) -> tuple[int, ...]:
@@ -206,9 +221,10 @@ class BlockManager:
             num_full = request.num_computed_tokens // self._block_tokens[group_idx]
             for index in range(request.num_cached_blocks[group_idx], num_full):
                 if table[index] != NO_DEVICE_BLOCK:
-                    self._pools[group_idx].cache(
-                        table[index], self._hash(request, group_idx, index)
-                    )
+                    block_hash = self._hash(request, group_idx, index)
+                    is_new = self._pools[group_idx].cache(table[index], block_hash)
+                    if is_new and self._reports:
+                        self._report_stored(request, group_idx, index)
             request.num_cached_blocks[group_idx] = num_full
 
     def leave_behind(self, request: Request) -> None:
@@ -243,3 +259,35 @@ class BlockManager:
         """Make all cached prefixes unfindable. Blocks in use stay in use."""
         for pool in self._pools:
             pool.drop_cache()
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The blocks that requests can find, and can no longer find, since the last call. None,
+        unless the configuration has `device_events`."""
+        self._report_removed()
+        events, self._events = self._events, []
+        return events
+
+    def _report_stored(self, request: Request, group_idx: int, index: int) -> None:
+        self._report_removed()  # before the blocks that take their place
+        size = self._block_tokens[group_idx]
+        window = self._groups[group_idx].window
+        self._events.append(
+            BlockStored(
+                [self._hash(request, group_idx, index)],
+                [group_idx],
+                Medium.GPU,
+                block_size=size,
+                parent_block_hash=self._hash(request, group_idx, index - 1) if index else None,
+                token_ids=request.token_ids[index * size : (index + 1) * size],
+                group_kind=AttentionKind.FULL if window is None else AttentionKind.SLIDING_WINDOW,
+                group_window=window,
+            )
+        )
+
+    def _report_removed(self) -> None:
+        for group_idx, pool in enumerate(self._pools):
+            hashes, pool.forgotten = pool.forgotten, []
+            if hashes:
+                self._events.append(BlockRemoved(hashes, [group_idx] * len(hashes), Medium.GPU))

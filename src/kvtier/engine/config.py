@@ -99,6 +99,8 @@ class EngineConfig:
     """Largest number of requests that run or load at the same time."""
     world_size: int = 1
     """Number of ranks, each with an equal share of the KV heads."""
+    device_events: bool = False
+    """Whether `Engine.take_events` also returns the blocks of the device."""
 
     @property
     def tokens_per_hash(self) -> int:

@@ -51,6 +51,8 @@ class Engine:
         """Results of other requests that ended during `generate`. The next `step` returns them."""
         hooks = None if connector is None else connector.scheduler
         self._scheduler = Scheduler(engine_config, self.blocks, hooks)
+        self._events: list[Any] = []
+        """Events from before a reset, for the next `take_events`."""
         self._num_arrivals = 0
         self._is_shut_down = False
         try:
@@ -170,6 +172,8 @@ class Engine:
         finished = []
         for (request, _), logits in zip(step.work, all_logits, strict=True):
             if request.num_computed_tokens == request.num_tokens:
+                if request.first_token_at is None and self._connector is not None:
+                    self._connector.scheduler.note_first_token(request.request_id)
                 reason = request.add_token(int(logits.argmax()), logits)
                 if reason is not None:
                     finished.append((request, reason))
@@ -224,8 +228,13 @@ class Engine:
     # --- the caches -----------------------------------------------------------------------------
 
     def take_events(self) -> list[Any]:
-        """Return the connector's events since the last call."""
-        return [] if self._connector is None else list(self._connector.scheduler.take_events())
+        """Return the events since the last call: those of the connector and, if the configuration
+        has `device_events`, those of the device."""
+        events, self._events = self._events, []
+        events += self.blocks.take_events()
+        if self._connector is not None:
+            events += self._connector.scheduler.take_events()
+        return events
 
     def drop_device_cache(self) -> None:
         """Forget all cached prefixes on the device. Offloaded blocks and requests stay."""
@@ -238,6 +247,8 @@ class Engine:
         self._scheduler.reset()
         if self._connector is not None:
             self._connector.scheduler.reset_cache()
+        # Later events of the device must come after the end of this reset.
+        self._events = self.take_events()
 
     def load_weights(self, seed: int) -> None:
         """Load other weights, and reset the cache, whose content the old weights computed."""

@@ -36,7 +36,7 @@ from kvtier.tiering.manager import (
     GroupShape,
     TieringOffloadingManager,
 )
-from kvtier.tiering.metrics import metric_prefix
+from kvtier.tiering.metrics import tier_label, tier_series
 
 if TYPE_CHECKING:
     from kvtier.cpu.shared_offload_region import SharedOffloadRegion
@@ -47,6 +47,19 @@ __all__ = ["Caches", "Clock", "DeviceCache", "KeyTier", "Lane"]
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _NO_LIMIT_S = 1e9
 _UNTIMED_BLOCK_BYTES = 1
+_COUNTED_OF_A_TIER = (
+    "loaded_blocks",
+    "declined_slower_blocks",
+    "declined_late_blocks",
+    "declined_unmeasured_blocks",
+    "declined_trial_blocks",
+    "dropped_blocks",
+    "shed_blocks",
+    "left_out_blocks",
+    "unwritten_blocks",
+    "over_budget_blocks",
+)
+"""What the orchestrator counts of each tier (`tier_series`), and `Figures` contain."""
 """The size of a block to the orchestrator if nothing takes time. Its limits on bytes per second
 have no meaning then, and no block is large enough to reach them."""
 
@@ -217,7 +230,11 @@ class KeyTier(SecondaryTierManager):
             lane = self._reading if job.is_promotion else self._writing
             ends_at, seconds = lane.end_of(num_moved * self._block_bytes)
         is_whole = len(done) == len(job.keys)
-        result = JobResult(job.job_id, is_whole, None if is_whole else done, seconds)
+        # Of a job that was begun, the eviction policy declined what it does not keep.
+        num_declined = len(job.keys) - len(done)
+        result = JobResult(
+            job.job_id, is_whole, None if is_whole else done, seconds, num_declined=num_declined
+        )
         if self._clock is None:
             end()
             end = _nothing
@@ -395,19 +412,25 @@ class Caches:
         counted = stats.counters if stats is not None else {}
         _add_counters(host, counted)
         for position, (tier, place) in enumerate(zip(self.tiers, figures.places[1:], strict=True)):
-            prefix = metric_prefix(position, tier.tier_type)
+            label = tier_label(position, tier.tier_type)
+            counted_of = {
+                name: int(counted.get(tier_series(label, name), 0)) for name in _COUNTED_OF_A_TIER
+            }
             own = tier.table.get_stats().counters
-            place.read_blocks += int(counted.get(f"{prefix}loaded_blocks", 0))
-            place.declined_blocks += int(counted.get(f"{prefix}declined_blocks", 0))
+            place.read_blocks += counted_of["loaded_blocks"]
+            place.declined_blocks += sum(
+                count for name, count in counted_of.items() if name.startswith("declined_")
+            )
             place.written_blocks += int(own.get("kvtier_cpu_stored_blocks", 0))
             place.evicted_blocks += int(own.get("kvtier_cpu_evicted_blocks", 0))
-            place.refused_blocks += tier.num_refused + sum(
-                int(counted.get(prefix + name, 0)) for name in ("dropped_blocks", "shed_blocks")
+            tier.num_refused -= int(own.get("kvtier_cpu_declined_blocks", 0))
+            place.refused_blocks += (
+                tier.num_refused + counted_of["dropped_blocks"] + counted_of["shed_blocks"]
             )
             tier.num_refused = 0
-            place.left_out_blocks += int(counted.get(f"{prefix}left_out_blocks", 0))
-            place.unwritten_blocks += int(counted.get(f"{prefix}unwritten_blocks", 0))
-            place.over_budget_blocks += int(counted.get(f"{prefix}over_budget_blocks", 0))
+            place.left_out_blocks += counted_of["left_out_blocks"]
+            place.unwritten_blocks += counted_of["unwritten_blocks"]
+            place.over_budget_blocks += counted_of["over_budget_blocks"]
 
 
 def _add_counters(host: PlaceFigures, counted: dict[str, float]) -> None:

@@ -12,21 +12,25 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Calibration", "NotMeasured", "calibrate"]
+from kvtier.config.sizes import as_size
+
+__all__ = ["Calibration", "NotMeasured", "calibrate", "copy_rate"]
 
 _FILE_BYTES = 1 << 30
 _CHUNK_BYTES = 8 << 20
 _IN_FLIGHT = 4
 """Chunks that are written or read at the same time."""
 _PAGE_BYTES = 4096
+_CHUNK_PAGES = _CHUNK_BYTES // _PAGE_BYTES
 _NUM_LATENCIES = 64
 _COPIED_BYTES = 256 << 20
 _NUM_COPIES = 5
@@ -49,10 +53,17 @@ class Calibration(NamedTuple):
     """False: the file system has no direct I/O, so the page cache has made the disk look faster."""
 
 
-def calibrate(folder: str, progress: Callable[[int, int], None]) -> Calibration:
-    """Measure host copies, and the disk of this directory, for a few seconds. Needs 1 GiB of free
-    space there, and leaves no file behind, even if the process is killed."""
-    copy_rate = _copy_rate()
+def calibrate(
+    folder: str,
+    progress: Callable[[int, int], None],
+    file_bytes: int = _FILE_BYTES,
+    most_s: float = inf,
+) -> Calibration:
+    """Measure host copies, and the disk of this directory, for a few seconds. Needs `file_bytes` of
+    free space there, a multiple of 8 MiB, and leaves no file behind, even if the process is killed.
+    `most_s`: about how long the disk may be written and read; a slow one is then measured with
+    fewer bytes."""
+    copied = copy_rate()
     try:
         fd, is_direct = _open_nameless(folder)
     except OSError as error:
@@ -60,19 +71,19 @@ def calibrate(folder: str, progress: Callable[[int, int], None]) -> Calibration:
             f"{folder}: {error.strerror}: give a directory you may write to"
         ) from None
     try:
-        return _measure_disk(fd, is_direct, copy_rate, progress)
+        probe = _DiskProbe(fd, file_bytes, most_s, progress)
+        return probe.measure(is_direct, copied)
     except OSError as error:
         remedy = (
-            f"make {_FILE_BYTES >> 30} GiB of room"
-            if error.errno == errno.ENOSPC
-            else "try another"
+            f"make {as_size(file_bytes)} of room" if error.errno == errno.ENOSPC else "try another"
         )
         raise NotMeasured(f"{folder}: {error.strerror}: {remedy}") from None
     finally:
         os.close(fd)
 
 
-def _copy_rate() -> float:
+def copy_rate() -> float:
+    """Bytes per second of copies within host memory, by one thread."""
     source = np.ones(_COPIED_BYTES, np.uint8)
     target = np.zeros(_COPIED_BYTES, np.uint8)
     best = float("inf")
@@ -96,50 +107,69 @@ def _open_nameless(folder: str) -> tuple[int, bool]:
         os.unlink(path)
 
 
-def _measure_disk(
-    fd: int, is_direct: bool, copy_rate: float, progress: Callable[[int, int], None]
-) -> Calibration:
-    starts = range(0, _FILE_BYTES, _CHUNK_BYTES)
-    total = 2 * _FILE_BYTES
-    buffers = [mmap.mmap(-1, _CHUNK_BYTES) for _ in range(_IN_FLIGHT)]
-    for buffer in buffers:
-        buffer.write(random.Random(0).randbytes(_CHUNK_BYTES))
+class _DiskProbe:
+    """Writes and reads one file. Each pass ends early when its share of the time is used."""
 
-    def all_chunks(move: Callable[[mmap.mmap, int], None], done: int) -> float:
+    def __init__(
+        self, fd: int, file_bytes: int, most_s: float, progress: Callable[[int, int], None]
+    ) -> None:
+        self._fd = fd
+        self._starts: Sequence[int] = range(0, file_bytes, _CHUNK_BYTES)
+        """Of the chunks that the next pass moves."""
+        self._pass_s = most_s / 3
+        self._progress = progress
+        self._num_moved = 0
+        self._total = 3 * file_bytes
+        self._buffers = [mmap.mmap(-1, _CHUNK_BYTES) for _ in range(_IN_FLIGHT)]
+        for buffer in self._buffers:
+            buffer.write(random.Random(0).randbytes(_CHUNK_BYTES))
+
+    def measure(self, is_direct: bool, copied: float) -> Calibration:
+        fd = self._fd
+        os.posix_fallocate(fd, 0, self._total // 3)
+        self._pass(self._write)  # the first time, the file system also assigns the blocks
+        write_rate = self._pass(self._write)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        read_rate = self._pass(self._read)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return Calibration(copied, read_rate, write_rate, self._latency(), is_direct)
+
+    def _pass(self, move: Callable[[mmap.mmap, int], None]) -> float:
+        """Move all chunks, or as many as there is time for; later passes move the same. Returns
+        bytes per second."""
         began = time.perf_counter()
+        moved: list[int] = []
 
         def lane(first: int) -> None:
-            for start in starts[first::_IN_FLIGHT]:
-                move(buffers[first], start)
+            for start in self._starts[first::_IN_FLIGHT]:
+                move(self._buffers[first], start)
+                moved.append(start)
+                if time.perf_counter() - began > self._pass_s:
+                    return
 
         with ThreadPoolExecutor(_IN_FLIGHT) as pool:
             list(pool.map(lane, range(_IN_FLIGHT)))
-        os.fdatasync(fd)
-        progress(done + _FILE_BYTES, total)
-        return _FILE_BYTES / (time.perf_counter() - began)
+        os.fdatasync(self._fd)
+        seconds = time.perf_counter() - began
+        self._num_moved += self._total // 3
+        self._progress(self._num_moved, self._total)
+        self._starts = sorted(moved)
+        return len(moved) * _CHUNK_BYTES / seconds
 
-    def write(buffer: mmap.mmap, start: int) -> None:
-        if os.pwrite(fd, buffer, start) != _CHUNK_BYTES:
+    def _write(self, buffer: mmap.mmap, start: int) -> None:
+        if os.pwrite(self._fd, buffer, start) != _CHUNK_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def read(buffer: mmap.mmap, start: int) -> None:
-        os.preadv(fd, [buffer], start)
+    def _read(self, buffer: mmap.mmap, start: int) -> None:
+        os.preadv(self._fd, [buffer], start)
 
-    os.posix_fallocate(fd, 0, _FILE_BYTES)
-    all_chunks(write, 0)  # the first time, the file system also assigns the blocks
-    write_rate = all_chunks(write, 0)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    read_rate = all_chunks(read, _FILE_BYTES)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return Calibration(copy_rate, read_rate, write_rate, _latency(fd), is_direct)
-
-
-def _latency(fd: int) -> float:
-    page = mmap.mmap(-1, _PAGE_BYTES)
-    places = random.Random(1).sample(range(_FILE_BYTES // _PAGE_BYTES), _NUM_LATENCIES)
-    seconds = []
-    for place in places:
-        began = time.perf_counter()
-        os.preadv(fd, [page], place * _PAGE_BYTES)
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)
+    def _latency(self) -> float:
+        page = mmap.mmap(-1, _PAGE_BYTES)
+        chance = random.Random(1)
+        seconds: list[float] = []
+        while len(seconds) < _NUM_LATENCIES and sum(seconds) < self._pass_s:
+            place = chance.choice(self._starts) + chance.randrange(_CHUNK_PAGES) * _PAGE_BYTES
+            began = time.perf_counter()
+            os.preadv(self._fd, [page], place)
+            seconds.append(time.perf_counter() - began)
+        return median(seconds)

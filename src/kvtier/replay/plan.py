@@ -49,6 +49,11 @@ class ModelShape:
     number_bytes: int
     has_windows: bool
     """True if some layers keep only the last tokens, so that long prompts need less."""
+    num_weights: int | None = None
+    """Weights that one token is multiplied with, without those of the output. None: not known."""
+    pair_numbers: int = 0
+    """Products of numbers of a query and of a key, and as many with those of a value, for each pair
+    of tokens."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -105,7 +110,30 @@ def _shape_of(path: str, config: Mapping[str, Any], kv_dtype: str | None) -> Mod
         numbers = 2 * (kv_heads or num_heads) * head_dim
     uses_window = config.get("use_sliding_window", True) and bool(config.get("sliding_window"))
     has_windows = "sliding_attention" in kinds or (not kinds and uses_window)
-    return ModelShape(num_layers, numbers, NUMBER_BYTES[dtype], has_windows)
+    num_weights, pair_numbers = _work_of(config, num_layers)
+    return ModelShape(
+        num_layers, numbers, NUMBER_BYTES[dtype], has_windows, num_weights, pair_numbers
+    )
+
+
+def _work_of(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, int]:
+    """See `ModelShape.num_weights` and `pair_numbers`. Unknown for models with latent attention,
+    and if a number is missing."""
+
+    def number(name: str, otherwise: int = 0) -> int:
+        value = config.get(name)
+        return value if type(value) is int and value > 0 else otherwise
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    wide = number("intermediate_size")
+    if active := number("num_experts_per_tok"):  # a token is multiplied with these experts only
+        wide = active * number("moe_intermediate_size", wide)
+    if config.get("kv_lora_rank") or not (hidden and heads and wide):
+        return None, 0
+    head_dim = number("head_dim", hidden // heads)
+    kv_heads = number("num_key_value_heads", heads)
+    of_layer = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim + 3 * hidden * wide
+    return num_layers * of_layer, num_layers * heads * head_dim
 
 
 def _number(path: str, config: Mapping[str, Any], name: str) -> int:
@@ -255,13 +283,19 @@ class Sweep:
     def cheapest(
         self, policies: Sequence[str], target: Target, cost: Callable[[Sizes], tuple[float, ...]]
     ) -> Point | None:
-        """The cheapest point that meets a target, among all combinations of the sizes tried; None
-        if none does.
+        """The cheapest point found that meets a target; None if there is none. Those of the curves
+        so far are among them.
 
-        Takes more memory to do no worse. So if the last place needs some size, it needs at least
-        that size when the other places are smaller, and smaller ones are not replayed.
+        Among the other combinations of the sizes tried, takes more memory to do no worse. So if the
+        last place needs some size, it needs at least that size when the other places are smaller,
+        and smaller ones are not replayed.
         """
-        best: Point | None = None
+        reaching = (
+            point
+            for point in self._points.values()
+            if point.policy in policies and target.is_met_by(point.figures)
+        )
+        best = min(reaching, key=lambda point: cost(point.sizes), default=None)
         *others, last = (self.sizes_of(place) for place in range(len(self.sizes)))
         for policy in policies:
             least: dict[Sizes, int] = {}

@@ -14,11 +14,11 @@ import os
 import re
 import stat
 import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from math import isfinite
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -33,9 +33,23 @@ DEFAULT_BLOCK_TOKENS = 512
 
 _LONGEST_LINE = 64 << 20
 _LARGEST_ID = 2**64 - 1
+_LARGEST_NUMBER = 10**15
+"""Of tokens, and of milliseconds: 30,000 years."""
 _XZ, _ZIP = b"\xfd7zXZ\x00", b"PK\x03\x04"
 _RECORDED = b'{"kvtier_recording":'
 _TIMESTAMP = re.compile(rb'{"timestamp":(\d{1,15}),')
+_NPZ_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    RuntimeError,  # encrypted
+    NotImplementedError,  # compressed in a way that Python does not know
+    MemoryError,  # a size that is damaged
+)
+"""What a damaged archive can end in."""
 _REMEMBERED_PROMPTS = 1024
 """Prompts whose blocks are kept, so that a later prompt that continues one need not be walked."""
 _FORMS = (
@@ -217,6 +231,8 @@ class _Recording(_JsonLines):
         super().__init__(name, data, raw, size, DEFAULT_BLOCK_TOKENS)
         try:
             self.block_tokens = _field(json.loads(self._next_line(1)), "block_tokens", (int,))
+            if not self.block_tokens:
+                raise ValueError
         except (ValueError, RecursionError, _Unfit):
             raise TraceError(f"{name}, line 1 is damaged: get the file again") from None
         if block_tokens not in (None, self.block_tokens):
@@ -249,9 +265,9 @@ def _field(record: dict[str, Any], name: str, types: tuple[type, ...]) -> Any:
     if name not in record:
         raise _Unfit(f"{name} is missing; {_FORMS}")
     value = record[name]
-    if type(value) not in types or not isfinite(value) or value < 0:
+    if type(value) not in types or not 0 <= value <= _LARGEST_NUMBER:  # nor NaN
         kind = "a whole number" if types == (int,) else "a number"
-        raise _Unfit(f"{name} is {json.dumps(value)[:40]}: write {kind}, 0 or more")
+        raise _Unfit(f"{name} is {json.dumps(value)[:40]}: write {kind}, from 0 to 1e15")
     return value
 
 
@@ -289,9 +305,9 @@ class _BlockTree(Trace):
                 if missing:
                     raise TraceError(f"{name} has no array {' and no array '.join(missing)}")
                 arrays = {array: archive[array] for array in wanted}
-        except (zipfile.BadZipFile, OSError, ValueError, KeyError, EOFError) as error:
-            if isinstance(error, TraceError):
-                raise
+        except TraceError:
+            raise
+        except _NPZ_ERRORS as error:
             raise TraceError(f"{name} cannot be read as an npz archive ({error})") from None
         for array, values in arrays.items():
             kinds = "iuf" if array == "ts" else "iu"
@@ -306,7 +322,8 @@ class _BlockTree(Trace):
         ts, leaf, dparent = arrays["ts"], arrays["leaf"], arrays["dparent"]
         problems = {
             "bs": self.block_tokens < 1 and "tokens per block must be at least 1",
-            "ts": not np.isfinite(ts).all() and "times must be numbers of seconds",
+            "ts": not (np.abs(ts) <= _LARGEST_NUMBER / 1000).all()
+            and "times must be numbers of seconds, up to 1e12",
             "leaf": len(leaf)
             and not (leaf.min() >= 0 and leaf.max() < len(dparent))
             and f"blocks must be from 0 to {len(dparent) - 1}, the blocks in dparent",

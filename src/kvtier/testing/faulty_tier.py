@@ -22,10 +22,17 @@ from kvtier.base import (
 from kvtier.testing.damage import BackingBytes
 from kvtier.testing.faults import Fault, FaultKind, FaultSchedule, InjectedFault
 from kvtier.testing.job_faults import BitRot, JobFaults, random_of
-from kvtier.tiering.base import JobResult, PrimaryRows, SecondaryTierManager, TransferJob
+from kvtier.tiering.base import (
+    JobResult,
+    PrimaryRows,
+    SecondaryTierManager,
+    TierUsage,
+    TransferJob,
+)
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.config.namespace import NamespaceDescription
     from kvtier.seal.keys import SealKeys
 
 __all__ = ["FaultyTier"]
@@ -227,8 +234,21 @@ class FaultyTier(SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._answer("take_events", self.tier.take_events)
 
+    def has_announcements(self) -> bool:
+        return self._answer("has_announcements", self.tier.has_announcements)
+
     def get_stats(self) -> OffloadingStats | None:
         return self._answer("get_stats", self.tier.get_stats)
+
+    def usage(self) -> TierUsage | None:
+        return self._answer("usage", self.tier.usage)
+
+    @property
+    def start_remark(self) -> str:
+        return self.tier.start_remark
+
+    def describe_namespace(self) -> NamespaceDescription:
+        return self.tier.describe_namespace()
 
     def begin_epoch(self, fingerprint: bytes) -> None:
         self._fault_of("begin_epoch")

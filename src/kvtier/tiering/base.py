@@ -16,9 +16,10 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,14 +41,16 @@ from kvtier.seal.keys import SealKeys
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
-    from kvtier.config import TierOptions
+    from kvtier.config import NamespaceDescription, TierOptions
     from kvtier.tiering.inspection import Report, TierInspector
+    from kvtier.tiering.trial import TrialBlocks
 
 __all__ = [
     "JobNotBegun",
     "JobResult",
     "PrimaryRows",
     "SecondaryTierManager",
+    "TierUsage",
     "TierRefused",
     "TransferJob",
 ]
@@ -91,6 +94,9 @@ class JobResult:
     num_gone: int = 0
     """For a load: the number of blocks that another engine or process has removed since they were
     looked up. They do not count as failures of the tier."""
+    num_declined: int = 0
+    """For a store: the number of blocks that the tier chose not to keep, because it expects more
+    from those that it has. They do not count as failures of the tier."""
 
 
 class JobNotBegun(Exception):
@@ -125,6 +131,15 @@ class PrimaryRows:
         self._flat.release()
 
 
+class TierUsage(NamedTuple):
+    """How full a tier is. A part that the tier does not know is None."""
+
+    used_bytes: float | None
+    """Bytes that blocks take, in a shared tier those of all engines."""
+    capacity_bytes: float | None
+    """The most bytes that they may take."""
+
+
 class SecondaryTierManager(ABC):
     """One tier below the primary tier.
 
@@ -156,6 +171,8 @@ class SecondaryTierManager(ABC):
         self.tier_type = tier_type
         self.locality: Locality | None = None
         """Set by the tier; the user's key `locality` replaces it."""
+        self._start_remark: Callable[[], str] = str
+        """What `start_remark` returns. A tier that looks for the reason replaces it."""
         self.enable_kv_events = True
         """Set by the orchestrator. While it is False, `take_events` is not called: record no
         events."""
@@ -260,8 +277,19 @@ class SecondaryTierManager(ABC):
         """Return the blocks that were stored or removed here since the last call, in order."""
         return ()
 
+    def has_announcements(self) -> bool:
+        """Return True while `take_events` has more to return about the blocks of an earlier engine,
+        so that an engine without requests takes the steps for it. Not True for ever: an engine that
+        keeps stepping does not pause."""
+        return False
+
     def get_stats(self) -> OffloadingStats | None:
-        """Return statistics since the last call, named as in `build_metric_definitions`."""
+        """Return statistics since the last call, named as in `build_metric_definitions`. Values are
+        finite numbers, and counters never go back."""
+        return None
+
+    def usage(self) -> TierUsage | None:
+        """Return how full the tier is; None if it does not know. Answer from memory."""
         return None
 
     @classmethod
@@ -291,6 +319,23 @@ class SecondaryTierManager(ABC):
         """
         return None
 
+    @classmethod
+    def prepare_trial(
+        cls, keys: Mapping[str, Any], blocks: TrialBlocks
+    ) -> AbstractContextManager[Mapping[str, Any]] | None:
+        """Prepare for a trial by `kvtier doctor` or `kvtier bench`: a tier that starts with `keys`
+        is to store `blocks`, while engines may use the same storage.
+
+        Return a context manager. It yields the keys for the tier of the trial, changed so that this
+        tier neither evicts blocks nor takes what others need, and it removes what is left when the
+        tier has ended. It may raise `TrialProblem`, for example because storing would evict blocks
+        of others. After the start, the tier of the trial is moved to the private namespace
+        `blocks.fingerprint` with `begin_epoch`.
+
+        Called like `open_inspector`. The default offers no trial.
+        """
+        return None
+
     def known_keys(self, most: int) -> Sequence[OffloadKey]:
         """Return the keys of at most `most` blocks that can be loaded; () if there are none, or if
         the tier does not know yet. Called at most once, when the engine starts: the engine loads
@@ -308,6 +353,12 @@ class SecondaryTierManager(ABC):
         check it."""
         return None
 
+    @property
+    def start_remark(self) -> str:
+        """Why this engine finds none of the blocks that were there when it started, if the tier has
+        found that out (`kvtier.tiering.namespaces`); otherwise empty. Any thread may ask."""
+        return self._start_remark()
+
     def begin_epoch(self, fingerprint: bytes) -> None:
         """Look up blocks in another namespace from now on: earlier blocks are no longer valid for
         this engine. Forget all answers for the old namespace, and its lookups under way. Jobs under
@@ -320,6 +371,13 @@ class SecondaryTierManager(ABC):
         return
 
     # --- a tier author calls these -------------------------------------------------------------
+
+    def describe_namespace(self) -> NamespaceDescription:
+        """Return what the namespace `self.fingerprint` is made of. A tier whose storage outlives
+        the process keeps it beside the blocks (`NamespaceDescription.encode`), so that a later
+        engine can say why it finds none (`kvtier.tiering.namespaces`) and `kvtier store` can name
+        the model (`TierInspector.descriptions`). Write it on a thread of the tier."""
+        return self.offloading_spec.config.describe(self.fingerprint)
 
     def seal_block(self, job: TransferJob, key: OffloadKey, payload: memoryview) -> bytes:
         """Return the seal to keep with a block of a store. Call it on an I/O thread of the tier."""

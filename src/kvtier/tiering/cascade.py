@@ -15,6 +15,7 @@ from math import exp, inf
 from typing import TYPE_CHECKING
 
 from kvtier.base import WriteHint
+from kvtier.observe.journal import What
 from kvtier.tiering.cleaner import Cleaner
 from kvtier.tiering.write_policy import WriteMoment
 
@@ -48,6 +49,13 @@ _GIVEN_BACK_FOR_S = 30.0
 """Each block that a request loads from the tier lets the tier's stores pin one more slot, for this
 many seconds on average."""
 
+_NOTES = {
+    "dropped_blocks": What.DROPPED,
+    "over_budget_blocks": What.OVER_BUDGET,
+    "shed_blocks": What.SHED,
+    "switched_off_blocks": What.SWITCHED_OFF,
+}
+"""What blocks that are not stored have in the journal, by their counter."""
 _DAY_S, _SAVED_UP_S = 86_400.0, 3600.0
 """A day, and how much of a day's budget can be saved up, in seconds."""
 _UNLIMITED = 1 << 62
@@ -359,7 +367,7 @@ class Cascades:
             if tier.jobs.has_late_stores:
                 return served | dict.fromkeys(self.drop_backlog(tier))
             if not tier.lets_store(now):
-                return served | dict.fromkeys(self.drop_backlog(tier, "shed_blocks"))
+                return served | dict.fromkeys(self.drop_backlog(tier, tier.not_stored_because))
             affordable = tier.budget.num_affordable(now)
             if not affordable:
                 return served | dict.fromkeys(self.drop_backlog(tier, "over_budget_blocks"))
@@ -371,7 +379,11 @@ class Cascades:
             ready = []
             if tier in request.tiers:  # else it was notified of the request's end
                 ready = [key for key in keys if self._primary.is_ready(key)]
-            tier.stats.count("dropped_blocks", len(keys) - len(ready))
+            if len(ready) < len(keys):
+                tier.stats.count("dropped_blocks", len(keys) - len(ready))
+                tier.notes.add(
+                    What.DROPPED, [key for key in keys if not self._primary.is_ready(key)]
+                )
             if ready:
                 self.submit(ready, tier, request.context, now)
         while (excess := backlog.num_blocks - self._primary.num_blocks) > 0:
@@ -379,6 +391,7 @@ class Cascades:
             keys, request = backlog.take(excess)
             served[request] = None
             tier.stats.count("dropped_blocks", len(keys))
+            tier.notes.add(What.DROPPED, keys)
         return served
 
     def drop_backlog(
@@ -388,7 +401,8 @@ class Cascades:
         requests: dict[TierRequest, None] = {}
         tier.stats.count(reason, tier.backlog.num_blocks)
         while tier.backlog:
-            _, request = tier.backlog.take(tier.backlog.num_blocks)
+            keys, request = tier.backlog.take(tier.backlog.num_blocks)
+            tier.notes.add(_NOTES[reason], keys)
             requests[request] = None
         return requests
 
@@ -412,11 +426,15 @@ class Cascades:
             num_sent = 0
             while num_sent < len(chosen):
                 if not tier.lets_store(now):
-                    tier.stats.count("shed_blocks", len(chosen) - num_sent)
+                    tier.stats.count(tier.not_stored_because, len(chosen) - num_sent)
+                    tier.notes.add(
+                        _NOTES[tier.not_stored_because], chosen[num_sent:], request.context
+                    )
                     break
                 affordable = tier.budget.num_affordable(now)
                 if not affordable:
                     tier.stats.count("over_budget_blocks", len(chosen) - num_sent)
+                    tier.notes.add(What.OVER_BUDGET, chosen[num_sent:], request.context)
                     break
                 n = 0 if tier.backlog else min(tier.stores.num_storable, affordable)
                 if not n:
@@ -437,6 +455,7 @@ class Cascades:
         ended, or drop them if a store is late."""
         if tier.jobs.has_late_stores:
             tier.stats.count("dropped_blocks", len(keys))
+            tier.notes.add(What.DROPPED, keys, request.context)
         else:
             tier.backlog.append(keys, request)
 
@@ -464,6 +483,13 @@ class Cascades:
         blocks = self._primary.complete_read(job.transfer.job_id)
         if tier.write_policy.tracks_blocks:
             self.cleaner.note_written(blocks, moved, tier)
+        if job.transfer.fingerprint == self._jobs.fingerprint:
+            tier.notes.add(What.STORED, moved)
+        if len(moved) < len(job.transfer.keys):
+            named = set(moved)
+            tier.notes.add(
+                What.STORE_FAILED, [key for key in job.transfer.keys if key not in named]
+            )
 
 
 def _selected(
@@ -476,4 +502,5 @@ def _selected(
         return keys
     if moment is WriteMoment.STORED:
         tier.stats.count("kept_out_blocks", len(keys))
+        tier.notes.add(What.KEPT_OUT, keys, context)
     return ()

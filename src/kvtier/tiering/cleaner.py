@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.base import ReqContext, WriteHint
+from kvtier.observe.journal import What
 from kvtier.tiering.write_policy import BlockHistory, WriteThrough
 
 if TYPE_CHECKING:
@@ -179,7 +180,8 @@ class Cleaner:
         for tier in self.tracked:
             bit, policy = tier.bit, tier.write_policy
             counts_uses, writes_leaving = policy.counts_uses, policy.writes_leaving
-            num_left_out = num_unwritten = 0
+            left_out: list[OffloadKey] = []
+            unwritten: list[OffloadKey] = []
             for key, block in victims:
                 history = block.history or _NO_HISTORY
                 if history.below & bit:
@@ -189,15 +191,17 @@ class Cleaner:
                 if history.is_kept_out:
                     pass  # counted when it was stored
                 elif writes_leaving and (not counts_uses or policy.is_worth_writing(history)):
-                    num_unwritten += 1
+                    unwritten.append(key)
                 else:
-                    num_left_out += 1
+                    left_out.append(key)
                 if counts_uses:
                     policy.note_left(key, history, False)
-            if num_left_out:
-                tier.stats.count("left_out_blocks", num_left_out)
-            if num_unwritten:
-                tier.stats.count("unwritten_blocks", num_unwritten)
+            if left_out:
+                tier.stats.count("left_out_blocks", len(left_out))
+                tier.notes.add(What.LEFT_OUT, left_out)
+            if unwritten:
+                tier.stats.count("unwritten_blocks", len(unwritten))
+                tier.notes.add(What.UNWRITTEN, unwritten)
 
     # --- the reserve ----------------------------------------------------------------------------
 

@@ -324,6 +324,10 @@ class PrefillRate:
         assert line is not None, "ask `is_known` first"
         return num_tokens * line.seconds_per_token(mean_position)
 
+    def seconds_if_known(self, num_tokens: int, mean_position: float) -> float | None:
+        """Like `seconds_for`; None if costs cannot be predicted."""
+        return self.seconds_for(num_tokens, mean_position) if self.is_known else None
+
     @property
     def has_reports(self) -> bool:
         """True if the engine reports what it computes, and its reports are used."""

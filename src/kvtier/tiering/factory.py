@@ -234,6 +234,8 @@ def _keys_for(tier_cls: type[SecondaryTierManager], config: TierConfig) -> dict[
     """
     own, takes_any = _own_keys(tier_cls)
     shared = {name: getattr(config, name) for name in TIER_KEYS if name in own}
+    if "enable_kv_events" in shared:  # its default depends on the tier, which does not exist yet
+        shared["enable_kv_events"] = config.enable_kv_events is True
     keys = dict(config.options)
     keys |= {name: value for name, value in shared.items() if value is not None}
     reader = OptionReader(keys, config.at)

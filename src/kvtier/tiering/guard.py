@@ -106,6 +106,10 @@ class Verdict(NamedTuple):
     """Why the blocks are computed, or those behind `num_blocks`."""
     num_blocks: int = 0
     """If the choice is to load: how many leading blocks. The request computes the others."""
+    compute_s: float | None = None
+    """Seconds that computing all of them is expected to take. None: not known."""
+    whole_s: float | None = None
+    """If only some are loaded: seconds that loading all of them would take."""
 
 
 class Objection(Enum):
@@ -183,15 +187,17 @@ class LoadGuard:
         objection = self._objection(load, costs, now)
         if objection is Objection.LATE and (num_in_time := self._num_in_time(load, now)):
             part_s = self._load_s(tier, num_in_time)
-            return Verdict(Choice.LOAD, part_s, objection, num_in_time)
+            whole_s, compute_s = costs.load_s, costs.compute_s
+            return Verdict(Choice.LOAD, part_s, objection, num_in_time, compute_s, whole_s)
         if objection is not None:
             self._num_blind += costs.load_s is not None and costs.compute_s is None
-            return Verdict(Choice.COMPUTE, costs.load_s, objection)
+            return Verdict(Choice.COMPUTE, costs.load_s, objection, 0, costs.compute_s)
         is_urgent = load.request.queued is None and not load.request.context.is_prefetch
         if is_urgent and self._is_trial_due(costs):
             self._trials.note_trial()
             self.num_trials += 1
-            return Verdict(Choice.TRY_COMPUTING, costs.load_s, Objection.TRIAL)
+            objection = Objection.TRIAL
+            return Verdict(Choice.TRY_COMPUTING, costs.load_s, objection, 0, costs.compute_s)
         if tier.load_speed.is_being_probed:
             return Verdict(Choice.WAIT, costs.load_s)
         if costs.load_s is None and self._prefill.may_learn and not tier.load_speed.was_probed:
@@ -199,26 +205,28 @@ class LoadGuard:
             return Verdict(Choice.MEASURE, costs.load_s, None, num_measured)
         return Verdict(Choice.LOAD, costs.load_s, None, len(load.keys))
 
-    def objection_to(self, load: Load, now: float) -> Objection | None:
-        """Why the request should rather compute these blocks; None if it should load at least some
-        of them. Counts nothing."""
-        objection = self._objection(load, self._costs(load), now)
-        if objection is Objection.LATE and self._num_in_time(load, now):
+    def objection_to(self, load: Load, now: float) -> Verdict | None:
+        """The verdict if the request should rather compute all of these blocks; None if it should
+        load at least some of them. Counts nothing."""
+        costs = self._costs(load)
+        objection = self._objection(load, costs, now)
+        if objection is None or (objection is Objection.LATE and self._num_in_time(load, now)):
             return None
-        return objection
+        return Verdict(Choice.COMPUTE, costs.load_s, objection, 0, costs.compute_s)
 
-    def is_much_faster(
+    def much_faster(
         self, keys: Sequence[OffloadKey], request: TierRequest, wait_s: float, num_before: int
-    ) -> bool:
-        """True if computing these blocks takes far less than `wait_s`, the time to wait for them. A
-        small advantage does not count: blocks that many requests share should be loaded once. It
-        has to be the larger, the more requests compute them already (`num_before`)."""
+    ) -> float | None:
+        """The seconds to compute these blocks, if that is far less than `wait_s`, the time to wait
+        for them; otherwise None. A small advantage does not count: blocks that many requests share
+        should be loaded once. It has to be the larger, the more requests compute them already
+        (`num_before`)."""
         if not self._prefill.is_known:
-            return False
+            return None
         num_tokens = self._groups.num_tokens(keys)
         deepest = max(num_tokens, request.context.num_prompt_tokens or 0)
         compute_s = self._prefill.seconds_for(num_tokens, deepest - num_tokens / 2)
-        return compute_s * _MUCH_FASTER * (1 + num_before) < wait_s
+        return compute_s if compute_s * _MUCH_FASTER * (1 + num_before) < wait_s else None
 
     def note_load(self, verdict: Verdict) -> None:
         """The blocks of this verdict are being loaded."""

@@ -52,7 +52,9 @@ class TierSettings:
     """Which blocks go to this tier, and when."""
     write_budget: int | None = None
     """Bytes that may be written to this tier in a day, on average. None: no limit."""
-    enable_kv_events: bool = False
+    enable_kv_events: bool | None = None
+    """Whether the engine gets the tier's events. None: if it gets any, and the tier's storage is on
+    this machine. Storage that several engines share would be announced by each of them."""
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
 
 

@@ -31,6 +31,7 @@ from kvtier.config import ConfigError
 from kvtier.tiering.factory import SecondaryTierFactory
 
 if TYPE_CHECKING:
+    from kvtier.config import NamespaceDescription
     from kvtier.tiering.base import SecondaryTierManager
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Scrub",
     "StoredBlock",
     "TierInspector",
+    "UnknownNamespace",
     "as_age",
     "as_time",
     "deferred_interrupts",
@@ -72,6 +74,10 @@ _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 class InspectionRefused(Exception):
     """The operation is impossible. The message names the reason and the remedy."""
+
+
+class UnknownNamespace(InspectionRefused):
+    """No block is in the namespace that was asked for."""
 
 
 class InspectionTimedOut(Exception):
@@ -266,6 +272,23 @@ class TierInspector(ABC):
         """The blocks that an engine would find. `namespace`: the first hexadecimal digits of a
         fingerprint; None: all namespaces. `limit`: the most blocks to return; None: all."""
 
+    def descriptions(self) -> Mapping[str, NamespaceDescription]:
+        """What the namespaces are made of that have blocks, by their names as in
+        `StoredBlock.namespace`. Leaves out namespaces without a description, or with a damaged one.
+        Called after `figures` or `blocks`. The default knows none."""
+        return {}
+
+    def keys(self, namespace: str | None) -> Iterator[tuple[str, OffloadKey]]:
+        """The namespace and the key of each of the blocks, in any order; nothing if there are none.
+        `namespace`: as in `blocks`. Called again and again by `kvtier store serve`; override it if
+        the names of blocks can be listed without reading the blocks."""
+        try:
+            listing = self.blocks(namespace, Order.PLACE, None)
+        except UnknownNamespace:
+            return
+        for block in listing.blocks:
+            yield block.namespace, block.key
+
     def verify(self, namespace: str | None, max_rate: int | None, on_progress: Progress) -> Scrub:
         """Read every block and check its seal. `max_rate`: bytes per second; None: no limit.
         Calls `on_progress` with numbers of bytes. Ctrl-C ends it early with a partial result.
@@ -354,7 +377,7 @@ def matching_namespaces(names: Sequence[str], wanted: str) -> list[str]:
     there is none."""
     found = [name for name in names if name.startswith(wanted.lower())]
     if not found:
-        raise InspectionRefused(
+        raise UnknownNamespace(
             f"no block is in a namespace that begins with {wanted}. There are: "
             f"{', '.join(names) or 'none'}"
         )

@@ -118,6 +118,8 @@ class JobTable:
         self._stores: deque[Job] = deque()
         """`_loads` and `_stores` are in order of deadlines. `take_late` removes jobs that are done
         or late when they reach the front."""
+        self.num_loads = 0
+        """Loads that the tier has not reported."""
         self.num_loading = 0
         """Slots that its loads are writing."""
         self._num_late_blocks = 0
@@ -179,6 +181,7 @@ class JobTable:
         estimate = self._tier.load_speed.estimate
         job.ready_at += estimate.predict(len(transfer.keys) + job.num_beside) or 0.0
         self.num_loading += len(transfer.keys)
+        self.num_loads += 1
         return job
 
     def submit_load(self, job: Job) -> None:
@@ -245,17 +248,21 @@ class JobTable:
         job.is_done = True
         seconds = _possible_seconds(result.transfer_time, now - job.submitted)
         if job.transfer.is_promotion:
-            self._settle_load(job, len(moved), seconds, now)
+            num_excused = _possible_count(result.num_gone)
+            self._settle_load(job, moved, seconds, now)
         else:
-            self._settle_store(job, len(moved), seconds, now)
+            num_excused = _possible_count(result.num_declined)
+            self._settle_store(job, moved, num_excused, seconds, now)
         if not job.is_late:
-            num_blocks = len(job.transfer.keys)
-            is_good = bool(moved) or num_blocks <= _possible_count(result.num_gone)
+            is_good = bool(moved) or len(job.transfer.keys) <= num_excused
             self._judge(job, is_good, seconds, now)
 
-    def _settle_load(self, job: Job, num_moved: int, seconds: float | None, now: float) -> None:
-        tier, num_blocks = self._tier, len(job.transfer.keys)
-        tier.stats.count_load(num_blocks, num_moved, num_moved * self._block_bytes, seconds)
+    def _settle_load(
+        self, job: Job, moved: Sequence[OffloadKey], seconds: float | None, now: float
+    ) -> None:
+        tier, num_blocks, num_moved = self._tier, len(job.transfer.keys), len(moved)
+        tier.stats.count_load(moved, num_blocks - num_moved, self._block_bytes, seconds)
+        self.num_loads -= 1
         self.num_loading -= num_blocks
         self._num_late_blocks -= num_blocks * job.is_late
         if seconds is not None and num_moved:
@@ -265,9 +272,17 @@ class JobTable:
             tier.stores.note_given_back(num_moved)
         tier.load_speed.note_ended(job)
 
-    def _settle_store(self, job: Job, num_moved: int, seconds: float | None, now: float) -> None:
-        tier, num_blocks = self._tier, len(job.transfer.keys)
-        tier.stats.count_store(num_blocks, num_moved, num_moved * self._block_bytes, seconds)
+    def _settle_store(
+        self,
+        job: Job,
+        moved: Sequence[OffloadKey],
+        num_declined: int,
+        seconds: float | None,
+        now: float,
+    ) -> None:
+        tier, num_blocks, num_moved = self._tier, len(job.transfer.keys), len(moved)
+        num_failed = max(num_blocks - num_moved - num_declined, 0)
+        tier.stats.count_store(moved, num_failed, self._block_bytes, seconds)
         tier.stores.num_pinned -= num_blocks
         self._num_late_stores -= job.is_late
         if num_moved:
@@ -365,8 +380,8 @@ class JobTable:
 
 
 def _possible_count(number: object) -> int:
-    """The count that a tier reports; 0 if it is not an int."""
-    return number if type(number) is int else 0
+    """The count that a tier reports; 0 if it is not an int, or negative."""
+    return number if type(number) is int and number > 0 else 0
 
 
 def _possible_seconds(seconds: object, elapsed: float) -> float | None:
@@ -374,3 +389,8 @@ def _possible_seconds(seconds: object, elapsed: float) -> float | None:
     if not isinstance(seconds, (int, float)) or not 0 <= seconds <= elapsed + _CLOCK_SLACK_S:
         return None
     return float(seconds)
+
+
+def count_jobs(last_id: int, tables: Sequence[JobTable]) -> JobCount:
+    """The jobs of all tiers. `last_id`: the newest job number."""
+    return JobCount(last_id, sum(map(len, tables)), sum(table.num_late for table in tables))

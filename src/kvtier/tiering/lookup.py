@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvtier.cpu.policies.base import BlockStatus
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
     from kvtier.tiering.promotion import Promotions
+    from kvtier.tiering.recording import LookupNotes
     from kvtier.tiering.request import Step, TierRequest
     from kvtier.tiering.tier_calls import GuardedTier
 
@@ -100,11 +101,13 @@ class Lookup:
     def __init__(
         self,
         primary: CPUPrimaryTierOffloadingManager,
+        notes: LookupNotes,
         promotions: Promotions,
         groups: Groups,
         step: Step,
     ) -> None:
         self._primary = primary
+        self._notes = notes
         self._promotions = promotions
         self._windows = groups.windows
         self._uncertain = groups.uncertain
@@ -177,7 +180,7 @@ class Lookup:
                 result = _RETRY if self._may_ask_again(tier, key, request) else result
                 continue
             if request.wait.asking:
-                request.wait.asking.pop((tier, key), None)
+                self._notes.answered(tier, key, request)
             if answer is _HIT:
                 # Promote nothing behind a RETRY: that key may turn out to be a miss.
                 is_new = group not in wanted.ended and key not in wanted.runs.get(group, ())
@@ -189,6 +192,7 @@ class Lookup:
         else:
             is_final = group not in wanted.runs and group not in self._not_from_start
             wanted.missed = group if is_final else wanted.missed
+            self._notes.missed(key, request)
         return result
 
     def _may_ask_again(self, tier: GuardedTier, key: OffloadKey, request: TierRequest) -> bool:
@@ -200,6 +204,7 @@ class Lookup:
             return True
         tier.lookup_is_late(now)
         request.decline(tier)
+        self._notes.late(tier, request, now - since)
         return False
 
     # --- a run of blocks ------------------------------------------------------------------------
@@ -210,8 +215,7 @@ class Lookup:
         if request.wanted.step != self._step.number:
             self._begin_step(request)
         group = keys[0][-4:]
-        known = self._known_answer(keys, group, request)
-        if known is not None:
+        if (known := self._known_answer(keys, group, request)) is not None:
             return known
         answer = self._prefix(keys, group, request)
         while not answer.is_final and self._promotions.declines(group, request):
@@ -310,6 +314,7 @@ class Lookup:
                 is_known = False
         if is_known:
             request.wanted.ended[group] = _MISS
+            self._notes.missed(keys[0], request)
         return 0, is_known
 
     def _one_by_one(
@@ -404,9 +409,10 @@ class Lookup:
         """Decide which tiers the request asks in this step. Called at its first lookup below."""
         if request.queued is not None and not request.queued.is_being_looked_up:
             request.queued.leave()
+            request.wait.forget_waited()
         step, sources = self._step, request.sources
         request.wanted.begin(step.number)
-        if not request.wait.may_go_on(step.now, step.number):
+        if not self._notes.may_ask(request):
             sources.open = ()
         elif step.all_in_use and not sources.declined:
             sources.open = sources.all
@@ -433,6 +439,7 @@ class Lookup:
         if num_fitting < len(keys):
             self.num_without_room += request.queued is None
             wanted.ended[group] = _MISS
+            self._notes.no_room(keys[num_fitting], request)
         return num_fitting
 
 

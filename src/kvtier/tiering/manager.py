@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvtier.base import (
@@ -47,20 +48,25 @@ from kvtier.base import (
     RequestOffloadingContext,
 )
 from kvtier.cpu.prompt_log import PromptWatching
+from kvtier.cpu.prompt_sources import PromptSources
+from kvtier.observe.journal import Journal
 from kvtier.tiering.ahead import LookAhead
 from kvtier.tiering.cascade import Cascades
 from kvtier.tiering.cost import PrefillRate
 from kvtier.tiering.guard import PROBE_SIZES, LoadGuard
 from kvtier.tiering.health import TierSettings
-from kvtier.tiering.jobs import JobCount, JobFactory
+from kvtier.tiering.jobs import JobCount, JobFactory, count_jobs
 from kvtier.tiering.lookup import Groups, GroupShape, Lookup
+from kvtier.tiering.metrics import tier_label
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.promotion import Promotions
+from kvtier.tiering.recording import LookupNotes
 from kvtier.tiering.request import RequestTable, Step
 from kvtier.tiering.tier_calls import GuardedTier, close_tiers
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ScheduleEndContext
+    from kvtier.observe.rollout import Switches
     from kvtier.tiering.base import SecondaryTierManager
     from kvtier.tiering.cleaner import Cleaner
 
@@ -101,16 +107,12 @@ class TieringOffloadingManager(PromptWatching):
         below as they are. `prefill_tokens_per_s`: None: learn it, from `note_prefill` or else from
         the cadence of stores; 0: promote blocks however long that takes. `clock`: in seconds.
         """
-        tiers = list(secondary_tiers or ())
-        settings = list(settings) if settings is not None else [TierSettings() for _ in tiers]
-        if len(settings) != len(tiers):
-            raise ValueError(f"{len(settings)} settings for {len(tiers)} tiers: give one for each")
         self.primary_tier = primary_tier
-        self.secondary_tiers = tiers
-        self._tiers = tuple(
-            GuardedTier(tier, position, its, primary_tier, clock)
-            for position, (tier, its) in enumerate(zip(tiers, settings, strict=True))
-        )
+        self.secondary_tiers = tiers = list(secondary_tiers or ())
+        super().__init__([tier_label(n, tier.tier_type) for n, tier in enumerate(tiers)])
+        self.journal = primary_tier.journal = Journal(clock, new_fingerprint is not None)
+        self._tiers = _guarded(tiers, settings, primary_tier, self.switches, clock)
+        self.media = (*primary_tier.media, *(t.medium for t in self._tiers if t.has_events))
         self._new_fingerprint = new_fingerprint
         self._shutdown_timeout_s = shutdown_timeout_s
         self._is_shut_down = False
@@ -126,7 +128,8 @@ class TieringOffloadingManager(PromptWatching):
         self._promotions = Promotions(
             primary_tier, self._jobs, self._groups, self._guard, self._step
         )
-        self._lookup = Lookup(primary_tier, self._promotions, self._groups, self._step)
+        notes = LookupNotes(self.journal, self._tiers, self._step)
+        self._lookup = Lookup(primary_tier, notes, self._promotions, self._groups, self._step)
         self._ahead = LookAhead(primary_tier, self._lookup, self._promotions, self._step)
         self._cascades = Cascades(
             primary_tier, self._tiers, self._jobs, self._prefill, self._groups, clock
@@ -137,6 +140,8 @@ class TieringOffloadingManager(PromptWatching):
         self._get_block = primary_tier.slots.get
         self._note_use = primary_tier.uses.note
         self._reuse_filter = primary_tier.uses.filter
+        labels = {tier.manager: tier.label for tier in self._tiers}
+        self.sources = PromptSources(labels, self._prefill.seconds_if_known)
         self._guard.begin(self._step.now)
         if self._prefill.may_learn:
             _probe(self._tiers, self._requests, self._promotions)
@@ -178,7 +183,7 @@ class TieringOffloadingManager(PromptWatching):
         for tier in self._tiers:
             self._harvest(tier, now)
             for job in tier.jobs.take_late(now):
-                self._promotions.give_up(job)
+                self._promotions.give_up(job, tier)
                 self._send_parked(job.transfer.keys)
             if tier.backlog:
                 for request in self._cascades.send_backlog(tier):
@@ -215,6 +220,7 @@ class TieringOffloadingManager(PromptWatching):
             if tier.is_in_use:
                 tier.step_ended(step.number, context)
         step.end()
+        self.observe_step()
 
     def tiers_of(self, req_context: ReqContext) -> Mapping[OffloadKey, SecondaryTierManager]:
         """The promoted blocks of a request, and the tier that each came from. Other blocks were in
@@ -231,7 +237,7 @@ class TieringOffloadingManager(PromptWatching):
             self._begin_step()  # finds late jobs: there may be no further step
         if self._promotions.wanting or self._ahead.has_some_to_look_up():
             return True
-        if any(tier.jobs.has_awaited_loads(now) for tier in self._tiers):
+        if any(tier.is_awaited(now) for tier in self._tiers):
             return True
         return now - self._step.last_work < _STEPPED_FOR_S and any(
             tier.has_pending_work(now) for tier in self._tiers
@@ -260,8 +266,8 @@ class TieringOffloadingManager(PromptWatching):
         block = self._get_block(key)
         if block is None:
             wanted = request.wanted
-            if not request.sources.all or (
-                wanted.missed == key[-4:] and wanted.step == self._step.number
+            if wanted.step == self._step.number and (
+                not request.sources.all or wanted.missed == key[-4:]
             ):
                 return _MISS  # there is no tier to ask, or the key is behind a miss
             if key[-4:] in self._windows:
@@ -289,15 +295,13 @@ class TieringOffloadingManager(PromptWatching):
         request = self._requests.of(req_context)
         if self._reuse_filter is not None:
             self._reuse_filter.count(keys, request.use.brought)
-        return self._lookup.prefix(keys, request)
+        return self.answered(keys, self._lookup.prefix(keys, request), req_context)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         request = self._requests.of(req_context)
-        request.has_run = True
-        if request.queued is not None:
-            request.queued.leave()
-        request.goes_on()
+        self.sources.note_load(keys, request.brought_up)
+        self._requests.begin_load(request)
         if request.leases:
             self._promotions.leases.end_for(request)
         return spec
@@ -376,14 +380,14 @@ class TieringOffloadingManager(PromptWatching):
             self._requests.end_if_done(request)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events = list(self.primary_tier.take_events())
-        for tier in self._tiers:
-            events += tier.take_events()
-        return events
+        below = (tier.take_events() for tier in self._tiers)
+        return list(chain(self.primary_tier.take_events(), *below))
 
-    def get_stats(self) -> OffloadingStats:
-        stats = self.primary_tier.get_stats()
+    def take_stats(self) -> OffloadingStats:
+        stats = self.primary_tier.take_stats()
         self._lookup.add_to(stats)
+        self._requests.add_to(stats)
+        self.sources.add_to(stats)
         self._promotions.add_to(stats)
         self._guard.add_to(stats)
         for tier in self._tiers:
@@ -393,11 +397,7 @@ class TieringOffloadingManager(PromptWatching):
     @property
     def job_count(self) -> JobCount:
         """The jobs of all tiers."""
-        return JobCount(
-            self._jobs.last_id,
-            sum(len(tier.jobs) for tier in self._tiers),
-            sum(tier.jobs.num_late for tier in self._tiers),
-        )
+        return count_jobs(self._jobs.last_id, [tier.jobs for tier in self._tiers])
 
     def open_work(self) -> dict[str, int]:
         """The sizes of all tables that must be empty once everything has ended. For tests and
@@ -418,6 +418,7 @@ class TieringOffloadingManager(PromptWatching):
         if self._is_shut_down:
             return
         self._is_shut_down = True
+        super().shutdown()
         start = time.monotonic()
         _keep_warm(self._cascades.cleaner, self._requests, self._clock())
         while any(tier.backlog for tier in self._tiers):
@@ -428,6 +429,23 @@ class TieringOffloadingManager(PromptWatching):
         self._guard.keep(self._clock())
         close_tiers(self.secondary_tiers, self._shutdown_timeout_s, time.monotonic() - start)
         self.primary_tier.shutdown()
+
+
+def _guarded(
+    tiers: Sequence[SecondaryTierManager],
+    settings: Sequence[TierSettings] | None,
+    primary_tier: CPUPrimaryTierOffloadingManager,
+    switches: Switches,
+    clock: Callable[[], float],
+) -> tuple[GuardedTier, ...]:
+    if settings is None:
+        settings = [TierSettings()] * len(tiers)
+    if len(settings) != len(tiers):
+        raise ValueError(f"{len(settings)} settings for {len(tiers)} tiers: give one for each")
+    return tuple(
+        GuardedTier(tier, position, its, primary_tier, switches, clock)
+        for position, (tier, its) in enumerate(zip(tiers, settings, strict=True))
+    )
 
 
 def _keep_warm(cleaner: Cleaner, requests: RequestTable, now: float) -> None:

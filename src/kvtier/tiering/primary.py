@@ -235,11 +235,13 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self.num_promoting += len(new)
         return new, CPULoadStoreSpec([block.block_id for block in transfer.blocks])
 
-    def complete_write(self, job_id: int, successful_keys: Collection[OffloadKey]) -> int:
+    def complete_write(
+        self, job_id: int, successful_keys: Collection[OffloadKey]
+    ) -> Sequence[OffloadKey]:
         """The tier no longer writes these blocks, and has verified `successful_keys`.
 
         Those become readable, even if the write was given up, unless another transfer has stored
-        them or there was a reset. Returns how many became readable. The others are dropped.
+        them or there was a reset. Returns those that became readable. The others are dropped.
         """
         transfer = self.transfers.pop(job_id)
         if transfer.is_detached:
@@ -253,11 +255,11 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             failed = [block for block in transfer.blocks if block.key not in good]
         for block in transfer.blocks:
             block.writer = None
-        self._publish(written, "kvtier_cpu_promoted_blocks")
+        readable = self._publish(written, "kvtier_cpu_promoted_blocks")
         if failed:
             self.uses.of(transfer.context).lose(failed)
             self.slots.discard(failed)
-        return len(written)
+        return readable
 
     def give_up_write(self, job_id: int) -> None:
         """No request waits for this write any more.
@@ -272,9 +274,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self.slots.give_up(transfer.blocks)
         self.num_promoting -= len(transfer.blocks)
 
-    def _adopt(self, transfer: TierTransfer, good: set[OffloadKey]) -> int:
+    def _adopt(self, transfer: TierTransfer, good: set[OffloadKey]) -> list[OffloadKey]:
         """End a write that was given up, or was under way at a reset. Makes the `good` blocks
-        readable, unless there was a reset or their key has another block by now. Returns how many
+        readable, unless there was a reset or their key has another block by now. Returns those that
         became readable."""
         keys: list[OffloadKey] = []
         blocks: list[BlockStatus] = []
@@ -294,7 +296,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             if context.req_id not in self.uses:
                 self.slots.policy.on_request_finished(keys, context)
             self._publish(blocks, "kvtier_cpu_adopted_blocks")
-        return len(keys)
+        return keys
 
     # --- the whole cache ------------------------------------------------------------------------
 

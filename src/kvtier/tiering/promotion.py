@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvtier.base import LookupResult
 from kvtier.tiering.guard import PROBE_SIZES, Choice, Load, Objection
 from kvtier.tiering.leases import Leases
+from kvtier.tiering.recording import count_declined, note_load
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingStats, OffloadKey
@@ -47,7 +48,7 @@ class Promotions:
         self.jobs: dict[int, Job] = {}
         """Promotions under way, late ones included."""
         self.leases = Leases(primary)
-        self._declined: list[tuple[GuardedTier, list[OffloadKey], TierRequest]] = []
+        self._declined: list[tuple[GuardedTier, Sequence[OffloadKey], TierRequest]] = []
         """Blocks that were not worth loading in this step."""
         self.num_given_up = 0
         """Requests whose promotion was late."""
@@ -90,10 +91,13 @@ class Promotions:
         if any(job.transfer.req_context is request.context for job in jobs):
             return False
         last = max(jobs, key=lambda job: job.ready_at)
-        if not self._guard.is_much_faster(
-            keys, request, last.ready_at - self._step.now, last.num_left
-        ):
+        wait_s = last.ready_at - self._step.now
+        compute_s = self._guard.much_faster(keys, request, wait_s, last.num_left)
+        if compute_s is None:
             return False
+        record = self._primary.journal.of(request.context)
+        if record is not None:
+            record.left = keys[0], wait_s, compute_s
         last.num_left += 1
         self.num_left_blocks += len(keys)
         for job in self.jobs.values():  # those of other groups, too
@@ -117,8 +121,8 @@ class Promotions:
                     break  # blocks behind these are useless without them
         self.wanting = {}
         declined, self._declined = self._declined, []
-        for tier, keys, request in declined:
-            self._explore(keys, tier, request)
+        for tier, left, request in declined:
+            self._explore(left, tier, request)
 
     def _by_tier(self, request: TierRequest) -> dict[GuardedTier, list[OffloadKey]]:
         """The blocks to bring up for a request, in prompt order, by tier."""
@@ -150,28 +154,28 @@ class Promotions:
         now = self._step.now
         if not tier.lets(request, now):
             return False
-        verdict = self._guard.judge(self._load_of(keys, tier, request), now)
+        load = self._load_of(keys, tier, request)
+        verdict = self._guard.judge(load, now)
         if verdict.choice is Choice.WAIT:
             if request.queued is not None:
                 request.queued.look_up_next()
             return False
         if verdict.choice is Choice.COMPUTE:
-            assert verdict.objection is not None
-            self._decline(keys, tier, request, verdict.objection)
+            self._decline(load, verdict)
             return False
         if verdict.choice is Choice.TRY_COMPUTING:
-            _count_declined(keys, tier, Objection.TRIAL)
+            count_declined(load, verdict, self._primary.journal)
+            tier.stats.count(_DECISIONS[Objection.TRIAL])
             self._choices.waiting.discard(request)
             for source in request.sources.all:  # compute them, whichever tier has them
                 request.decline(source)
             return False
-        return self._bring_up_for(keys, tier, request, verdict)
+        return self._bring_up_for(load, verdict)
 
-    def _bring_up_for(
-        self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest, verdict: Verdict
-    ) -> bool:
+    def _bring_up_for(self, load: Load, verdict: Verdict) -> bool:
         """Promote the leading blocks that a verdict allows. Returns True if those are all, and host
         memory has room for them."""
+        keys, tier, request = load.keys, load.tier, load.request
         now = self._step.now
         queued = request.queued
         num_sent = self._bring_up(keys[: verdict.num_blocks], tier, request, is_awaited=True)
@@ -180,6 +184,7 @@ class Promotions:
         if not num_sent:
             return False
         tier.stats.count("hit_blocks", num_sent)
+        _count_load(verdict, tier)
         self._guard.note_load(verdict)
         if verdict.choice is Choice.MEASURE:
             self._begin_probing([self._job_factory.last_id], tier)
@@ -187,7 +192,7 @@ class Promotions:
                 queued.look_up_next()
         if queued is None and verdict.objection is not None:
             request.decline(tier)
-            _count_declined(keys[num_sent:], tier, verdict.objection)
+            count_declined(load._replace(keys=keys[num_sent:]), verdict, self._primary.journal)
         return num_sent == len(keys)
 
     def declines(self, group: bytes, request: TierRequest) -> bool:
@@ -205,10 +210,11 @@ class Promotions:
         if first is None or not first.lets(request, now):
             return False
         keys = [key for key, tier in run.items() if tier is first]
-        objection = self._guard.objection_to(self._load_of(keys, first, request), now)
-        if objection is None:
+        load = self._load_of(keys, first, request)
+        verdict = self._guard.objection_to(load, now)
+        if verdict is None:
             return False
-        self._decline(keys, first, request, objection)
+        self._decline(load, verdict)
         self.drop(request)
         return True
 
@@ -233,10 +239,10 @@ class Promotions:
         computing = choices.computing.get(keys[0], ())
         return num_others - num_waiting - len(computing) + (request in computing)
 
-    def _decline(
-        self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest, objection: Objection
-    ) -> None:
+    def _decline(self, load: Load, verdict: Verdict) -> None:
         """The request computes these blocks."""
+        keys, tier, request = load.keys, load.tier, load.request
+        assert verdict.objection is not None
         request.decline(tier)
         self._choices.waiting.discard(request)
         if request.queued is not None:  # nothing is decided until the engine looks it up
@@ -244,10 +250,11 @@ class Promotions:
             return
         if request.is_announced:
             self._choices.computing.setdefault(keys[0], set()).add(request)
-        _count_declined(keys, tier, objection)
+        count_declined(load, verdict, self._primary.journal)
+        tier.stats.count(_DECISIONS[verdict.objection])
         self._declined.append((tier, keys, request))
 
-    def _explore(self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
+    def _explore(self, keys: Sequence[OffloadKey], tier: GuardedTier, request: TierRequest) -> None:
         """Now and then, load some declined blocks that no request waits for. Otherwise a tier that
         was slow once would count as slow forever."""
         now = self._step.now
@@ -276,7 +283,12 @@ class Promotions:
         tier.load_speed.begin_probing(under_way, self._step.now)
 
     def _bring_up(
-        self, keys: list[OffloadKey], tier: GuardedTier, request: TierRequest, *, is_awaited: bool
+        self,
+        keys: Sequence[OffloadKey],
+        tier: GuardedTier,
+        request: TierRequest,
+        *,
+        is_awaited: bool,
     ) -> int:
         """Send a job for as many leading blocks as there are slots for; returns how many."""
         count = tier.jobs.num_loadable(len(keys))
@@ -299,7 +311,7 @@ class Promotions:
             self.end(job, (), tier)
             return 0
         if job.is_late:
-            self.give_up(job)
+            self.give_up(job, tier)
         return len(placed_keys)
 
     # --- later steps: jobs end ------------------------------------------------------------------
@@ -308,8 +320,9 @@ class Promotions:
         """A tier has reported a promotion. `moved`: the blocks that it has verified."""
         transfer = job.transfer
         del self.jobs[transfer.job_id]
-        self._primary.complete_write(transfer.job_id, moved)
+        readable = self._primary.complete_write(transfer.job_id, moved)
         wanters = [request for request in job.wanters if not request.is_withdrawn]
+        note_load(job, moved, readable, tier, self._step.now, self._primary.journal)
         if len(moved) < len(transfer.keys):
             failed = set(transfer.keys).difference(moved)
             for request in wanters:
@@ -322,9 +335,10 @@ class Promotions:
             lasts_s = tier.settings.load_timeout_s
             self.leases.begin(moved, wanters, transfer.req_context, self._step.now, lasts_s)
 
-    def give_up(self, job: Job) -> None:
+    def give_up(self, job: Job, tier: GuardedTier) -> None:
         """A promotion is late: nobody waits for it any more. Its slots are quarantined until the
         tier reports it."""
+        note_load(job, (), (), tier, self._step.now, self._primary.journal)
         self._primary.give_up_write(job.transfer.job_id)
         self.num_given_up += len(job.wanters)
         for request in job.wanters:
@@ -363,10 +377,15 @@ class Promotions:
         self.leases.end_all()
 
 
-def _count_declined(keys: list[OffloadKey], tier: GuardedTier, objection: Objection) -> None:
-    tier.stats.count("hit_blocks", len(keys))
-    tier.stats.count("declined_blocks", len(keys))
-    tier.stats.count(objection.value, len(keys))
+_DECISIONS = {objection: f"decided_{objection.name.lower()}" for objection in Objection}
+"""The counters of the tier."""
+
+
+def _count_load(verdict: Verdict, tier: GuardedTier) -> None:
+    if verdict.choice is Choice.MEASURE:
+        tier.stats.count("decided_measure")
+    else:
+        tier.stats.count("decided_load" if verdict.objection is None else "decided_part")
 
 
 class _Choices:

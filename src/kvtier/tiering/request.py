@@ -7,14 +7,16 @@ arrives, of `touch` when it has ended and its stores have left the device, and o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.base import TierFilter
+from kvtier.tiering.metrics import WAIT_SECONDS
 
 if TYPE_CHECKING:
-    from kvtier.base import LookupResult, OffloadKey, PrefixLookup, ReqContext
+    from kvtier.base import LookupResult, OffloadingStats, OffloadKey, PrefixLookup, ReqContext
     from kvtier.cpu.uses import RequestUse
     from kvtier.tiering.ahead import Queued
     from kvtier.tiering.base import SecondaryTierManager
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _MAX_UNANNOUNCED = 4096
 """The most requests kept that the engine has not announced. It may not report their end either."""
+_MAX_WAITS = 4096
+"""At most this many times are kept between two calls of `get_stats`."""
 _NEWEST_STEP = 0.1
 """Weight of the newest step in the moving average of their durations."""
 _LONGEST_STEP, _LEAST_STEP_S = 4, 0.1
@@ -95,6 +99,7 @@ class Wait:
         "_last",
         "_last_step",
         "_total_s",
+        "_waited_s",
         "asking",
         "awaited",
         "has_given_up",
@@ -119,6 +124,8 @@ class Wait:
         self._total_s = 0.0
         self._last = -inf
         self._last_step = -2
+        self._waited_s = 0.0
+        """Seconds from step to step in which the request waited, since `take_waited`."""
 
     def may_go_on(self, now: float, step: int) -> bool:
         """False once the request has waited for `longest_s` or has given up. If the last wait ended
@@ -134,10 +141,22 @@ class Wait:
 
     def note(self, now: float, step: int) -> None:
         """The request waits in this step."""
+        if step == self._last_step + 1:
+            self._waited_s += now - self._last
         if self._last > -inf:
             self._total_s += min(now - self._last, self.longest_step_s)
         self._last = now
         self._last_step = step
+
+    def take_waited(self, now: float, step: int) -> float:
+        """Seconds that the request has waited since the last call, until now if it waits still. A
+        wait of which only one step is known counts as 0."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited + (now - self._last if self._last_step in {step - 1, step} else 0.0)
+
+    def forget_waited(self) -> None:
+        """So far, nothing has waited: the blocks were brought up for a request in the queue."""
+        self._waited_s = 0.0
 
     def give_up(self) -> None:
         """Stop waiting: what the request waits for is late, or the request computes it."""
@@ -422,6 +441,7 @@ class RequestTable:
         # Calls for one request come in a row. Keeping the last request saves a search in the table.
         self.last_context: ReqContext | None = None
         self.last: TierRequest | None = None
+        self._waits: deque[float] = deque(maxlen=_MAX_WAITS)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -469,10 +489,10 @@ class RequestTable:
         self._step.now = self._step.last_work = now = self._clock()
         tiers = tuple(tier for tier in self._tiers if not tier.is_cut_off(now))
         request_level = tuple(tier for tier in tiers if tier.wants_whole_requests(context))
-        sources = tiers
+        sources = tuple(tier for tier in tiers if tier.loads_are_on)
         if context.load_tier_filter is not TierFilter.ALL:
             allows = context.load_tier_filter.allows
-            sources = tuple(tier for tier in tiers if allows(tier.medium, tier.locality))
+            sources = tuple(tier for tier in sources if allows(tier.medium, tier.locality))
         request = TierRequest(context, use, tiers, sources, request_level)
         if former is not None:
             # The id is reused. The new request takes over stores that are still under way.
@@ -490,6 +510,7 @@ class RequestTable:
         self._primary.on_request_finished(context)
         if request is not None:
             request.finished = True
+            self.note_wait(request)
             self._withdraw(request)
             self.end_if_done(request)
 
@@ -506,6 +527,26 @@ class RequestTable:
         self._withdraw(request)
         self._notify_used(request)
         self._notify_finished(request)
+
+    def begin_load(self, request: TierRequest) -> None:
+        """A request loads blocks: it waits no longer."""
+        request.has_run = True
+        if request.queued is not None:
+            request.queued.leave()
+        self.note_wait(request)
+        request.goes_on()
+
+    def note_wait(self, request: TierRequest) -> None:
+        """A request waits no longer, or has ended. Call it before `TierRequest.goes_on`."""
+        waited_s = request.wait.take_waited(self._step.now, self._step.number)
+        if waited_s > 0 and request.queued is None and request.is_announced:
+            self._waits.append(waited_s)
+
+    def add_to(self, stats: OffloadingStats) -> None:
+        """Move the times that requests have waited into `stats`."""
+        if self._waits:
+            stats.histograms[WAIT_SECONDS] = list(self._waits)
+            self._waits.clear()
 
     def _withdraw(self, request: TierRequest) -> None:
         """The request wants nothing from below any more."""

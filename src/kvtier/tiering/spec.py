@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from kvtier.base import MetricDefinition
 from kvtier.config import AttentionKind, ResetScope, new_epoch, read_secondary_tiers
+from kvtier.config.errors import redacted
 from kvtier.config.options import WritePolicyName
 from kvtier.cpu.hit_curve import CurveSize, tier_sizes
 from kvtier.cpu.prompt_log import PromptLog, num_prompt_blocks
+from kvtier.cpu.prompt_sources import source_metric_definitions
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
+from kvtier.observe.observer import observe
+from kvtier.observe.status_socket import Answer
 from kvtier.tiering.factory import SecondaryTierFactory
 from kvtier.tiering.health import TierSettings
 from kvtier.tiering.manager import GroupShape, TieringOffloadingManager
 from kvtier.tiering.metrics import (
     METRIC_DEFINITIONS,
-    metric_prefix,
+    tier_label,
     tier_metric_definitions,
+    tier_series,
+    with_tier,
 )
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.tier_calls import close_tiers
@@ -27,6 +33,7 @@ from kvtier.tiering.tier_calls import close_tiers
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig, OffloadingGroupConfig, TierConfig
     from kvtier.tiering.base import SecondaryTierManager
+    from kvtier.tiering.factory import PlannedTier
 
 __all__ = ["TieringOffloadingSpec", "settings_of", "shape_of"]
 
@@ -48,13 +55,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
         """The metrics of the manager and its tiers. Raises `ConfigError` if a tier is unknown."""
-        definitions = super().build_metric_definitions(extra_config) | METRIC_DEFINITIONS
-        tiers = read_secondary_tiers(extra_config)
-        for planned in SecondaryTierFactory.plan_secondary_tiers(tiers):
-            tier = planned.config
-            definitions |= planned.tier_cls.build_metric_definitions(tier.options)
-            definitions |= tier_metric_definitions(tier.position, tier.type)
-        return definitions
+        tiers = SecondaryTierFactory.plan_secondary_tiers(read_secondary_tiers(extra_config))
+        return super().build_metric_definitions(extra_config) | _definitions_with(tiers)
 
     # This manager contains the CPU tier's manager, but is not a subclass of it.
     def get_manager(self) -> TieringOffloadingManager:  # type: ignore[override]
@@ -104,9 +106,35 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 prefill_tokens_per_s=options.prefill_tokens_per_s,
                 shutdown_timeout_s=shutdown_timeout_s,
             )
-            manager.prompts = primary.prompts = PromptLog(config, self._curve_sizes(tiers))
+            prompts = PromptLog(config, self._curve_sizes(tiers))
+            manager.prompts = primary.prompts = prompts
+            definitions = super().build_metric_definitions({}) | _definitions_with(planned)
+            answers = {"curve": prompts.describe_curve, "start": self._start_remarks(tiers)}
+            observe(manager, config, definitions, answers, self._about(tiers))
             undo.pop_all()
         return manager
+
+    def _start_remarks(self, tiers: Sequence[SecondaryTierManager]) -> Answer:
+        """Answers why tiers that are not empty have nothing for this engine."""
+        labels = [tier_label(its.position, its.type) for its in self.config.options.secondary_tiers]
+        named = list(zip(labels, tiers, strict=True))
+        return lambda _: {"remarks": {label: tier.start_remark for label, tier in named}}
+
+    def _about(self, tiers: Iterable[SecondaryTierManager]) -> list[dict[str, Any]]:
+        """What the status of the engine says about each tier."""
+        return [
+            {
+                "tier": tier_label(its.position, its.type),
+                "type": its.type,
+                "medium": str(tier.medium),
+                "locality": str(tier.locality),
+                "capacity_blocks": tier.capacity_blocks,
+                "write": str(its.write),
+                "write_budget": its.write_budget,
+                "options": redacted(its.options),
+            }
+            for tier, its in zip(tiers, self.config.options.secondary_tiers, strict=True)
+        ]
 
     def _curve_sizes(self, tiers: Iterable[SecondaryTierManager]) -> list[CurveSize]:
         """The sizes with tiers for which hit ratios are estimated: those down to each tier whose
@@ -118,9 +146,13 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             if tier.capacity_blocks is None:
                 continue
             # Blocks that are written when they leave host memory are in one place at a time.
+            label = tier_label(its.position, its.type)
             adds = its.write in (WritePolicyName.ON_EVICT, WritePolicyName.ADAPTIVE)
             sizes += tier_sizes(
-                metric_prefix(its.position, its.type),
+                (
+                    tier_series(label, "estimated_hit_ratio"),
+                    tier_series(label, "estimated_hit_ratio_double"),
+                ),
                 f"tier {its.position} ({its.type})",
                 num_prompt_blocks(config, above),
                 num_prompt_blocks(config, tier.capacity_blocks),
@@ -135,6 +167,20 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         if self.config.options.reset_scope is ResetScope.PRIMARY:
             return None
         return lambda: self.config.fingerprint(new_epoch())
+
+
+def _definitions_with(tiers: Iterable[PlannedTier]) -> dict[str, MetricDefinition]:
+    """The metrics of the orchestrator over these tiers, and of the tiers themselves."""
+    labels: list[str] = []
+    own: dict[str, tuple[MetricDefinition, list[str]]] = {}
+    for tier in tiers:
+        labels.append(tier_label(tier.config.position, tier.config.type))
+        for name, its in tier.tier_cls.build_metric_definitions(tier.config.options).items():
+            own.setdefault(name, (its, []))[1].append(labels[-1])
+    of_tiers = tier_metric_definitions(labels) if labels else {}
+    of_tiers |= source_metric_definitions(labels)
+    own_of_tiers = {name: with_tier(its, where) for name, (its, where) in own.items()}
+    return METRIC_DEFINITIONS | of_tiers | own_of_tiers
 
 
 def shape_of(group: OffloadingGroupConfig, blocks_per_chunk: int) -> GroupShape:

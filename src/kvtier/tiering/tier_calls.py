@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.base import (
+    Locality,
     LookupResult,
     OffloadingEvent,
     OffloadingStats,
@@ -28,19 +29,21 @@ from kvtier.tiering.cascade import Backlog, StoreLimits, WriteBudget
 from kvtier.tiering.guard import LoadSpeed
 from kvtier.tiering.health import BreakerState, CircuitBreaker, TierSettings
 from kvtier.tiering.jobs import JobTable
-from kvtier.tiering.metrics import TierStats, event_name, metric_prefix
+from kvtier.tiering.metrics import TierStats, add_own_stats, tier_label
+from kvtier.tiering.recording import TierNotes
 from kvtier.tiering.request import TierRequest
 from kvtier.tiering.write_policy import WRITE_POLICIES
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext, ScheduleEndContext
+    from kvtier.observe.rollout import Switches
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MISS = LookupResult.MISS
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _CLOSED, _OPEN = BreakerState.CLOSED, BreakerState.OPEN
 
 _LONGEST_CALL_S = 0.1
@@ -68,17 +71,26 @@ class GuardedTier:
         position: int,
         settings: TierSettings,
         primary: CPUPrimaryTierOffloadingManager,
+        switches: Switches,
         clock: Callable[[], float],
     ) -> None:
         self.manager = manager
+        self._switches = switches
         self.medium, self.locality = manager.medium, manager.locality
-        manager.enable_kv_events = settings.enable_kv_events
+        wanted = settings.enable_kv_events
+        if wanted is None:
+            wanted = bool(primary.media) and manager.locality is Locality.LOCAL
+        self.has_events = wanted
+        """True if the engine gets the tier's events."""
+        manager.enable_kv_events = self.has_events
         self.settings = settings
         self.name = f"tier {position} ({manager.tier_type})"
-        self._event_name = event_name(position, manager.tier_type)
-        self.breaker = CircuitBreaker(settings.breaker, self._log_breaker)
+        self.label = tier_label(position, manager.tier_type)
+        """In metrics, events and the status of the engine."""
+        self.notes = TierNotes(primary.journal, position, self.name)
+        self.breaker = CircuitBreaker(settings.breaker, self.notes.breaker)
         """For the tier as a whole: lookups and loads."""
-        self.store_breaker = CircuitBreaker(settings.breaker, self._log_store_breaker)
+        self.store_breaker = CircuitBreaker(settings.breaker, self.notes.store_breaker)
         """For its stores: a tier that is full or read-only can still be read."""
         self.is_broken = False
         """True once the tier has failed to switch to a new namespace. It is not used again."""
@@ -87,7 +99,7 @@ class GuardedTier:
         make_policy = WRITE_POLICIES[settings.write_policy]
         self.write_policy = make_policy(primary.num_blocks, manager.capacity_blocks)
         self.budget = WriteBudget(settings.write_budget, primary.block_bytes, clock())
-        self.stats = TierStats(metric_prefix(position, manager.tier_type))
+        self.stats = TierStats(self.label)
         self.load_speed = LoadSpeed(settings.load_timeout_s)
         self.stores = StoreLimits(settings.max_pinned_share, primary)
         self.backlog = Backlog()
@@ -96,11 +108,14 @@ class GuardedTier:
         """True if the tier has its own `on_schedule_end`."""
         self._names_missing = _overrides(manager, "missing")
         self._clock = clock
+        self.last_call_s = 0.0
+        """How long the last call took; for a lookup, the time until its answer."""
         self._is_blocking = False
         """True if a call has kept the scheduler waiting since the last harvest."""
         self._unnotified: deque[ReqContext] = deque(maxlen=_MAX_UNNOTIFIED)
         """Requests that have ended while the tier was resting."""
         self._warned: set[str] = set()
+        self._usage: dict[str, float] = {}
 
     # --- may it be used? ------------------------------------------------------------------------
 
@@ -136,16 +151,31 @@ class GuardedTier:
     def lets_store(self, now: float) -> bool:
         """True if blocks may be stored now."""
         return (
-            not self.is_broken
+            self._stores_are_on
+            and not self.is_broken
             and self.breaker.lets(_STORES, now)
             and self.store_breaker.lets(_STORES, now)
         )
 
     @property
+    def loads_are_on(self) -> bool:
+        """False while an operator has switched off loads from the tier, for new requests."""
+        return self.label not in self._switches.loads_off
+
+    @property
+    def _stores_are_on(self) -> bool:
+        return self.label not in self._switches.stores_off
+
+    @property
+    def not_stored_because(self) -> str:
+        """What blocks are counted under that `lets_store` has refused."""
+        return "shed_blocks" if self._stores_are_on else "switched_off_blocks"
+
+    @property
     def takes_offers(self) -> bool:
         """True if the tier may be asked which blocks it lacks. Not while new blocks wait for it,
         because it would name those too."""
-        is_in_use = self.is_closed and self.store_breaker.is_closed
+        is_in_use = self.is_closed and self.store_breaker.is_closed and self._stores_are_on
         return is_in_use and self._names_missing and not self.backlog
 
     # --- calls ----------------------------------------------------------------------------------
@@ -161,9 +191,16 @@ class GuardedTier:
         except BaseException as error:
             self._raised("lookup", error)
             return _MISS
-        if self._clock() - start > _LONGEST_CALL_S:
+        self.last_call_s = self._clock() - start
+        if self.last_call_s > _LONGEST_CALL_S:
             self._blocked("lookup")
         if type(answer) is LookupResult:
+            if answer is _MISS:
+                self.stats.num_misses += 1
+            elif answer is _HIT:
+                self.stats.num_hits += 1
+            else:
+                self.stats.num_unknown += 1
             return answer
         self._violated(f"lookup answered {_shown(answer)}")
         return _MISS
@@ -182,6 +219,7 @@ class GuardedTier:
         ):
             self._violated(f"lookup_batch answered {_shown(answers)} for {len(keys)} keys")
             return none
+        self.stats.count_answers(answers)
         return answers
 
     def lookup_is_late(self, now: float) -> None:
@@ -214,15 +252,8 @@ class GuardedTier:
 
     def _missing(self, keys: Sequence[OffloadKey], context: ReqContext) -> Sequence[OffloadKey]:
         answer: object = self.manager.missing(keys, context)
-        # Only lists and tuples are iterated: anything else may be endless.
-        if isinstance(answer, (list, tuple)) and len(answer) <= len(keys):
-            if not answer:
-                return ()
-            if set(map(type, answer)) <= _ONLY_KEYS:
-                named = set(answer)
-                found = [key for key in keys if key in named]
-                if len(found) == len(answer):
-                    return found
+        if (found := _found_in(keys, answer)) is not None:
+            return found
         self._violated(f"missing answered {_shown(answer)} for {len(keys)} keys")
         return ()
 
@@ -289,8 +320,8 @@ class GuardedTier:
                 self.notify_finished(self._unnotified.popleft())
 
     def take_events(self) -> list[OffloadingEvent]:
-        """The tier's events, if the user has enabled them."""
-        if not self.settings.enable_kv_events or self.is_resting(self._clock()):
+        """The tier's events, if the engine gets them."""
+        if not self.has_events or self.is_resting(self._clock()):
             return []
         none: list[OffloadingEvent] = []
         return self.call("take_events", self._taken_events, default=none)
@@ -299,37 +330,29 @@ class GuardedTier:
         taken: Iterable[object] = self.manager.take_events()
         events = [event for event in taken if isinstance(event, OffloadingEvent)]
         for event in events:
-            event.tier = self._event_name
+            event.tier = self.label
+            self.notes.event(event)
         return events
+
+    def is_awaited(self, now: float) -> bool:
+        """True if a request waits for loads of the tier, or if its events should be taken."""
+        if self.jobs.has_awaited_loads(now):
+            return True
+        if not self.has_events or self.is_resting(now):
+            return False
+        answer = self.call("has_announcements", self.manager.has_announcements, default=False)
+        return answer is True
 
     def add_stats(self, stats: OffloadingStats) -> None:
         """Add the orchestrator's statistics of this tier, and the tier's own."""
         if not self.is_resting(self._clock()):
-            self.call("take_seal_failures", self._count_seal_failures, default=None)
+            self.call("take_seal_failures", _count_seal_failures, self, default=None)
             self.call("get_stats", self._add_own_stats, stats, default=None)
-        self.stats.add_to(
-            stats,
-            breaker_state=self.breaker.state.value,
-            store_breaker_state=self.store_breaker.state.value,
-            pinned_blocks=self.stores.num_pinned,
-            waiting_blocks=self.backlog.num_blocks,
-            loading_blocks=self.jobs.num_loading,
-        )
-
-    def _count_seal_failures(self) -> None:
-        for reason, n in self.manager.take_seal_failures().items():
-            self.stats.count(f"seal_{SealFailure(reason)}", int(n))
+            self._usage = self.call("usage", _usage_of, self.manager, default=self._usage)
+        self.stats.add_to(stats, self._usage | _gauges_of(self))
 
     def _add_own_stats(self, stats: OffloadingStats) -> None:
-        own = self.manager.get_stats()
-        if own is not None:
-            # Two tiers of one type use the same names, so their figures are added up.
-            for name, value in own.counters.items():
-                stats.counters[name] = stats.counters.get(name, 0) + value
-            for name, value in own.gauges.items():
-                stats.gauges[name] = stats.gauges.get(name, 0) + value
-            for name, values in own.histograms.items():
-                stats.histograms.setdefault(name, []).extend(values)
+        add_own_stats(self.manager.get_stats(), self.label, stats)
 
     # --- guarded calls, and failures ------------------------------------------------------------
 
@@ -343,7 +366,8 @@ class GuardedTier:
         except BaseException as error:  # a client library's panic, a cancelled task
             self._raised(what, error)
             return default
-        if self._clock() - start > _LONGEST_CALL_S:
+        self.last_call_s = self._clock() - start
+        if self.last_call_s > _LONGEST_CALL_S:
             self._blocked(what)
         return answer
 
@@ -386,11 +410,48 @@ class GuardedTier:
             self._warned.add(kind)
             logger.warning("%s: %s. Further ones are counted, not logged.", self.name, message)
 
-    def _log_breaker(self, level: int, message: str) -> None:
-        logger.log(level, "%s: %s.", self.name, message)
 
-    def _log_store_breaker(self, level: int, message: str) -> None:
-        logger.log(level, "%s: stores: %s.", self.name, message)
+def _found_in(keys: Sequence[OffloadKey], answer: object) -> Sequence[OffloadKey] | None:
+    """The keys that `answer` names, in the order of `keys`. None if `answer` is no list of some of
+    them."""
+    # Only lists and tuples are iterated: anything else may be endless.
+    if not isinstance(answer, (list, tuple)) or len(answer) > len(keys):
+        return None
+    if not answer:
+        return ()
+    if not set(map(type, answer)) <= _ONLY_KEYS:
+        return None
+    named = set(answer)
+    found = [key for key in keys if key in named]
+    return found if len(found) == len(answer) else None
+
+
+def _count_seal_failures(tier: GuardedTier) -> None:
+    for reason, n in tier.manager.take_seal_failures().items():
+        tier.stats.count(f"seal_{SealFailure(reason)}", int(n))
+
+
+def _gauges_of(tier: GuardedTier) -> dict[str, float]:
+    """The state of a tier, by the names of `tier_series`."""
+    return {
+        "breaker_state": tier.breaker.state.value,
+        "store_breaker_state": tier.store_breaker.state.value,
+        "load_jobs": tier.jobs.num_loads,
+        "store_jobs": len(tier.jobs) - tier.jobs.num_loads,
+        "pinned_blocks": tier.stores.num_pinned,
+        "pin_limit_blocks": tier.stores.max_pinned,
+        "waiting_blocks": tier.backlog.num_blocks,
+        "loading_blocks": tier.jobs.num_loading,
+    }
+
+
+def _usage_of(tier: SecondaryTierManager) -> dict[str, float]:
+    """How full a tier is, by the names of `tier_series`."""
+    usage = tier.usage()
+    if usage is None:
+        return {}
+    known = {"used_bytes": usage.used_bytes, "capacity_bytes": usage.capacity_bytes}
+    return {name: float(value) for name, value in known.items() if value is not None}
 
 
 def _overrides(tier: SecondaryTierManager, method: str) -> bool:

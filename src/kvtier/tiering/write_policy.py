@@ -34,8 +34,9 @@ _PRIOR = 16
 own is taken to be average."""
 _HALVED_AT = 1024
 """Outcomes of a class at which they are halved, so that older ones count less."""
-_MAX_WATCHED = 8192
-"""The most blocks that `ReuseSample` watches."""
+_MAX_WATCHED, _FEW_WATCHED = 8192, 1024
+"""The most blocks that `ReuseSample` watches. If fewer than `_FEW_WATCHED` are left when some are
+given up, more are sampled: a tier that stored nothing for a while has made the sample sparse."""
 _LEAST_READS = 0.1
 """The reads that a write must be expected to bring, if room in the tier is not scarce."""
 _READS_DISPLACED = 2.0
@@ -316,6 +317,7 @@ class ReuseSample:
         """Blocks were written to the tier."""
         self.num_written += num_blocks
         watched = self._watched
+        num_before = len(watched)
         longest = 2 * self._lifetime
         while watched:
             oldest, (old_class, left_at) = next(iter(watched.items()))
@@ -323,6 +325,8 @@ class ReuseSample:
                 break
             del watched[oldest]
             self._note_outcome(old_class, False, False)
+        if len(watched) < min(num_before, _FEW_WATCHED):
+            self._every = max(self._every // 2, 1)
 
     def note_used(self, keys: Iterable[OffloadKey]) -> None:
         """A request has used these blocks."""

@@ -15,6 +15,7 @@ import pytest
 from kvtier.base import make_offload_key
 from kvtier.cli import main
 from kvtier.testing import TierHarness
+from kvtier.tiering.fs.layout import DESCRIPTION_FILE
 from tests.cli.store.engine_process import FsEngineProcess
 from tests.cli.store.roots import age, balance_of, file_of, fill_root
 from tests.cli.store.slabs import flip, run_store
@@ -108,7 +109,9 @@ def test_what_is_no_block_is_not_listed(root: Path, capsys: pytest.CaptureFixtur
     (file.parent / "ab").mkdir()
     (file.parent / ("c" * 72)).symlink_to("/dev/zero")
     assert run_store(capsys, "ls", root)[1]["total"] == 5
-    other = next(shard for shard in file.parent.parent.iterdir() if shard != file.parent)
+    other = next(
+        shard for shard in file.parent.parent.iterdir() if shard.is_dir() and shard != file.parent
+    )
     file.rename(other / file.name)  # where no engine looks for it
     assert run_store(capsys, "ls", root)[1]["total"] == 4
 
@@ -119,9 +122,19 @@ def test_the_table(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "ls", str(root), "--limit", "2"]) == 0
     printed = capsys.readouterr()
     head, *rows = printed.out.splitlines()
-    assert head.split() == ["rank", "stored", "used", "size", "group", "namespace", "block", "hash"]
+    assert head.split() == [
+        "rank",
+        "stored",
+        "used",
+        "size",
+        "group",
+        "namespace",
+        "block",
+        "hash",
+        "model",
+    ]
     assert len(rows) == 2
-    assert re.match(rf"^ +1 +\d+ s +2 h +8 KiB +0 +{name[:8]} +{HASHES[0]}$", rows[0])
+    assert re.match(rf"^ +1 +\d+ s +2 h +8 KiB +0 +{name[:8]} +{HASHES[0]} +sample$", rows[0])
     assert "2 of 5 blocks; --limit 0 for all" in printed.err
 
 
@@ -142,7 +155,7 @@ def test_many_files_are_listed_without_being_read(
     monkeypatch.setattr(os, "open", counting)
     document = run_store(capsys, "ls", root, "--limit", "3")[1]
     assert (document["total"], len(document["blocks"])) == (2005, 3)
-    assert len(set(opened) - {"directory", "ledger"}) == 3
+    assert len(set(opened) - {"directory", "ledger", DESCRIPTION_FILE}) == 3
 
 
 # --- stat --------------------------------------------------------------------------------------

@@ -171,7 +171,9 @@ def test_what_does_not_belong_there_is_said(root: Path, capsys: pytest.CaptureFi
     file = file_of(root, name, VICTIM)
     (file.parent / "notes.txt").write_text("mine")
     (file.parent / ".nfs0123").write_text("removed, and still open")
-    other = next(shard for shard in file.parent.parent.iterdir() if shard != file.parent)
+    other = next(
+        shard for shard in file.parent.parent.iterdir() if shard.is_dir() and shard != file.parent
+    )
     file.rename(other / file.name)
     code, document = run_store(capsys, "verify", root)
     assert code == 1

@@ -118,9 +118,19 @@ def test_the_table(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "ls", str(path), "--limit", "2"]) == 0
     printed = capsys.readouterr()
     head, *rows = printed.out.splitlines()
-    assert head.split() == ["rank", "stored", "slot", "size", "group", "namespace", "block", "hash"]
+    assert head.split() == [
+        "rank",
+        "stored",
+        "slot",
+        "size",
+        "group",
+        "namespace",
+        "block",
+        "hash",
+        "model",
+    ]
     assert len(rows) == 2
-    shown = rf"^ +1 +\d+ s +\d+ +8 KiB +0 +{fingerprint.hex()[:8]} +{HASHES[0]}$"
+    shown = rf"^ +1 +\d+ s +\d+ +8 KiB +0 +{fingerprint.hex()[:8]} +{HASHES[0]} +sample$"
     assert re.match(shown, rows[0])
     assert "2 of 5 blocks; --limit 0 for all" in printed.err
     assert main(["store", "ls", str(path), "--limit", "0"]) == 0

@@ -64,7 +64,7 @@ def shelf(packages: Path, tmp_path: Path) -> Path:
 def test_stat(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_store(capsys, "stat", shelf) == (
         0,
-        {"path": str(shelf), "kind": "shelf", "blocks": 6},
+        {"path": str(shelf), "kind": "shelf", "blocks": 6, "descriptions": []},
     )
     assert main(["store", "stat", str(shelf)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == ["blocks", "6"]
@@ -141,3 +141,38 @@ def test_a_package_that_cannot_be_imported_is_left_out(
     printed = capsys.readouterr()
     assert json.loads(printed.out)["blocks"] == 6
     assert "The tier 'broken' could not be loaded and is not asked" in printed.err
+
+
+DESCRIBES_ITS_NAMESPACES = """
+from kvtier.config import NamespaceDescription
+from shelf_store import ShelfFile, StoredShelfTier
+
+class DescribedFile(ShelfFile):
+    def descriptions(self):
+        made_of = {"max_model_len": 4096, "dtype": "bfloat16"}
+        return {"aa" * 16: NamespaceDescription("aa" * 16, "org/llama", made_of)}
+
+class DescribedTier(StoredShelfTier):
+    @classmethod
+    def open_inspector(cls, location):
+        found = super().open_inspector(location)
+        return None if found is None else DescribedFile(found._path)
+"""
+
+
+def test_descriptions(shelf: Path, packages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (packages / "described_tier.py").write_text(DESCRIBES_ITS_NAMESPACES)
+    install(packages, "described", "kvtier.tiers", {"described": "described_tier:DescribedTier"})
+    (described,) = run_store(capsys, "stat", shelf)[1]["descriptions"]
+    assert (described["namespace"], described["model"]) == (ONE, "org/llama")
+    assert described["made_of"]["max_model_len"] == 4096
+    assert main(["store", "stat", str(shelf)]) == 0
+    *_, head, line = capsys.readouterr().out.splitlines()
+    assert head == "made of"
+    assert line == f"  {ONE}  org/llama, max_model_len 4096, dtype bfloat16"
+    rows = run_store(capsys, "ls", shelf)[1]["blocks"]
+    assert {(row["namespace"], row["model"]) for row in rows} == {(ONE, "org/llama"), (OTHER, None)}
+    assert main(["store", "ls", str(shelf)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.endswith("block hash  model")
+    assert sum(line.endswith("  org/llama") for line in lines) == 4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.vllm_config import tier_checks
+from kvtier.cli.checks import tiers as tier_checks
 from kvtier.testing import TierHarness
 from kvtier.tiering.io import page
 from kvtier.tiering.io.page import allows_o_direct

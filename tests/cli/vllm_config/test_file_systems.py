@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.vllm_config.tier_checks import Mount, mount_of
+from kvtier.cli.checks.tiers import Mount, mount_of
 from tests.tiering.disk.small_disk import small_tmpfs
 
 TABLE = """\

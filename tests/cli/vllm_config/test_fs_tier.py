@@ -135,7 +135,10 @@ def test_a_file_system_through_a_process(
         _, document = answer_of(capsys, "--fs", f"{root}/kv:8MiB", "--disk", f"{root}/kv.slab:8MiB")
         assert finding(document, "secondary_tiers[0].file_system")["status"] == "ok"
         disk = finding(document, "secondary_tiers[1].file_system")
-        assert (disk["status"], "Use --fs there" in disk["remedy"]) == ("warning", True)
+        assert (disk["status"], "Use an fs tier" in disk["remedy"]) == (
+            "warning",
+            True,
+        )
 
 
 # --- how much room -----------------------------------------------------------------------------

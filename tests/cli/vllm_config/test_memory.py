@@ -12,14 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.vllm_config.host_checks import (
-    Finding,
-    Machine,
-    Status,
-    check_memlock,
-    check_memory,
-    check_ranks,
-)
+from kvtier.cli.checks.finding import Finding, Status
+from kvtier.cli.checks.host import Machine, check_memlock, check_memory, check_ranks
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from tests.cli.vllm_config.running import finding, run_apart
 from tests.tiering.disk.small_disk import small_tmpfs
@@ -49,7 +43,7 @@ def test_a_container_with_dockers_default_shared_memory() -> None:
     assert ended.stdout.count("\n") == 1
     assert "PROBLEM  shared_memory  /dev/shm (64 MiB in all) has 64 MiB free" in ended.stderr
     assert "--shm-size=1025m" in ended.stderr
-    assert "lower --cpu to 63MiB at most" in ended.stderr
+    assert "lower cpu_bytes_to_use (--cpu) to 63MiB at most" in ended.stderr
     ended = run_apart("--cpu", "63MiB", "--json", before=before)
     assert finding(json.loads(ended.stdout), "shared_memory")["status"] == "ok"
 
@@ -59,7 +53,7 @@ def test_what_is_said_to_fit_fits(tmp_path: Path) -> None:
         machine = Machine(shared_memory=root)
         found = judged("shared_memory", 8 * MIB, machine)
         assert found.status is Status.PROBLEM
-        fits = re.search(r"lower --cpu to (\d+)MiB at most", found.remedy)
+        fits = re.search(r"lower cpu_bytes_to_use \(--cpu\) to (\d+)MiB at most", found.remedy)
         assert fits
         cpu_bytes = int(fits[1]) * MIB
         assert judged("shared_memory", cpu_bytes, machine).status is Status.OK
@@ -95,7 +89,9 @@ def test_no_shared_memory_at_all(tmp_path: Path) -> None:
 def test_more_than_the_machine_has() -> None:
     found = judged("memory", 2**50, Machine())
     assert found.status is Status.PROBLEM
-    assert found.remedy.startswith("Free memory on this machine, or lower --cpu to ")
+    assert found.remedy.startswith(
+        "Free memory on this machine, or lower cpu_bytes_to_use (--cpu) to "
+    )
     assert judged("memory", MIB, Machine()).status is Status.OK
 
 
@@ -127,7 +123,9 @@ def test_the_limit_of_a_container(files: dict[str, str], membership: str, tmp_pa
     found = judged("control_group", 9 * GIB, machine)
     assert found.status is Status.PROBLEM
     assert "has 8 GiB free; the tier takes 9 GiB" in found.found
-    assert found.remedy.startswith("Raise the container's memory limit, or lower --cpu to 7372MiB")
+    assert found.remedy.startswith(
+        "Raise the container's memory limit, or lower cpu_bytes_to_use (--cpu) to 7372MiB"
+    )
 
 
 def test_no_container(tmp_path: Path) -> None:

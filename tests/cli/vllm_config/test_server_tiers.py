@@ -94,12 +94,22 @@ def test_a_password_in_the_flag_is_warned_of(
     valkey: ValkeyProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_url = valkey.url.replace("://", "://:hunter2@")
-    for given in (("--valkey", in_url), entry(type="valkey", url=valkey.url, password="hunter2")):
+    in_query = f"{valkey.url}?password=hunter2"
+    as_key = entry(type="valkey", url=valkey.url, password="hunter2")
+    for given in (("--valkey", in_url), ("--valkey", in_query), as_key):
         document = answer_of(capsys, *given)[1]
         found = finding(document, f"{AT}.password")
         assert found["status"] == "warning"
         assert "VALKEY_PASSWORD" in found["remedy"]
         assert "hunter2" not in json.dumps(document["checks"])
+
+
+@pytest.mark.parametrize("place", ["s3://me:hunter2@bucket", "me:hunter2@bucket"])
+def test_a_password_beside_a_wrong_size(capsys: pytest.CaptureFixture[str], place: str) -> None:
+    assert main(["vllm-config", "--cpu", "1GiB", "--obj", f"{place}:10Q"]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "@bucket:10Q" in printed
+    assert "hunter2" not in printed
 
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +168,44 @@ def test_a_service_that_is_not_there(
     assert "start without this tier" in found["found"]
 
 
+def test_an_endpoint_in_the_environment(
+    s3: SeaweedProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_credentials(monkeypatch)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    code, document = answer_of(capsys, "--obj", f"s3://{BUCKET}/x:1GiB")
+    found = finding(document, f"{AT}.endpoint")
+    assert (code, found["status"]) == (1, "problem")
+    assert f'"{s3.endpoint}" in AWS_ENDPOINT_URL' in found["found"]
+    assert "allow_http" in found["remedy"]
+    given = entry(type="obj", url=f"s3://{BUCKET}/x", max_bytes="1GiB", allow_http=True)
+    code, document = answer_of(capsys, *given)
+    assert (code, finding(document, f"{AT}.url")["status"]) == (0, "ok")
+
+
+def test_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "cache"
+    code, document = answer_of(capsys, "--obj", f"file://{place}:1GiB")
+    found = finding(document, f"{AT}.url")
+    assert (code, found["status"]) == (0, "ok")
+    assert "the engine makes it" in found["found"]
+    assert not place.exists()
+    place.write_text("a file")
+    code, document = answer_of(capsys, "--obj", f"file://{place}:1GiB")
+    found = finding(document, f"{AT}.url")
+    assert (code, found["status"]) == (1, "problem")
+    assert "is not a directory" in found["found"]
+
+
+def test_two_tiers_with_one_url(valkey: ValkeyProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = answer_of(capsys, "--valkey", valkey.url, "--valkey", f"{valkey.url}/")
+    found = finding(document, "secondary_tiers[1]")
+    assert (code, found["status"]) == (1, "problem")
+    assert "is also the URL of secondary_tiers[0]" in found["found"]
+    document = answer_of(capsys, "--valkey", valkey.url, "--valkey", f"{valkey.url}/1")[1]
+    assert not [check for check in document["checks"] if check["name"] == "secondary_tiers[1]"]
+
+
 def test_urls_with_and_without_a_size(capsys: pytest.CaptureFixture[str]) -> None:
     for text, expected in (
         ("s3://kv-cache/llama:10TiB", {"url": "s3://kv-cache/llama", "max_bytes": "10TiB"}),
@@ -177,6 +225,8 @@ def test_urls_with_and_without_a_size(capsys: pytest.CaptureFixture[str]) -> Non
         (("--obj", "s3://kv-cache/llama:10TB?"), "the size follows the last colon"),
         (("--obj", "https://kv-cache/llama"), "a bucket or directory"),
         (("--obj", "s3://kv-cache/llama:16KiB"), "max_bytes"),
+        (entry(type="obj", url="s3://kv-cache", endpoint="cache.example:9000"), "the whole URL"),
+        (("--valkey", "valkey://cache:6379:10GiB"), "port is not a number"),
         (("--valkey", "http://cache:6379"), "a URL that begins with valkey://"),
         (("--valkey", "cache:6379"), "a URL that begins with valkey://"),
     ],

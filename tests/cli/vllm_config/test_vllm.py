@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.vllm_config.host_checks import Finding, Machine, Status
-from kvtier.cli.vllm_config.vllm_checks import (
+from kvtier.cli.checks.finding import Finding, Status
+from kvtier.cli.checks.host import Machine
+from kvtier.cli.checks.vllm import (
     check_hash_seed,
     check_namespace,
     check_vllm,

@@ -4,19 +4,20 @@ suits one rule of eviction is served as well as that rule would."""
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.cpu.policies import reuse_odds
+from kvtier.cpu.policies import eviction_rules, reuse_odds
 from kvtier.cpu.policies.base import BlockStatus
 from kvtier.cpu.policies.density import DensityCachePolicy
 from kvtier.cpu.policies.prompt_tree import PromptTree, Segment, _Queue
@@ -253,6 +254,64 @@ def test_the_worth_of_a_class_is_how_soon_it_is_used_again() -> None:
     assert often[late] < often[0], "what has not come by now will not come"
 
 
+@pytest.mark.usefixtures("patient")
+def test_the_order_is_that_of_lru_until_enough_is_known() -> None:
+    chance = random.Random(4)
+    requests = [
+        list(range(100 * number, 100 * number + chance.randrange(1, 60))) for number in range(200)
+    ]
+    requests[150:150] = requests[120:130]  # fewer than are needed to say which ones are worth more
+    evicted = {
+        policy: replay(requests, CPUOffloadingManager(1000, cache_policy=policy)).evicted
+        for policy in ("lru", "density")
+    }
+    assert list(map(set, evicted["density"])) == list(map(set, evicted["lru"]))
+
+
+@pytest.mark.usefixtures("patient")
+def test_samples_that_give_way_to_others_count_as_not_used() -> None:
+    odds = ReuseOdds(64)
+    for number in range(2000):
+        odds.begin_request()
+        odds.end_samples([key_of(number)])
+        odds.begin_sample(key_of(number + 2), 1, 1, 0)
+        for other in range(10):
+            odds.begin_sample(key_of(10**6 + 10 * number + other), 2, 1, 0)
+        odds.end_samples([key_of(10**6 + 10 * (number - 2))])  # one in ten, as soon
+    often, rarely = odds.worth[1], odds.worth[2]
+    assert often[0] > 4 * rarely[0]
+
+
+def test_what_was_learnt_long_ago_fades() -> None:
+    odds = ReuseOdds(64)
+    worth = []
+    for is_used in (True, False):
+        for number in range(1000):
+            odds.begin_request()
+            if is_used:
+                odds.end_samples([key_of(number)])
+            odds.begin_sample(key_of(number + 2 if is_used else 10**6 + number), 1, 1, 0)
+            odds.begin_sample(key_of(10**7), 2, 1, 0)  # keeps enough known
+            odds.end_samples([key_of(10**7)])
+        worth.append(odds.worth[1][0])
+    assert worth[1] < worth[0] / 10
+
+
+def test_deeper_blocks_are_worth_more() -> None:
+    odds = ReuseOdds(64)
+    odds.is_informed, odds.worth = True, [[0.5] * 28] * reuse_odds.NUM_CLASSES
+    rule = eviction_rules.Density(odds)
+    assert rule.worth(Segment(None, 4096)) == 2 * rule.worth(Segment(None, 0)) == 1.0
+
+
+def test_the_sticky_rule_stores_few_prompts_in_a_full_cache() -> None:
+    rule = eviction_rules.Sticky()
+    tree = PromptTree(1)
+    admitted = [rule.num_admitted(tree, 10, 3, 0, None) for _ in range(2000)]
+    assert set(admitted) == {3, 10}, "free slots are used"
+    assert 50 < admitted.count(10) < 150
+
+
 def test_prompts_that_are_never_used_again_do_not_displace_others() -> None:
     documents = [[1000 * document + i for i in range(10)] for document in range(6)]
     requests = []
@@ -309,6 +368,86 @@ def test_closes_part_of_the_gap_to_the_best_possible() -> None:
     lru, best = 8.0, 32.1
     closed = (hit_percentage(requests, "density", capacity) - lru) / (best - lru)
     assert closed > 0.2
+
+
+class DeclinesAll(eviction_rules.Density):
+    def num_admitted(self, tree: object, num_new: int, num_free: int, *_: object) -> int:
+        return min(num_new, num_free)
+
+
+def test_follows_lru_when_the_estimates_fail_with_short_prompts_in_a_large_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cache holds thousands of prompts, and which of them are asked for changes slowly."""
+    monkeypatch.setattr(eviction_rules, "Density", DeclinesAll)
+    chance = random.Random(3)
+    documents = [number // 10 + chance.randrange(1500) for number in range(24_000)]
+    requests = [list(range(8 * document, 8 * document + 8)) for document in documents]
+    capacity = 20_000
+    lru = hit_percentage(requests, "lru", capacity)
+    assert hit_percentage(requests, "density", capacity) > lru - 10
+
+
+class CountedKeys(frozenset[OffloadKey]):
+    """Counts the keys that it is asked about."""
+
+    num_asked = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_asked += 1
+        return super().__contains__(key)
+
+    def isdisjoint(self, keys: Iterable[object]) -> bool:
+        asked = list(keys)
+        self.num_asked += len(asked)
+        return super().isdisjoint(asked)
+
+
+def test_evicting_a_few_blocks_of_a_long_prompt_does_not_look_at_all_of_them() -> None:
+    policy = DensityCachePolicy(1000)
+    filled(policy, "long", [key_of(number) for number in range(1000)])
+    protected = CountedKeys([key_of(5000)])
+    for _ in range(20):
+        assert policy.evict(5, protected) is not None
+    assert protected.num_asked <= 4 * 100
+
+
+def test_evicting_behind_pinned_blocks_removes_the_same_ones() -> None:
+    policy = DensityCachePolicy(10)
+    keys = [key_of(number) for number in range(10)]
+    blocks = filled(policy, "a", keys)
+    pinned = [blocks[9], blocks[6]]
+    for block in pinned:
+        block.ref_cnt = 1
+    policy.pinned(pinned)
+    expected = [(keys[n], blocks[n]) for n in (8, 5, 4)]
+    assert policy.next_to_leave(4)[:1] == expected[:1]
+    assert policy.evict(3, {keys[7]}) == expected
+    check_tree(policy)
+    left = [blocks[n] for n in (0, 1, 2, 3, 6, 7, 9)]
+    assert blocks[0].place.blocks == left
+
+
+def test_a_prompt_is_sampled_once_however_many_stores_it_comes_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_hashed = 0
+
+    def counted(key: OffloadKey) -> int:
+        nonlocal num_hashed
+        num_hashed += 1
+        return xxh3_64_intdigest(key)
+
+    monkeypatch.setattr(eviction_rules, "xxh3_64_intdigest", counted)
+    manager = CPUOffloadingManager(20_000, cache_policy="density")
+    context = ReqContext("long")
+    manager.on_new_request(context)
+    for number in range(0, 4000, 4):
+        keys = [key_of(number + i) for i in range(4)]
+        manager.prepare_store(keys, context)
+        manager.complete_store(keys, context)
+    manager.on_request_finished(context)
+    assert 0 < num_hashed <= 4000
 
 
 def memory_of(policy: str, requests: list[list[int]], capacity: int) -> int:

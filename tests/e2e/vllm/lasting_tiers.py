@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvtier.tiering.metrics import tier_series
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.subject import Subject
 
@@ -29,6 +30,12 @@ def fs_in(folder: Path) -> dict[str, Any]:
 
 LASTING: dict[str, Callable[[Path], dict[str, Any]]] = {"disk": disk_in, "fs": fs_in}
 """The configuration of a tier in a folder, by type."""
+
+
+def figure_of(tier: str, name: str) -> str:
+    """The name of a tier's figure in `RemoteEngine.figures`. `tier`: its label, such as "0:disk".
+    `name`: what the orchestrator counts, such as "stored_blocks"."""
+    return tier_series(tier, name).removeprefix("kvtier_")
 
 
 def over(tier: dict[str, Any], subject: Subject, *, slots: int = 48) -> dict[str, Any]:

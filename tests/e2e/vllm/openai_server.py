@@ -5,12 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import Any, Self
 
 import pytest
 
+from kvtier.base import metric_series
 from kvtier.testing.vllm.in_process import BLOCK_TOKENS
 from kvtier.testing.vllm.tiny_model import WORDS
 from tests.e2e.vllm.processes import REPO, VLLM, End
@@ -58,6 +60,7 @@ class Completion:
     logprobs: list[float]
     cached_tokens: int
     """Prompt tokens that were not computed, from any cache."""
+    request_id: str = field(default="", compare=False)
 
     def is_as(self, other: Completion) -> bool:
         """True if text and logprobs agree. Logprobs may differ by rounding, which depends on the
@@ -185,6 +188,7 @@ class Server:
             choice["text"],
             choice["logprobs"]["token_logprobs"],
             0 if details is None else details["cached_tokens"],
+            answer["id"],
         )
 
     def complete_together(
@@ -200,24 +204,23 @@ class Server:
         assert status == http.client.OK, body
 
     def metrics(self) -> dict[str, float]:
-        """The metrics: values by name, summed over their labels."""
+        """The metrics: values by name, summed over their labels; kvtier's by series
+        (`metric_series`), summed over the labels that vLLM adds."""
         status, body = self._ask("GET", "/metrics")
         assert status == http.client.OK
         values: dict[str, float] = {}
         for line in body.splitlines():
             if line and not line.startswith("#"):
                 series, _, value = line.rpartition(" ")
-                name = series.partition("{")[0]
+                name, _, labels = series.partition("{")
+                if name.startswith("vllm:kvtier_"):
+                    name = metric_series(name, _own_labels(labels))
                 values[name] = values.get(name, 0.0) + float(value)
         return values
 
     def figures(self) -> dict[str, float]:
         """kvtier's metrics, such as `cpu_loaded_blocks`."""
-        return {
-            name.removeprefix("vllm:kvtier_").removesuffix("_total"): value
-            for name, value in self.metrics().items()
-            if name.startswith("vllm:kvtier_")
-        }
+        return kvtiers_figures(self.metrics())
 
     def figure(self, name: str) -> float:
         """One metric of kvtier's; 0 for a counter that does not exist yet."""
@@ -277,3 +280,20 @@ def _package_metadata(vllm: VLLM) -> Path:
             f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.zygote.vllm_version}+cpu\n"
         )
     return folder
+
+
+def kvtiers_figures(metrics: dict[str, float]) -> dict[str, float]:
+    """kvtier's metrics under its own names, such as `cpu_loaded_blocks`."""
+    return {
+        re.sub(r"_total(?={|$)", "", name.removeprefix("vllm:kvtier_")): value
+        for name, value in metrics.items()
+        if name.startswith("vllm:kvtier_")
+    }
+
+
+def _own_labels(labels: str) -> dict[str, str]:
+    """The labels between the braces of a series, in kvtier's order: without those that vLLM adds to
+    each, and without the bound of a histogram's bucket."""
+    found: dict[str, str] = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+    own = [name for name in found if name not in {"engine", "model_name", "le"}]
+    return {name: found[name] for name in sorted(own, key=lambda name: (name != "tier", name))}

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.testing.vllm.in_process import BLOCK_TOKENS, Answer
 from kvtier.testing.vllm.tiny_model import random_prompts
-from tests.e2e.vllm.lasting_tiers import disk_in, over, with_common_hashes
+from tests.e2e.vllm.lasting_tiers import disk_in, figure_of, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.scenarios.hints_and_events import AnnouncingEngine, HintedEngine
@@ -73,7 +73,7 @@ def test_a_request_says_whether_tiers_get_its_blocks(vllm: VLLM, subject: Subjec
         "cpu_bytes_to_use": "16MiB",
         "secondary_tiers": [{"type": "example"}, {"type": "example", "write": "on_evict"}],
     }
-    stored = [f"tier_{place}_example_stored_blocks" for place in range(2)]
+    stored = [figure_of(f"{place}:example", "stored_blocks") for place in range(2)]
     with HintedRemoteEngine(vllm, subject.path, options) as engine:
         answers, in_tiers = [], []
         for hints, prompt in (
@@ -109,10 +109,10 @@ def test_a_request_is_loaded_from_where_it_says(
         engine.generate(*PROMPTS)
         kept_out = engine.generate_with({"kv_load_tiers": [{"medium": "cpu"}]}, PROMPTS[0])
         misread = engine.generate_with({"kv_load_tiers": [{"medium": "TAPE"}]}, PROMPTS[1])
-        assert engine.figures().get("tier_0_disk_loaded_blocks", 0) == 0
+        assert engine.figures().get('tier_blocks{tier="0:disk",direction="load"}', 0) == 0
         some = [{"medium": "TAPE"}, {"medium": "Storage", "locality": "local"}]
         let_in = engine.generate_with({"kv_load_tiers": some}, PROMPTS[2])
-        assert engine.figures()["tier_0_disk_loaded_blocks"] == BLOCKS
+        assert engine.figures()['tier_blocks{tier="0:disk",direction="load"}'] == BLOCKS
     assert [answer.cached_tokens for answer in (kept_out, misread, let_in)] == [0, 0, TOKENS]
     subject.alone.check(PROMPTS, [kept_out, misread, let_in])
 
@@ -148,7 +148,8 @@ def test_blocks_are_announced_where_they_come_and_go(
     with AnnouncingRemoteEngine(with_common_hashes(vllm), subject.path, options) as engine:
         engine.generate(*PROMPTS)
         figures = engine.figures()
-        on_disk, in_host = int(figures["disk_resident_blocks"]), int(figures["cpu_resident_blocks"])
+        on_disk = int(figures['disk_resident_blocks{tier="0:disk"}'])
+        in_host = int(figures["cpu_resident_blocks"])
         deadline = time.monotonic() + PATIENCE_S
         while True:
             announced = engine.announced()
@@ -169,6 +170,7 @@ def test_events_name_the_tier_where_vllm_has_a_word_for_it(vllm: VLLM, subject: 
     options = {
         "cpu_bytes_to_use": (BLOCKS + 1) * subject.slot_bytes(),
         "secondary_tiers": [example, example],
+        "name_tier_in_events": True,
     }
     with AnnouncingRemoteEngine(vllm, subject.path, options) as engine:
         engine.generate(*PROMPTS)
@@ -176,7 +178,7 @@ def test_events_name_the_tier_where_vllm_has_a_word_for_it(vllm: VLLM, subject: 
         while True:
             ours = engine.announced()["BlockStored", "GPU"]
             owners = engine.announced(by="owner")
-            below = owners["BlockStored", "tier_0_example"], owners["BlockStored", "tier_1_example"]
+            below = owners["BlockStored", "0:example"], owners["BlockStored", "1:example"]
             if vllm.version < (0, 32) or min(map(len, below)) >= BLOCKS * len(PROMPTS):
                 break
             assert time.monotonic() < deadline
@@ -186,4 +188,4 @@ def test_events_name_the_tier_where_vllm_has_a_word_for_it(vllm: VLLM, subject: 
     assert ours == below[0] == below[1]
     left = owners["BlockRemoved", None] & ours
     assert left, "host memory has room for fewer blocks"
-    assert left.isdisjoint(owners["BlockRemoved", "tier_0_example"])
+    assert left.isdisjoint(owners["BlockRemoved", "0:example"])

@@ -122,7 +122,11 @@ def test_counters_are_there_before_they_count(
     vllm: VLLM, subject: Subject, plug_in: PlugIn
 ) -> None:
     options = {"cpu_bytes_to_use": "16MiB", "secondary_tiers": [{"type": "example"}]}
-    counters = ("cpu_loaded_blocks", "tier_0_example_loaded_blocks", "tier_0_example_stored_blocks")
+    counters = (
+        "cpu_loaded_blocks",
+        'tier_blocks{tier="0:example",direction="load"}',
+        'tier_blocks{tier="0:example",direction="store"}',
+    )
     with RemoteEngine(vllm, subject.path, options, plug_in=plug_in, max_model_len=512) as engine:
         at_start = engine.figures()
         engine.generate(PROMPTS[0][:BLOCK_TOKENS])

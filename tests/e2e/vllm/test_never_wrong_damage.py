@@ -10,7 +10,7 @@ import pytest
 from kvtier.testing.vllm.tiny_model import random_prompts
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.io.page import PAGE_BYTES
-from tests.e2e.vllm.lasting_tiers import LASTING, over, with_common_hashes
+from tests.e2e.vllm.lasting_tiers import LASTING, figure_of, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.subject import Subject
@@ -44,7 +44,8 @@ def damage_slots(folder: Path, subject: Subject) -> int:
 
 def damage_files(folder: Path, subject: Subject) -> int:
     """Flip one bit of the payload in every sixth file. Returns the number of files."""
-    blocks = sorted(path for path in (folder / "root" / "blocks").rglob("*") if path.is_file())
+    files = sorted(path for path in (folder / "root" / "blocks").rglob("*") if path.is_file())
+    blocks = [path for path in files if not path.name.startswith(".")]
     assert len(blocks) == BLOCKS * len(PROMPTS)
     for path in blocks[::6]:
         flip_a_bit(path, 3 * PAGE_BYTES)
@@ -64,17 +65,18 @@ def test_a_damaged_block_is_refused_and_computed(
     vllm = with_common_hashes(vllm)
     with RemoteEngine(vllm, subject.path, options, **ENGINE) as engine:
         engine.generate(*PROMPTS)
-        assert engine.figures()[f"tier_0_{tier}_stored_blocks"] == BLOCKS * len(PROMPTS)
+        assert engine.figures()[figure_of(f"0:{tier}", "stored_blocks")] == BLOCKS * len(PROMPTS)
     damaged = damage(tmp_path, subject)
     with RemoteEngine(vllm, subject.path, options, **ENGINE) as engine:
         answers = engine.generate(*PROMPTS)
         figures = engine.figures()
         engine.reset_device_cache()
         again = engine.generate(*PROMPTS)
-    assert 0 < figures[f"tier_0_{tier}_seal_digest"] <= damaged
-    assert figures[f"{tier}_forgotten_blocks"] == figures[f"tier_0_{tier}_seal_digest"]
+    assert 0 < figures[figure_of(f"0:{tier}", "seal_digest")] <= damaged
+    forgotten = figures[f'{tier}_forgotten_blocks{{tier="0:{tier}"}}']
+    assert forgotten == figures[figure_of(f"0:{tier}", "seal_digest")]
     # Blocks before the first damaged one of a prompt are served, and none after it.
-    assert 0 < figures[f"tier_0_{tier}_loaded_blocks"] <= BLOCKS * len(PROMPTS) - damaged
+    assert 0 < figures[figure_of(f"0:{tier}", "loaded_blocks")] <= BLOCKS * len(PROMPTS) - damaged
     assert sum(answer.cached_tokens for answer in answers) > 0
     subject.alone.check(PROMPTS, answers, exact=False)
     # Refused blocks were computed and stored again.

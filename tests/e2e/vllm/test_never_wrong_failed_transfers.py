@@ -136,11 +136,13 @@ def test_what_was_not_stored_is_never_served_and_reaches_no_tier(
         after = engine.figures()
     assert before["cpu_failed_stores"] >= TOKENS // BLOCK_TOKENS
     assert before["cpu_resident_blocks"] == before["cpu_writing_blocks"] == 0
-    assert before.get("tier_0_example_stored_blocks", 0) == 0
-    assert before["example_resident_blocks"] == 0
+    assert before.get('tier_blocks{tier="0:example",direction="store"}', 0) == 0
+    assert before['example_resident_blocks{tier="0:example"}'] == 0
     assert [answer.cached_tokens for answer in answers] == [0, 0, 0, TOKENS, TOKENS]
     # The same blocks, in the same slots, once their stores do not fail.
-    assert stored["tier_0_example_stored_blocks"] == stored["cpu_stored_blocks"] > 0
+    assert (
+        stored['tier_blocks{tier="0:example",direction="store"}'] == stored["cpu_stored_blocks"] > 0
+    )
     assert after["cpu_failed_stores"] == before["cpu_failed_stores"]
     assert 2 * TOKENS // BLOCK_TOKENS <= after["cpu_loaded_blocks"] <= stored["cpu_stored_blocks"]
     subject.alone.check([lost, kept, lost, lost, kept], answers)

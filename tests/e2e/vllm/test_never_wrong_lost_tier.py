@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.testing.vllm.in_process import Answer
 from kvtier.testing.vllm.tiny_model import random_prompts
+from tests.e2e.vllm.lasting_tiers import figure_of
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.scenarios.failing_tier import FAILING_TIER, EngineOverFailingTier, Trouble
@@ -47,7 +48,7 @@ class EngineOverTier(RemoteEngine):
         self.process.ask("recover")
 
     def tier_figure(self, name: str) -> float:
-        return self.figures().get(f"tier_0_failingtier_{name}", 0)
+        return self.figures().get(figure_of("0:FailingTier", name), 0)
 
     def generate_until(self, is_over: Callable[[], bool]) -> list[Answer]:
         """Run all prompts repeatedly, with an empty device cache."""

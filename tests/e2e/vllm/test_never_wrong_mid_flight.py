@@ -145,5 +145,5 @@ def test_whatever_happens_in_mid_flight_answers_are_right(
     assert len(answers) > 0 < happened["aborts"]
     assert happened["resets"] > 0
     assert figures["cpu_loaded_blocks"] > 0
-    assert figures["tier_0_example_loaded_blocks"] > 0
+    assert figures['tier_blocks{tier="0:example",direction="load"}'] > 0
     assert figures["cpu_pinned_blocks"] == figures["cpu_writing_blocks"] == 0

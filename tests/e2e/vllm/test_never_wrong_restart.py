@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.vllm.tiny_model import random_prompts
-from tests.e2e.vllm.lasting_tiers import LASTING, over, with_common_hashes
+from tests.e2e.vllm.lasting_tiers import LASTING, figure_of, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.subject import Subject
@@ -35,8 +35,8 @@ def test_everything_comes_back_after_a_restart(
         figures = engine.figures()
     assert [answer.cached_tokens for answer in first] == [0] * len(PROMPTS)
     assert [answer.cached_tokens for answer in second] == [TOKENS] * len(PROMPTS)
-    assert figures[f"tier_0_{tier}_loaded_blocks"] >= len(PROMPTS) * BLOCKS
-    assert figures.get(f"tier_0_{tier}_stored_blocks", 0) == 0
+    assert figures[figure_of(f"0:{tier}", "loaded_blocks")] >= len(PROMPTS) * BLOCKS
+    assert figures.get(figure_of(f"0:{tier}", "stored_blocks"), 0) == 0
     subject.alone.check(PROMPTS, first)
     subject.alone.check(PROMPTS, second)
 
@@ -59,7 +59,7 @@ def test_an_engine_that_was_killed_leaves_nothing_wrong_behind(
         figures = engine.figures()
         torn = engine.generate(under_way)
     assert [answer.cached_tokens for answer in answers] == [TOKENS] * len(stored)
-    assert figures[f"tier_0_{tier}_loaded_blocks"] == len(stored) * BLOCKS
+    assert figures[figure_of(f"0:{tier}", "loaded_blocks")] == len(stored) * BLOCKS
     subject.alone.check(stored, answers)
     subject.alone.check([under_way], torn, exact=False)
 
@@ -89,6 +89,6 @@ def test_two_engines_with_one_directory_find_each_others_blocks(
     assert [answer.cached_tokens for answer in answers] == [0, TOKENS, 0, TOKENS]
     for engine in (one, other):
         figures = engine.figures()
-        assert figures["tier_0_fs_loaded_blocks"] >= BLOCKS
-        assert figures["tier_0_fs_stored_blocks"] >= BLOCKS
+        assert figures['tier_blocks{tier="0:fs",direction="load"}'] >= BLOCKS
+        assert figures['tier_blocks{tier="0:fs",direction="store"}'] >= BLOCKS
     subject.alone.check(prompts, answers)

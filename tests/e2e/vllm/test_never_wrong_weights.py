@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.testing.vllm.in_process import PlugIn
 from kvtier.testing.vllm.tiny_model import LLAMA, random_prompts
-from tests.e2e.vllm.lasting_tiers import LASTING, over, with_common_hashes
+from tests.e2e.vllm.lasting_tiers import LASTING, figure_of, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
 from tests.e2e.vllm.remote_engine import RemoteEngine
@@ -108,10 +108,10 @@ def test_other_weights_in_the_same_place_find_nothing(
     replace_by(model, other)
     with ChangingEngine(vllm, model, second, plug_in=plug_in) as engine:
         assert cached(engine, other_alone) == NOTHING
-        assert engine.figures().get(f"tier_0_{tier}_loaded_blocks", 0) == 0
+        assert engine.figures().get(figure_of(f"0:{tier}", "loaded_blocks"), 0) == 0
     with ChangingEngine(vllm, model, second, plug_in=plug_in) as engine:
         assert cached(engine, other_alone) == EVERYTHING
-        assert engine.figures()[f"tier_0_{tier}_loaded_blocks"] > 0
+        assert engine.figures()[figure_of(f"0:{tier}", "loaded_blocks")] > 0
 
 
 @pytest.mark.parametrize("plug_in", ["connector", "spec"])

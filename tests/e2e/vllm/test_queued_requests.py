@@ -24,7 +24,7 @@ TIER = {
     "load_timeout_ms": 60_000,
     "store_timeout_ms": 60_000,
 }
-LOADED = "tier_0_example_loaded_blocks"
+LOADED = 'tier_blocks{tier="0:example",direction="load"}'
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cpu.hit_curve import read_boards
+from kvtier.observe.client import ask, find_engine
 from kvtier.replay.engine import Counting
 from kvtier.replay.settings import ReplaySettings, TierSettings
 from kvtier.replay.trace import open_trace
@@ -37,8 +37,8 @@ def test_a_replay_has_the_hits_that_vllm_saw(
         for turn in turns:
             engine.reset_device_cache()
             answers += engine.generate(turn)
-        boards = {board["pid"]: board for board in read_boards()}
-        assert boards[engine.process.pid]["block_tokens"] == BLOCK_TOKENS
+        curve = ask(find_engine(str(engine.process.pid)), "curve")
+        assert curve["block_tokens"] == BLOCK_TOKENS
     header = json.loads(path.read_text().splitlines()[0])
     assert header["block_tokens"] == BLOCK_TOKENS
     with open_trace(str(path)) as trace:

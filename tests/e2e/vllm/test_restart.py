@@ -65,16 +65,16 @@ def test_a_second_process_has_all_from_the_disk_that_the_first_has_stored(
     second = live(vllm, subject, tmp_path, plug_in)
 
     assert first.cached_tokens == 0
-    assert first.figures.get("tier_0_disk_loaded_blocks", 0) == 0
-    assert first.figures["tier_0_disk_stored_blocks"] == BLOCKS
-    assert first.figures["disk_resident_blocks"] == BLOCKS
+    assert first.figures.get('tier_blocks{tier="0:disk",direction="load"}', 0) == 0
+    assert first.figures['tier_blocks{tier="0:disk",direction="store"}'] == BLOCKS
+    assert first.figures['disk_resident_blocks{tier="0:disk"}'] == BLOCKS
 
     assert second.cached_tokens == TOKENS
-    assert second.figures["tier_0_disk_loaded_blocks"] == BLOCKS
+    assert second.figures['tier_blocks{tier="0:disk",direction="load"}'] == BLOCKS
     assert second.figures["cpu_promoted_blocks"] == BLOCKS
-    assert second.figures.get("tier_0_disk_stored_blocks", 0) == 0
-    assert second.figures["disk_resident_blocks"] == BLOCKS
-    assert second.figures.get("disk_forgotten_blocks", 0) == 0
+    assert second.figures.get('tier_blocks{tier="0:disk",direction="store"}', 0) == 0
+    assert second.figures['disk_resident_blocks{tier="0:disk"}'] == BLOCKS
+    assert second.figures.get('disk_forgotten_blocks{tier="0:disk"}', 0) == 0
 
     subject.alone.check(PROMPTS, first.answers)
     subject.alone.check(PROMPTS, second.answers)

@@ -17,8 +17,8 @@ import pytest
 from kvtier.testing.vllm.in_process import BLOCK_TOKENS
 from kvtier.testing.vllm.tiny_model import LLAMA
 from kvtier.tiering.disk.reader import SlabReader
-from tests.e2e.vllm.lasting_tiers import PATIENT
-from tests.e2e.vllm.openai_server import Completion, Server, Stop, random_words
+from tests.e2e.vllm.lasting_tiers import PATIENT, figure_of
+from tests.e2e.vllm.openai_server import Completion, Server, Stop, kvtiers_figures, random_words
 from tests.e2e.vllm.process_tree import regions_below, vllms_own_removed
 from tests.e2e.vllm.processes import VLLM
 from tests.tiering.fs.harness import block_files
@@ -138,10 +138,10 @@ def first_life(
             # A slot stays occupied until its block is on disk, however slow the disk is.
             on_disk += BLOCKS_OF_PROMPT
             server.wait_until(partial(has_stored, slab, on_disk))
-        before = server.figure("tier_0_disk_loaded_blocks")
+        before = server.figure('tier_blocks{tier="0:disk",direction="load"}')
         from_disk = [server.complete(prompt) for prompt in PROMPTS]
         metrics = server.metrics()
-        blocks_from_disk = server.figure("tier_0_disk_loaded_blocks") - before
+        blocks_from_disk = server.figure('tier_blocks{tier="0:disk",direction="load"}') - before
         stop = server.stop()
         log = server.process.stdout + server.process.stderr
         was_killed = "force killing" in log
@@ -169,7 +169,7 @@ def test_clients_at_once_are_served_from_host_memory(first_life: FirstLife) -> N
     assert_same(first_life.cold, first_life.alone)
     assert_same(first_life.together, first_life.alone)
     assert first_life.figures_together["cpu_loaded_blocks"] > 0
-    assert first_life.figures_together.get("tier_0_disk_loaded_blocks", 0) == 0
+    assert first_life.figures_together.get('tier_blocks{tier="0:disk",direction="load"}', 0) == 0
 
 
 def test_clients_are_served_from_disk(first_life: FirstLife) -> None:
@@ -180,7 +180,7 @@ def test_clients_are_served_from_disk(first_life: FirstLife) -> None:
 
 def test_counters_are_there_before_the_first_request(first_life: FirstLife) -> None:
     for name in ("stored", "loaded"):
-        assert first_life.figures_at_start[f"tier_0_disk_{name}_blocks"] == 0
+        assert first_life.figures_at_start[figure_of("0:disk", f"{name}_blocks")] == 0
 
 
 def test_the_log_can_be_searched(first_life: FirstLife) -> None:
@@ -196,11 +196,14 @@ def test_the_log_can_be_searched(first_life: FirstLife) -> None:
     "names",
     [
         pytest.param(["cpu_loaded_blocks_total"], id="hits in host memory"),
-        pytest.param(["tier_0_disk_hit_blocks_total"], id="hits on disk"),
+        pytest.param(['tier_hit_blocks_total{tier="0:disk"}'], id="hits on disk"),
         pytest.param(["cpu_slots", "cpu_resident_blocks"], id="occupancy of host memory"),
-        pytest.param(["disk_capacity_blocks", "disk_resident_blocks"], id="occupancy of the disk"),
-        pytest.param(["tier_0_disk_load_seconds_sum"], id="latency of loads"),
-        pytest.param(["tier_0_disk_store_seconds_sum"], id="latency of stores"),
+        pytest.param(
+            [f'disk_{what}_blocks{{tier="0:disk"}}' for what in ("capacity", "resident")],
+            id="occupancy of the disk",
+        ),
+        pytest.param(['tier_seconds_sum{tier="0:disk",direction="load"}'], id="latency of loads"),
+        pytest.param(['tier_seconds_sum{tier="0:disk",direction="store"}'], id="latency of stores"),
     ],
 )
 def test_what_a_tier_does_can_be_scraped(first_life: FirstLife, names: list[str]) -> None:
@@ -209,19 +212,61 @@ def test_what_a_tier_does_can_be_scraped(first_life: FirstLife, names: list[str]
 
 
 def test_the_bytes_of_a_tier_can_be_scraped(first_life: FirstLife) -> None:
-    figures = {
-        name.removeprefix("vllm:kvtier_").removesuffix("_total"): value
-        for name, value in first_life.metrics.items()
-    }
+    figures = kvtiers_figures(first_life.metrics)
     assert figures["block_bytes"] == LLAMA.bytes_per_block(BLOCK_TOKENS)
     for done in ("loaded", "stored"):
-        blocks = figures[f"tier_0_disk_{done}_blocks"]
-        assert figures[f"tier_0_disk_{done}_bytes"] == blocks * figures["block_bytes"] > 0
+        blocks = figures[figure_of("0:disk", f"{done}_blocks")]
+        assert figures[figure_of("0:disk", f"{done}_bytes")] == blocks * figures["block_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "total_bytes_total",
+        "load_bytes_total",
+        "cpu_allocation_size_sum",
+        "tiering_read_bytes_total",
+        "tiering_read_time_total",
+        "tiering_write_bytes_total",
+        "tiering_chunk_queries_total",
+        "tiering_chunk_hits_total",
+    ],
+)
+def test_dashboards_made_for_vllms_own_tiers_have_values(first_life: FirstLife, name: str) -> None:
+    assert first_life.metrics[f"vllm:kv_offload_{name}"] > 0
+
+
+def test_vllms_metrics_say_the_same_as_kvtiers(first_life: FirstLife) -> None:
+    figures = kvtiers_figures(first_life.metrics)
+    for theirs, ours in (
+        ("tiering_read_bytes", "loaded_bytes"),
+        ("tiering_write_bytes", "stored_bytes"),
+        ("tiering_chunk_hits", "lookup_hits"),
+    ):
+        known = first_life.metrics[f"vllm:kv_offload_{theirs}_total"]
+        assert known == figures[figure_of("0:disk", ours)]
+    assert first_life.metrics["vllm:kv_offload_tiering_active_promotion_jobs"] == 0
+
+
+def test_each_prompt_token_has_a_source(first_life: FirstLife) -> None:
+    figures = kvtiers_figures(first_life.metrics)
+    tokens = {
+        source: figures[f'prompt_tokens{{source="{source}"}}']
+        for source in ("device", "host", "0:disk", "computed")
+    }
+    assert sum(tokens.values()) == first_life.metrics["vllm:prompt_tokens_total"]
+    assert tokens["computed"] > 0
+    assert tokens["host"] > 0
+    assert tokens["0:disk"] >= first_life.blocks_from_disk * BLOCK_TOKENS
+    # A write that came back is read back; no block counts twice.
+    read_back = figures['tier_read_back_blocks{tier="0:disk"}']
+    assert 0 < read_back <= figures[figure_of("0:disk", "stored_blocks")]
 
 
 def test_the_state_of_a_breaker_can_be_scraped(first_life: FirstLife) -> None:
-    assert first_life.metrics["vllm:kvtier_tier_0_disk_breaker_state"] == 0
-    assert first_life.metrics["vllm:kvtier_tier_0_disk_store_breaker_state"] == 0
+    figures = kvtiers_figures(first_life.metrics)
+    for name in ("breaker_state", "store_breaker_state"):
+        assert figures[figure_of("0:disk", name)] == 0
 
 
 def test_an_idle_server_ends_on_sigterm_and_leaves_nothing(first_life: FirstLife) -> None:
@@ -244,7 +289,7 @@ def test_a_server_that_is_started_again_is_warm_and_forgets_when_told(
     with Server(vllm, llama, options(disk(first_life.slab))) as server:
         server.wait_until_up()
         warm = server.complete_together(PROMPTS)
-        assert server.figure("tier_0_disk_loaded_blocks") == BLOCKS
+        assert server.figure('tier_blocks{tier="0:disk",direction="load"}') == BLOCKS
         assert server.figure("cpu_stored_blocks") == 0
         assert_same(warm, first_life.alone)
 
@@ -257,7 +302,7 @@ def test_a_server_that_is_started_again_is_warm_and_forgets_when_told(
             assert again.cached_tokens == 0
             assert_same([again], first_life.alone[:1])
             assert server.figure("cpu_loaded_blocks") == loaded
-            assert server.figure("tier_0_disk_loaded_blocks") == BLOCKS
+            assert server.figure('tier_blocks{tier="0:disk",direction="load"}') == BLOCKS
 
         regions = regions_below(server.process.pid)
         stop = stop_under_load(server)
@@ -283,7 +328,7 @@ def test_two_servers_share_a_directory_and_killing_them_leaves_nothing(
         found = [second.complete(prompt) for prompt in PROMPTS]
         assert_same(found, computed)
         assert [answer.cached_tokens for answer in found] == [CACHED_TOKENS] * 8
-        assert second.figure("tier_1_fs_loaded_blocks") == BLOCKS
+        assert second.figure('tier_blocks{tier="1:fs",direction="load"}') == BLOCKS
         assert second.figure("cpu_stored_blocks") == 0
 
         regions = [*regions_below(first.process.pid), *regions_below(second.process.pid)]

@@ -57,7 +57,11 @@ def test_each_replica_has_a_region_and_a_slab_file_of_its_own(
         ]
         assert [answer.cached_tokens for answer in again] == [TOKENS] * 4
         # More than a single replica could have loaded.
-        assert server.figure("tier_0_disk_loaded_blocks") >= 2 * (2 * BLOCKS - SLOTS) > BLOCKS
+        assert (
+            server.figure('tier_blocks{tier="0:disk",direction="load"}')
+            >= 2 * (2 * BLOCKS - SLOTS)
+            > BLOCKS
+        )
         assert all(answer.is_as(answers[1]) for answer in (again[0], again[2], answers[3]))
         assert all(answer.is_as(answers[0]) for answer in (again[1], again[3], answers[2]))
         stop = server.stop()

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.testing.vllm.in_process import Answer
 from kvtier.testing.vllm.tiny_model import LLAMA, random_prompts
-from tests.e2e.vllm.lasting_tiers import over, with_common_hashes
+from tests.e2e.vllm.lasting_tiers import figure_of, over, with_common_hashes
 from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.reference import Reference
 from tests.e2e.vllm.remote_engine import RemoteEngine
@@ -66,7 +66,7 @@ def shared(
 
 
 def loaded(engine: RemoteEngine, shared: Shared) -> float:
-    return engine.figures().get(f"tier_0_{shared.kind}_loaded_blocks", 0)
+    return engine.figures().get(figure_of(f"0:{shared.kind}", "loaded_blocks"), 0)
 
 
 def generate_until(

@@ -41,7 +41,7 @@ class Story:
 
     def end(self, name: str, engine: RemoteEngine) -> None:
         self.figures[name] = engine.figures()
-        self.said[name] = [text for _, text in engine.told() if "block hashes" in text]
+        self.said[name] = [text for _, text in engine.told() if "log the same root" in text]
         engine.close()
 
     def cached(self, name: str) -> list[int]:
@@ -99,26 +99,26 @@ def story(
 
 def test_an_engine_finds_what_another_has_stored_while_both_run(story: Story) -> None:
     assert story.cached("first") == [0, 0, 0]
-    assert story.figure("first", "tier_0_fs_stored_blocks") == 3 * PROMPT_BLOCKS
+    assert story.figure("first", 'tier_blocks{tier="0:fs",direction="store"}') == 3 * PROMPT_BLOCKS
     assert story.cached("second") == [PROMPT_TOKENS] * 3 + [0]
-    assert story.figure("second", "tier_0_fs_loaded_blocks") == 3 * PROMPT_BLOCKS
+    assert story.figure("second", 'tier_blocks{tier="0:fs",direction="load"}') == 3 * PROMPT_BLOCKS
 
 
 def test_only_what_is_new_is_stored(story: Story) -> None:
-    assert story.figure("second", "tier_0_fs_stored_blocks") == PROMPT_BLOCKS
-    assert story.figure("second", "fs_blocks") == 4 * PROMPT_BLOCKS
+    assert story.figure("second", 'tier_blocks{tier="0:fs",direction="store"}') == PROMPT_BLOCKS
+    assert story.figure("second", 'fs_blocks{tier="0:fs"}') == 4 * PROMPT_BLOCKS
 
 
 def test_the_first_engine_finds_what_the_second_has_stored_meanwhile(story: Story) -> None:
     assert story.cached("first, once more") == [PROMPT_TOKENS]
-    assert story.figure("first", "tier_0_fs_loaded_blocks") == PROMPT_BLOCKS
+    assert story.figure("first", 'tier_blocks{tier="0:fs",direction="load"}') == PROMPT_BLOCKS
 
 
 def test_an_engine_finds_what_a_process_has_stored_that_has_ended(story: Story) -> None:
     assert story.cached("later") == [PROMPT_TOKENS] * 4
-    assert story.figure("later", "tier_0_fs_loaded_blocks") == 4 * PROMPT_BLOCKS
-    assert story.figure("later", "tier_0_fs_stored_blocks") == 0
-    assert story.figure("later", "fs_forgotten_blocks") == 0
+    assert story.figure("later", 'tier_blocks{tier="0:fs",direction="load"}') == 4 * PROMPT_BLOCKS
+    assert story.figure("later", 'tier_blocks{tier="0:fs",direction="store"}') == 0
+    assert story.figure("later", 'fs_forgotten_blocks{tier="0:fs"}') == 0
 
 
 def test_tokens_and_logprobs_are_those_of_vllm_alone(story: Story, llama_alone: Reference) -> None:

@@ -52,7 +52,7 @@ def test_a_restarted_engine_has_all_from_disk(
     (first, _), (second, figures) = live(), live()
     assert [answer.cached_tokens for answer in first] == [0, 0]
     assert [answer.cached_tokens for answer in second] == [TOKENS, TOKENS]
-    assert figures["tier_0_disk_loaded_blocks"] == 2 * TOKENS // 32
+    assert figures['tier_blocks{tier="0:disk",direction="load"}'] == 2 * TOKENS // 32
     llama_in_0_28.alone.check(PROMPTS, first)
     llama_in_0_28.alone.check(PROMPTS, second)
 

@@ -40,14 +40,14 @@ def test_both_ranks_have_their_part_from_host_memory_and_from_disk(
         cold = engine.generate(*PROMPTS)
         engine.reset_device_cache()
         from_host = engine.generate(PROMPTS[2])
-        assert engine.figures().get("tier_0_disk_loaded_blocks", 0) == 0
+        assert engine.figures().get('tier_blocks{tier="0:disk",direction="load"}', 0) == 0
         engine.reset_device_cache()
         from_disk = engine.generate(*PROMPTS[:2])
         figures = engine.figures()
     assert [answer.cached_tokens for answer in cold] == [0] * 3
     assert [answer.cached_tokens for answer in from_host + from_disk] == [TOKENS] * 3
     assert figures["cpu_loaded_blocks"] == 3 * BLOCKS
-    assert figures["tier_0_disk_loaded_blocks"] > BLOCKS
+    assert figures['tier_blocks{tier="0:disk",direction="load"}'] > BLOCKS
     with closing(Reference(vllm, subject.path, **TWO_RANKS)) as alone:
         alone.check(PROMPTS, cold)
         alone.check(PROMPTS, [*from_disk, *from_host])

@@ -84,7 +84,8 @@ def test_what_one_rank_has_not_stored_is_never_served(two: Two) -> None:
     two.engine.reset_device_cache()
     [loaded] = two.engine.generate(NOT_STORED)
     assert failed["cpu_failed_stores"] == BLOCKS
-    assert failed["disk_resident_blocks"] == before.get("disk_resident_blocks", 0)
+    resident = 'disk_resident_blocks{tier="0:disk"}'
+    assert failed[resident] == before.get(resident, 0)
     assert [answer.cached_tokens for answer in answers] == [0, 0]
     assert_all_computed(answers)
     assert_loaded(loaded, answers[0])

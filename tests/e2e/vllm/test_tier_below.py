@@ -52,14 +52,14 @@ def test_what_host_memory_has_no_room_for_comes_back_from_a_tier(
     assert [answer.cached_tokens for answer in warm] == [1024] * 4
     # Room for two prompts; they return in the order in which they came, so each was evicted.
     assert figures["cpu_slots"] == 2 * stored
-    assert figures["tier_0_example_stored_blocks"] == 4 * stored
+    assert figures['tier_blocks{tier="0:example",direction="store"}'] == 4 * stored
     if stored == loaded:
-        assert figures["tier_0_example_loaded_blocks"] == 4 * loaded
+        assert figures['tier_blocks{tier="0:example",direction="load"}'] == 4 * loaded
     else:  # blocks that are not loaded again have made room in host memory for others
-        assert 0 < figures["tier_0_example_loaded_blocks"] <= 4 * loaded
-    assert figures["tier_0_example_pinned_blocks"] == 0
-    assert figures["tier_0_example_breaker_state"] == 0
-    assert figures["example_resident_blocks"] == 4 * stored
+        assert 0 < figures['tier_blocks{tier="0:example",direction="load"}'] <= 4 * loaded
+    assert figures['tier_pinned_blocks{tier="0:example"}'] == 0
+    assert figures['tier_breaker_state{tier="0:example",direction="load"}'] == 0
+    assert figures['example_resident_blocks{tier="0:example"}'] == 4 * stored
 
 
 @pytest.mark.parametrize("subject", ["llama"], indirect=True)
@@ -76,5 +76,5 @@ def test_vllm_rests_though_a_tier_takes_its_time_for_stores(vllm: VLLM, subject:
         engine.rest()
         figures = engine.figures()
         engine.kill()  # the tier would end in an hour
-    assert figures["tier_0_example_pinned_blocks"] > 0
-    assert figures.get("tier_0_example_stored_blocks", 0) == 0
+    assert figures['tier_pinned_blocks{tier="0:example"}'] > 0
+    assert figures.get('tier_blocks{tier="0:example",direction="store"}', 0) == 0

@@ -52,7 +52,8 @@ def test_every_tier_says_what_it_has_room_for(vllm: VLLM, subject: Subject, tmp_
         engine.generate(list(range(3, 3 + BLOCK_TOKENS)))
         told, figures = engine.told(), engine.figures()
     [banner] = [text for level, text in told if text.startswith("release")]
-    assert f", disk {figures['disk_capacity_blocks']:.0f} blocks (" in banner
+    capacity = figures['disk_capacity_blocks{tier="0:disk"}']
+    assert f", disk {capacity:.0f} blocks (" in banner
     assert ", fs " in banner
     assert ", example 3 blocks (" in banner
     [warning] = [text for level, text in told if level == "WARNING" and "tokens, and" in text]

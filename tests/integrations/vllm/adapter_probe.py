@@ -165,7 +165,7 @@ def mapped_answers() -> dict[str, Any]:
             if vllm_api.REPORTS_USE
             else vllm_api.keys_in_prompt_order(context) == [head, tail],
             "undeclared_figures": sorted(
-                set(stats.reduce()) - set(KVTierOffloadingSpec.build_metric_definitions({}))
+                set(stats.data["data"]) - set(KVTierOffloadingSpec.build_metric_definitions({}))
             ),
         }
 

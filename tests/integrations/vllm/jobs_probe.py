@@ -17,6 +17,11 @@ from tests.integrations.vllm.adapter_probe import started, vllm_config
 from tests.integrations.vllm.held_tier import HELD, HeldTier
 
 _PATIENCE_S = 60.0
+_SERIES = {
+    "stored_blocks": "vllm:kvtier_tier_blocks:('0:HeldTier', 'store')",
+    "late_stores": "vllm:kvtier_tier_late_jobs:('0:HeldTier', 'store')",
+}
+"""Counters of the tier, in the words of `OffloadingConnectorStats.reduce`."""
 
 
 class _Engine:
@@ -49,7 +54,7 @@ class _Engine:
 
     def counted(self, name: str) -> float:
         """The value of a counter of the tier, as reported to vLLM."""
-        return self._told[f"vllm:kvtier_tier_0_heldtier_{name}"]
+        return self._told[_SERIES[name]]
 
 
 @contextmanager

@@ -45,7 +45,9 @@ def reports(story: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     manager: Any = Manager()
     kinds = dict.fromkeys(COUNTERS, "COUNTER") | OTHERS
     definitions = {name: MetricDefinition(MetricKind[kind], name) for name, kind in kinds.items()}
-    reporter = metrics.MetricReporter(manager, definitions, {"size": SIZE}, lambda: moment["at"])
+    reporter = metrics.MetricReporter(
+        manager, definitions, {"size": SIZE}, now=lambda: moment["at"]
+    )
     told = []
     for moment in story:
         if moment.get("happened"):

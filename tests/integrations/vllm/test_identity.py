@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.config import OffloadingModelConfig
+from kvtier.config.namespace import DESCRIPTION_BYTES
 from kvtier.testing.vllm.tiny_model import LLAMA
+from tests.config.sample import make_config
 
 pytestmark = pytest.mark.vllm
 
@@ -243,7 +246,7 @@ def test_local_files_are_known_by_their_digest(known: Identities) -> None:
 
 @pytest.mark.parametrize("case", SAME)
 def test_what_does_not_change_blocks_does_not_count(known: Identities, case: str) -> None:
-    assert known[case] == known["base"]
+    assert {**known[case], "title": ""} == {**known["base"], "title": ""}
 
 
 @pytest.mark.parametrize("case", OTHER_WEIGHTS)
@@ -257,6 +260,57 @@ def test_other_weights_are_another_revision(known: Identities, case: str) -> Non
 def test_what_changes_blocks_is_another_variant(known: Identities, case: str) -> None:
     assert known[case]["revision"] == known["base"]["revision"]
     assert known[case]["variant"] != known["base"]["variant"]
+
+
+def differences(known: Identities, case: str) -> dict[str, list[Any]]:
+    """The settings in which a case differs from the first one, without digests of several."""
+    base, other = (dict(known[name]["settings"]) for name in ("base", case))
+    names = [name for name in base | other if base.get(name) != other.get(name)]
+    wholes = {name.partition(".")[0] for name in names if "." in name}
+    return {name: [base.get(name), other.get(name)] for name in names if name not in wholes}
+
+
+@pytest.mark.parametrize(
+    ("case", "setting"),
+    [
+        ("rope", "hf_config.rope_parameters"),
+        ("files", "files"),
+        ("dtype", "model.dtype"),
+        ("kv cache dtype", "cache.cache_dtype"),
+        ("backend", "attention.backend"),
+        ("pooling", "runner"),
+        ("quantized on load", "model.quantization"),
+        ("layout", "environment.VLLM_KV_CACHE_LAYOUT"),
+        ("odd values", "additional.odd"),
+    ],
+)
+def test_what_changes_blocks_has_a_name(known: Identities, case: str, setting: str) -> None:
+    assert setting in differences(known, case)
+
+
+def test_the_length_is_named_with_both_values(known: Identities) -> None:
+    assert list(differences(known, "length")["max_model_len"])[1] == "4096"
+    assert differences(known, "base") == {}
+
+
+def test_settings_fit_into_a_description_and_have_no_secret(known: Identities) -> None:
+    for identity in known.values():
+        settings = tuple((name, value) for name, value in identity["settings"])
+        model = OffloadingModelConfig(
+            "m", "bfloat16", settings=settings, served_name=identity["title"]
+        )
+        content = make_config(model=model).describe().encode()
+        assert len(content) <= DESCRIPTION_BYTES
+        assert b"max_model_len" in content
+        assert SECRET.encode() not in content
+        left_out = [name for name, _ in settings if f'"{name}"'.encode() not in content]
+        assert not [name for name in left_out if "." not in name]
+
+
+def test_the_model_has_the_name_that_people_gave_it(known: Identities) -> None:
+    for case in ("by name", "by name, offline", "snapshot"):
+        assert known[case]["title"] == "org/tiny"
+    assert known["base"]["title"].endswith("/model")
 
 
 def test_a_file_that_a_configuration_names_counts_by_its_content(known: Identities) -> None:

@@ -55,7 +55,9 @@ def live(path: Path, is_busy: bool, ends: threading.Event) -> None:
             if is_busy:
                 engine.serve(TierHarness.keys(8, start=time.time_ns() % 10**15 + 8 * number))
             engine.step()
-            num_written += int(engine.figures().get("kvtier_tier_0_disk_stored_blocks", 0))
+            num_written += int(
+                engine.figures().get('kvtier_tier_blocks{tier="0:disk",direction="store"}', 0)
+            )
             time.sleep(0.002)
 
 

@@ -458,7 +458,7 @@ def test_the_tokens_stay_the_same(
     results, counters = serve(path, lambda: spoil(Image(path)) if is_running else None)
     for result, prompt in zip(results, PROMPTS, strict=True):
         assert_same(result, FULL, prompt)
-    failures = sum(count for name, count in counters.items() if "_disk_seal_" in name)
+    failures = sum(count for name, count in counters.items() if "kvtier_tier_seal_failures" in name)
     assert (failures > 0) == is_refused, counters
     if spoil in (_nothing, _no_index):
         assert all(result.num_loaded_tokens for result in results)

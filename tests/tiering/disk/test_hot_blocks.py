@@ -39,7 +39,9 @@ def test_the_hottest_prompt_is_the_youngest_on_disk_after_a_restart(tmp_path: Pa
         for number in range(6):
             engine.serve(cold(8, number))
             assert engine.serve(HOT) == 8
-        assert "kvtier_tier_0_disk_loaded_blocks" not in engine.figures()  # from host memory
+        assert (
+            'kvtier_tier_blocks{tier="0:disk",direction="load"}' not in engine.figures()
+        )  # from host memory
         engine.settle()
     assert num_hits_after_pressure(path, NUM_BLOCKS, 8) == 8
 
@@ -56,7 +58,7 @@ def test_the_hottest_prompt_is_the_youngest_on_disk_after_a_kill(tmp_path: Path)
             def is_written() -> bool:
                 shutil.copy(path, copy)
                 with configured_engine(copy, num_blocks=NUM_BLOCKS) as engine:
-                    if engine.figures()["kvtier_disk_resident_blocks"] < 56:
+                    if engine.figures()['kvtier_disk_resident_blocks{tier="0:disk"}'] < 56:
                         return False
                 return num_hits_after_pressure(copy, NUM_BLOCKS, 8) == 8
 
@@ -76,8 +78,8 @@ def test_a_hot_prompt_that_has_left_the_disk_is_stored_again(tmp_path: Path) -> 
         assert engine.serve(HOT) == 8
         engine.settle()
         figures = engine.figures()
-        assert figures["kvtier_tier_0_disk_offered_again_blocks"] == 8
-        assert "kvtier_tier_0_disk_loaded_blocks" not in figures
+        assert figures['kvtier_tier_offered_again_blocks{tier="0:disk"}'] == 8
+        assert 'kvtier_tier_blocks{tier="0:disk",direction="load"}' not in figures
     with configured_engine(path, num_rows=128, num_blocks=32) as engine:
         assert engine.serve(HOT) == 8
 
@@ -92,7 +94,7 @@ def test_the_head_of_a_prompt_outlives_the_tail_that_was_stored_again(tmp_path: 
         engine.settle()
         assert engine.serve(HOT) == 8
         engine.settle()
-        assert engine.figures()["kvtier_tier_0_disk_offered_again_blocks"] == 4
+        assert engine.figures()['kvtier_tier_offered_again_blocks{tier="0:disk"}'] == 4
         engine.serve(cold(28, 1))
         engine.settle()
         request = ReqContext("looks")
@@ -142,9 +144,9 @@ def serve_long(path: Path) -> int:
 
         tier._table.touch = counted  # type: ignore[method-assign]
         engine.serve(LONG, then_step=False)
-        assert engine.figures()["kvtier_tier_0_disk_waiting_blocks"] >= len(LONG) * 7 / 8
+        assert engine.figures()['kvtier_tier_waiting_blocks{tier="0:disk"}'] >= len(LONG) * 7 / 8
         engine.settle()
-        assert engine.figures()["kvtier_disk_resident_blocks"] == len(LONG)
+        assert engine.figures()['kvtier_disk_resident_blocks{tier="0:disk"}'] == len(LONG)
     return num_touched
 
 

@@ -23,6 +23,7 @@ from kvtier.tiering.disk import ownership
 from kvtier.tiering.disk.layout import (
     CONTROL_OFFSET,
     HOLDER_OFFSET,
+    MOST_DESCRIPTION_BYTES,
     SLOTS_OFFSET,
     SUPERBLOCK_OFFSETS,
     Geometry,
@@ -36,6 +37,7 @@ from kvtier.tiering.disk.layout import (
     encode_stamp,
     has_stamp,
     is_slab_page,
+    read_description,
     read_stamp,
     write_slot_header,
 )
@@ -358,3 +360,18 @@ def test_as_many_slots_as_fit(max_bytes: int, payload_pages: int) -> None:
 def test_what_it_needs_is_enough_for_it(payload_pages: int, num_slots: int) -> None:
     geometry = Geometry(payload_pages * PAGE_BYTES, num_slots)
     assert Geometry.within(geometry.needed_bytes, geometry.payload_bytes) == geometry
+
+
+def test_a_description_is_read_from_the_header_page() -> None:
+    page = bytearray(PAGE_BYTES)
+    stamp = encode_stamp(UUID, 3, 4)
+    for description in (b"x", bytes(range(256)) * 14, bytes(MOST_DESCRIPTION_BYTES)):
+        write_slot_header(page, bytes(seal.SEAL_BYTES), stamp, description)
+        assert is_intact(page)
+        assert has_stamp(page, stamp)
+        assert read_description(page) == description
+    # None, or too long; and pages of earlier releases have zeros there.
+    for absent in (None, b"", bytes(MOST_DESCRIPTION_BYTES + 1)):
+        write_slot_header(page, bytes(seal.SEAL_BYTES), stamp, absent)
+        assert is_intact(page)
+        assert read_description(page) is None

@@ -105,11 +105,11 @@ def test_a_warm_disk_is_measured_when_the_engine_starts(path: Path) -> None:
             engine.serve(prompt)
     with learning_engine(path) as engine:
         engine.settle()
-        assert engine.figures()["kvtier_tier_0_disk_loaded_blocks"] == 9
+        assert engine.figures()['kvtier_tier_blocks{tier="0:disk",direction="load"}'] == 9
         assert not any(engine.manager.open_work().values())
         assert [engine.serve(prompt) for prompt in PROMPTS] == [6] * 6
         engine.settle()
     with learning_engine(path) as engine:
         engine.settle()
-        loaded = engine.figures().get("kvtier_tier_0_disk_loaded_blocks", 0)
+        loaded = engine.figures().get('kvtier_tier_blocks{tier="0:disk",direction="load"}', 0)
         assert loaded == 0, "it is known by then"

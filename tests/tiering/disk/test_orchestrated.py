@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.base import Medium, ReqContext
+from kvtier.base import Medium, OffloadKey, ReqContext
+from kvtier.cpu.policies.density import DensityCachePolicy
 from kvtier.testing import FaultSchedule, TierHarness
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.factory import TierStartError
+from kvtier.tiering.metrics import tier_label, tier_series
 from tests.tiering.disk.engine import configured_engine, engine_with_faults
 from tests.tiering.disk.harness import bytes_for, disk_harness, du, is_mapped, silent_disk
 from tests.tiering.engine import Engine
@@ -46,7 +48,7 @@ def test_a_restarted_engine_is_warm(path: Path) -> None:
     with configured_engine(path) as engine:
         serve_all(engine)
     with configured_engine(path) as engine:
-        assert engine.figures()["kvtier_disk_resident_blocks"] == 72
+        assert engine.figures()['kvtier_disk_resident_blocks{tier="0:disk"}'] == 72
         assert serve_all(engine) == [6] * 12
 
 
@@ -78,10 +80,30 @@ def test_with_too_little_disk_it_is_a_smaller_cache(path: Path) -> None:
     with configured_engine(path, num_blocks=20) as engine:
         for _ in range(4):
             serve_all(engine)
-            assert engine.figures()["kvtier_disk_resident_blocks"] <= 20
+            assert engine.figures()['kvtier_disk_resident_blocks{tier="0:disk"}'] <= 20
         assert du(path) <= bytes_for(20)
         last = PROMPTS[-1]
         assert engine.serve(last) == 6
+
+
+def test_what_the_eviction_policy_declines_is_no_failure_of_the_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_fill(policy: object, keys: list[OffloadKey], num_free: int, _: object) -> int:
+        return min(len(keys), num_free)
+
+    monkeypatch.setattr(DensityCachePolicy, "num_admitted", only_fill)
+    with configured_engine(path, num_blocks=20, eviction_policy="density") as engine:
+        for _ in range(3):
+            serve_all(engine)
+        figures = engine.figures()
+        assert figures['kvtier_disk_resident_blocks{tier="0:disk"}'] == 20
+        assert figures['kvtier_disk_declined_blocks{tier="0:disk"}'] >= 52
+        assert figures['kvtier_disk_refused_blocks{tier="0:disk"}'] == 0
+        disk = tier_label(0, "disk")
+        assert figures.get(tier_series(disk, "failed_stores"), 0) == 0
+        assert figures[tier_series(disk, "store_breaker_state")] == 0
+        assert engine.serve(PROMPTS[0]) == 6, "what came first is still there"
 
 
 def test_a_slab_that_has_grown_keeps_its_blocks(path: Path) -> None:
@@ -104,7 +126,7 @@ def test_events_tell_what_is_where(path: Path) -> None:
                     there.difference_update(event.keys)
                 else:
                     there.update(event.keys)
-        assert len(there) == engine.figures()["kvtier_disk_resident_blocks"] == 30
+        assert len(there) == engine.figures()['kvtier_disk_resident_blocks{tier="0:disk"}'] == 30
 
 
 def test_an_engine_ends_though_its_disk_does_not_answer(path: Path) -> None:

@@ -476,7 +476,7 @@ def test_blocks_of_an_earlier_engine_are_announced_once(tmp_path: Path) -> None:
         for start in range(0, num_blocks, 60):
             store(harness, keys[start : start + 60])
     with harness_of(path, num_blocks) as harness:
-        for _ in range(4):
+        for _ in range(8):
             harness.step()
         assert sorted(told(harness, removed=False)) == sorted(keys)
         assert not told(harness, removed=True)

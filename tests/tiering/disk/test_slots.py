@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import CachePolicy
+from kvtier.cpu.policies.density import DensityCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.tiering.disk.slots import FreeSlots, SlabBlock, SlabTable
 
@@ -89,12 +90,33 @@ def _stored(
     context: ReqContext,
 ) -> tuple[list[SlabBlock], list[OffloadKey]]:
     """The blocks that got a slot, and the keys evicted for them."""
-    evicted = table.make_room(new, brought, context)
-    return table.place(new, context), evicted
+    wanted = table.wanted(new, context)
+    evicted = table.make_room(wanted, brought, context)
+    return table.place(wanted, context), evicted
 
 
 def key(number: int) -> OffloadKey:
     return OffloadKey(b"%04d" % number)
+
+
+def test_a_job_of_an_ended_request_that_the_policy_declines_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def decline(
+        policy: DensityCachePolicy, keys: list[OffloadKey], num_free: int, context: ReqContext
+    ) -> int:
+        policy._prompt_of(context)
+        return 0
+
+    monkeypatch.setattr(DensityCachePolicy, "num_admitted", decline)
+    table = SlabTable(DensityCachePolicy, 8, first_seq=1000)
+    ended = ReqContext("ended")
+    table.on_new_request(ended)
+    table.on_request_finished(ended)
+    policy = table._policy
+    assert isinstance(policy, DensityCachePolicy)
+    assert _stored(table, [key(1)], [key(1)], ended) == ([], [])
+    assert not policy._prompts
 
 
 def keys(*some: int) -> list[OffloadKey]:

@@ -43,7 +43,7 @@ def test_a_restarted_engine_is_warm(write: WritePolicyName, tmp_path: Path) -> N
     with configured_engine(path, num_rows=NUM_ROWS, num_blocks=NUM_BLOCKS, write=write) as engine:
         for blocks in warm:
             engine.serve(blocks)
-        assert "kvtier_tier_0_disk_stored_blocks" not in engine.figures()
+        assert 'kvtier_tier_blocks{tier="0:disk",direction="store"}' not in engine.figures()
     assert hits_of_each_chat(path, write)[:4] == [len(blocks) for blocks in warm]
 
 
@@ -57,6 +57,6 @@ def test_chats_larger_than_host_memory_are_found_again_on_disk(tmp_path: Path) -
                 engine.serve(blocks)
                 engine.settle()
         figures = engine.figures()
-        assert figures["kvtier_tier_0_disk_loaded_blocks"] > 0
+        assert figures['kvtier_tier_blocks{tier="0:disk",direction="load"}'] > 0
         num_blocks = sum(map(len, _WHOLE))
-        assert figures["kvtier_tier_0_disk_stored_blocks"] <= num_blocks
+        assert figures['kvtier_tier_blocks{tier="0:disk",direction="store"}'] <= num_blocks

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import TierHarness
+from kvtier.tiering.fs.layout import SHARDS
 from kvtier.tiering.fs.presence import EngineInfo
 from kvtier.tiering.fs.root import RootSession
 from tests.tiering.fs.accounts import store_some, wait_until_stored, wait_until_the_gauge_is_right
@@ -47,7 +48,7 @@ def turn_over(harness: TierHarness, start: int) -> int:
 
 def put_a_file_in_place_of_a_shard(namespace: Path) -> None:
     """Stands for a directory that fails with an error."""
-    bad = next(shard for shard in sorted(namespace.iterdir()) if not any(shard.iterdir()))
+    bad = next(namespace / shard for shard in SHARDS if not any((namespace / shard).iterdir()))
     bad.rmdir()
     bad.touch()
 

@@ -16,6 +16,7 @@ from kvtier.tiering.fs import manager
 from kvtier.tiering.fs.access import NoFollowTree
 from kvtier.tiering.fs.manager import FsSecondaryTierManager
 from kvtier.tiering.io import lookups
+from kvtier.tiering.metrics import of_tier
 from tests.tiering.disk.harness import bytes_for as slab_bytes_for
 from tests.tiering.disk.harness import is_mapped
 from tests.tiering.engine import Engine, engine_with
@@ -52,7 +53,7 @@ def test_a_restarted_engine_is_warm(root: Path) -> None:
         serve_all(engine)
     with configured_engine(root) as engine:
         assert serve_all(engine) == [6] * 12
-        wait_until(lambda: engine.figures()[manager.BLOCKS] == 72, "the gauge")
+        wait_until(lambda: engine.figures()[of_tier(manager.BLOCKS, "0:fs")] == 72, "the gauge")
 
 
 def test_a_second_engine_is_warm_from_the_start(root: Path) -> None:
@@ -225,8 +226,8 @@ def test_a_prompt_that_was_removed_while_it_was_hot_is_stored_again(root: Path) 
 
         wait_until(is_back, "all six files")
         figures = engine.figures()
-        assert figures["kvtier_tier_0_fs_offered_again_blocks"] >= 6
-        assert "kvtier_tier_0_fs_loaded_blocks" not in figures
+        assert figures['kvtier_tier_offered_again_blocks{tier="0:fs"}'] >= 6
+        assert 'kvtier_tier_blocks{tier="0:fs",direction="load"}' not in figures
     with configured_engine(root) as engine:
         assert engine.serve(prompt) == 6
 
@@ -246,11 +247,11 @@ def test_a_prompt_of_a_peer_fills_the_disk_in_front(root: Path, tmp_path: Path) 
             return all(list(each) == [LookupResult.HIT] * 6 for each in answers)
 
         wait_until(is_on_disk, "all prompts on disk")
-        assert engine.figures()["kvtier_tier_0_disk_offered_again_blocks"] == 72
+        assert engine.figures()['kvtier_tier_offered_again_blocks{tier="0:disk"}'] == 72
         for prompt in PROMPTS:
             assert engine.serve(prompt) == 6
         figures = engine.figures()
-        assert figures["kvtier_tier_0_disk_loaded_blocks"] > 0
-        assert "kvtier_tier_1_fs_loaded_blocks" not in figures
+        assert figures['kvtier_tier_blocks{tier="0:disk",direction="load"}'] > 0
+        assert 'kvtier_tier_blocks{tier="1:fs",direction="load"}' not in figures
     with engine_with(disk, num_rows=16, namespace="weights") as engine:
         assert serve_all(engine) == [6] * 12

@@ -14,6 +14,7 @@ import obstore
 import pytest
 
 from kvtier.seal import SEAL_BYTES
+from kvtier.tiering.metrics import of_tier
 from kvtier.tiering.obj.janitor import JanitorTimes
 from kvtier.tiering.obj.manager import ObjSecondaryTierManager
 from tests.tiering.obj.front import Answer, Asked, Front, error
@@ -115,7 +116,9 @@ def check_foreign(engine: ReferenceEngine, num_objects: int) -> None:
     serve_in_trouble(engine)
     wait_for_recovery(engine)
     figures = engine.figures()
-    assert sum(n for name, n in figures.items() if "_obj_seal_" in name) >= num_objects
+    assert (
+        sum(n for name, n in figures.items() if "kvtier_tier_seal_failures" in name) >= num_objects
+    )
 
 
 # --- ten gigabytes -----------------------------------------------------------------------------
@@ -200,7 +203,8 @@ def test_an_answer(
     answer, kind = ANSWERS[what]
     front.answer = lambda asked: answer
     serve_in_trouble(engine, PROMPTS[:1])
-    wait_until(lambda: engine.figures()[f"kvtier_obj_failures_{kind}"] > 0, f"a failure is {kind}")
+    failures = of_tier(f"kvtier_obj_failures_{kind}", "0:obj")
+    wait_until(lambda: engine.figures()[failures] > 0, f"a failure is {kind}")
     front.answer = lambda asked: None
     wait_for_recovery(engine)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -237,6 +241,6 @@ def test_a_bucket_that_somebody_has_emptied(
 ) -> None:
     server.empty()
     serve_in_trouble(engine)
-    assert engine.figures()["kvtier_obj_vanished_blocks"] >= len(PROMPTS)
+    assert engine.figures()['kvtier_obj_vanished_blocks{tier="0:obj"}'] >= len(PROMPTS)
     wait_for_recovery(engine)
     assert server.num_blocks() == NUM_BLOCKS

@@ -18,7 +18,7 @@ from kvtier.base import OffloadKey
 from kvtier.tiering.obj import janitor as module
 from kvtier.tiering.obj.janitor import ENGINES, Janitor, JanitorTimes
 from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects, object_name
-from kvtier.tiering.remote.errors import ServerErrors
+from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
 from tests.tiering.patience import wait_until
 
 BLOCK = 1000
@@ -92,6 +92,33 @@ def test_the_head_of_a_prompt_is_removed_last(bucket: Bucket) -> None:
     engine.note_used(keys)
     engine.sweep()
     assert bucket.keys() == set(keys[:9])
+
+
+def test_blocks_that_others_remove_meanwhile_do_not_keep_the_rest(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bucket.engine("a1", num_blocks=10)
+    bucket.add(engine, [key(number) for number in range(60)], age_s=10_000)
+    real = Objects.remove
+
+    def remove(objects: Objects, names: Sequence[str]) -> None:
+        if len(names) > 1:
+            for name in names[::10]:
+                real(objects, [name])
+        real(objects, names)
+
+    monkeypatch.setattr(Objects, "remove", remove)
+    engine.sweep()
+    assert len(bucket.keys()) == 9
+    assert engine.num_bytes == 9 * BLOCK
+
+
+def test_what_nobody_has_reported_is_found_after_some_hours(bucket: Bucket) -> None:
+    engine = bucket.engine("a1", 10, JanitorTimes(recount_s=0.0))
+    engine.sweep()
+    bucket.add(None, [key(number) for number in range(20)])
+    engine.sweep()
+    assert len(bucket.keys()) == 9
 
 
 def test_one_engine_leads_and_another_takes_over(bucket: Bucket) -> None:
@@ -194,6 +221,23 @@ def test_an_engine_reports_at_once_and_when_it_has_written_much_and_at_the_end(
         engine.stop()
     assert reported() == 11 * BLOCK
     assert not (bucket.root / f"{BLOCKS}/leader").exists()
+
+
+def test_an_engine_ends_without_a_word_to_a_service_that_has_failed(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bucket.engine("a1", 1000, JanitorTimes(sweep_s=1000.0, early_s=0.01))
+    calls: list[str] = []
+
+    def write(objects: Objects, name: str, content: bytes) -> None:
+        calls.append(name)
+        raise ServerFailure(FailureKind.SILENT, "the service says nothing")
+
+    monkeypatch.setattr(Objects, "write", write)
+    engine.start()
+    wait_until(lambda: bool(calls), "the first report")
+    engine.stop()
+    assert len(calls) == 1
 
 
 def test_clocks_that_differ_do_not_matter(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

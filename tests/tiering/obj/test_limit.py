@@ -33,7 +33,7 @@ def size_of(server: SeaweedProcess, part: str = "") -> int:
 
 def leads(engine: EngineProcess) -> bool:
     """Asked while the engine serves the hot prompt."""
-    return "kvtier_obj_used_bytes" in engine.serve(1, HOT).figures
+    return 'kvtier_obj_used_bytes{tier="0:obj"}' in engine.serve(1, HOT).figures
 
 
 def test_the_limit_is_kept_though_leaders_are_killed(server: SeaweedProcess) -> None:

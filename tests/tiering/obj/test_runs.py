@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import LocalStore
+from xxhash import xxh3_64_intdigest
 
 from kvtier.base import LookupResult, OffloadingSpec, OffloadKey, make_offload_key
 from kvtier.config.engine import AttentionKind, OffloadingGroupConfig
@@ -53,7 +55,9 @@ def path_keys(path: Sequence[int]) -> list[OffloadKey]:
 
 
 def objects_below(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if path.is_file()]
+    """The objects with blocks."""
+    found = (path for path in root.rglob("*") if path.is_file())
+    return [path for path in found if path.parent.name != "made-of"]
 
 
 def num_found(engine: TierHarness, keys: Sequence[OffloadKey]) -> int:
@@ -198,6 +202,30 @@ def test_a_damaged_block_takes_its_object_along_and_all_are_stored_again(tmp_pat
         assert load(engine, keys) == set(keys)
 
 
+@pytest.mark.parametrize("is_header", [True, False], ids=["run", "blocks"])
+def test_an_object_of_a_newer_release_is_a_miss_and_stays(tmp_path: Path, is_header: bool) -> None:
+    keys = path_keys(range(6))
+    with engine_at(tmp_path) as writer:
+        store(writer, keys)
+    (path,) = objects_below(tmp_path)
+    newer = bytearray(path.read_bytes())
+    if is_header:
+        newer[7] = 2
+    else:
+        run = read_header(bytes(newer), len(newer))
+        assert isinstance(run, Run)
+        for position in range(len(keys)):
+            newer[run.start_of(position) + 8] = 9
+    path.write_bytes(newer)
+    with engine_at(tmp_path) as engine:
+        assert num_found(engine, keys) == (0 if is_header else 6)
+        assert load(engine, keys) == set()
+        if is_header:
+            assert not engine.wait_for(engine.store(keys))[0].moved
+        assert engine.tier.take_seal_failures().keys() <= {SealFailure.FORMAT}
+    assert path.read_bytes() == newer
+
+
 PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["one", "other"]), PROMPT)
@@ -257,6 +285,37 @@ def test_anything_else_is_no_header(tail: bytes, kept: int) -> None:
     content = HEADER[:kept] + tail
     if content[: len(HEADER)] != HEADER:
         assert isinstance(read_header(content, 4096), SealFailure)
+
+
+def with_checksum(count: int, names: bytes) -> bytes:
+    """A header as somebody can make it who does not keep to the format."""
+    head = struct.Struct("<7sBIII")
+    fields = head.pack(b"KVTRUN\0", 1, 4352, head.size + 8 + len(names), count)
+    checksum = xxh3_64_intdigest(fields + bytes(8) + names)
+    return fields + struct.pack("<Q", checksum) + names
+
+
+FORGED = {
+    "more blocks than keys": with_checksum(64, b"\x02\x00ab"),
+    "a key beyond the end": with_checksum(1, b"\xff\xffab"),
+    "half a length": with_checksum(1, b"\x02"),
+    "more than the keys": with_checksum(1, b"\x02\x00abc"),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_a_header_that_somebody_has_forged(forged: bytes, tmp_path: Path) -> None:
+    assert read_header(with_checksum(1, b"\x02\x00ab"), 4096) == Run((OffloadKey(b"ab"),), 4352, 32)
+    assert read_header(forged, 4096) is SealFailure.HEADER
+    keys = path_keys(range(4))
+    with engine_at(tmp_path) as writer:
+        store(writer, keys)
+    (path,) = objects_below(tmp_path)
+    path.write_bytes(forged + bytes(5000))
+    with engine_at(tmp_path) as engine:
+        assert num_found(engine, keys) == 0
+        store(engine, keys)
+        assert load(engine, keys) == set(keys)
 
 
 @pytest.mark.parametrize("version", [0, 2])

@@ -32,8 +32,10 @@ def store_of(tier: dict[str, Any], server: SeaweedProcess) -> ObjectStore:
 
 
 def names(tier: dict[str, Any], server: SeaweedProcess, part: str) -> list[str]:
+    """The objects whose names have this in them, without descriptions of namespaces."""
     items = (item for page in obstore.list(store_of(tier, server)) for item in page)
-    return [item["path"] for item in items if part in item["path"]]
+    found = (item["path"] for item in items if "/made-of/" not in item["path"])
+    return [path for path in found if part in path]
 
 
 def test_what_engines_store_at_once_is_written_once_and_found_by_others(

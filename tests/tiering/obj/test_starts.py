@@ -18,6 +18,7 @@ from kvtier.cli import main
 from kvtier.config import ConfigError
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.factory import TierStartError
+from kvtier.tiering.obj.options import ObjOptions
 from tests.tiering.obj.front import Answer, Asked, Authority, Front, error
 from tests.tiering.obj.server import (
     ACCESS_KEY,
@@ -191,6 +192,16 @@ def test_a_file_that_has_no_certificates(
 def test_a_password_in_the_endpoint_is_not_shown(server: SeaweedProcess) -> None:
     endpoint = f"http://somebody:{SECRET}@127.0.0.1:{server.port}"
     check_refusal({**server.keys, "endpoint": endpoint, "allow_http": False}, "https://")
+
+
+def test_an_endpoint_is_not_part_of_a_repr() -> None:
+    assert SECRET not in repr(ObjOptions("s3://bucket", endpoint=f"https://me:{SECRET}@host"))
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    check_refusal({"url": f"file://{file}/below"}, "url", "make the directory")
 
 
 # --- the client, and the command line -----------------------------------------------------------

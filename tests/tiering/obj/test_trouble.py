@@ -77,8 +77,8 @@ def test_the_server_is_killed_and_starts_again(
 ) -> None:
     server.kill()
     serve_in_trouble(engine)
-    assert engine.figures()["kvtier_obj_failures_unreachable"] > 0
-    assert engine.figures()["kvtier_obj_failures_silent"] == 0
+    assert engine.figures()['kvtier_obj_failures_unreachable{tier="0:obj"}'] > 0
+    assert engine.figures()['kvtier_obj_failures_silent{tier="0:obj"}'] == 0
     start(server)
     wait_for_recovery(engine)
 

@@ -7,6 +7,7 @@ from collections import Counter
 from kvtier.base import Medium, OffloadingEvent, OffloadingStats, OffloadKey
 from kvtier.cpu.policies.base import BlockStatus, SlotState
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from kvtier.tiering.metrics import COUNTED, tier_label, tier_series
 from tests.tiering.simulation.request import Request
 from tests.tiering.simulation.tier import SimulatedTier
 from tests.tiering.simulation.violation import Violation
@@ -63,7 +64,7 @@ class Inspector:
     def after_step(self) -> None:
         """Every readable byte is right, and every slot is accounted for."""
         world = self._world
-        states = self._primary.slot_states()
+        states = self._primary.slots.states()
         if states.total() != self._primary.num_blocks:
             raise self.broken(f"{states.total()} slots of {self._primary.num_blocks}: {states}")
         for block in self.slots():
@@ -122,17 +123,19 @@ class Inspector:
     def note_stats(self, stats: OffloadingStats) -> None:
         """Count what the manager has counted. A tier that does nothing wrong is never blamed."""
         for position, tier in enumerate(self._tiers):
-            prefix = f"kvtier_tier_{position}_{tier.tier_type}_"
+            label = tier_label(position, tier.tier_type)
+            series = {name: tier_series(label, name) for name in COUNTED}
             counts = {
-                key.removeprefix(prefix): int(value)
-                for key, value in stats.counters.items()
-                if key.startswith(prefix)
+                name: int(stats.counters[one])
+                for name, one in series.items()
+                if one in stats.counters
             }
             for what, n in counts.items():
                 self._world.tally[f"counted: {what}"] += n
+                tier.truth.counted[what] += n
             for breaker in ("breaker_state", "store_breaker_state"):
-                state = stats.gauges[prefix + breaker]
-                self._note_breaker(prefix + breaker, state)
+                state = stats.gauges[series[breaker]]
+                self._note_breaker(series[breaker], state)
                 if state and tier.is_blameless:
                     raise self.broken(f"{breaker} of {tier.tier_type}, a good tier, is {state}")
             blamed = {what: n for what, n in counts.items() if what in _BLAMELESS and n}
@@ -174,6 +177,13 @@ class Inspector:
                 raise self.broken(f"{tier.tier_type} was not notified that requests have finished")
         if left := self.leftovers():
             raise self.broken(f"remembered after the end: {left}")
+
+    def check_metrics(self) -> None:
+        """All requests have ended and all tiers have reported: what was counted has happened."""
+        for tier in self._tiers:
+            self._world.tally["compared with metrics"] += tier.truth.num_compared
+            if wrong := tier.truth.differences():
+                raise self.broken(f"metrics of {tier.tier_type}, and the truth: {wrong}")
 
     def check_only_the_dead_hold(self) -> None:
         """All requests have ended, and some tiers are dead: only slots of their jobs are held."""

@@ -253,6 +253,7 @@ class Life:
         self.inspector.note_events(list(self.calls.take_events()))
         self.inspector.note_stats(self.calls.get_stats())
         self.inspector.check_all_returned()
+        self.inspector.check_metrics()
 
     def _take_in_everything(self) -> None:
         for _ in range(_PATIENCE):

@@ -29,6 +29,7 @@ from tests.tiering.simulation.faults import Faults, Weather
 from tests.tiering.simulation.memory import Use
 from tests.tiering.simulation.piecework import Piecework
 from tests.tiering.simulation.traits import TierTraits, spec_of
+from tests.tiering.simulation.truth import Truth
 from tests.tiering.simulation.world import World, name
 
 _SLOWNESS = (1.1, 1.5, 4.0, 20.0)
@@ -88,6 +89,7 @@ class SimulatedTier(SecondaryTierManager):
         self._answered: dict[OffloadKey, int] = {}
         """The step in which the answer was given."""
         self._has_died = False
+        self.truth = Truth(self.rows.row_bytes)
 
     # --- the surroundings ----------------------------------------------------------------------
 
@@ -137,6 +139,11 @@ class SimulatedTier(SecondaryTierManager):
     # --- lookups -------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        answer = self._lookup(key, req_context)
+        self.truth.answered([answer], 1)
+        return answer
+
+    def _lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self.rules.asked_for(req_context)
         self._may_raise("lookup")
         if self.world.happens(self.faults.garbage):
@@ -147,8 +154,19 @@ class SimulatedTier(SecondaryTierManager):
     def lookup_batch(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> Sequence[LookupResult]:
+        answers = self._lookup_batch(keys, req_context)
+        self.truth.answered(answers, len(keys))
+        return answers
+
+    def _lookup_batch(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> Sequence[LookupResult]:
         if not self.traits.has_own_batch:
-            return super().lookup_batch(keys, req_context)
+            # As the default does it: up to the first miss.
+            found: list[LookupResult] = []
+            while len(found) < len(keys) and LookupResult.MISS not in found[-1:]:
+                found.append(self._lookup(keys[len(found)], req_context))
+            return found
         self.rules.asked_for(req_context)
         self._may_raise("lookup_batch")
         answers = [self._answer(key) for key in keys]
@@ -285,6 +303,7 @@ class SimulatedTier(SecondaryTierManager):
             self._let_go_of(running)
             world.note(f"{self.tier_type} does not begin {job.job_id}")
             world.tally["jobs not begun"] += 1
+            self.truth.refused(job)
             raise JobNotBegun("no time")
         self._may_raise_from_submit(running, self._raise_rate())
         return running
@@ -387,6 +406,7 @@ class SimulatedTier(SecondaryTierManager):
             world.tally["duplicate results"] += 1
             return
         world.note(f"{self.tier_type} reports {result.job_id}: {len(running.arrived)}")
+        self.truth.ended(running.job, running.arrived)
         self._let_go_of(running)
         if not running.use.writes:
             return

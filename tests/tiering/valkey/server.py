@@ -119,3 +119,9 @@ def redis_server(directory: Path, *arguments: str) -> Iterator[ValkeyProcess]:
         yield server
     finally:
         server.kill()
+
+
+def block_keys(client: Any) -> list[bytes]:
+    """The keys of all blocks on a server; not those of descriptions."""
+    keys = client.scan_iter("kvtier:1:*")
+    return [key for key in keys if not key.startswith(b"kvtier:1:made-of:")]

@@ -61,7 +61,7 @@ class Serving:
 
     def counted(self, name: str) -> float:
         """A counter of the valkey tier."""
-        return self.figures.get(f"kvtier_valkey_{name}", 0)
+        return self.figures.get(f'kvtier_valkey_{name}{{tier="0:valkey"}}', 0)
 
     def serve_all(self) -> list[int]:
         return [self.serve(prompt) for prompt in PROMPTS]

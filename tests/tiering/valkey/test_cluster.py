@@ -12,7 +12,7 @@ from kvtier.cli import main
 from kvtier.tiering.factory import TierStartError
 from tests.tiering.proxy import proxy_to
 from tests.tiering.valkey.cluster import ClusterOfServers, cluster_of
-from tests.tiering.valkey.server import ValkeyProcess
+from tests.tiering.valkey.server import ValkeyProcess, block_keys
 from tests.tiering.valkey.serving import BLOCKS, PROMPTS, TOKENS, serving
 from tests.tiering.valkey.test_rights import RIGHTS, further_rights
 
@@ -38,7 +38,7 @@ def sizes(cluster: ClusterOfServers) -> list[int]:
     found = []
     for server in cluster.servers:
         with server.client() as client:
-            found.append(int(client.dbsize()))
+            found.append(len(block_keys(client)))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.tiering.patience import wait_until
-from tests.tiering.valkey.server import ValkeyProcess
+from tests.tiering.valkey.server import ValkeyProcess, block_keys
 from tests.tiering.valkey.serving import BLOCKS, PROMPTS, TOKENS, Serving, serving
 
 TTL_S = 1000
@@ -15,12 +15,12 @@ HOUR_MS = 3_600_000
 def remaining_ms(server: ValkeyProcess) -> list[int]:
     """How long each block stays; -1 for ever."""
     with server.client() as client:
-        return [int(client.pttl(key)) for key in client.scan_iter()]
+        return [int(client.pttl(key)) for key in block_keys(client)]
 
 
 def let_time_pass(server: ValkeyProcess) -> None:
     with server.client() as client:
-        for key in client.scan_iter():
+        for key in block_keys(client):
             client.pexpire(key, SOON_MS)
 
 
@@ -68,11 +68,11 @@ def test_a_use_from_host_memory_renews_blocks(server: ValkeyProcess) -> None:
         wait_until(lambda: len(remaining_ms(server)) == BLOCKS, "all are stored")
         engine.step_for(0.7)
         let_time_pass(server)
-        loads = engine.figures.get("kvtier_tier_0_valkey_loaded_blocks")
+        loads = engine.figures.get('kvtier_tier_blocks{tier="0:valkey",direction="load"}')
         wait_until(
             lambda: _is_renewed_from_host_memory(engine, server, LATER_MS), "the use is reported"
         )
-        assert engine.figures.get("kvtier_tier_0_valkey_loaded_blocks") == loads
+        assert engine.figures.get('kvtier_tier_blocks{tier="0:valkey",direction="load"}') == loads
 
 
 def test_private_blocks_expire_an_hour_after_their_last_use(server: ValkeyProcess) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, repeat
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from tests.tiering.valkey.harness import little_memory
+from kvtier.tiering.remote.errors import FailureKind, ServerFailure
+from kvtier.tiering.valkey import wire
+from tests.tiering.valkey.harness import little_memory, valkey_harness
 from tests.tiering.valkey.server import ValkeyProcess
 from tests.tiering.valkey.serving import PROMPTS, TOKENS, serving
 
@@ -21,6 +24,8 @@ _KINDS = ("garbage", "unreachable", "refused")
 Nonsense = Callable[[], Iterable[bytes]]
 
 _CHUNK = bytes(1 << 16)
+_HOST = b"$9\r\n127.0.0.1\r\n"
+_NO_LIST = b"*0\r\n"
 
 NONSENSE: dict[str, Nonsense] = {
     "http": lambda: [b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"],
@@ -36,6 +41,9 @@ NONSENSE: dict[str, Nonsense] = {
     "no number": lambda: [b":abc\r\n$abc\r\n*abc\r\n" * 100],
     "a negative length": lambda: [b"$-7\r\n*-7\r\n" * 100],
     "errors": lambda: [b"-\r\n-ERR \xff\xfe\r\n" * 100],
+    "a list of long words": lambda: chain(
+        [b"*65000\r\n"], repeat(b"$2000\r\n" + bytes(2000) + b"\r\n")
+    ),
     "a greeting": lambda: [b"220 mail.example ESMTP\r\n"],
 }
 
@@ -68,6 +76,10 @@ class NonsenseServer:
             connected.shutdown(socket.SHUT_WR)
             while connected.recv(1 << 16):
                 pass
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connected)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -130,6 +142,95 @@ def test_an_engine_starts_beside_another_server(
             assert engine.serve(PROMPTS[0]) == TOKENS, "from host memory"
         assert "Traceback" not in caplog.text
         assert "the-password" not in caplog.text
+
+
+TOPOLOGIES: dict[str, tuple[bytes, dict[str, Any]]] = {
+    "slots without a server": (b"*1\r\n*2\r\n:0\r\n:16383\r\n", {"cluster": True}),
+    "slots beyond the last": (
+        b"*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n" + _HOST + b":1\r\n",
+        {"cluster": True},
+    ),
+    "a server at no port": (
+        b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + _HOST + b":-1\r\n",
+        {"cluster": True},
+    ),
+    "a primary at no port": (
+        b"*2\r\n" + _HOST + b"$3\r\nabc\r\n" + _NO_LIST,
+        {"sentinel_service": "main"},
+    ),
+    "a primary whose host is no text": (
+        b"*2\r\n$1\r\n\xff\r\n$1\r\n1\r\n" + _NO_LIST,
+        {"sentinel_service": "main"},
+    ),
+    "a Sentinel whose figures have no names": (
+        b"*2\r\n" + _HOST + b"$1\r\n1\r\n" + b"*1\r\n*2\r\n*0\r\n:1\r\n",
+        {"sentinel_service": "main"},
+    ),
+}
+"""What a server answers that is asked for others, with the keys of an engine that asks."""
+
+
+def test_an_engine_starts_beside_a_server_that_takes_long_for_each_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wire, "_LONGEST_S", 0.5)
+
+    def slowly() -> Iterator[bytes]:
+        for _ in range(30):
+            time.sleep(0.1)
+            yield b":0\r\n"
+
+    with talking(slowly) as other, serving(f"valkey://127.0.0.1:{other.port}") as engine:
+        assert "the server is too slow. The engine starts without this tier" in caplog.text
+        assert engine.serve(PROMPTS[0]) == 0
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_an_engine_beside_a_server_that_names_impossible_ones(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer, keys = TOPOLOGIES[name]
+    with talking(lambda: [answer]) as other:
+        with serving(f"valkey://127.0.0.1:{other.port}", **keys) as engine:
+            assert engine.serve(PROMPTS[0]) == 0
+            assert sum(engine.counted(f"failures_{kind}") for kind in _KINDS) > 0
+            threads = [thread.name for thread in threading.enumerate()]
+            assert sum("valkey-lookup" in thread for thread in threads) == 2
+        assert "Traceback" not in caplog.text
+
+
+def test_a_server_that_fails_is_not_called_for_each_block() -> None:
+    with talking(NONSENSE["nothing"]) as other:
+        url = f"valkey://127.0.0.1:{other.port}"
+        with valkey_harness(url, connections=1) as harness:
+            for block in harness.keys(300):
+                (report,) = harness.wait_for(harness.store([block]))
+                assert not report.moved
+        assert other.num_connections < 30
+
+
+@pytest.mark.parametrize("began", [b"", b"$100\r\n"], ids=["a line", "a block"])
+def test_a_server_that_sends_one_byte_after_the_other(
+    began: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is never silent, and never done."""
+    monkeypatch.setattr(wire, "_LONGEST_S", 0.2)
+
+    def slowly() -> Iterator[bytes]:
+        yield began
+        for _ in range(95):
+            time.sleep(0.02)
+            yield b"1"
+
+    with talking(slowly) as other:
+        connected = wire.Wire(socket.create_connection(("127.0.0.1", other.port)))
+        try:
+            connected.send([wire.command(b"GET", b"key")])
+            with pytest.raises(ServerFailure) as failure:
+                connected.read_into(memoryview(bytearray(100)))
+            assert failure.value.kind is FailureKind.SILENT
+        finally:
+            connected.close()
 
 
 @pytest.mark.parametrize("name", ["http", "nothing", "no number", "a greeting", "errors"])

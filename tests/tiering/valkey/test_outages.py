@@ -4,15 +4,20 @@ deadlines, and uses the tier again when it can."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from random import Random, SystemRandom
+from typing import Any
 
 import pytest
 
-from tests.tiering.patience import wait_until
+from kvtier.tiering.valkey import wire
+from tests.tiering.patience import PATIENCE_S, wait_until
+from tests.tiering.processes import free_port
 from tests.tiering.proxy import Direction, Proxy, proxy_to
-from tests.tiering.valkey.server import ValkeyProcess
+from tests.tiering.valkey.harness import valkey_harness
+from tests.tiering.valkey.server import ValkeyProcess, block_keys
 from tests.tiering.valkey.serving import BLOCKS, LONGEST_S, PROMPTS, TOKENS, Serving, serving
 
 
@@ -32,7 +37,7 @@ def warm(server: ValkeyProcess, proxy: Proxy) -> Iterator[Serving]:
 
 def test_prompts_come_from_the_server(server: ValkeyProcess, warm: Serving) -> None:
     with server.client() as client:
-        assert client.dbsize() == len(PROMPTS) * BLOCKS
+        assert len(block_keys(client)) == len(PROMPTS) * BLOCKS
     assert warm.serve_all() == [TOKENS] * len(PROMPTS)
 
 
@@ -97,7 +102,7 @@ def test_the_network_fails_in_a_store(
         proxy.heal()
         engine.serve_until_loaded()
     with server.client() as client:
-        assert client.dbsize() == len(PROMPTS) * BLOCKS
+        assert len(block_keys(client)) == len(PROMPTS) * BLOCKS
 
 
 @pytest.mark.soak  # over TLS, it is tested always
@@ -106,6 +111,21 @@ def test_connections_that_the_network_has_forgotten(proxy: Proxy, warm: Serving)
     proxy.forget_connections()
     assert warm.serve(PROMPTS[0]) < TOKENS
     warm.serve_until_loaded()
+
+
+def test_the_first_forgotten_connection_that_is_found_counts_for_all(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the others would find out one after the other, and lose a unit each."""
+    monkeypatch.setattr(wire, "TIMEOUT_S", 0.5)
+    with valkey_harness(f"valkey://127.0.0.1:{proxy.port}", connections=1) as harness:
+        old, new = harness.keys(8), harness.keys(8, start=8)
+        harness.wait_for(harness.store(old))
+        harness.wait_for(harness.load(old))
+        proxy.forget_connections()
+        (failed,) = harness.wait_for(harness.load(old))
+        (stored,) = harness.wait_for(harness.store(new))
+        assert (failed.moved, stored.moved) == (set(), set(new))
 
 
 def test_a_server_killed_in_a_load(server: ValkeyProcess, proxy: Proxy, warm: Serving) -> None:
@@ -140,6 +160,28 @@ def test_an_engine_ends_while_its_server_stands_still(server: ValkeyProcess, pro
             began = time.monotonic()
             engine.engine.shutdown()
             assert time.monotonic() - began < LONGEST_S, "it has waited for the server"
+
+
+@pytest.mark.parametrize("keys", [{"cluster": True}, {"password": "a word"}], ids=str)
+def test_an_engine_ends_at_once_while_a_server_says_nothing(
+    keys: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads log in, or ask for the cluster's servers, one after the other."""
+    monkeypatch.setattr(wire, "TIMEOUT_S", 2 * PATIENCE_S)
+    port = free_port()
+    with (
+        valkey_harness(f"valkey://127.0.0.1:{port}", connections=8, **keys) as harness,
+        socket.create_server(("127.0.0.1", port), backlog=64) as listener,
+    ):
+        blocks = harness.keys(64)
+        harness.tier.lookup_batch(blocks, harness.new_request())
+        for block in blocks:
+            harness.store([block])
+        with listener.accept()[0]:
+            caplog.clear()
+            harness.shut_down()
+        harness.step()
+    assert "Meanwhile" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvtier.cli import main
 from kvtier.config import ConfigError
 from kvtier.tiering.factory import TierStartError
 from tests.tiering.patience import wait_until
-from tests.tiering.valkey.server import ValkeyProcess, redis_server, valkey_server
+from tests.tiering.valkey.server import ValkeyProcess, block_keys, redis_server, valkey_server
 from tests.tiering.valkey.serving import BLOCKS, PROMPTS, TOKENS, serving
 
 PAGE = (Path(__file__).parents[3] / "docs" / "valkey.md").read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def test_the_documented_rights_suffice(of_either_kind: Guarded) -> None:
         other.serve_until_loaded()
         engine.step_for(0.7)  # uses are reported
         # A value that is not a block is removed.
-        first, second, *_ = guarded.admin.scan_iter("kvtier:1:*")
+        first, second, *_ = block_keys(guarded.admin)
         guarded.admin.delete(first, second)
         guarded.admin.rpush(first, "item")
         guarded.admin.set(second, "short")
@@ -151,7 +151,7 @@ def test_a_database_needs_a_right_of_its_own(guarded: Guarded) -> None:
     with serving(**keys) as engine:
         engine.serve_until_loaded()
     with guarded.server.client(**ADMIN, db=3) as client:
-        assert client.dbsize() == len(PROMPTS) * BLOCKS
+        assert len(block_keys(client)) == len(PROMPTS) * BLOCKS
     with pytest.raises(TierStartError, match=r"refused database 300 \(ERR\)"):
         serving(**keys | {"url": f"{guarded.server.url}/300"}).__enter__()
 
@@ -227,6 +227,22 @@ def test_a_password_in_the_url_that_is_not_encoded(guarded: Guarded, password: s
     url = f"valkey://{USER}:{password}@127.0.0.1:{guarded.server.port}"
     with pytest.raises(ConfigError, match="Percent-encode") as refusal:
         serving(url).__enter__()
+    require_no_secret(str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("valkey://{}/prompts", "database is not a number"),
+        ("valkey://{}?retry=the-password", "what follows the question mark"),
+        ("valkey://{}?db=the-password", "what follows the question mark"),
+        ("unix://me:1/the-password@/run/valkey.sock", "Percent-encode"),
+    ],
+)
+def test_an_impossible_url(server: ValkeyProcess, url: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        serving(url.format(f"127.0.0.1:{server.port}")).__enter__()
+    assert remedy in str(refusal.value)
     require_no_secret(str(refusal.value))
 
 

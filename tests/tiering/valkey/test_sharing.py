@@ -14,7 +14,7 @@ import pytest
 
 from tests.tiering.engine import engine_with
 from tests.tiering.patience import PATIENCE_S
-from tests.tiering.valkey.server import ValkeyProcess
+from tests.tiering.valkey.server import ValkeyProcess, block_keys
 from tests.tiering.valkey.sharing_engine import BLOCKS, NUM_BLOCKS, NUM_ROWS, PROMPTS
 
 NAMESPACES = (f"sharing-{number}" for number in count())
@@ -89,7 +89,7 @@ def test_eight_engines_store_the_same_blocks_at_once(server: ValkeyProcess, roun
                 engine.go()
             assert sum(engine.result()["stored"] for engine in started) == NUM_BLOCKS
         with server.client() as client:
-            assert client.dbsize() == NUM_BLOCKS
+            assert len(block_keys(client)) == NUM_BLOCKS
         entry = {"type": "valkey", "url": server.url}
         with engine_with(entry, num_rows=NUM_ROWS, namespace=namespace) as last:
             assert [last.serve(prompt) for prompt in PROMPTS] == [BLOCKS] * len(PROMPTS)
@@ -101,12 +101,12 @@ def test_an_engine_that_is_killed_while_it_stores(server: ValkeyProcess) -> None
     with engines(1, server.url, namespace) as (engine,):
         engine.go()
         with server.client() as client:
-            while not client.dbsize():
+            while not block_keys(client):
                 assert engine.process.poll() is None
         engine.process.kill()
     with server.client() as client:
-        before = client.dbsize()
+        before = len(block_keys(client))
     found = serve_in_a_process(server.url, namespace)
     assert found["stored"] == NUM_BLOCKS - before
     with server.client() as client:
-        assert client.dbsize() == NUM_BLOCKS
+        assert len(block_keys(client)) == NUM_BLOCKS

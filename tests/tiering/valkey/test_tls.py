@@ -77,6 +77,11 @@ def test_a_trusted_certificate_of_another_host(tls: TlsServer) -> None:
         engine.serve_until_loaded()
 
 
+def test_a_scheme_in_capitals(tls: TlsServer) -> None:
+    with pytest.raises(TierStartError, match="Hostname mismatch"):
+        serving(tls.url("localhost").upper(), ca_bundle=tls.ca_bundle).__enter__()
+
+
 def test_a_bundle_that_is_not_there(tls: TlsServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ca_bundle.*a file of certificates"):
         serving(tls.url(), ca_bundle=str(tmp_path / "absent.pem")).__enter__()

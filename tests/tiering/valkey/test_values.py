@@ -4,6 +4,7 @@ what cannot be used is a miss, is removed, and is stored again."""
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -13,11 +14,13 @@ import valkey
 
 from kvtier.cli import main
 from kvtier.testing import TierHarness
+from kvtier.tiering.io import lookups
+from kvtier.tiering.valkey import wire
 from tests.engine.models import random_tokens
 from tests.tiering.patience import wait_until
 from tests.tiering.valkey.harness import ROW_BYTES, little_memory, server_keys, valkey_harness
-from tests.tiering.valkey.server import ValkeyProcess, valkey_server
-from tests.tiering.valkey.serving import PROMPTS, TOKENS, serving
+from tests.tiering.valkey.server import ValkeyProcess, block_keys, valkey_server
+from tests.tiering.valkey.serving import BLOCKS, PROMPTS, TOKENS, serving
 
 HUGE_BYTES = 400 << 20
 
@@ -171,6 +174,44 @@ def test_a_full_server_that_evicts_nothing(
         assert caplog.text.count("the server is full and evicts nothing") == 1
         client.config_set("maxmemory", 256 << 20)
         engine.serve_until_loaded()
+
+
+def test_a_missing_block_costs_no_memory_for_those_behind_it(server: ValkeyProcess) -> None:
+    """Their answers have come with it, and are read again from a copy. It does not stay."""
+    with valkey_harness(server.url, connections=1) as harness, server.client() as client:
+        first, *others = harness.keys(64)
+        harness.wait_for(harness.store([first, *others]))
+        client.delete(*server_keys(harness, [first]))
+        tracemalloc.start()
+        try:
+            for blocks in ([first, *others], others):
+                (report,) = harness.wait_for(harness.load(blocks))
+                assert report.moved == set(others)
+            kept = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.Filter(inclusive=True, filename_pattern=wire.__file__)]
+            )
+        finally:
+            tracemalloc.stop()
+        assert sum(trace.size for trace in kept.traces) < 10 * ROW_BYTES
+
+
+def test_blocks_that_are_used_from_host_memory_are_stored_again(
+    server: ValkeyProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their uses find that the server has lost them."""
+    monkeypatch.setattr(lookups, "_SURELY_FOR_S", 0.1)
+    with serving(server.url) as engine, server.client() as client:
+
+        def is_there() -> bool:
+            loaded = engine.serve(PROMPTS[0])
+            assert loaded == TOKENS, "from host memory"
+            return len(block_keys(client)) == BLOCKS
+
+        engine.serve(PROMPTS[0])
+        wait_until(is_there, "the prompt is stored")
+        client.flushall()
+        wait_until(is_there, "the prompt is stored again")
+        assert engine.counted("vanished_blocks") == 0
 
 
 def test_a_server_that_evicts(tmp_path: Path) -> None:

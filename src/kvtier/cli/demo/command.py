@@ -51,15 +51,13 @@ def run_demo(settings: DemoSettings, *, as_json: bool) -> int:
         )
         return 2
     text = json.dumps(report.as_json(), indent=2) + "\n" if as_json else _as_tables(report)
-    try:
+
+    def print_report() -> int:
         output.write(text)
         output.finish()
-    except output.NobodyReads:
-        return 128 + signal.SIGPIPE
-    except output.CannotWrite as error:
-        print(f"kvtier demo: {error}", file=sys.stderr)
-        return 2
-    return 0 if report.ok else 1
+        return 0 if report.ok else 1
+
+    return output.run_to_exit_code("demo", print_report)
 
 
 def _as_tables(report: Report) -> str:

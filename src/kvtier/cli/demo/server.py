@@ -28,7 +28,7 @@ from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
 from kvtier.tiering.health import BreakerState
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.metrics import metric_prefix
+from kvtier.tiering.metrics import tier_label, tier_series
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
@@ -177,8 +177,10 @@ class OffloadingServer(Server):
         result = self._ask(prompt, after_first_step)
         assert result.time_to_first_token_s is not None
         counters = self._figures().counters
-        prefixes = self._prefixes()
-        tier_blocks = tuple(int(counters.get(p + "loaded_blocks", 0)) for p in prefixes)
+        tier_blocks = tuple(
+            int(counters.get(self._series(place, "loaded_blocks"), 0))
+            for place in range(len(self.tiers))
+        )
         loaded = int(counters.get("kvtier_cpu_loaded_blocks", 0))
         return Served(
             prompt,
@@ -186,7 +188,10 @@ class OffloadingServer(Server):
             result.time_to_first_token_s,
             host_blocks=max(0, loaded - sum(tier_blocks)),
             tier_blocks=tier_blocks,
-            late_loads=tuple(int(counters.get(p + "late_loads", 0)) for p in prefixes),
+            late_loads=tuple(
+                int(counters.get(self._series(place, "late_loads"), 0))
+                for place in range(len(self.tiers))
+            ),
         )
 
     def settle(self) -> None:
@@ -213,7 +218,7 @@ class OffloadingServer(Server):
 
     def is_cut_off(self, position: int) -> bool:
         """True if the breaker of the tier at `position` in `tiers` is open or half-open."""
-        state = self._figures().gauges[self._prefixes()[position] + "breaker_state"]
+        state = self._figures().gauges[self._series(position, "breaker_state")]
         return state != BreakerState.CLOSED.value
 
     def _figures(self) -> OffloadingStats:
@@ -221,8 +226,8 @@ class OffloadingServer(Server):
         assert stats is not None
         return stats
 
-    def _prefixes(self) -> list[str]:
-        return [metric_prefix(place, name) for place, name in enumerate(self.tier_types)]
+    def _series(self, place: int, name: str) -> str:
+        return tier_series(tier_label(place, self.tier_types[place]), name)
 
 
 def _deadline(num_tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -33,8 +33,8 @@ from kvtier.cli.replay.options import (
 )
 from kvtier.cli.store.terminal import shown_share
 from kvtier.config.errors import printable
-from kvtier.cpu.hit_curve import read_boards
 from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.observe.client import EngineNotFound, NoAnswer, ask, find_engine, find_engines
 from kvtier.replay.plan import (
     NUMBER_BYTES,
     Point,
@@ -145,6 +145,8 @@ def _check(wishes: PlanWishes) -> None:
         )
     if wishes.trace is None:
         for option, given in (
+            ("--block-tokens", wishes.block_tokens),
+            ("--limit", wishes.limit),
             ("--policy", wishes.policy if wishes.policy == _ALL else None),
             ("--gpu", wishes.gpu),
             ("--speed-up", wishes.speed_up),
@@ -157,9 +159,12 @@ def _check(wishes: PlanWishes) -> None:
         ):
             if given is not None:
                 raise SettingError(option, "this needs a trace to replay: give --trace FILE, too")
+    inputs = [("--trace", wishes.trace), ("MODEL", wishes.model)]
     for option, path in (("--svg", wishes.svg), ("--png", wishes.png)):
         if path is not None:
             _check_writable(option, path)
+            _check_apart(option, path, inputs)
+            inputs.append((option, path))
     if wishes.png is not None and find_spec("PIL") is None:
         raise SettingError(
             "--png", 'this needs Pillow: run pip install "kvtier[pictures]", or give --svg'
@@ -173,6 +178,13 @@ def _check_writable(option: str, path: str) -> None:
     place = path if os.path.exists(path) else folder
     if os.path.isdir(path) or not os.access(place, os.W_OK):
         raise SettingError(option, f"{path} cannot be written: give the path of a file of yours")
+
+
+def _check_apart(option: str, path: str, others: Sequence[tuple[str, str | None]]) -> None:
+    """Refuse to write a picture over a file that another option names."""
+    for other, its in others:
+        if its is not None and os.path.realpath(path) == os.path.realpath(its):
+            raise SettingError(option, f"{path} is also {other}: give the picture another name")
 
 
 def _plan_of(wishes: PlanWishes) -> tuple[Plan, ReplaySettings]:
@@ -325,15 +337,18 @@ def _save(path: str, content: bytes) -> None:
 # --- running engines ----------------------------------------------------------------------------
 
 
+_NEEDS = ("pid", "model", "engine_id", "num_blocks", "block_tokens", "sizes")
+
+
 def run_engines(*, as_json: bool) -> int:
     """Print the hit curves of the engines that run here. Raises `SettingError` if there is none."""
-    engines = read_boards()
-    if not engines:
-        raise SettingError(
-            "--engine",
-            "no engine with kvtier runs here: run the command as the user of the engine, and in "
-            "its container",
-        )
+    try:
+        found = find_engines()
+        if not found:
+            find_engine()  # says why there is none
+        engines = [ask(engine, "curve", needs=_NEEDS) for engine in found]
+    except (EngineNotFound, NoAnswer) as problem:
+        raise SettingError("--engine", str(problem)) from None
     if as_json:
         write(json.dumps({"engines": engines}, indent=2) + "\n")
     else:

@@ -349,26 +349,32 @@ def _recommendation(study: Study, target: Target) -> Iterator[str]:
         facts.append(f"cost {cost:,.2f}")
     facts += [f"{name} lasts {_as_years(years)}" for name, years in study.lives(point).items()]
     yield f"Recommended: {sizes}, eviction policy {point.policy}: {', '.join(facts)}"
-    rule = "is the cheapest" if study.prices else "needs the least host memory"
-    yield f"Of all combinations of these sizes with {aim}, it {rule}."
+    rule = "the cheapest" if study.prices else "the one with the least host memory"
+    yield f"It is {rule} of the replayed combinations of these sizes with {aim}."
 
 
 # --- running engines ----------------------------------------------------------------------------
 
 
 def engine_as_text(engine: dict[str, Any]) -> str:
-    """What a running engine estimates, as `read_boards` has found it."""
+    """What a running engine estimates: its answer to the question `curve`."""
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False)
     model, engine_id = (_printable(engine[name]) for name in ("model", "engine_id"))
+    num_blocks = engine["num_blocks"]
+    seen = f": {num_blocks:,} blocks of {engine['block_tokens']} tokens in prompts"
     console.print(
-        f"process {engine['pid']}, {model}, engine {engine_id}: "
-        f"{engine['num_blocks']:,} blocks of {engine['block_tokens']} tokens in prompts",
+        # The engine shows the number from its first estimate on.
+        f"process {engine['pid']}, {model}, engine {engine_id}{seen if num_blocks else ''}",
         soft_wrap=True,
     )
     sizes = engine["sizes"]
     if any(size["hit_ratio"] is None for size in sizes):
-        console.print("Too few requests have ended for an estimate: try again later.")
+        console.print(
+            "Too few requests have ended for an estimate, which takes some tens of thousands of "
+            "blocks of prompts: try again later.",
+            soft_wrap=True,
+        )
     else:
         console.print("")
         table = _table("down to", "its size", "blocks together", "found")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Annotated
 
@@ -61,7 +60,8 @@ def replay(
         ),
     ] = None,
     policy: Annotated[
-        str, typer.Option(metavar="NAME", help="Eviction policy of host memory: lru, arc, ...")
+        str,
+        typer.Option(metavar="NAME", help="Eviction policy of host memory: lru, arc, density, ..."),
     ] = "lru",
     kv_bytes_per_token: Annotated[
         str, typer.Option(metavar="SIZE", help="KV cache of one token, all layers and ranks.")
@@ -167,24 +167,20 @@ def replay(
 
 
 def end_with(command: str, work: Callable[[], int]) -> None:
-    """Run `kvtier replay` or `kvtier plan`, and exit with its code. Prints one sentence for an
-    error."""
+    """Run the work of a command, and exit with its code. Prints one sentence for an error. Used by
+    several commands."""
     # Imported here and in `work`, because numpy takes time and `kvtier --help` does not need it.
-    from kvtier.cli.output import CannotWrite, NobodyReads, note
+    from kvtier.cli.doctor.source import WrongSource
+    from kvtier.cli.output import run_to_exit_code
+    from kvtier.config import ConfigError
     from kvtier.replay.calibration import NotMeasured
     from kvtier.replay.plan import ModelError
     from kvtier.replay.settings import SettingError
     from kvtier.replay.trace import TraceError
 
+    problems = TraceError, ModelError, NotMeasured, WrongSource, ConfigError
     try:
-        code = work()
+        code = run_to_exit_code(command, work, problems)
     except SettingError as wrong:
         raise typer.BadParameter(str(wrong), param_hint=wrong.option) from None
-    except (TraceError, ModelError, NotMeasured, CannotWrite) as problem:
-        note(f"kvtier {command}: {problem}")
-        code = 2
-    except NobodyReads:
-        code = 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
     raise typer.Exit(code)

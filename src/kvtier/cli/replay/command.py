@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cli.checks.tiers import mount_of
 from kvtier.cli.output import finish, note, write
 from kvtier.cli.replay.options import engine_of, require, seconds_of, size_of, tiers_of
 from kvtier.cli.store.terminal import shown_share, warnings_as_notes
@@ -130,11 +132,11 @@ def _replay(trace: Trace, settings: ReplaySettings, limit: int | None) -> Figure
 def settings_of(wishes: Wishes, measured: Calibration | None) -> ReplaySettings:
     """The settings. Speeds that are not given are those measured, or else the defaults."""
     if wishes.limit is not None:
-        require(wishes.limit, "--limit", "a whole number, 1 or more")
+        require(wishes.limit, "--limit", "a whole number from 1 to 1e12")
     if wishes.block_tokens is not None:
-        require(wishes.block_tokens, "--block-tokens", "a whole number, 1 or more")
-    require(wishes.step_tokens, "--step-tokens", "a whole number, 1 or more")
-    require(wishes.running, "--running", "a whole number, 1 or more")
+        require(wishes.block_tokens, "--block-tokens", "a whole number from 1 to 1e12")
+    require(wishes.step_tokens, "--step-tokens", "a whole number from 1 to 1e12")
+    require(wishes.running, "--running", "a whole number from 1 to 1e12")
     require(wishes.speed_up, "--speed-up", "a number from 0.001 to 1e12; 2 is twice as fast")
     given_speed = wishes.host_speed
     if given_speed is None and measured is not None:
@@ -172,7 +174,19 @@ def settings_of(wishes: Wishes, measured: Calibration | None) -> ReplaySettings:
 
 def _measure(folder: str) -> Calibration:
     with shown_share() as show:
-        return calibrate(folder, show)
+        measured = calibrate(folder, show)
+    mount = mount_of(Path(folder).resolve())
+    if mount.is_in_memory:
+        note(
+            f"kvtier replay: {folder} is in memory ({mount.kind}), so these are not the figures of "
+            "a disk: give a directory on the disk itself"
+        )
+    elif not measured.is_direct:
+        note(
+            "kvtier replay: this file system has no direct I/O, so the page cache has made the "
+            "disk look faster than it is: give a directory on the disk itself"
+        )
+    return measured
 
 
 def _print_calibration(measured: Calibration, *, as_json: bool) -> None:
@@ -190,11 +204,6 @@ def _print_calibration(measured: Calibration, *, as_json: bool) -> None:
             f"latency={measured.latency_s * 1e6:.0f}us\n"
         )
     finish()
-    if not measured.is_direct:
-        note(
-            "kvtier replay: this file system has no direct I/O, so the page cache has made the "
-            "disk look faster than it is: give a directory on the disk itself"
-        )
     note(
         "kvtier replay: how fast your model computes prompts cannot be measured without the model: "
         "send an idle engine a short and a long prompt, and give --prefill-times. Copies to a GPU "

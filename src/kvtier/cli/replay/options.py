@@ -20,6 +20,7 @@ _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(us|ms|s)", re.ASCII)
 _PRICE = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LEAST, _MOST = 1e-3, 1e12
+_LEAST_SPEED = 1_000_000
 Value = TypeVar("Value")
 _TIER_KEYS = {
     "read_speed": "read_speed=6GB",
@@ -52,11 +53,15 @@ def require(value: float, option: str, allowed: str) -> None:
 
 
 def size_of(text: str, option: str, *, is_speed: bool = False) -> int:
-    """The bytes of a size. `is_speed`: `/s` at its end is allowed."""
+    """The bytes of a size. `is_speed`: `/s` at its end is allowed. A speed without a unit would be
+    replayed for hours."""
     try:
-        return parse_size(text.removesuffix("/s") if is_speed else text)
+        num_bytes = parse_size(text.removesuffix("/s") if is_speed else text)
     except SizeError as error:
         raise SettingError(option, f'"{text}": {error}') from None
+    if is_speed and num_bytes < _LEAST_SPEED:
+        raise SettingError(option, f'"{text}": give at least 1MB per second; is the unit right?')
+    return num_bytes
 
 
 def seconds_of(text: str, option: str, *, may_be_zero: bool = True) -> float:

@@ -33,6 +33,7 @@ All commands work while engines run.
     kvtier store ls s3://kv-cache/llama
     kvtier store gc /mnt/shared/kv --older-than 30d
     kvtier store init /mnt/shared/kv
+    kvtier store serve /mnt/shared/kv --port 8099
 
 Exit code 0: done; 1: damage was found, or clear or gc was not confirmed, or an engine did not
 respond in time; 2: wrong input, no such store, no permission, or the result could
@@ -112,6 +113,23 @@ the directory.
 
 Exit code 0: the directory is a root now; 1: an engine kept the ledger locked for too long; 2: the
 directory cannot become a root, or no permission.
+"""
+
+_SERVE_HELP = """
+Tell routers which blocks a shared tier has, over HTTP. Reads only.
+
+One process answers for all engines that share the tier, so that none of them has to announce its
+blocks. It lists the tier every few seconds.
+
+\b
+    kvtier store serve /mnt/shared/kv --port 8099
+    curl localhost:8099/check_blocks -d '{"block_hashes": [17, 4711]}'
+
+POST /check_blocks takes hashes as in events, numbers of 64 bits, or as hexadecimal digits, and
+answers with the positions of those that exist, as half-open ranges. Everyone who can reach the
+port can ask, but learns no tokens. docs/events.md says more.
+
+Exit code 2: no such store, or the port is in use; 130: ended by Ctrl-C.
 """
 
 store_app = typer.Typer(
@@ -272,6 +290,29 @@ def _init(
     _end_with(path, work)
 
 
+@store_app.command("serve", help=_SERVE_HELP)
+def _serve(
+    path: _Path,
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", help="0: any free one.", min=0, max=65_535)
+    ] = 8099,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on.")
+    ] = "127.0.0.1",
+    refresh: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Pause between two lists.", min=0.1)
+    ] = 5.0,
+    namespace: _Namespace = None,
+) -> None:
+    def work() -> int:
+        from kvtier.cli.store.serving import serve
+
+        serve(path, _checked_namespace(namespace), host, port, refresh)
+        return 0
+
+    _end_with(path, work)
+
+
 # --- values of options -------------------------------------------------------------------------
 
 
@@ -338,8 +379,9 @@ def _end_with(path: str, work: Callable[[], int]) -> None:
 
 def _exit_code(path: str, work: Callable[[], int]) -> int:
     # Imported here and in `work`, because `kvtier --help` does not need numpy.
-    from kvtier.cli.output import CannotWrite, NobodyReads, note
+    from kvtier.cli.output import CannotServe, CannotWrite, NobodyReads, note
     from kvtier.cli.store.terminal import explain_os_error, warnings_as_notes
+    from kvtier.config.errors import without_user_info
     from kvtier.tiering.inspection import InspectionRefused, InspectionTimedOut
 
     code = 2
@@ -350,9 +392,9 @@ def _exit_code(path: str, work: Callable[[], int]) -> int:
         return 128 + signal.SIGPIPE
     except InspectionTimedOut as problem:
         sentence, code = str(problem), 1
-    except (InspectionRefused, CannotWrite) as problem:
+    except (InspectionRefused, CannotServe, CannotWrite) as problem:
         sentence = str(problem)
     except OSError as error:
         sentence = explain_os_error(path, error)
-    note(f"kvtier store: {sentence}")
+    note(f"kvtier store: {without_user_info(sentence)}")
     return code

@@ -10,12 +10,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtier.base import get_offload_block_hash, get_offload_group_idx
 from kvtier.cli.output import finish, note, write, write_line
 from kvtier.cli.store.terminal import is_confirmed, require_terminal, shown_count, shown_progress
+from kvtier.config import NamespaceDescription
 from kvtier.config.sizes import as_size
 from kvtier.tiering.inspection import (
     Damage,
@@ -56,11 +57,12 @@ def list_blocks(
 ) -> int:
     with open_inspector(location) as store:
         listing = store.blocks(namespace, order, limit)
+        described = store.descriptions()
         if as_json:
             head = {"path": store.location, "kind": store.kind, "total": listing.num_blocks}
-            _write_rows(head, (_block_json(store, block) for block in listing.blocks))
+            _write_rows(head, (_block_json(store, block, described) for block in listing.blocks))
         else:
-            _write_table(store, listing.blocks)
+            _write_table(store, listing.blocks, described)
         finish()
         if limit is not None and limit < listing.num_blocks:
             note(f"kvtier store: {limit} of {listing.num_blocks} blocks; --limit 0 for all")
@@ -77,12 +79,16 @@ def _write_rows(head: dict[str, Any], rows: Iterator[dict[str, Any]]) -> None:
     write("\n  ]\n}\n")
 
 
-def _block_json(store: TierInspector, block: StoredBlock) -> dict[str, Any]:
+def _block_json(
+    store: TierInspector, block: StoredBlock, described: Mapping[str, NamespaceDescription]
+) -> dict[str, Any]:
+    found = described.get(block.namespace)
     row = {
         "rank": block.rank,
         "block_hash": get_offload_block_hash(block.key).hex(),
         "group": get_offload_group_idx(block.key),
         "namespace": block.namespace,
+        "model": None if found is None else found.model,
         store.place_name: block.place,
         "bytes": block.num_bytes,
         "stored_at": None if block.stored_ns is None else as_time(block.stored_ns),
@@ -90,18 +96,24 @@ def _block_json(store: TierInspector, block: StoredBlock) -> dict[str, Any]:
     return row if block.used_ns is None else row | {"used_at": as_time(block.used_ns)}
 
 
-def _write_table(store: TierInspector, blocks: Iterator[StoredBlock]) -> None:
+def _write_table(
+    store: TierInspector,
+    blocks: Iterator[StoredBlock],
+    described: Mapping[str, NamespaceDescription],
+) -> None:
     """Write one line for each block. The third column has the block's place or, if places are too
-    long for a table, the time since its last use."""
+    long for a table, the time since its last use. The last one has the model, if it is known."""
     now_ns = time.time_ns()
 
     def age(when_ns: int | None) -> str:
         return "-" if when_ns is None else as_age((now_ns - when_ns) / 1e9)
 
     third = store.place_name if store.is_place_short else "used"
-    row = "{:>8}  {:>8}  {:>8}  {:>9}  {:>5}  {:9}  {}"
-    write_line(row.format("rank", "stored", third, "size", "group", "namespace", "block hash"))
+    row = "{:>8}  {:>8}  {:>8}  {:>9}  {:>5}  {:9}  {}{}"
+    names = ("rank", "stored", third, "size", "group", "namespace", "block hash")
+    write_line(row.format(*names, "  model" if described else ""))
     for block in blocks:
+        found = described.get(block.namespace)
         write_line(
             row.format(
                 block.rank,
@@ -111,6 +123,7 @@ def _write_table(store: TierInspector, blocks: Iterator[StoredBlock]) -> None:
                 get_offload_group_idx(block.key),
                 block.namespace[:_NAME_DIGITS],
                 get_offload_block_hash(block.key).hex(),
+                "" if found is None else f"  {found.model}",
             )
         )
 
@@ -121,7 +134,24 @@ def _write_table(store: TierInspector, blocks: Iterator[StoredBlock]) -> None:
 def show_figures(location: str, *, as_json: bool) -> int:
     with open_inspector(location) as store:
         figures = store.figures()
-    _print(figures, as_json=as_json)
+        described = store.descriptions()
+    document = {
+        **figures.document,
+        "descriptions": [
+            {
+                "namespace": name,
+                "model": found.model,
+                "made_of": dict(found.ingredients),
+                "hash_root": found.hash_root or None,
+            }
+            for name, found in described.items()
+        ],
+    }
+    lines = list(figures.text())
+    if described:
+        lines.append("made of")
+        lines += [f"  {name}  {found.summary()}" for name, found in described.items()]
+    _print(Report(document, lines, figures.is_complete), as_json=as_json)
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -17,22 +18,26 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     TaskProgressColumn,
+    TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
 from kvtier.cli.output import note
+from kvtier.config.errors import printable
 from kvtier.config.sizes import as_size
 from kvtier.tiering import inspection
 from kvtier.tiering.inspection import WHAT_TO_GIVE, InspectionRefused, as_age, local_path
 
 __all__ = [
     "explain_os_error",
+    "Steps",
     "is_confirmed",
     "require_terminal",
     "shown_count",
     "shown_progress",
     "shown_share",
+    "shown_steps",
     "warnings_as_notes",
 ]
 
@@ -94,6 +99,39 @@ def shown_share() -> Iterator[inspection.Progress]:
     of `shown_progress`, in percent."""
     with _bar(TaskProgressColumn()) as show:
         yield show
+
+
+class Steps:
+    """Names the steps of a command while they run, on standard error if that is a terminal."""
+
+    def __init__(self, bar: Progress | None) -> None:
+        self.total = 0
+        """How many steps there are, as soon as that is known."""
+        self._bar = bar
+        self._task = None if bar is None else bar.add_task("", total=None)
+        self.num_begun = 0
+
+    def begin(self, name: str) -> None:
+        """A step begins; the one before has ended."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(
+                self._task,
+                description=escape(printable(name)),
+                completed=self.num_begun,
+                total=max(self.total, self.num_begun + 1),
+            )
+        self.num_begun += 1
+
+
+@contextmanager
+def shown_steps() -> Iterator[Steps]:
+    """Yield an object to call before each step. What it shows is removed at the end."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield Steps(None)
+        return
+    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield Steps(bar)
 
 
 @contextmanager

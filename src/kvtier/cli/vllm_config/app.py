@@ -113,7 +113,9 @@ def vllm_config(
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which blocks leave host memory first: lru, arc."),
+        typer.Option(
+            metavar="NAME", help="Which blocks leave host memory first: lru, arc, density."
+        ),
     ] = None,
     blocks_per_chunk: Annotated[
         int | None,

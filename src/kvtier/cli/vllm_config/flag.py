@@ -67,6 +67,7 @@ class TierOption:
 
     def _place_and_size(self) -> tuple[str, str]:
         """Split at the last colon, because a path may contain colons."""
+        from kvtier.config.errors import describe
         from kvtier.config.sizes import SizeError, parse_size
 
         path, colon, size = self.text.rpartition(":")
@@ -79,7 +80,7 @@ class TierOption:
         except SizeError as error:
             raise WrongOption(
                 self.option,
-                f'"{self.text}": the size follows the last colon, and "{size}" is no size. '
+                f'{describe(self.text)}: the size follows the last colon, and "{size}" is no size. '
                 f"{error}. If the colon is part of the path, add another colon and the size after "
                 "the path",
             ) from None

@@ -25,10 +25,10 @@ class _Prompt:
         "group",
         "has_gap",
         "is_refused",
+        "keys",
         "leaf",
         "num_keys",
         "refused_key",
-        "sampled",
         "turn",
     )
 
@@ -47,8 +47,8 @@ class _Prompt:
         """True if the end of its prompt is not stored."""
         self.refused_key: OffloadKey | None = None
         """The last key that was not stored."""
-        self.sampled: list[OffloadKey] = []
-        """The keys for the contest."""
+        self.keys: Collection[OffloadKey] = ()
+        """The longest prompt that was named. Maybe the caller's own, which grows."""
 
 
 class DensityCachePolicy(CachePolicy):
@@ -108,7 +108,7 @@ class DensityCachePolicy(CachePolicy):
             segment = segment.parent
         if prompt.refused_key is not None:
             odds.begin_sample(prompt.refused_key, prompt.group, prompt.num_keys, prompt.turn)
-        self._contest.serve(prompt.sampled, prompt.group, odds.now)
+        self._contest.serve(prompt.keys, prompt.group, odds.now)
 
     def _prompt_of(self, req_context: ReqContext) -> _Prompt:
         prompt = self._prompts.get(req_context.req_id)
@@ -148,7 +148,7 @@ class DensityCachePolicy(CachePolicy):
     def _note_length(self, prompt: _Prompt, keys: Collection[OffloadKey]) -> None:
         if len(keys) > prompt.num_keys:
             prompt.num_keys = len(keys)
-            prompt.sampled = self._contest.sample(keys)
+            prompt.keys = keys
 
     def _use(self, prompt: _Prompt, owner: str | None) -> None:
         """Make the blocks of a request the most recently used ones, the head most of all."""

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from xxhash import xxh3_64_intdigest
+
 from kvtier.cpu.policies.base import BlockStatus
 from kvtier.cpu.policies.prompt_tree import PromptTree, Segment
 from kvtier.cpu.policies.reuse_odds import NUM_CLASSES, ReuseOdds, bucket_of
@@ -22,6 +24,8 @@ _NO_KEYS: frozenset[OffloadKey] = frozenset()
 
 _SHADOW_BLOCKS = 384
 """About how many blocks a rule's own cache holds."""
+_LONGEST_STEP = 8
+"""Keys of a prompt from one that the shadows may get to the next."""
 _MEMORY = 1024
 """Over how many requests hits count: the weight of a hit falls by a factor e in this time."""
 _CERTAINTY = 2.5
@@ -76,13 +80,16 @@ class Sticky(Recency):
 class Density(Rule):
     """Stores what is expected to save more, for each request that it waits, than what is evicted.
 
-    Deeper blocks save more, because computing a block takes attention to all earlier ones.
+    Deeper blocks save more, because computing a block takes attention to all earlier ones. Until
+    enough is known to expect anything, the order is that of LRU.
     """
 
     def __init__(self, odds: ReuseOdds) -> None:
         self._odds = odds
 
     def worth(self, segment: Segment) -> float:
+        if not self._odds.is_informed:
+            return segment.last_use
         rate = self._odds.worth[segment.group][bucket_of(self._odds.now - segment.last_use)]
         return rate * (1 + segment.depth / _DOUBLE_COST_DEPTH)
 
@@ -154,11 +161,16 @@ class Contest:
     """Follows the rule that has had the most hits of late in its shadow."""
 
     def __init__(self, odds: ReuseOdds, cache_capacity: int) -> None:
-        self._step = max(1, cache_capacity // _SHADOW_BLOCKS)
+        step = max(1, cache_capacity // _SHADOW_BLOCKS)
+        # In a large cache, most prompts are shorter than a step. So the shadows get one key in some
+        # of every `_LONGEST_STEP` keys. Which of these keys, a hash of the key says.
+        self._step = min(step, _LONGEST_STEP)
+        self._one_in = step // self._step
         # Every request has its keys in the same order, so the shadows always get the same keys.
         self._first = self._step // 2
         rules = (Density(odds), Recency(), Sticky())
-        self._shadows = [_Shadow(rule, max(cache_capacity // self._step, 1)) for rule in rules]
+        capacity = max(cache_capacity // (self._step * self._one_in), 1)
+        self._shadows = [_Shadow(rule, capacity) for rule in rules]
         self._leader = 0
 
     @property
@@ -171,12 +183,16 @@ class Contest:
         for shadow in self._shadows:
             shadow.admits_all = True
 
-    def sample(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+    def _sample(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """The keys of a prompt that the shadows get."""
-        return list(keys)[self._first :: self._step]
+        sampled = list(keys)[self._first :: self._step]
+        if self._one_in == 1:
+            return sampled
+        return [key for key in sampled if xxh3_64_intdigest(key) % self._one_in == 0]
 
-    def serve(self, sampled: Sequence[OffloadKey], group: int, now: int) -> None:
-        """Let the shadows serve a finished request."""
+    def serve(self, keys: Iterable[OffloadKey], group: int, now: int) -> None:
+        """Let the shadows serve a finished request with these keys."""
+        sampled = self._sample(keys)
         if not sampled:
             return
         hits = [shadow.serve(sampled, group, now) for shadow in self._shadows]

@@ -346,20 +346,19 @@ class PromptTree:
     def _take(self, segment: Segment, n: int, protected: Set[OffloadKey]) -> list[BlockStatus]:
         """Remove up to `n` evictable blocks of a segment, the last one first."""
         blocks = segment.blocks
+        taken = blocks[: -n - 1 : -1]
         if segment.idle == len(blocks) and (
-            not protected or protected.isdisjoint([block.key for block in blocks])
+            not protected or protected.isdisjoint([block.key for block in taken])
         ):
-            taken = blocks[: -n - 1 : -1]
             del blocks[len(blocks) - len(taken) :]
         else:
             taken = []
-            for block in reversed(blocks):
-                if len(taken) == n:
-                    break
-                if block.ref_cnt == 0 and block.key not in protected:
-                    taken.append(block)
-            gone = set(map(id, taken))
-            blocks[:] = [block for block in blocks if id(block) not in gone]
+            kept: list[BlockStatus] = []
+            while blocks and len(taken) < n:
+                block = blocks.pop()
+                is_taken = block.ref_cnt == 0 and block.key not in protected
+                (taken if is_taken else kept).append(block)
+            blocks += reversed(kept)
         segment.idle -= len(taken)
         self.num_idle -= len(taken)
         return taken
@@ -448,10 +447,10 @@ class _Preview:
             group = values.index(lowest)
             segment = oldest[group]
             assert segment is not None
-            idle = [block for block in reversed(segment.blocks) if block.ref_cnt == 0]
-            named += idle[: n - len(named)]
+            idle = (block for block in reversed(segment.blocks) if block.ref_cnt == 0)
+            named += islice(idle, n - len(named))
             changed = [group]
-            freed = self._freed_by(segment) if len(idle) == len(segment.blocks) else None
+            freed = self._freed_by(segment) if segment.idle == len(segment.blocks) else None
             if freed is not None:
                 if freed.group != group and (waiting := oldest[freed.group]) is not None:
                     self._first[freed.group].append(waiting)

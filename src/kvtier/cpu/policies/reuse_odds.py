@@ -84,9 +84,9 @@ class ReuseOdds:
         """Number of requests so far."""
         self.is_informed = False
         """False until enough blocks have been used again to say which ones are worth storing."""
-        self.worth = _worth_by_age()
-        """Expected uses of a block for each request that it waits, by class and bucket of age. By
-        age alone until enough is known."""
+        self.worth: list[list[float]] = []
+        """Expected uses of a block for each request that it waits, by class and bucket of age. Only
+        if `is_informed`."""
         self._max_samples = min(_MAX_SAMPLES, max(cache_capacity, 16))
         self._samples: OrderedDict[OffloadKey, Sample] = OrderedDict()
         self._ended = _zeros()
@@ -143,13 +143,11 @@ class ReuseOdds:
         self._ended, self._reused = _zeros(), _zeros()
         self._mean_new = 0.0
         self.is_informed = False
-        self.worth = _worth_by_age()
 
     def _estimate(self) -> None:
         """Compute `worth` (Kaplan and Meier's estimate, in which unfinished waits count too)."""
         self.is_informed = bool(self._reused.sum() >= _MIN_REUSED)
         if not self.is_informed:
-            self.worth = _worth_by_age()
             return
         ended = self._ended.copy()
         samples = self._samples.values()
@@ -162,10 +160,6 @@ class ReuseOdds:
         self.worth = _best_rates(hazard).tolist()
         self._ended *= _KEPT
         self._reused *= _KEPT
-
-
-def _worth_by_age() -> list[list[float]]:
-    return [[1 / end for end in _ENDS] for _ in range(NUM_CLASSES)]
 
 
 def _zeros() -> NDArray[np.float64]:

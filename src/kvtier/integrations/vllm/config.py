@@ -61,6 +61,8 @@ class EngineFacts:
     """Groups whose blocks are of use only together with all blocks before them."""
     has_random_hashes: bool = False
     """True if no other process will compute the same block hashes."""
+    hash_root: str = ""
+    """What the block hashes start from (`HashRoot.title`). Empty if it is random or not known."""
     longest_prompt: int | None = None
     """`--max-model-len`, in tokens; None in a worker's process."""
     may_sleep: bool = True
@@ -83,6 +85,8 @@ def engine_facts(
     options = OffloadingOptions.from_extra_config(
         vllm_config.kv_transfer_config.kv_connector_extra_config
     )
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    root = vllm_api.expected_hash_root(algorithm)
     return EngineFacts(
         identity=identity_of(
             vllm_config,
@@ -94,9 +98,8 @@ def engine_facts(
             if is_full_attention(group.kv_cache_spec)
         ),
         longest_prompt=getattr(vllm_config.model_config, "max_model_len", None),
-        has_random_hashes=vllm_api.draws_hash_root(
-            vllm_config.cache_config.prefix_caching_hash_algo
-        ),
+        has_random_hashes=vllm_api.draws_hash_root(algorithm),
+        hash_root="" if root is None else root.title,
         engine=vllm_config,
     )
 
@@ -150,6 +153,7 @@ def config_from_vllm(
         cache=OffloadingCacheConfig(
             tokens_per_hash=config.cache.tokens_per_hash,
             blocks_per_chunk=config.cache.blocks_per_chunk,
+            hash_root="" if facts is None else facts.hash_root,
         ),
         parallel=OffloadingParallelConfig(
             rank=parallel.rank,
@@ -196,8 +200,10 @@ def _model_from_vllm(
     name = identity.revision or config.extra_config.get("cache_namespace") or config.model.name
     return OffloadingModelConfig(
         name=name,
+        served_name=identity.title or config.model.name,
         dtype=config.model.dtype,
         weights_revision=identity.revision,
         unknown_because=identity.unknown_because,
         variant=identity.variant,
+        settings=identity.settings,
     )

@@ -21,11 +21,13 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from kvtier.base import OffloadKey
+from kvtier.base import MetricKind, OffloadKey
 from kvtier.config import ConfigError, OffloadingOptions, Problem
 from kvtier.connector.common import MIN_PREFILL_TOKENS, ComputedTokens, Prefill, prefill_in
 from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.config import EngineFacts, engine_facts, with_facts, with_spec
+from kvtier.integrations.vllm.events import ConnectorEvents
+from kvtier.integrations.vllm.first_tokens import FirstTokens
 from kvtier.integrations.vllm.logs import log_why_it_cannot_start
 from kvtier.integrations.vllm.manager import ManagerAdapter
 from kvtier.integrations.vllm.manager_state import announce_prefix_lookups
@@ -36,7 +38,7 @@ from kvtier.integrations.vllm.model_kinds import (
     unproven_kinds,
 )
 from kvtier.integrations.vllm.server_watch import ServerWatch
-from kvtier.integrations.vllm.spec import KVTierOffloadingSpec
+from kvtier.integrations.vllm.spec import KVTierOffloadingSpec, metric_definitions, vllm_metrics
 from kvtier.integrations.vllm.worker import WorkerAdapter
 from kvtier.tiering.disk.options import DiskOptions
 from kvtier.tiering.disk.ownership import SlabRefused, refuse_orphans
@@ -91,9 +93,13 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             self._loading: dict[str, frozenset[int]] = {}
             """Device blocks that loads are filling, by request."""
             self._clock = PrefillClock(self._manager.inner.note_prefill)
+            self._first_tokens = FirstTokens(self._manager.note_first_token)
             self._queue: _Queue | None = None
             self._has_priorities = vllm_config.scheduler_config.policy == "priority"
             announce_prefix_lookups(self.connector_scheduler, self._manager)
+            spec = self._manager.spec
+            assert spec is not None
+            self._events = ConnectorEvents(self.connector_scheduler, self._manager.inner, spec)
             self._server_watch = ServerWatch.of_this_engine(vllm_config)
         else:
             self._failed_blocks: set[int] = set()
@@ -115,14 +121,18 @@ class KVTierConnector(vllm_api.OffloadingConnector):
         # Export every counter as 0. Otherwise it has no series before it is first increased: then a
         # rate misses the first increase, and a counter that is 0 looks like one that is missing.
         zeros = vllm_api.OffloadingConnectorStats()
-        definitions = KVTierOffloadingSpec.build_metric_definitions(
-            changed.kv_transfer_config.kv_connector_extra_config
-        )
+        definitions = metric_definitions(changed.kv_transfer_config.kv_connector_extra_config)
         for name, definition in definitions.items():
-            if isinstance(definition, vllm_api.OffloadingCounterMetadata):
-                zeros.increase_counter(name, 0)
+            if definition.kind is MetricKind.COUNTER:
+                for labels in definition.series(name).values():
+                    zeros.increase_counter(vllm_api.METRIC_PREFIX + name, 0, labels)
+        # vLLM fills its older names for transfers only if the spec is its own.
+        if hasattr(metrics, "_observe_deprecated_metrics"):
+            metrics._observe_deprecated_metrics = True
+        theirs = vllm_metrics(changed.kv_transfer_config.kv_connector_extra_config).zeros()
         for engine in per_engine_labelvalues:
             metrics.observe(zeros.data, engine)
+            metrics.observe(theirs.data, engine)
         return metrics
 
     @classmethod
@@ -161,6 +171,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
 
     def on_new_request(self, request: vllm_api.Request) -> None:
         super().on_new_request(request)
+        self._first_tokens.expect(request.request_id, request.num_prompt_tokens)
         # Not with `max_load_tokens`: it may limit the load to a part of the prompt.
         if "max_load_tokens" in (request.kv_transfer_params or ()):
             return
@@ -170,13 +181,36 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             priority = request.priority if self._has_priorities else 0
             self._manager.on_request_queued(request.request_id, find_blocks, priority)
 
+    def get_num_new_matched_tokens(
+        self, request: vllm_api.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._events.describe((request.request_id,))
+        self._manager.note_match(request.request_id, num_computed_tokens)
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return matched
+
+    def update_state_after_alloc(
+        self, request: vllm_api.Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._manager.note_start(request.request_id, request.num_prompt_tokens, num_external_tokens)
+
     def build_connector_meta(
         self, scheduler_output: vllm_api.SchedulerOutput
     ) -> vllm_api.OffloadingConnectorMetadata:
+        # vLLM does not look up requests that must not read the cache.
+        self._events.describe(
+            scheduler_output.num_scheduled_tokens
+            if self._events.stores_output
+            else (new.req_id for new in scheduler_output.scheduled_new_reqs)
+        )
         metadata = super().build_connector_meta(scheduler_output)
         for job in metadata.load_jobs.values():
             self._loading[job.req_id] = frozenset(job.dst_spec.block_ids.tolist())
         self._clock.step_scheduled(scheduler_output)
+        self._first_tokens.step_scheduled(scheduler_output)
         return metadata
 
     def update_connector_output(self, connector_output: vllm_api.KVConnectorOutput) -> None:
@@ -187,8 +221,8 @@ class KVTierConnector(vllm_api.OffloadingConnector):
     def take_events(self) -> Iterable[Any]:
         # vLLM calls this exactly once for every step whose output has come back.
         self._clock.step_ended()
-        events: Iterable[Any] = super().take_events()
-        return events
+        self._first_tokens.step_ended()
+        return self._events.take()
 
     def reset_cache(self) -> bool | None:
         # After a reset, the next step tells the workers to wait for the jobs that were under way.
@@ -216,6 +250,9 @@ class KVTierConnector(vllm_api.OffloadingConnector):
     def _note_prompt(self, request: vllm_api.Request) -> None:
         """Report the blocks of a request that has ended, if it has run. vLLM itself reports the end
         to the manager in the next step."""
+        self._first_tokens.forget(request.request_id)
+        if self._events.stores_output:
+            self._events.describe((request.request_id,))
         status = self.connector_scheduler._req_status.get(request.request_id)
         if status is not None and request.num_computed_tokens:
             configs = self.connector_scheduler.config.kv_group_configs

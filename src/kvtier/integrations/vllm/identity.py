@@ -36,6 +36,8 @@ from typing import Any
 
 from kvtier.base import Locality, Medium
 from kvtier.config import ConfigError, Problem
+from kvtier.config.errors import without_secrets
+from kvtier.config.namespace import Scalar
 from kvtier.config.options import TierConfig
 from kvtier.integrations.vllm.variant import has_scales_of_its_own, texts_in, variant_of
 from kvtier.integrations.vllm.weight_files import (
@@ -69,6 +71,10 @@ class ModelIdentity:
     """Why there is no revision, in one clause; None if there is one."""
     variant: str
     """Everything else that decides which KV-cache bytes a prompt gets. Stable across processes."""
+    settings: tuple[tuple[str, Scalar], ...] = ()
+    """The same by name, for people."""
+    title: str = ""
+    """What people call the model."""
 
 
 def identity_of(vllm_config: Any, *, digest_files: bool) -> ModelIdentity:
@@ -78,13 +84,25 @@ def identity_of(vllm_config: Any, *, digest_files: bool) -> ModelIdentity:
     the weights. `digest_files`: True if local files may be read in full. The first time, that takes
     a while. Does not raise for any configuration or state of the file system.
     """
-    variant = variant_of(vllm_config)
+    revision = unknown_because = None
     try:
-        return ModelIdentity(_revision_of(vllm_config, digest_files), None, variant)
+        revision = _revision_of(vllm_config, digest_files)
     except UnknownWeightsError as error:
-        return ModelIdentity(None, str(error), variant)
+        unknown_because = str(error)
     except OSError as error:
-        return ModelIdentity(None, f"the weight files cannot be read: {error}", variant)
+        unknown_because = f"the weight files cannot be read: {error}"
+    variant = variant_of(vllm_config)
+    title = _title_of(str(vllm_config.model_config.model))
+    return ModelIdentity(revision, unknown_because, variant.text, variant.settings, title)
+
+
+def _title_of(name: str) -> str:
+    """What people call a model: its name in the hub, also if vLLM was given its folder in a hub
+    cache; else the path of its folder, or the URL without secrets."""
+    folder = Path(name)
+    if _is_snapshot(folder):
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return without_secrets(name, {})
 
 
 # --- the weights --------------------------------------------------------------------------------
@@ -366,6 +384,13 @@ class HashRoot:
                 continue
         return None
 
+    @property
+    def title(self) -> str:
+        """A few words that are the same in all engines with the same root and algorithm. The start
+        of the root stands for the seed, which some users keep secret."""
+        source = "vLLM's own seed" if self.seed.given is None else "the seed in PYTHONHASHSEED"
+        return f"{self.value[:4].hex()} ({self.algorithm}, {source})"
+
 
 def lasting_tiers(tiers: Sequence[TierConfig]) -> list[str]:
     """The types of the tiers in which another process could find the blocks of this process. Raises
@@ -405,14 +430,11 @@ def log_hash_root(root: HashRoot, tiers: Sequence[str]) -> None:
     """Log the root, so that operators can compare engines that should share blocks in these types
     of tiers. Raises `ConfigError` for a random root. Called once per engine, on the scheduler
     thread."""
-    algorithm = root.algorithm
-    if algorithm is None:
+    if root.algorithm is None:
         raise random_root_error(tiers, root.seed.default)
     logger.info(
-        "the root of the block hashes begins with %s (%s, %s): engines find each other's blocks in "
-        "%s only if all of them log the same root",
-        root.value[:4].hex(),
-        algorithm,
-        "vLLM's own seed" if root.seed.given is None else "the seed in PYTHONHASHSEED",
+        "the root of the block hashes begins with %s: engines find each other's blocks in %s only "
+        "if all of them log the same root",
+        root.title,
         ", ".join(tiers),
     )

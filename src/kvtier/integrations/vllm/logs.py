@@ -86,10 +86,7 @@ def log_banner(
     tiers: list[tuple[str, int | None]] = [("host memory", config.num_blocks)]
     if isinstance(manager, TieringOffloadingManager):
         tiers += [(tier.tier_type, tier.capacity_blocks) for tier in manager.secondary_tiers]
-    blocks_per_token = sum(
-        Fraction(1, group.tokens_per_block * config.cache.blocks_per_chunk)
-        for group in config.groups
-    )
+    blocks_per_token = sum(Fraction(1, tokens) for tokens in config.tokens_per_chunk.values())
     room = []
     for name, blocks in tiers:
         tokens = None if blocks is None else int(blocks / blocks_per_token)

@@ -7,6 +7,7 @@ step, so `lookup` does as little as possible.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvtier.base import (
     Medium,
     MetricDefinition,
     OffloadingManager,
+    OffloadingSpec,
     OffloadKey,
     OffloadPolicy,
     ReqContext,
@@ -34,7 +36,7 @@ from kvtier.integrations.vllm.manager_state import (
     prefix_answers,
     state_of,
 )
-from kvtier.integrations.vllm.metrics import BLOCK_BYTES, FAILED_LOADS, MetricReporter
+from kvtier.integrations.vllm.metrics import BLOCK_BYTES, FAILED_LOADS, MetricReporter, VllmMetrics
 from kvtier.tiering.manager import TieringOffloadingManager
 
 # A global of this module takes less time to look up than an attribute of an enum class.
@@ -67,18 +69,22 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         metrics: Mapping[str, MetricDefinition],
         block_bytes: int,
         *,
+        spec: OffloadingSpec | None = None,
+        vllm_metrics: VllmMetrics | None = None,
         has_groups: bool = False,
         check_hashes: Callable[[], bool] | None = None,
     ) -> None:
         """`board`: where the ranks record failed stores. `metrics`: all metrics of the manager and
-        of this adapter. `has_groups`: the model has more than one KV-cache group. `check_hashes`:
-        called from `has_pending_work` and before each new request, until it has returned True
-        once. It may raise."""
+        of this adapter. `spec`: kvtier's own, for `KVTierConnector`. `has_groups`: the model has
+        more than one KV-cache group. `check_hashes`: called from `has_pending_work` and before each
+        new request, until it has returned True once. It may raise."""
         self._manager = manager
         self._lookup = manager.lookup  # bound once, for the hot path
         self._tiering = manager if isinstance(manager, TieringOffloadingManager) else None
         primary = manager.primary_tier if isinstance(manager, TieringOffloadingManager) else manager
+        self.spec = spec
         self._has_groups = has_groups
+        self._names_tiers = spec is not None and spec.config.options.name_tier_in_events
         self._check_hashes = check_hashes
         self._requests: dict[str, RequestState] = {}
         """The requests that have not finished."""
@@ -88,7 +94,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         looking up. While `_hits` is None, `lookup` asks the manager."""
         self._sources = LoadSources()
         self._store_failures = StoreFailures(board, primary.slots_of)
-        self._metrics = MetricReporter(manager, metrics, {BLOCK_BYTES: block_bytes})
+        self._vllm_metrics = vllm_metrics
+        self._metrics = MetricReporter(manager, metrics, {BLOCK_BYTES: block_bytes}, vllm_metrics)
 
     @property
     def inner(self) -> OffloadingManager:
@@ -118,10 +125,35 @@ class ManagerAdapter(vllm_api.OffloadingManager):
             num_output = num_tokens - num_prompt_tokens
             self._manager.note_prompt(keys, state.context, num_prompt_tokens, num_output)
 
+    def note_first_token(self, req_id: str, num_prompt_tokens: int) -> None:
+        """Report that a request has produced its first token."""
+        state = self._requests.get(req_id)
+        if state is not None and not state.context.is_prefetch:
+            seconds = time.monotonic() - state.context.created_s
+            self._manager.note_first_token(state.context, num_prompt_tokens, seconds)
+
+    def note_match(self, req_id: str, num_on_device: int) -> None:
+        """vLLM looks up a request, of which it has this many tokens on the device."""
+        state = self._requests.get(req_id)
+        if state is not None and not state.has_started:
+            state.num_on_device = num_on_device
+
+    def note_start(self, req_id: str, num_prompt_tokens: int, num_loaded_tokens: int) -> None:
+        """vLLM starts a request, or starts it again."""
+        state = self._requests.get(req_id)
+        if state is not None and not state.has_started:
+            state.has_started = True
+            self._metrics.has_news = True
+            self._manager.note_start(
+                state.context, num_prompt_tokens, state.num_on_device, num_loaded_tokens
+            )
+
     def give_up_loading(self, req_id: str) -> None:
         """Answer MISS to all further lookups of a request, because a load of it has failed.
         Otherwise it would load the same blocks again, and might never end."""
         state = self._requests.get(req_id)
+        if state is not None:
+            self._manager.note_failed_load(state.context)
         if state is None or state.load_context is not None:  # count once, even if many ranks fail
             self._metrics.count(FAILED_LOADS, 1)
         if state is not None:
@@ -210,6 +242,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
             keys_to_store = [key for key in keys if key in slots]
             spec = CPULoadStoreSpec([slots[key] for key in keys_to_store])
         self._store_failures.begin(len(keys_to_store))
+        if self._vllm_metrics is not None:
+            self._vllm_metrics.note_allocation(len(keys_to_store))
         return vllm_api.PrepareStoreOutput(keys_to_store, spec, output.evicted_keys)
 
     def complete_store(
@@ -234,6 +268,11 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def on_new_request(self, req_context: vllm_api.ReqContext) -> vllm_api.RequestOffloadingContext:
         self._require_shared_hashes()
         state = self._requests[req_context.req_id] = new_state(req_context)
+        may_load, may_store = self._manager.serves(req_context.req_id)
+        state.context.may_load, state.context.is_served = may_load, may_load or may_store
+        if not may_load:
+            state.load_context = None
+        state.may_store = state.may_store and may_store
         answer = self._manager.on_new_request(state.context)
         return vllm_api.RequestOffloadingContext(policy=_VLLM_POLICIES[answer.policy])
 
@@ -263,13 +302,14 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         return self._tiering is not None and self._metrics.lacks(self._tiering.job_count)
 
     def take_events(self) -> Iterable[vllm_api.OffloadingEvent]:
+        """Only if the connector is vLLM's own: `KVTierConnector` takes the manager's events."""
         return [
             vllm_api.OffloadingEvent(
                 keys=event.keys,
                 medium=vllm_api.MEDIA[event.medium],
                 removed=event.removed,
                 locality=_VLLM_LOCALITIES[event.locality],
-                **vllm_api.owner_in_event(event.tier),
+                **vllm_api.owner_in_event(event.tier if self._names_tiers else None),
             )
             for event in self._manager.take_events()
         ]

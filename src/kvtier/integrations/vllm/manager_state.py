@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvtier.base import LookupResult, OffloadingManager, OffloadKey, ReqContext
+from kvtier.base import LookupResult, OffloadKey, ReqContext
 from kvtier.connector.request_state import parse_hints
 from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.integrations.vllm import vllm_api
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.manager import ManagerAdapter
+    from kvtier.observe.observer import ObservedManager
     from kvtier.tiering.base import SecondaryTierManager
 
 __all__ = [
@@ -40,13 +41,27 @@ class RequestState:
     """A request of vLLM, in kvtier's terms. It is kept in vLLM's own context, as the attribute
     `kvtier`."""
 
-    __slots__ = ("context", "head_is_reported", "load_context", "may_store")
+    __slots__ = (
+        "context",
+        "has_started",
+        "head_is_reported",
+        "load_context",
+        "may_store",
+        "num_described",
+        "num_on_device",
+    )
 
     def __init__(self, context: ReqContext, *, skips: bool) -> None:
         self.context = context
         self.load_context = None if skips else context
         """`context` while the request may load; None once it must compute its blocks."""
         self.may_store = not skips
+        self.num_on_device = 0
+        """Tokens of the request that vLLM had on the device when it looked it up."""
+        self.has_started = False
+        """True once vLLM has begun to run it or to load for it."""
+        self.num_described = 0
+        """Number of the request's block hashes when `ConnectorEvents.describe` was last called."""
         self.head_is_reported = vllm_api.REPORTS_USE
         """True once kvtier knows that the request uses the first blocks of its prompt; always True
         if vLLM reports uses itself (`REPORTS_USE`). Other releases of vLLM find blocks on the
@@ -101,7 +116,7 @@ class PrefixAnswers(NamedTuple):
 
 
 def prefix_answers(
-    manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext
+    manager: ObservedManager, keys: list[OffloadKey], context: ReqContext
 ) -> PrefixAnswers:
     """Ask the manager once for these keys, which vLLM is about to look up one by one, up to the
     first miss.
@@ -113,6 +128,7 @@ def prefix_answers(
     misses = repeat(vllm_api.LookupResult.MISS)
     # Most prompts are new. If the first key is a miss, vLLM looks no further.
     if manager.lookup(keys[0], context) is LookupResult.MISS:
+        manager.note_wanted(keys, context)
         return PrefixAnswers(iter(()), misses)
     num_hits, is_final = manager.lookup_prefix(keys, context)
     if is_final:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvtier.base import MetricDefinition, MetricKind, OffloadingManager, OffloadingStats
 from kvtier.integrations.vllm import vllm_api
 from kvtier.tiering.jobs import JobCount
+from kvtier.tiering.metrics import tier_series
 
-__all__ = ["BLOCK_BYTES", "DEFINITIONS", "FAILED_LOADS", "MetricReporter", "metric_to_vllm"]
+__all__ = [
+    "BLOCK_BYTES",
+    "DEFINITIONS",
+    "FAILED_LOADS",
+    "MetricReporter",
+    "VllmMetrics",
+    "metric_to_vllm",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +46,13 @@ time from the threads that move the blocks."""
 
 def metric_to_vllm(definition: MetricDefinition) -> vllm_api.OffloadingMetricMetadata:
     """The definition in vLLM's type."""
+    labels = tuple(label for label, _ in definition.labels)
     if definition.kind is MetricKind.COUNTER:
-        return vllm_api.OffloadingCounterMetadata(definition.documentation)
+        return vllm_api.OffloadingCounterMetadata(definition.documentation, labels)
     if definition.kind is MetricKind.GAUGE:
-        return vllm_api.OffloadingGaugeMetadata(definition.documentation)
+        return vllm_api.OffloadingGaugeMetadata(definition.documentation, labels)
     return vllm_api.OffloadingHistogramMetadata(
-        definition.documentation, buckets=definition.buckets
+        definition.documentation, labels, buckets=definition.buckets
     )
 
 
@@ -59,21 +69,28 @@ class MetricReporter:
         manager: OffloadingManager,
         definitions: Mapping[str, MetricDefinition],
         constants: dict[str, float],
+        vllms: VllmMetrics | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`definitions`: all declared metrics; vLLM ends the engine if it gets any other.
-        `constants`: gauges that never change."""
+        `constants`: gauges that never change. `vllms`: metrics of vLLM that are filled, too."""
+        self._vllms = vllms
         self._manager = manager
         self._constants = constants
-        self._vllm_names = {name: vllm_api.METRIC_PREFIX + name for name in definitions}
+        self._vllm_series: dict[str, tuple[str, tuple[str, ...]] | None] = {
+            series: (vllm_api.METRIC_PREFIX + name, values)
+            for name, definition in definitions.items()
+            for series, values in definition.series(name).items()
+        }
+        """vLLM's name and the label values of each series; None if the series is not declared."""
         self._unreported_counters = [
-            self._vllm_names[name]
+            (vllm_api.METRIC_PREFIX + name, values)
             for name, definition in definitions.items()
             if definition.kind is MetricKind.COUNTER
+            for values in definition.series(name).values()
         ]
         """All counters until the first report, which contains them as 0; then empty.
         vLLM's own connector, unlike `KVTierConnector`, shows no counter before its first report."""
-        self._undeclared: set[str] = set()
         self._last: dict[str, float] = {}
         """The last reported value of each gauge."""
         self._counted: Counter[str] = Counter()
@@ -120,31 +137,178 @@ class MetricReporter:
 
     def _to_vllm(self, ours: OffloadingStats) -> vllm_api.OffloadingConnectorStats:
         stats = vllm_api.OffloadingConnectorStats()
-        for vllm_name in self._unreported_counters:
-            stats.increase_counter(vllm_name, 0)
+        for name, labels in self._unreported_counters:
+            stats.increase_counter(name, 0, labels)
         self._unreported_counters = []
         counted, self._counted = self._counted, Counter()
-        for name, increase in (ours.counters | counted).items():
-            if increase and (known_name := self._vllm_name(name)):
-                stats.increase_counter(known_name, increase)
+        for series, increase in (ours.counters | counted).items():
+            if increase and (known := self._known(series)):
+                name, labels = known
+                stats.increase_counter(name, increase, labels)
         last = self._last
-        for name, value in (ours.gauges | self._constants).items():
-            if last.get(name) != value and (known_name := self._vllm_name(name)):
-                last[name] = value
-                stats.set_gauge(known_name, value)
-        for name, observations in ours.histograms.items():
-            if known_name := self._vllm_name(name):
+        for series, value in (ours.gauges | self._constants).items():
+            if last.get(series) != value and (known := self._known(series)):
+                last[series] = value
+                name, labels = known
+                stats.set_gauge(name, value, labels)
+        for series, observations in ours.histograms.items():
+            if known := self._known(series):
+                name, labels = known
                 for observation in observations:
-                    stats.observe_histogram(known_name, observation)
+                    stats.observe_histogram(name, observation, labels)
+        if self._vllms is not None:
+            self._vllms.add_to(stats, ours)
         return stats
 
-    def _vllm_name(self, name: str) -> str | None:
-        vllm_name = self._vllm_names.get(name)
-        if vllm_name is None and name not in self._undeclared:
-            self._undeclared.add(name)
+    def _known(self, series: str) -> tuple[str, tuple[str, ...]] | None:
+        if series not in self._vllm_series:
+            self._vllm_series[series] = None  # so that each is logged once
             logger.warning(
                 "metric %r is not declared, so vLLM does not show it. Its tier has to declare it "
                 "in build_metric_definitions",
-                name,
+                series,
             )
-        return vllm_name
+        return self._vllm_series[series]
+
+
+# --- vLLM's own metrics ---------------------------------------------------------------------------
+# vLLM's managers fill `vllm:kv_offload_*` for its own tiers, and dashboards read them. Each release
+# of vLLM has some of them; those that it has are taken from it, with their documentation. Some have
+# no counterpart in kvtier and stay without values: times of single lookups, which kvtier makes in
+# batches, lookups in host memory, and the average latency and dropped operations of vLLM's
+# back-pressure.
+
+_PREFIX = "vllm:kv_offload_"
+_COUNTERS = {
+    "tiering_read_bytes": ("loaded_bytes",),
+    "tiering_write_bytes": ("stored_bytes",),
+    "tiering_promotion_job_failures": ("failed_load_jobs",),
+    "tiering_cascade_job_failures": ("failed_store_jobs",),
+    "tiering_chunk_queries": ("lookup_hits", "lookup_misses"),
+    "tiering_chunk_hits": ("lookup_hits",),
+    "tiering_backpressure_blocks_dropped": ("dropped_blocks",),
+}
+"""By vLLM's name: what kvtier counts of a tier (`tier_series`)."""
+_TIMES = {"tiering_read_time": ("load_seconds",), "tiering_write_time": ("store_seconds",)}
+"""Counters that are the sums of kvtier's histograms."""
+_HISTOGRAMS = {"tiering_lookup_async_delay_seconds": ("lookup_seconds",)}
+_GAUGES = {
+    "tiering_active_promotion_jobs": ("load_jobs",),
+    "tiering_active_cascade_jobs": ("store_jobs",),
+}
+_SHARES = {
+    "tiering_primary_write_usage_perc": ("loading_blocks",),
+    "tiering_primary_read_usage_perc": ("pinned_blocks",),
+}
+"""Gauges that are shares of the slots of host memory."""
+_PLAIN_COUNTERS = {
+    "tiering_promotion_allocation_failures": ("kvtier_tiering_no_room_blocks",),
+    "stores_skipped": ("kvtier_cpu_filtered_blocks",),
+}
+_PLAIN_SHARES = {
+    "cpu_cache_usage_perc": ("kvtier_cpu_writing_blocks", "kvtier_cpu_pinned_blocks"),
+    "cpu_cache_write_usage_perc": ("kvtier_cpu_writing_blocks",),
+    "cpu_cache_read_usage_perc": ("kvtier_cpu_pinned_blocks",),
+}
+_ALLOCATION_SIZE = f"{_PREFIX}cpu_allocation_size"
+
+
+class _Filled(NamedTuple):
+    """One series of vLLM's, and the series of kvtier's that it is the sum of."""
+
+    name: str
+    labels: tuple[str, ...]
+    ours: tuple[str, ...]
+    is_share: bool = False
+    """A gauge: divide by the slots of host memory."""
+
+
+def their_tier_label(ours: str) -> str:
+    """vLLM's label of a tier: it counts host memory as tier 0."""
+    position, _, tier_type = ours.partition(":")
+    return f"{int(position) + 1}:{tier_type}"
+
+
+class VllmMetrics:
+    """Translates reports of one engine. Scheduler thread only."""
+
+    def __init__(self, extra_config: Mapping[str, Any], tiers: Sequence[str]) -> None:
+        """`extra_config`: the user's keys. `tiers`: the labels of the tiers below host memory."""
+        self._known = vllm_api.own_offloading_metrics(extra_config, with_tiers=bool(tiers))
+        self._counters = self._of_tiers(_COUNTERS, tiers) + self._plain(_PLAIN_COUNTERS)
+        self._times = self._of_tiers(_TIMES, tiers)
+        self._histograms = self._of_tiers(_HISTOGRAMS, tiers)
+        self._gauges = self._of_tiers(_GAUGES, tiers)
+        self._gauges += self._of_tiers(_SHARES, tiers, is_share=True)
+        self._gauges += self._plain(_PLAIN_SHARES, is_share=True)
+        filled = [*self._counters, *self._times, *self._histograms, *self._gauges]
+        names = {_ALLOCATION_SIZE, *(one.name for one in filled)}
+        self.definitions = {name: self._known[name] for name in names if name in self._known}
+        """Those that this release of vLLM has and that are filled."""
+        self._allocated: list[int] = []
+        self._last: dict[_Filled, float] = {}
+
+    def _of_tiers(
+        self, table: Mapping[str, tuple[str, ...]], tiers: Sequence[str], *, is_share: bool = False
+    ) -> list[_Filled]:
+        return [
+            _Filled(
+                _PREFIX + name,
+                (their_tier_label(tier),),
+                tuple(tier_series(tier, part) for part in parts),
+                is_share,
+            )
+            for name, parts in table.items()
+            if _PREFIX + name in self._known
+            for tier in tiers
+        ]
+
+    def _plain(
+        self, table: Mapping[str, tuple[str, ...]], *, is_share: bool = False
+    ) -> list[_Filled]:
+        return [
+            _Filled(_PREFIX + name, (), parts, is_share)
+            for name, parts in table.items()
+            if _PREFIX + name in self._known
+        ]
+
+    def zeros(self) -> vllm_api.OffloadingConnectorStats:
+        """All counters, as 0."""
+        stats = vllm_api.OffloadingConnectorStats()
+        for one in [*self._counters, *self._times]:
+            stats.increase_counter(one.name, 0, one.labels)
+        return stats
+
+    def note_allocation(self, num_blocks: int) -> None:
+        """vLLM stores this many blocks in one call."""
+        if _ALLOCATION_SIZE in self.definitions:
+            self._allocated.append(num_blocks)
+
+    def add_to(self, stats: vllm_api.OffloadingConnectorStats, ours: OffloadingStats) -> None:
+        """Add what `ours`, the manager's report, says about vLLM's metrics."""
+        for one in self._counters:
+            increase = sum(ours.counters.get(series, 0) for series in one.ours)
+            if increase:
+                stats.increase_counter(one.name, increase, one.labels)
+        for one in self._times:
+            seconds = sum(sum(ours.histograms.get(series, ())) for series in one.ours)
+            if seconds:
+                stats.increase_counter(one.name, seconds, one.labels)
+        for one in self._histograms:
+            for observation in ours.histograms.get(one.ours[0], ()):
+                stats.observe_histogram(one.name, observation, one.labels)
+        for num_blocks in self._allocated:
+            stats.observe_histogram(_ALLOCATION_SIZE, num_blocks)
+        self._allocated.clear()
+        self._set_gauges(stats, ours)
+
+    def _set_gauges(self, stats: vllm_api.OffloadingConnectorStats, ours: OffloadingStats) -> None:
+        slots = ours.gauges.get("kvtier_cpu_slots", 0.0)
+        for one in self._gauges:
+            if not slots or one.ours[0] not in ours.gauges:
+                continue
+            value = sum(ours.gauges.get(series, 0.0) for series in one.ours)
+            value = value / slots if one.is_share else value
+            if self._last.get(one) != value:
+                self._last[one] = value
+                stats.set_gauge(one.name, value, one.labels)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from kvtier.base import OffloadingWorker
-from kvtier.config import ConfigError, OffloadingConfig, Problem
+from kvtier.base import MetricDefinition, OffloadingWorker
+from kvtier.config import ConfigError, OffloadingConfig, Problem, read_secondary_tiers
 from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.cpu.region_file import RegionFile, RegionShape
 from kvtier.cpu.spec import CPUOffloadingSpec
@@ -20,9 +20,10 @@ from kvtier.integrations.vllm.logs import (
     log_why_it_cannot_start,
 )
 from kvtier.integrations.vllm.manager import ManagerAdapter
-from kvtier.integrations.vllm.metrics import DEFINITIONS, metric_to_vllm
+from kvtier.integrations.vllm.metrics import DEFINITIONS, VllmMetrics, metric_to_vllm
 from kvtier.integrations.vllm.model_kinds import layer_specs, require_proven, unproven_kinds
 from kvtier.integrations.vllm.worker import WorkerAdapter, kv_caches_from_vllm
+from kvtier.tiering.metrics import tier_label
 from kvtier.tiering.spec import TieringOffloadingSpec
 
 _PLAIN_CONNECTOR = (
@@ -35,6 +36,19 @@ def kvtier_spec_cls(extra_config: Mapping[str, Any]) -> type[CPUOffloadingSpec]:
     """The class of kvtier's spec for the user's keys. In other engines, the user can choose it with
     the key `spec_name`. In vLLM, that key names the class that vLLM loads."""
     return TieringOffloadingSpec if extra_config.get("secondary_tiers") else CPUOffloadingSpec
+
+
+def metric_definitions(extra_config: Mapping[str, Any]) -> dict[str, MetricDefinition]:
+    """All metrics of kvtier and of the plug-in, for the keys that vLLM passes to the connector."""
+    _, users_keys = facts_in(extra_config)
+    return kvtier_spec_cls(users_keys).build_metric_definitions(users_keys) | DEFINITIONS
+
+
+def vllm_metrics(extra_config: Mapping[str, Any]) -> VllmMetrics:
+    """vLLM's own metrics, for the keys that vLLM passes to the connector."""
+    _, users_keys = facts_in(extra_config)
+    tiers = read_secondary_tiers(users_keys)
+    return VllmMetrics(users_keys, [tier_label(tier.position, tier.type) for tier in tiers])
 
 
 class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
@@ -50,12 +64,11 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
     ) -> dict[str, vllm_api.OffloadingMetricMetadata]:
         """All metrics of kvtier. Called by vLLM's exporter of metrics, maybe in a process that has
         no spec."""
-        _, users_keys = facts_in(extra_config)
-        definitions = kvtier_spec_cls(users_keys).build_metric_definitions(users_keys)
-        return {
+        ours = {
             vllm_api.METRIC_PREFIX + name: metric_to_vllm(definition)
-            for name, definition in (definitions | DEFINITIONS).items()
+            for name, definition in metric_definitions(extra_config).items()
         }
+        return ours | vllm_metrics(extra_config).definitions
 
     def __init__(self, config: vllm_api.OffloadingConfig) -> None:
         super().__init__(config)
@@ -157,6 +170,8 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             board,
             self._spec.build_metric_definitions(config.extra_config) | DEFINITIONS,
             config.row_bytes,
+            spec=self._spec,
+            vllm_metrics=vllm_metrics(config.extra_config),
             has_groups=len(config.groups) > 1,
             check_hashes=(lambda: _check_hash_root(tiers)) if tiers else None,
         )

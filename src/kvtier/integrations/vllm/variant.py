@@ -2,8 +2,8 @@
 
 It covers the configuration in effect with its overrides (RoPE, data types, quantization), and the
 platform. A setting counts unless it is known to have no effect: at worst, engines that could share
-blocks do not. Attributes that a release of vLLM lacks are ignored. The variant is a string in the
-fingerprint, so it must be the same in every process.
+blocks do not. Attributes that a release of vLLM lacks are ignored. The variant's text is in the
+fingerprint, so it must be the same in every process. Its settings are the same by name, for people.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from hashlib import blake2b
 from importlib.metadata import entry_points
 from numbers import Number
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["has_scales_of_its_own", "texts_in", "variant_of"]
+from kvtier.config.errors import without_secrets
+from kvtier.config.namespace import Scalar, short_digest, short_value
+
+__all__ = ["Variant", "has_scales_of_its_own", "texts_in", "variant_of"]
 
 
 def has_scales_of_its_own(vllm_config: Any) -> bool:
@@ -95,19 +98,28 @@ _ENVIRONMENT_WITH_EFFECT = re.compile(
 or where they lie."""
 
 
-def variant_of(vllm_config: Any) -> str:
-    """The variant: its main points in words, then a digest of everything. Never raises."""
+class Variant(NamedTuple):
+    """The variant in two forms, both made from the same values."""
+
+    text: str
+    """Its main points in words, then a digest of everything."""
+    settings: tuple[tuple[str, Scalar], ...]
+    """Everything by name; see `OffloadingModelConfig.settings`."""
+
+
+def variant_of(vllm_config: Any) -> Variant:
+    """The variant of the model that an engine has loaded. Never raises."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     release, device = _vllm_release(), _device()
     parts = {
         "vllm": release,
-        "plugins": _plugins(),
+        "max_model_len": _max_model_len(model),
         "device": device,
+        "plugins": _plugins(),
         "model": _fields_of(model, _MODEL_WITHOUT_EFFECT),
         "files": _choice_of_files(vllm_config.load_config),
         "runner": [getattr(model, "runner_type", None), getattr(model, "convert_type", None)],
-        "max_model_len": _max_model_len(model),
         "hf_config": getattr(model, "hf_config", None),
         "hf_text_config": getattr(model, "hf_text_config", None),
         "transformers": _transformers_release(model),
@@ -129,13 +141,42 @@ def variant_of(vllm_config: Any) -> str:
         "draft": _draft(vllm_config),
         "environment": _environment(),
     }
-    text = json.dumps(_stable(parts), sort_keys=True)
+    stable = {name: _stable(part) for name, part in parts.items()}
+    text = json.dumps(stable, sort_keys=True)
     digest = blake2b(text.encode(), digest_size=16).hexdigest()
     dtype = str(getattr(model, "dtype", None)).removeprefix("torch.")
     words = [f"vllm-{release}", device, dtype, f"kv-{cache.cache_dtype}"]
     if quantization := getattr(model, "quantization", None):
         words.append(str(quantization))
-    return " ".join([*words, digest])
+    return Variant(" ".join([*words, digest]), tuple(_settings_in(stable)))
+
+
+def _settings_in(stable: Mapping[str, Any]) -> Iterator[tuple[str, Scalar]]:
+    """The parts of a variant by name. One with fields is a digest of all, followed by each field
+    that has a value."""
+    for name, value in stable.items():
+        part = value
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], dict):
+            part = value[1]  # an object, as `_stable` shows it: its type and its attributes
+        if not isinstance(part, dict):
+            yield name, _shown(name, part)
+        elif part:
+            yield name, short_digest(part)
+            is_repeated = name == "hf_text_config" and value == stable["hf_config"]
+            for key, field in () if is_repeated else part.items():
+                if field is not None:
+                    yield f"{name}.{key}", _shown(key, field, is_foreign=name == "additional")
+
+
+def _shown(name: str, value: Any, *, is_foreign: bool = False) -> Scalar:
+    """A value as people see it; a digest if it may be a secret. `is_foreign`: it belongs to a
+    plug-in, whose names say nothing to kvtier."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        value = " ".join(value)
+    is_salt = is_foreign or "salt" in name.lower()
+    if isinstance(value, str) and (is_salt or without_secrets(value, {name: value}) != value):
+        return short_digest(value)
+    return short_value(value)
 
 
 def _fields_of(config: Any, without: Collection[str]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ a message. Then come the differences:
 |---|---|---|---|
 | offer new blocks only | `BLOCK_LEVEL` | `BLOCK_LEVEL` | `CHUNK_LEVEL` (since 0.30) |
 | a tier's medium in events | text, `FS` for storage | enum | enum |
+| extra keys in events | as in the hash | as in the hash | without tags |
 | name of the tier in an event | no field | no field | `ownership` |
 | number of a KV-cache group | its index | its index | `group_id` (since 0.30) |
 | number of data-parallel replicas | unknown | in the configuration | in the configuration |
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 import vllm
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 try:
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
     from vllm.config.cache import PrefixCachingHashAlgo
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
         OffloadingConnectorMetadata,
@@ -101,8 +103,11 @@ except ImportError:
 
 __all__ = [
     "BLOCK_LEVEL_POLICY",
+    "BlockRemoved",
+    "BlockStored",
     "CacheHitSource",
     "CanonicalKVCaches",
+    "EVENT_MEDIA",
     "FullAttentionSpec",
     "GPULoadStoreSpec",
     "KVCacheConfig",
@@ -145,6 +150,9 @@ __all__ = [
     "data_parallel_size",
     "default_hash_seed",
     "draws_hash_root",
+    "event_hash",
+    "expected_hash_root",
+    "extra_keys_of",
     "get_current_vllm_config_or_none",
     "get_hash_fn_by_name",
     "group_id",
@@ -154,6 +162,7 @@ __all__ = [
     "keys_in_prompt_order",
     "kv_cache_utils",
     "may_sleep",
+    "own_offloading_metrics",
     "owner_in_event",
     "warn_if_untested",
 ]
@@ -164,6 +173,23 @@ unregisters only these metrics: a second engine in the same process could not re
 another name again."""
 
 _warned = False
+
+
+def own_offloading_metrics(
+    extra_config: Mapping[str, Any], *, with_tiers: bool
+) -> dict[str, OffloadingMetricMetadata]:
+    """The metrics that the managers of this vLLM have: for host memory, and for tiers. Empty for a
+    vLLM that describes them in another way."""
+    keys = {"store_threshold": extra_config.get("store_threshold", 0), "secondary_tiers": []}
+    try:
+        if with_tiers:
+            from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as TheirSpec
+        else:
+            from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec as TheirSpec
+        return dict(TheirSpec.build_metric_definitions(keys))
+    except Exception:
+        logger.warning("vLLM's own metrics of offloading stay empty", exc_info=True)
+        return {}
 
 
 def may_sleep() -> bool:
@@ -202,13 +228,49 @@ MEDIA: dict[Medium, Any] = (
 )
 """vLLM's names for media in events."""
 
-_EVENTS_NAME_TIERS = "ownership" in getattr(OffloadingEvent, "__dataclass_fields__", ())
+EVENT_MEDIA: dict[Medium, str] = {
+    Medium.CPU: "CPU",
+    Medium.STORAGE: "FS" if VllmMedium is None else "STORAGE",
+}
+"""The same in the events that vLLM publishes."""
+
+_EVENTS_NAME_TIERS = "ownership" in getattr(BlockStored, "__struct_fields__", ())
 
 
 def owner_in_event(tier: str | None) -> dict[str, Any]:
-    """The keyword argument that names the tier in vLLM's event. Empty in releases whose event does
-    not name the tier. `tier`: None for host memory."""
+    """The keyword argument that names the tier in vLLM's events, those of a manager and those that
+    are published. Empty in releases whose events do not name tiers. `tier`: None for host memory,
+    and if the user wants no names."""
     return {"ownership": tier} if _EVENTS_NAME_TIERS else {}
+
+
+def event_hash(block_hash: bytes) -> Any:
+    """A hash as vLLM publishes it: a number of 64 bits, unless the user wants bytes."""
+    return kv_cache_utils.maybe_convert_block_hash(block_hash)
+
+
+def extra_keys_of(
+    request: Request, start: int, end: int, block_size: int
+) -> list[list[Any] | None] | None:
+    """What the hashes of these blocks cover besides tokens and earlier blocks, as vLLM publishes
+    it: one entry for each block. None if there is nothing. `start` and `end`: tokens."""
+    has_some = (
+        request.lora_request is not None
+        or request.mm_features
+        or request.cache_salt
+        or request.prompt_embeds is not None
+    )
+    if not has_some:
+        return None
+    found = [
+        kv_cache_utils.generate_block_hash_extra_keys(request, first, first + block_size, 0)[0]
+        for first in range(start, end, block_size)
+    ]
+    # Later releases tag the keys for the hash, and publish them without the tags.
+    publish = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    if publish is not None:
+        found = publish(found) or found
+    return [None if keys is None else list(keys) for keys in found]
 
 
 REPORTS_USE = not hasattr(ReqContext("any"), "_offload_key_positions")
@@ -300,6 +362,16 @@ def draws_hash_root(algorithm: str | None) -> bool:
         return True
     weak: Any = getattr(kv_cache_utils, "_NON_CRYPTO_HASH_FUNCTIONS", ())
     return algorithm is not None and get_hash_fn_by_name(algorithm) in weak
+
+
+def expected_hash_root(algorithm: str) -> HashRoot | None:
+    """The root that this process's block hashes will have, before vLLM has made it; None if it will
+    be random. `algorithm`: vLLM's name of its hash algorithm."""
+    seed = HashSeed(os.environ.get("PYTHONHASHSEED"), default_hash_seed())
+    if draws_hash_root(algorithm) or seed.text is None:
+        return None
+    digest = get_hash_fn_by_name(algorithm)
+    return HashRoot(digest(seed.text), seed, {algorithm: digest})
 
 
 def hash_root() -> HashRoot | None:

@@ -131,7 +131,8 @@ class CallChecks(ConformanceHooks):
                 f"get_stats answered {stats!r}: give OffloadingStats, or None",
             )
             defined = harness.tier.build_metric_definitions({})
-            unknown = {*stats.counters, *stats.gauges, *stats.histograms} - defined.keys()
+            series = {one for name, its in defined.items() for one in its.series(name)}
+            unknown = {*stats.counters, *stats.gauges, *stats.histograms} - series
             demand(
                 not unknown,
                 f"get_stats reports {sorted(unknown)}, which build_metric_definitions leaves out",

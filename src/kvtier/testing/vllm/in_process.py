@@ -51,6 +51,9 @@ PlugIn = Literal["connector", "spec"]
 """How kvtier is plugged into vLLM: as a connector of its own, or as a spec in vLLM's connector."""
 
 
+_LABELS_OF_VLLM = frozenset({"engine", "model_name"})
+
+
 def contain(folder: Path, log_level: str = "ERROR") -> None:
     """Make vLLM write only into `folder`, in this process and in the processes it starts."""
     os.environ.update(_SETTINGS)
@@ -100,6 +103,10 @@ class Answer:
     """Prompt tokens that came from a cache of any kind and were not computed."""
     time_to_first_token: float
     """Seconds since the request was added; infinite if there was no token."""
+
+
+def _own_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in labels.items() if name not in _LABELS_OF_VLLM}
 
 
 def _keep_all_figures(engine: Any) -> None:
@@ -308,9 +315,14 @@ class InProcessEngine:
         return list(self._llm.get_metrics())
 
     def figures(self) -> dict[str, float]:
-        """kvtier's counters and gauges among the metrics, such as `cpu_loaded_blocks`."""
+        """kvtier's counters and gauges among the metrics, such as `cpu_loaded_blocks`, by series
+        (`metric_series`), without the labels that vLLM adds to each."""
+        from kvtier.base import metric_series  # imports numpy, which starts threads: see `contain`
+
         return {
-            metric.name.removeprefix("vllm:kvtier_"): metric.value
+            metric_series(
+                metric.name.removeprefix("vllm:kvtier_"), _own_labels(metric.labels)
+            ): metric.value
             for metric in self.metrics()
             if metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value")
         }

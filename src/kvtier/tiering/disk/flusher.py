@@ -8,10 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 
 from kvtier.base import OffloadKey
+from kvtier.config import NamespaceDescription
 from kvtier.cpu.policies.base import CachePolicy
 from kvtier.tiering.disk.file import read_clear_request
 from kvtier.tiering.disk.index import write_index
@@ -64,6 +66,8 @@ class IndexFlusher:
         self._uses: deque[tuple[int, Collection[OffloadKey]]] = deque(maxlen=_MAX_USES)
         self._to_destroy: deque[tuple[CachePolicy, dict[OffloadKey, SlabBlock]]] = deque()
         self._wanted_cut = slab.superblock.cut
+        self._description: NamespaceDescription | None = None
+        """Of the namespace that blocks belong to after the cut. None: it is in the file."""
         self._note: bytes | None = None
         """The newest note passed to `keep_note`. Only the scheduler's thread sets it, so a newer
         note is never replaced by an older one."""
@@ -95,9 +99,10 @@ class IndexFlusher:
         block, from `first_seq` on."""
         self._uses.append((first_seq, keys))
 
-    def cut_at(self, seq: int) -> None:
+    def cut_at(self, seq: int, description: NamespaceDescription) -> None:
         """Make blocks with a sequence number below `seq` invalid in the file, for every later
-        engine."""
+        engine. `description`: of the namespace of later blocks."""
+        self._description = description
         self._wanted_cut = seq
         self._wake.set()
 
@@ -172,7 +177,10 @@ class IndexFlusher:
     def _cut(self) -> None:
         is_clear = self._obeyed != self._slab.superblock.last_clear
         cut = max(self._wanted_cut, self._clear_cut)
-        self._slab.save_superblock(cut=cut, last_clear=self._obeyed)
+        changes: dict[str, Any] = {"cut": cut, "last_clear": self._obeyed}
+        if (description := self._description) is not None:
+            changes["descriptions"] = self._slab.describe(description)
+        self._slab.save_superblock(**changes)
         self._slab.file.sync()
         if is_clear:
             logger.info("%s: cleared by request", self._slab.file.path)

@@ -27,7 +27,9 @@ __all__ = [
     "MAX_INLINE_KEY",
     "IndexTable",
     "is_alive",
+    "namespace_sizes",
     "namespace_tag",
+    "tag_name",
     "write_index",
 ]
 
@@ -55,6 +57,7 @@ _ENTRY_DTYPE = np.dtype(
     ]
 )
 _PAGES_AT_ONCE = 256
+_TAG_BYTES = 4
 _ENTRIES_END = _PAGE_HEAD.size + ENTRIES_PER_PAGE * _ENTRY_BYTES
 
 
@@ -66,7 +69,18 @@ def is_alive(entries: NDArray[np.void], cut: int) -> NDArray[np.bool_]:
 
 def namespace_tag(fingerprint: bytes) -> int:
     """The fingerprint, shortened for the index. The seal has the complete one."""
-    return int.from_bytes(fingerprint[:4], "little")
+    return int.from_bytes(fingerprint[:_TAG_BYTES], "little")
+
+
+def tag_name(tag: int) -> str:
+    """The part of the fingerprint that a tag is, as the fingerprint's first hexadecimal digits."""
+    return tag.to_bytes(_TAG_BYTES, "little").hex()
+
+
+def namespace_sizes(entries: NDArray[np.void], cut: int) -> list[tuple[int, int]]:
+    """The tag of each namespace with valid blocks, and their number."""
+    tags, counts = np.unique(entries["tag"][is_alive(entries, cut)], return_counts=True)
+    return list(zip(tags.tolist(), counts.tolist(), strict=True))
 
 
 class IndexTable:

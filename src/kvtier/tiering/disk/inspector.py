@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.base import OffloadKey
+from kvtier.config import NamespaceDescription
 from kvtier.config.sizes import as_size
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.index import is_alive
+from kvtier.tiering.disk.index import is_alive, tag_name
 from kvtier.tiering.disk.layout import CONTROL_OFFSET, Holder, encode_clear_request
 from kvtier.tiering.disk.ownership import SlabRefused
 from kvtier.tiering.disk.reader import SlabReader, SlabUnreadable, Snapshot
@@ -47,7 +48,6 @@ _HEADERS_AT_ONCE = 16_384
 _SLOTS_ASKED = 8
 """Slots whose headers are read to learn the fingerprint of a namespace. More than one, because some
 headers may be damaged or overwritten."""
-_TAG_BYTES = 4
 _LOOK_EVERY_S = 0.05
 _OUR_NAME = "kvtier store clear"
 """Engine id that `clear` leaves in the slab when it opens the slab itself."""
@@ -107,8 +107,7 @@ class SlabInspector(TierInspector):
             if found.seq == int(snapshot.entries["seq"][slot]):
                 names[int(snapshot.entries["tag"][slot])] = found.fingerprint.hex()
         found_namespaces = [
-            _Namespace(tag, names.get(tag, tag.to_bytes(_TAG_BYTES, "little").hex()), count)
-            for tag, count in counts.items()
+            _Namespace(tag, names.get(tag, tag_name(tag)), count) for tag, count in counts.items()
         ]
         return sorted(found_namespaces, key=lambda namespace: -namespace.num_blocks)
 
@@ -199,6 +198,10 @@ class SlabInspector(TierInspector):
                 stored_ns = None if header is None else header.time_ns
                 num_bytes = snapshot.geometry.payload_bytes
                 yield StoredBlock(key, name, slot, num_bytes, stored_ns, rank)
+
+    def descriptions(self) -> Mapping[str, NamespaceDescription]:
+        described = self._reader.superblock.descriptions
+        return {description.namespace: description for description in described}
 
     # --- verify --------------------------------------------------------------------------------
 

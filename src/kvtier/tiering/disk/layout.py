@@ -1,6 +1,6 @@
 """The slab file's format: offsets, and the encoding of every page except the index.
 
-    page 0, 1   superblock, two copies
+    page 0, 1   superblock, two copies; behind its fields, what the namespaces are made of
     page 2      the holder (the process that has the file open), and a note for the next one
     page 3      a request to clear the slab, written by `kvtier store clear`
     then        equal slots: a header page, then the payload
@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier import seal
+from kvtier.config.namespace import DESCRIPTION_BYTES, NamespaceDescription
 from kvtier.tiering.io.page import BODY_BYTES, PAGE_BYTES, Buffer, close_page, is_intact
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "encode_stamp",
     "has_stamp",
     "is_slab_page",
+    "read_description",
     "read_stamp",
     "write_slot_header",
 ]
@@ -62,6 +66,13 @@ _VERSION = 1
 
 # magic, version, uuid, payload bytes, slots, clock, cut, revision, created, last clear, max_bytes
 _SUPERBLOCK = struct.Struct("<8sHxxxxxx16sQQQQQQ16sQ")
+# What namespaces are made of, behind the superblock's fields, where earlier releases wrote zeros
+# and read nothing. Compressed, because namespaces in one slab often differ in a few words.
+_MADE_OF = struct.Struct("<4sI")
+_MADE_OF_MAGIC = b"MADE"
+_MADE_OF_AT = 256
+_MOST_PACKED = BODY_BYTES - _MADE_OF_AT - _MADE_OF.size
+_MOST_NAMESPACES = 64
 _CLEAR = struct.Struct("<8s16s")
 _TEXT = struct.Struct("<8sI")
 _STAMP = struct.Struct("<16sQQ")
@@ -73,6 +84,13 @@ _NOTE_AT = BODY_BYTES - _NOTE.size - _MOST_NOTE
 STAMP_AT = seal.SEAL_BYTES
 _STAMP_END = STAMP_AT + _STAMP.size
 _PADDING = bytes(BODY_BYTES - _STAMP_END)
+# The description of the block follows the stamp. Earlier releases have zeros there, and do not read
+# it: both directions of an upgrade keep all blocks.
+_DESCRIPTION = struct.Struct("<4sI")
+_DESCRIPTION_MAGIC = b"DESC"
+_DESCRIPTION_AT = _STAMP_END + _DESCRIPTION.size
+_ZEROS = memoryview(bytes(BODY_BYTES))
+MOST_DESCRIPTION_BYTES = BODY_BYTES - _DESCRIPTION_AT
 _MOST_NAME = 128  # characters; one takes up to 12 bytes in JSON
 _MOST_NUMBER = 2**63
 _MOST_SLOTS = 2**40
@@ -182,23 +200,25 @@ class Superblock:
     """Id of the last clear request that was carried out."""
     max_bytes: int = 0
     """The `max_bytes` from which the size was computed. 0: unknown."""
+    descriptions: tuple[NamespaceDescription, ...] = ()
+    """What namespaces are made of. If they do not all fit into the page, the last ones are not
+    written."""
 
     def encode(self) -> bytes:
-        return _page_of(
-            _SUPERBLOCK.pack(
-                _SLAB_MAGIC,
-                _VERSION,
-                self.uuid,
-                self.geometry.payload_bytes,
-                self.geometry.num_slots,
-                self.clock,
-                self.cut,
-                self.revision,
-                self.created_ns,
-                self.last_clear,
-                self.max_bytes,
-            )
+        body = _SUPERBLOCK.pack(
+            _SLAB_MAGIC,
+            _VERSION,
+            self.uuid,
+            self.geometry.payload_bytes,
+            self.geometry.num_slots,
+            self.clock,
+            self.cut,
+            self.revision,
+            self.created_ns,
+            self.last_clear,
+            self.max_bytes,
         )
+        return _page_of(body.ljust(_MADE_OF_AT, b"\0") + _packed(self.descriptions))
 
     @classmethod
     def decode(cls, page: Buffer) -> Superblock:
@@ -219,7 +239,36 @@ class Superblock:
         if max(clock, cut, revision) >= _MOST_NUMBER:
             raise SlabFormatError("its clock, cut or revision is out of range")
         geometry = Geometry(payload_bytes, num_slots)
-        return cls(uuid, geometry, clock, cut, revision, created, last_clear, max_bytes)
+        return cls(
+            *(uuid, geometry, clock, cut, revision, created, last_clear, max_bytes),
+            descriptions=_unpacked(page),
+        )
+
+
+def _packed(descriptions: Sequence[NamespaceDescription]) -> bytes:
+    """As many of the descriptions as fit, the first ones first."""
+    lines = [description.encode() for description in descriptions[:_MOST_NAMESPACES]]
+    while lines:
+        packed = zlib.compress(b"\n".join(lines))
+        if len(packed) <= _MOST_PACKED:
+            return _MADE_OF.pack(_MADE_OF_MAGIC, len(packed)) + packed
+        lines.pop()
+    return b""
+
+
+def _unpacked(page: Buffer) -> tuple[NamespaceDescription, ...]:
+    """The descriptions in the page of a superblock. Leaves out what is none."""
+    magic, length = _MADE_OF.unpack_from(page, _MADE_OF_AT)
+    if magic != _MADE_OF_MAGIC or length > _MOST_PACKED:
+        return ()
+    start = _MADE_OF_AT + _MADE_OF.size
+    most = _MOST_NAMESPACES * (DESCRIPTION_BYTES + 1)
+    try:
+        text = zlib.decompressobj().decompress(bytes(page[start : start + length]), most)
+    except zlib.error:
+        return ()
+    found = map(NamespaceDescription.decode, text.split(b"\n")[:_MOST_NAMESPACES])
+    return tuple(description for description in found if description is not None)
 
 
 def is_slab_page(page: Buffer) -> bool:
@@ -327,10 +376,27 @@ def encode_stamp(uuid: bytes, slot: int, seq: int) -> bytes:
     return _STAMP.pack(uuid, slot, seq)
 
 
-def write_slot_header(page: bytearray | memoryview, block_seal: bytes, stamp: bytes) -> None:
-    """Fill the header page of a slot, and overwrite all of its former content."""
-    page[:BODY_BYTES] = block_seal + stamp + _PADDING
+def write_slot_header(
+    page: bytearray | memoryview, block_seal: bytes, stamp: bytes, description: bytes | None = None
+) -> None:
+    """Fill the header page of a slot, and overwrite all of its former content. A description that
+    does not fit is left out."""
+    if description and len(description) <= MOST_DESCRIPTION_BYTES:
+        length = _DESCRIPTION.pack(_DESCRIPTION_MAGIC, len(description))
+        body = b"".join((block_seal, stamp, length, description))
+        page[: len(body)] = body
+        page[len(body) : BODY_BYTES] = _ZEROS[len(body) :]
+    else:
+        page[:BODY_BYTES] = block_seal + stamp + _PADDING
     close_page(page)
+
+
+def read_description(page: Buffer) -> bytes | None:
+    """The description in the header page of a slot, which must be intact. None if it has none."""
+    magic, length = _DESCRIPTION.unpack_from(page, _STAMP_END)
+    if magic != _DESCRIPTION_MAGIC or length > MOST_DESCRIPTION_BYTES:
+        return None
+    return bytes(page[_DESCRIPTION_AT : _DESCRIPTION_AT + length])
 
 
 def has_stamp(page: Buffer, stamp: bytes) -> bool:

@@ -7,8 +7,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from kvtier.base import (
     Locality,
@@ -21,30 +22,39 @@ from kvtier.base import (
     ReqContext,
     RequestOffloadingContext,
 )
-from kvtier.config import ConfigError, Problem
+from kvtier.config import ConfigError, NamespaceDescription, Problem
 from kvtier.config.errors import describe
 from kvtier.cpu.policies.factory import CachePolicyFactory
-from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.base import JobResult, SecondaryTierManager, TierUsage, TransferJob
+from kvtier.tiering.disk.events import EventLog
 from kvtier.tiering.disk.flusher import IndexFlusher
-from kvtier.tiering.disk.index import namespace_tag
+from kvtier.tiering.disk.index import namespace_sizes, namespace_tag, tag_name
 from kvtier.tiering.disk.mover import SlabMover, SlabTransfer
 from kvtier.tiering.disk.options import DiskOptions
 from kvtier.tiering.disk.recovery import populate
-from kvtier.tiering.disk.slab import open_slab
+from kvtier.tiering.disk.slab import Slab, open_slab
 from kvtier.tiering.disk.slots import SlabBlock, SlabTable
 from kvtier.tiering.inspection import local_path
 from kvtier.tiering.io.aio import address_of
 from kvtier.tiering.io.metrics import definitions, error_counter, error_counters
 from kvtier.tiering.io.page import require_movable
 from kvtier.tiering.io.queue import Piece, Transfer
+from kvtier.tiering.namespaces import (
+    FoundNamespace,
+    by_closeness,
+    explain_cold_start,
+    explain_other_root,
+)
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.cpu.policies.base import CachePolicy
     from kvtier.tiering.disk.inspector import SlabInspector
+    from kvtier.tiering.trial import TrialBlocks
 
 __all__ = [
     "CAPACITY",
+    "DECLINED",
     "EVICTED",
     "FAILED",
     "FILE_BYTES",
@@ -59,9 +69,6 @@ logger = logging.getLogger(__name__)
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 
-_ANNOUNCED_AT_ONCE = 1024
-"""Limit on blocks of an earlier engine in one event."""
-
 _PREFIX = "kvtier_disk"
 RESIDENT = f"{_PREFIX}_resident_blocks"
 CAPACITY = f"{_PREFIX}_capacity_blocks"
@@ -69,6 +76,7 @@ FILE_BYTES = f"{_PREFIX}_file_bytes"
 QUEUED = f"{_PREFIX}_queued_blocks"
 EVICTED = f"{_PREFIX}_evicted_blocks"
 REFUSED = f"{_PREFIX}_refused_blocks"
+DECLINED = f"{_PREFIX}_declined_blocks"
 FAILED = f"{_PREFIX}_failed_blocks"
 FORGOTTEN = f"{_PREFIX}_forgotten_blocks"
 
@@ -81,60 +89,11 @@ _GAUGES = {
 _COUNTERS = {
     EVICTED: "Blocks that left the disk tier to make room.",
     REFUSED: "Blocks not stored because all slots of the disk tier were being written or read.",
+    DECLINED: "Blocks not stored because the eviction policy expects more of those that are there.",
     FAILED: "Blocks that could not be written.",
     FORGOTTEN: "Blocks dropped because they were damaged or could not be loaded.",
     **error_counters(_PREFIX),
 }
-
-
-class _EventLog:
-    """The tier's events. Blocks that an earlier engine left are announced in batches, as if they
-    had just been stored."""
-
-    def __init__(self, tier: SecondaryTierManager, found: Iterable[OffloadKey]) -> None:
-        """`found`: the blocks that an earlier engine left."""
-        self._tier = tier
-        self._events: list[OffloadingEvent] = []
-        self._unannounced = dict.fromkeys(found)
-        """Blocks of an earlier engine that are not in any event yet."""
-
-    def stored(self, keys: list[OffloadKey]) -> None:
-        self._add(keys, removed=False)
-
-    def removed(self, keys: list[OffloadKey]) -> None:
-        """Report removed blocks, except those that were never announced."""
-        if self._unannounced and self._tier.enable_kv_events:
-            unannounced = self._unannounced.keys() & keys
-            keys = [key for key in keys if key not in unannounced]
-            for key in unannounced:
-                del self._unannounced[key]
-        self._add(keys, removed=True)
-
-    def all_removed(self, keys: Collection[OffloadKey]) -> None:
-        """Report that the tier was emptied. `keys`: all blocks that were readable before."""
-        unannounced, self._unannounced = self._unannounced, {}
-        if self._tier.enable_kv_events:
-            announced = list(keys)
-            if unannounced:
-                announced = [key for key in keys if key not in unannounced]
-            self._add(announced, removed=True)
-
-    def drop_if_disabled(self) -> None:
-        if self._unannounced and not self._tier.enable_kv_events:
-            self._unannounced = {}
-
-    def take(self) -> list[OffloadingEvent]:
-        events, self._events = self._events, []
-        if self._unannounced and self._tier.enable_kv_events:
-            count = min(len(self._unannounced), _ANNOUNCED_AT_ONCE)
-            found = [self._unannounced.popitem()[0] for _ in range(count)]
-            events.append(OffloadingEvent(found, Medium.STORAGE, False, self._tier.locality))
-        return events
-
-    def _add(self, keys: list[OffloadKey], removed: bool) -> None:
-        if keys and self._tier.enable_kv_events:
-            event = OffloadingEvent(keys, Medium.STORAGE, removed, self._tier.locality)
-            self._events.append(event)
 
 
 class DiskSecondaryTierManager(SecondaryTierManager):
@@ -165,10 +124,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         config.require_weights_identity()
         # If the primary tier uses a policy of the same name, load it from the same module.
         is_shared = options.eviction_policy == config.options.eviction_policy
-        policy_cls = _policy_cls(
-            options.eviction_policy,
-            config.options.cache_policy_module_path if is_shared else None,
-        )
+        module_path = config.options.cache_policy_module_path if is_shared else None
+        policy_cls = _policy_cls(options.eviction_policy, module_path)
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.locality = Locality.LOCAL
         rows_address = address_of(primary_kv_view.cast("B"))
@@ -192,7 +149,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             options.max_bytes,
             engine_id,
             options.use_o_direct,
-            namespace_tag(self.fingerprint),
+            self.describe_namespace(),
         )
 
     def _start(
@@ -214,12 +171,13 @@ class DiskSecondaryTierManager(SecondaryTierManager):
             time.monotonic() - started,
             "O_DIRECT" if slab.file.is_direct else "through the page cache",
         )
+        self._start_remark = _remark_on(self.describe_namespace(), slab, self._table)
         self._last_touch: tuple[str, tuple[OffloadKey, ...]] = ("", ())
         """Arguments of the last `touch`: id of the request, and the keys it used. Empty once that
         request has ended."""
         self._stored_since = False
         """True if a store for the request in `_last_touch` was submitted after that touch."""
-        self._events = _EventLog(self, self._table.readable)
+        self._events = EventLog(self, slab, self._table.readable)
         self._in_flight: set[Transfer[SlabBlock]] = set()
         self._results: list[JobResult] = []
         self._counters: Counter[str] = Counter()
@@ -323,23 +281,23 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for transfer in self._mover.work.take_ended():
-            self._finish(transfer)
+            self._finish(cast("SlabTransfer", transfer))
         self._events.drop_if_disabled()
         results, self._results = self._results, []
         return results
 
-    def _finish(self, transfer: Transfer[SlabBlock]) -> None:
+    def _finish(self, transfer: SlabTransfer) -> None:
         self._in_flight.discard(transfer)
         job = transfer.job
         if job.is_promotion:
             self._end_load(transfer)
         else:
             self._end_store(transfer)
-        done = None
         success = len(transfer.here) + len(transfer.done) == len(job.keys)
-        if not success:
-            done = transfer.here + [block.key for _, block in transfer.done]
-        self._results.append(JobResult(job.job_id, success, done, transfer.seconds))
+        done = None if success else transfer.here + [block.key for _, block in transfer.done]
+        declined = transfer.num_declined
+        result = JobResult(job.job_id, success, done, transfer.seconds, num_declined=declined)
+        self._results.append(result)
 
     def drain_jobs(self) -> None:
         self._mover.work.wait_until_idle()
@@ -347,6 +305,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def shutdown(self) -> None:
         """Fail the blocks that no lane has taken, and wait for the others. `get_finished_jobs`
         still returns the results."""
+        self._events.stop()
         self._mover.stop()
         self._flusher.stop()
         self._slab.close()
@@ -363,19 +322,18 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         table = self._table
         keys = job.keys
         todo = dict(zip(keys, job.block_ids.tolist(), strict=True))
-        here: list[OffloadKey] = []
-        readable, writing = table.readable.keys(), table.writing.keys()
-        if not (readable.isdisjoint(todo.keys()) and writing.isdisjoint(todo.keys())):
-            # A block that another job is writing counts as here.
-            here = [key for key in todo if key in readable or key in writing]
-            for key in here:
-                del todo[key]
+        here = table.known(todo.keys())
+        for key in here:
+            del todo[key]
         new = list(todo)
-        evicted = table.make_room(new, keys, job.req_context)
+        wanted = table.wanted(new, job.req_context)
+        evicted = table.make_room(wanted, keys, job.req_context)
         self._counters[EVICTED] += len(evicted)
         self._events.removed(evicted)
-        blocks = table.place(new, job.req_context)
-        self._counters[REFUSED] += len(todo) - len(blocks)
+        blocks = table.place(wanted, job.req_context)
+        num_declined = len(new) - len(wanted)
+        self._counters[DECLINED] += num_declined
+        self._counters[REFUSED] += len(wanted) - len(blocks)
         if self._last_touch[0] == job.req_context.req_id:
             self._stored_since = True
         if here:
@@ -387,7 +345,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
                 table.not_written(blocks)
                 raise
         self._num_queued += len(blocks)
-        self._begin(SlabTransfer(job, list(zip(todo.values(), blocks, strict=False)), here))
+        pieces = list(zip(todo.values(), blocks, strict=False))
+        self._begin(SlabTransfer(job, pieces, here, num_declined=num_declined))
 
     def _end_store(self, transfer: Transfer[SlabBlock]) -> None:
         self._num_queued -= len(transfer.pieces)
@@ -426,7 +385,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         """Invalidate all earlier blocks: for this engine at once, and for later engines as soon as
         the flusher has written the cut, the lowest sequence number that is still valid."""
         super().begin_epoch(fingerprint)
-        self._flusher.cut_at(self._table.next_seq)
+        self._flusher.cut_at(self._table.next_seq, self.describe_namespace())
         self._reset()
 
     def _want_clear(self) -> None:
@@ -446,6 +405,12 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._events.take()
 
+    def has_announcements(self) -> bool:
+        return self._events.has_announcements()
+
+    def usage(self) -> TierUsage:
+        return self._table.usage(self._slab.geometry.slot_bytes)
+
     def get_stats(self) -> OffloadingStats:
         counters: dict[str, float] = {name: self._counters[name] for name in _COUNTERS}
         self._counters.clear()
@@ -462,6 +427,14 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         )
 
     @classmethod
+    def prepare_trial(
+        cls, keys: Mapping[str, Any], blocks: TrialBlocks
+    ) -> AbstractContextManager[Mapping[str, Any]]:
+        from kvtier.tiering.disk.trial import trial_slab
+
+        return trial_slab(keys, blocks)
+
+    @classmethod
     def build_metric_definitions(
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
@@ -473,6 +446,28 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
         path = local_path(location)
         return None if path is None or path.is_dir() else SlabInspector(path)
+
+
+def _remark_on(own: NamespaceDescription, slab: Slab, table: SlabTable) -> Callable[[], str]:
+    """Call `_explain_misses`. Returns a function that returns its answer."""
+    remark = _explain_misses(own, slab, table)
+    return lambda: remark
+
+
+def _explain_misses(own: NamespaceDescription, slab: Slab, table: SlabTable) -> str:
+    """Log why this engine will find nothing, if the slab holds blocks of others. Returns what was
+    logged. `table`: the blocks in the engine's namespace."""
+    where, described = str(slab.file.path), slab.found_descriptions
+    if num_own := len(table.readable):
+        return explain_other_root(where, own, described.get(own.namespace), num_own)
+    names = {namespace_tag(bytes.fromhex(name)): name for name in described}
+    others = []
+    for tag, count in namespace_sizes(slab.index.entries(), slab.superblock.cut):
+        name = names.get(tag, tag_name(tag))
+        others.append(FoundNamespace(name, count, described.get(name)))
+    for closest in by_closeness(own, others)[:1]:
+        return explain_cold_start(where, own, closest)
+    return ""
 
 
 def _policy_cls(name: str, module_path: str | None) -> type[CachePolicy]:

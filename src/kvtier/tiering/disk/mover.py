@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvtier import seal
@@ -67,11 +68,13 @@ def _remedy_for(error: int) -> str:
     return _REMEDIES.get(error, "fix that, or give another path")
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class SlabTransfer(Transfer[SlabBlock]):
     """A transfer whose pieces are in ascending order of slots. Pieces in neighbouring slots form
     one unit, which one read or write moves."""
 
-    __slots__ = ()
+    num_declined: int = 0
+    """Stores only: blocks that the eviction policy did not want."""
 
     def _unit_end(self, first: int, last: int) -> int:
         pieces = self.pieces
@@ -197,7 +200,9 @@ class SlabMover:
         self._slab.index.clear(block.block_id)  # the former block is about to be overwritten
         payload.collect()
         block_seal = self._tier.seal_block(job, block.key, payload.memory)
-        write_slot_header(header, block_seal, self._stamp_of(block))
+        describer = self._tier.offloading_spec.describer
+        description = None if describer is None else describer.describe(block.key)
+        write_slot_header(header, block_seal, self._stamp_of(block), description)
 
     def _enter_in_index(self, job: TransferJob, pieces: Sequence[Piece[SlabBlock]]) -> None:
         tag = namespace_tag(job.fingerprint)

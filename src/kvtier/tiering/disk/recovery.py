@@ -34,6 +34,7 @@ from kvtier.tiering.disk.layout import (
     SlabFormatError,
     Superblock,
     encode_stamp,
+    read_description,
     read_stamp,
     write_slot_header,
 )
@@ -143,6 +144,8 @@ class FoundBlock(NamedTuple):
     fingerprint: bytes
     key: OffloadKey
     time_ns: int
+    description: bytes | None
+    """What the engine that stored it has said about it (`BlockDescriber`)."""
 
 
 def found_in(page: bytes | memoryview, slot: int, uuid: bytes) -> FoundBlock | None:
@@ -155,7 +158,8 @@ def found_in(page: bytes | memoryview, slot: int, uuid: bytes) -> FoundBlock | N
         return None
     if stamp.uuid != uuid or stamp.slot != slot:
         return None
-    return FoundBlock(slot, stamp.seq, block.fingerprint, block.key, block.time_ns)
+    description = read_description(page)
+    return FoundBlock(slot, stamp.seq, block.fingerprint, block.key, block.time_ns, description)
 
 
 def scan_headers(
@@ -298,7 +302,7 @@ def _move(file: SlabFile, superblock: Superblock, source: int, target: int) -> b
         return False
     page = bytearray(PAGE_BYTES)
     stamp = encode_stamp(superblock.uuid, target, found.seq)
-    write_slot_header(page, slot[: seal.SEAL_BYTES], stamp)
+    write_slot_header(page, slot[: seal.SEAL_BYTES], stamp, found.description)
     file.write(geometry.slot_offset(target), bytes(page) + slot[PAGE_BYTES:])
     return True
 

@@ -12,12 +12,13 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvtier.config import NamespaceDescription
 from kvtier.tiering.disk.file import (
     NotAFile,
     SlabFile,
@@ -31,7 +32,7 @@ from kvtier.tiering.disk.file import (
     within_file,
     write_superblock,
 )
-from kvtier.tiering.disk.index import IndexTable, write_index
+from kvtier.tiering.disk.index import IndexTable, is_alive, namespace_tag, write_index
 from kvtier.tiering.disk.layout import (
     HOLDER_OFFSET,
     SUPERBLOCK_OFFSETS,
@@ -51,6 +52,7 @@ from kvtier.tiering.disk.ownership import (
 )
 from kvtier.tiering.disk.recovery import read_index, resize
 from kvtier.tiering.io.page import PAGE_BYTES
+from kvtier.tiering.namespaces import difference_text
 
 __all__ = ["Slab", "geometry_for", "open_slab"]
 
@@ -76,6 +78,7 @@ class Slab:
         index: IndexTable,
         holder: Holder,
         note: bytes,
+        found: Sequence[NamespaceDescription],
     ) -> None:
         self.file = file
         self.superblock = superblock
@@ -83,6 +86,9 @@ class Slab:
         self.note = note
         """Bytes that an earlier engine left for the next one (`SecondaryTierManager.keep_note`).
         Empty if it left none."""
+        self.found_descriptions = {each.namespace: each for each in found}
+        """What earlier engines wrote about their namespaces, by name. Some of them may have no
+        block any more."""
         self._holder = holder
 
     @property
@@ -108,6 +114,13 @@ class Slab:
         write_superblock(self.file, changed)
         self.superblock = changed
 
+    def describe(self, description: NamespaceDescription) -> tuple[NamespaceDescription, ...]:
+        """The superblock's descriptions, with one that was added or replaced."""
+        others = [
+            each for each in self.superblock.descriptions if each.namespace != description.namespace
+        ]
+        return (description, *others)
+
     def save_note(self, note: bytes) -> None:
         """Write a note for the next engine."""
         self.file.write(HOLDER_OFFSET, self._holder.encode(note))
@@ -128,16 +141,16 @@ def open_slab(
     max_bytes: int | None,
     engine_id: str,
     use_o_direct: bool | None,
-    tag: int | None = None,
+    description: NamespaceDescription | None = None,
     may_be_foreign: bool = False,
 ) -> Slab:
     """Open the slab at `path` for blocks of `payload_bytes`, or make it. Keeps every block of an
     existing slab that fits. Waits for the disk.
 
     `max_bytes`: limit on the file's disk usage; None: keep its size. `use_o_direct`: None: use it
-    if the file system supports it. `tag`: the namespace whose blocks are kept first if the slab
-    shrinks. `may_be_foreign`: accept a file that other users can write to, for callers that load no
-    blocks.
+    if the file system supports it. `description`: what the caller's namespace is made of, which is
+    written into the file; the blocks of this namespace are kept first if the slab shrinks.
+    `may_be_foreign`: accept a file that other users can write to, for callers that load no blocks.
 
     Raises `SlabRefused` or `AioUnavailable`. After `SlabRefused`, all blocks that this engine could
     use are still there.
@@ -155,7 +168,7 @@ def open_slab(
     try:
         if not may_be_foreign and (refusal := foreign_refusal(file)) is not None:
             raise refusal
-        return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct, tag)
+        return _open(file, payload_bytes, max_bytes, engine_id, use_o_direct, description)
     except OSError as error:
         file.close()
         raise refusal_for(path, error) from error
@@ -170,7 +183,7 @@ def _open(
     max_bytes: int | None,
     engine_id: str,
     use_o_direct: bool | None,
-    tag: int | None,
+    description: NamespaceDescription | None,
 ) -> Slab:
     lock_slab(file)
     if not file.is_at_its_path():
@@ -186,9 +199,10 @@ def _open(
         superblock = replace(superblock, max_bytes=0)  # unknown: the file was truncated
     wanted = _allocate_wanted(file, stored, superblock, payload_bytes, max_bytes)
     os.fchmod(file.fd, 0o600)
-    superblock = _format_if_unusable(file, stored, superblock, wanted, payload_bytes)
+    superblock = _format_if_unusable(file, stored, superblock, wanted, payload_bytes, description)
     index = read_index(file, superblock)
     if wanted != superblock.geometry:
+        tag = None if description is None else _tag_of(description)
         index = resize(file, superblock, index, wanted, tag)
     clock = max(superblock.clock, superblock.cut) + _CLOCK_STEP
     superblock = replace(
@@ -201,10 +215,31 @@ def _open(
     clear_request = read_clear_request(file)
     if clear_request not in (None, superblock.last_clear):
         superblock = replace(superblock, cut=clock, last_clear=clear_request)
+    found = superblock.descriptions
+    superblock = replace(superblock, descriptions=_current(found, index, superblock, description))
     write_superblock(file, superblock)
     if file.size != wanted.file_bytes:
         file.truncate(wanted.file_bytes)
-    return Slab(file, superblock, index, holder, note)
+    return Slab(file, superblock, index, holder, note, found)
+
+
+def _current(
+    found: Sequence[NamespaceDescription],
+    index: IndexTable,
+    superblock: Superblock,
+    own: NamespaceDescription | None,
+) -> tuple[NamespaceDescription, ...]:
+    """The engine's own description, and those of other namespaces that still have blocks."""
+    entries = index.entries()
+    tags = set(entries["tag"][is_alive(entries, superblock.cut)].tolist())
+    kept = [each for each in found if _tag_of(each) in tags]
+    if own is None:
+        return tuple(kept)
+    return (own, *(each for each in kept if each.namespace != own.namespace))
+
+
+def _tag_of(description: NamespaceDescription) -> int:
+    return namespace_tag(bytes.fromhex(description.namespace))
 
 
 def _superblock_or_new(file: SlabFile, payload_bytes: int, max_bytes: int | None) -> Superblock:
@@ -240,15 +275,17 @@ def _format_if_unusable(
     superblock: Superblock,
     wanted: Geometry,
     payload_bytes: int,
+    description: NamespaceDescription | None,
 ) -> Superblock:
     """Empty a slab whose blocks have another size, or that is resized while most of its index is a
     hole. Returns the superblock to use from now on."""
     if superblock.geometry.payload_bytes != payload_bytes:
         logger.warning(
-            "%s holds blocks of %d bytes, but this engine's have %d bytes: the slab is emptied",
+            "%s holds blocks of %d bytes, but this engine's have %d bytes: the slab is emptied%s",
             file.path,
             superblock.geometry.payload_bytes,
             payload_bytes,
+            difference_text(description, stored.descriptions),
         )
         return format_slab(file, wanted, superblock)
     is_resized = wanted != stored.geometry and superblock is stored

@@ -5,11 +5,12 @@ Scheduler thread only, except `SlabTable.slots_of`. Holds no block data and does
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from itertools import islice
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.policies.base import WRITING, BlockStatus, CachePolicy
+from kvtier.tiering.base import TierUsage
 
 __all__ = ["FreeSlots", "SlabBlock", "SlabTable"]
 
@@ -96,6 +97,10 @@ class SlabTable:
         """Ids of the requests that have not ended. Until a request ends, the policy keeps its
         blocks together."""
 
+    def usage(self, slot_bytes: int) -> TierUsage:
+        """How full the slab is, with the blocks of this namespace."""
+        return TierUsage(self.num_used * slot_bytes, self.num_slots * slot_bytes)
+
     @property
     def num_used(self) -> int:
         """Slots with a block that is readable or being written."""
@@ -158,14 +163,24 @@ class SlabTable:
 
     # --- stores --------------------------------------------------------------------------------
 
+    def known(self, keys: Set[OffloadKey]) -> list[OffloadKey]:
+        """Those of the keys whose blocks are here, or are being written."""
+        readable, writing = self.readable.keys(), self.writing.keys()
+        if readable.isdisjoint(keys) and writing.isdisjoint(keys):
+            return []
+        return [key for key in keys if key in readable or key in writing]
+
+    def wanted(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        """Those of new blocks that the policy wants: the first ones. Call `make_room` next."""
+        return keys[: self._policy.num_admitted(keys, len(self._free), req_context)]
+
     def make_room(
         self, keys: Sequence[OffloadKey], job_keys: Collection[OffloadKey], req_context: ReqContext
     ) -> list[OffloadKey]:
-        """Evict blocks until there are slots for as many of `keys` as the policy wants, or until no
-        more blocks can be evicted. Blocks of the job itself (`job_keys`) are not evicted. Returns
-        the evicted keys. The caller must call `place` next."""
-        num_free = len(self._free)
-        missing = self._policy.num_admitted(keys, num_free, req_context) - num_free
+        """Evict blocks until there are slots for all of `keys`, or until no more blocks can be
+        evicted. Blocks of the job itself (`job_keys`) are not evicted. Returns the evicted keys.
+        The caller must call `place` next."""
+        missing = len(keys) - len(self._free)
         # If all blocks of the job are new, none of them is here, so there is nothing to protect.
         protected = frozenset(job_keys) if len(job_keys) > len(keys) else frozenset[OffloadKey]()
         if missing > 0:
@@ -203,6 +218,7 @@ class SlabTable:
         the blocks, now in `writing`, in ascending order of slots."""
         keys = keys[: len(self._free)]
         if not keys:
+            self._close_if_ended(req_context)
             return []
         slots = sorted(self._free.take(len(keys)))
         self.next_seq += len(keys)

@@ -7,6 +7,7 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,11 +26,12 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import ConfigError, Problem, TierOptions, fields
-from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.base import JobResult, SecondaryTierManager, TierUsage, TransferJob
 from kvtier.tiering.example.io_thread import ExampleTransfer, IOThread, SealedBlock
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.tiering.trial import TrialBlocks
 
 __all__ = ["ExampleOptions", "ExampleSecondaryTierManager"]
 
@@ -330,10 +332,20 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
         events, self._events = self._events, []
         return events
 
+    def usage(self) -> TierUsage:
+        row_bytes = self.rows.row_bytes
+        return TierUsage(len(self.blocks) * row_bytes, self.max_blocks * row_bytes)
+
     def get_stats(self) -> OffloadingStats:
         counters: dict[str, float] = {**self._counters}
         self._counters = dict.fromkeys(self._counters, 0)
         return OffloadingStats(counters, gauges={RESIDENT: len(self.blocks)})
+
+    @classmethod
+    def prepare_trial(
+        cls, keys: Mapping[str, Any], blocks: TrialBlocks
+    ) -> AbstractContextManager[Mapping[str, Any]]:
+        return nullcontext(keys)  # its blocks are its own, and end with it
 
     @classmethod
     def build_metric_definitions(

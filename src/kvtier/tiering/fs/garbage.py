@@ -54,6 +54,16 @@ def namespace_line(space: SeenNamespace) -> str:
     )
 
 
+def _candidate_line(space: SeenNamespace) -> str:
+    """The same with the model, which a user knows better than the name."""
+    found = space.description
+    return namespace_line(space) if found is None else f"{namespace_line(space)}: {found.summary()}"
+
+
+def _model_of(space: SeenNamespace) -> str | None:
+    return None if space.description is None else space.description.model
+
+
 @dataclass(slots=True)
 class _Candidate:
     """A namespace, and whether gc removes it."""
@@ -164,6 +174,7 @@ class FsGarbageCollection(GarbageCollection):
             "orphaned": [
                 {
                     "namespace": orphan.space.name,
+                    "model": _model_of(orphan.space),
                     "blocks": orphan.space.num_blocks,
                     "bytes": orphan.space.num_bytes,
                     "used_at": as_time(orphan.space.used_ns),
@@ -173,7 +184,11 @@ class FsGarbageCollection(GarbageCollection):
                 for orphan in self._orphans()
             ],
             "kept": [
-                {"namespace": each.space.name, "reason": each.kept_because}
+                {
+                    "namespace": each.space.name,
+                    "model": _model_of(each.space),
+                    "reason": each.kept_because,
+                }
                 for each in self._candidates
                 if each.kept_because is not None
             ],
@@ -228,7 +243,7 @@ class FsGarbageCollection(GarbageCollection):
             f"{len(chosen)} to remove"
         )
         for space in chosen:
-            yield f"  remove  {namespace_line(space)}"
+            yield f"  remove  {_candidate_line(space)}"
         yield from self._kept_lines()
 
     def _kept_lines(self) -> Iterator[str]:
@@ -243,7 +258,9 @@ class FsGarbageCollection(GarbageCollection):
                     num_blocks = max(0, num_blocks - part.num_blocks)
                     num_bytes = max(0, num_bytes - part.freed_bytes)
                 size = f"{num_blocks} blocks, {as_size(num_bytes)}"
-                yield f"  keep    {space.name}  {size}: {each.kept_because}"
+                model = _model_of(space)
+                of = "" if model is None else f" of {model}"
+                yield f"  keep    {space.name}  {size}{of}: {each.kept_because}"
 
     def _stray_lines(self) -> Iterator[str]:
         strays = self._seen.strays

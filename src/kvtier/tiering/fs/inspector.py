@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvtier import seal
+from kvtier.base import OffloadKey
+from kvtier.config import NamespaceDescription
 from kvtier.config.sizes import as_size
 from kvtier.tiering.fs.access import NoFollowTree, is_root
 from kvtier.tiering.fs.garbage import FsGarbageCollection, matching, namespace_line
-from kvtier.tiering.fs.layout import BlockFile, key_of
+from kvtier.tiering.fs.layout import BlockFile, key_of, namespaces_in, read_description
 from kvtier.tiering.fs.ledger import LedgerVersion
 from kvtier.tiering.fs.maintenance import opened_root, remove_namespaces
 from kvtier.tiering.fs.scrub import FsScrubber
@@ -63,6 +65,7 @@ class FsInspector(TierInspector):
         """Raises `InspectionRefused` or `OSError`."""
         self.location = str(path)
         self._path = path
+        self._tree = NoFollowTree(path)
         if not is_root(path):
             raise _not_a_root(path)
 
@@ -126,6 +129,14 @@ class FsInspector(TierInspector):
             ranked.sort(key=lambda each: each[1].path)
         return Listing(len(ranked), self._read(ranked[:limit]))
 
+    def keys(self, namespace: str | None) -> Iterator[tuple[str, OffloadKey]]:
+        for space in self._survey(keep_blocks=True).namespaces:
+            if space.owner is None and space.name.startswith((namespace or "").lower()):
+                for block in space.blocks:
+                    key = key_of(block.name)
+                    if key is not None:
+                        yield space.name, key
+
     def _read(
         self, ranked: Sequence[tuple[int, BlockFile, SeenNamespace]]
     ) -> Iterator[StoredBlock]:
@@ -140,6 +151,11 @@ class FsInspector(TierInspector):
             place = os.path.relpath(block.path, self._path)
             payload_bytes = max(0, block.size - PAGE_BYTES)
             yield StoredBlock(key, space.name, place, payload_bytes, stored_ns, rank, block.used_ns)
+
+    def descriptions(self) -> Mapping[str, NamespaceDescription]:
+        paths = namespaces_in(self._tree, self._path / "blocks")
+        found = ((path.name, read_description(self._tree, path)) for path in paths)
+        return {name: description for name, description in found if description is not None}
 
     # --- verify --------------------------------------------------------------------------------
 

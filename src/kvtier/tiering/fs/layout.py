@@ -4,6 +4,7 @@ ledger                        how many bytes the blocks take, and what each engi
 engines/<engine>.alive        locked by an engine for as long as it lives (`presence`)
 engines/<engine>/             that engine's staging directory (`presence`)
 blocks/<fingerprint>/<00 to ff>/<key>       the blocks
+blocks/<fingerprint>/.made-of.json          what the namespace is made of
 
 The directories 00 to ff of a namespace are its shards. A hash of the block's key selects the shard.
 Names are encoded, so no fingerprint or key can lead out of the root. Engines and commands never
@@ -27,6 +28,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier import seal
 from kvtier.base import OffloadKey
+from kvtier.config.namespace import DESCRIPTION_BYTES, NamespaceDescription
 from kvtier.tiering.io.page import BODY_BYTES, PAGE_BYTES, close_page, is_intact
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from kvtier.tiering.fs.access import NoFollowTree
 
 __all__ = [
+    "DESCRIPTION_FILE",
     "LONGEST_KEY",
     "SHARDS",
     "BlockFile",
@@ -50,6 +53,7 @@ __all__ = [
     "measure_overhead",
     "namespace_path",
     "namespaces_in",
+    "read_description",
     "read_shard",
     "remove_directories",
     "shards_in",
@@ -59,6 +63,9 @@ __all__ = [
 SHARDS = tuple(f"{number:02x}" for number in range(256))
 LONGEST_KEY = 128
 """Bytes. A seal has no room for a longer key."""
+DESCRIPTION_FILE = ".made-of.json"
+"""The name is hidden, so that earlier releases do not take the file for one that somebody put
+there."""
 _LONGEST_AS_HEX = 120
 _LONG_MARK = "_"  # no hex digit
 _HEX_16 = re.compile("[0-9a-f]{32}")
@@ -232,6 +239,20 @@ def count_blocks(tree: NoFollowTree, blocks: Path) -> tuple[int, int]:
     return num_bytes, count
 
 
+def read_description(tree: NoFollowTree, namespace: Path) -> NamespaceDescription | None:
+    """What a namespace is made of; None if there is no description, or it cannot be read."""
+    try:
+        fd = tree.open(namespace / DESCRIPTION_FILE, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            content = os.pread(fd, DESCRIPTION_BYTES + 1, 0) if is_file else b""
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    return NamespaceDescription.decode(content, namespace.name)
+
+
 def measure_overhead(
     tree: NoFollowTree, root: Path, engine_entries: Iterable[str], staging: Iterable[Path]
 ) -> int:
@@ -244,7 +265,7 @@ def measure_overhead(
     for blocks in (root / "blocks", *(directory / "blocks" for directory in staging)):
         total += _bytes_of(tree, blocks)
         for namespace in namespaces_in(tree, blocks):
-            total += _bytes_of(tree, namespace)
+            total += _bytes_of(tree, namespace) + _bytes_of(tree, namespace / DESCRIPTION_FILE)
             for shard in shards_in(tree, namespace):
                 with suppress(FileNotFoundError):  # private shards are removed without the lock
                     total += shard.stat(follow_symlinks=False).st_blocks * 512
@@ -270,5 +291,7 @@ def remove_directories(tree: NoFollowTree, namespace: Path) -> None:
                 if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
                     return  # it holds new blocks or foreign files, or is no directory
                 raise
+    with suppress(OSError):
+        tree.unlink(namespace / DESCRIPTION_FILE)
     with suppress(OSError):
         tree.rmdir(namespace)

@@ -11,6 +11,7 @@ import errno
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,10 +27,11 @@ from kvtier.base import (
     ReqContext,
     ScheduleEndContext,
 )
-from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from kvtier.tiering.base import JobResult, SecondaryTierManager, TierUsage, TransferJob
 from kvtier.tiering.fs.access import remedy_for
 from kvtier.tiering.fs.layout import LONGEST_KEY, block_file_bytes, namespace_path
 from kvtier.tiering.fs.mover import FsMover, FsTransfer
+from kvtier.tiering.fs.namespaces import FsStartLook
 from kvtier.tiering.fs.options import FsOptions
 from kvtier.tiering.fs.presence import EngineInfo
 from kvtier.tiering.fs.publisher import Change, Publisher
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.tiering.fs.inspector import FsInspector
     from kvtier.tiering.inspection import Report
+    from kvtier.tiering.trial import TrialBlocks
 
 __all__ = [
     "BLOCKS",
@@ -139,6 +142,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
 
     def _start(self, options: FsOptions, session: RootSession, charge: int) -> None:
         self._session = session
+        session.description = self.describe_namespace()
         self._is_private = False
         self._public = self._namespace = namespace_path(session.blocks, self.fingerprint)
         self._directory = str(self._namespace)
@@ -187,7 +191,10 @@ class FsSecondaryTierManager(SecondaryTierManager):
             longest_key=LONGEST_KEY,
         )
         self._uses = UseStamps(session.tree, self._note_error, self._writing.__contains__)
+        self._start_look = FsStartLook(session.path, session.tree, session.description)
+        self._start_remark = self._start_look.get_remark
         try:
+            self._start_look.start()
             self._lookups.start()
             self._uses.start()
             self._start_lanes(mover, options)
@@ -361,6 +368,7 @@ class FsSecondaryTierManager(SecondaryTierManager):
         self.rows.release()
 
     def _stop_threads(self) -> None:
+        self._start_look.stop()
         self._work.stop()
         self._publisher.pool.close()
         for lane in self._lanes:
@@ -391,6 +399,9 @@ class FsSecondaryTierManager(SecondaryTierManager):
         events, self._events = self._events, []
         return events
 
+    def usage(self) -> TierUsage:
+        return TierUsage(self._publisher.usage.num_bytes, self._max_bytes)
+
     def get_stats(self) -> OffloadingStats:
         num_evicted = self._publisher.num_evicted
         self._counters[EVICTED] += num_evicted - self._num_evicted_reported
@@ -409,6 +420,14 @@ class FsSecondaryTierManager(SecondaryTierManager):
                 QUEUED: self._num_queued,
             },
         )
+
+    @classmethod
+    def prepare_trial(
+        cls, keys: Mapping[str, Any], blocks: TrialBlocks
+    ) -> AbstractContextManager[Mapping[str, Any]]:
+        from kvtier.tiering.fs.trial import trial_root
+
+        return trial_root(keys, blocks)
 
     @classmethod
     def build_metric_definitions(

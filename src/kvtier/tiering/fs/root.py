@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
+from kvtier.config import NamespaceDescription
 from kvtier.tiering.fs.access import (
     NoFollowTree,
     RootRefused,
@@ -123,6 +124,11 @@ class RootSession:
         self.tree = NoFollowTree(path)
         self.blocks = path / "blocks"
         self.engines = path / "engines"
+        self.description: NamespaceDescription | None = None
+        """What this engine's shared namespace is made of. Set before blocks are published; None in
+        commands, which publish none."""
+        self.is_described = False
+        """True once a transaction has written the description, or has failed to."""
         self._info = info
         self._patience_s = patience_s
         self._presence: Presence | None = None

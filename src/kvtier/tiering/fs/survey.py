@@ -15,14 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier.config import NamespaceDescription
 from kvtier.tiering.fs.access import NoFollowTree
 from kvtier.tiering.fs.layout import (
+    DESCRIPTION_FILE,
     SHARDS,
     BlockFile,
     bytes_taken,
     is_engine_name,
     is_namespace_name,
     key_at,
+    read_description,
 )
 from kvtier.tiering.fs.ledger import Balance, LedgerLost, copies_in
 from kvtier.tiering.fs.presence import (
@@ -83,6 +86,8 @@ class SeenNamespace:
     used_ns: int = 0
     """When a block was last used, in nanoseconds since 1970. In an empty namespace, when its
     directories last changed."""
+    description: NamespaceDescription | None = None
+    """What it is made of; None if that is not known."""
     blocks: list[BlockFile] = field(default_factory=list)
     """All blocks, if `survey` was called with `keep_blocks`; otherwise empty."""
 
@@ -312,7 +317,10 @@ class _SurveyWalk:
                 self._count(status)
                 newest = status.st_mtime_ns
                 for inner, inner_status in self._entries(path):
-                    if _name(inner) in _SHARDS and stat.S_ISDIR(inner_status.st_mode):
+                    if _name(inner) == DESCRIPTION_FILE and stat.S_ISREG(inner_status.st_mode):
+                        self._count(inner_status)
+                        space.description = read_description(self._tree, space.path)
+                    elif _name(inner) in _SHARDS and stat.S_ISDIR(inner_status.st_mode):
                         self._count(inner_status)
                         newest = max(newest, inner_status.st_mtime_ns)
                         self._look_at_shard(inner, space)

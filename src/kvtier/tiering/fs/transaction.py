@@ -17,6 +17,7 @@ These rules let any engine correct the ledger after another one was killed at an
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import time
@@ -27,7 +28,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.tiering.fs.access import NoFollowTree
-from kvtier.tiering.fs.layout import SHARDS, BlockFile, count_blocks, measure_overhead
+from kvtier.tiering.fs.layout import (
+    DESCRIPTION_FILE,
+    SHARDS,
+    BlockFile,
+    count_blocks,
+    measure_overhead,
+    read_description,
+)
 from kvtier.tiering.fs.ledger import Account, Balance
 from kvtier.tiering.fs.presence import Presence, StagedFile, is_presence_name, staged_files
 
@@ -36,8 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMESPACE_BYTES", "NAME_BYTES", "Evicted", "Outcome", "Transaction", "Written"]
 
+logger = logging.getLogger(__name__)
+
 NAME_BYTES = 256
 """Upper bound for the bytes that a block's name takes in its directory."""
+_DESCRIPTION_BYTES = 2 * 4096
+"""Bytes reserved for the description of a namespace: 4 KiB for the file, and as much for its name
+and the file that it replaces."""
 NAMESPACE_BYTES = (len(SHARDS) + 2) * 4096
 """Bytes reserved for the directories of a namespace, at 4 KiB for each."""
 _HEADROOM = 512 << 10
@@ -123,6 +136,8 @@ class Transaction:
         has its last shard counts as complete. False if `limit` leaves no space for the
         directories."""
         if self._tree.is_directory(f"{namespace}/{SHARDS[-1]}"):
+            if not self._session.is_described:
+                self._describe(namespace, limit)
             return True
         if self.balance.total + NAMESPACE_BYTES > limit - _HEADROOM:
             return False
@@ -134,7 +149,35 @@ class Transaction:
         for directory in (namespace, *(namespace / shard for shard in SHARDS)):
             with suppress(FileExistsError):
                 self._tree.mkdir(directory)
+        self._describe(namespace, limit)
         return True
+
+    def _describe(self, namespace: Path, limit: int) -> None:
+        """Write what this engine's shared namespace is made of into its directory, unless it is
+        there already. If `limit` leaves no space, the next transaction tries again. A description
+        is only for people, so a failure ends nothing."""
+        description = self._session.description
+        if description is None or namespace != self._session.blocks / description.namespace:
+            return
+        if self.balance.total + _DESCRIPTION_BYTES > limit - _HEADROOM:
+            return
+        self._session.is_described = True
+        temporary = self._session.presence.incoming()
+        try:
+            if read_description(self._tree, namespace) == description:
+                return
+            self.balance.overhead += _DESCRIPTION_BYTES
+            self.save()  # before the file takes any space
+            fd = self._tree.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            try:
+                os.write(fd, description.encode())
+            finally:
+                os.close(fd)
+            self._tree.rename(temporary, namespace / DESCRIPTION_FILE)
+        except OSError as error:
+            logger.debug("%s could not be described: %s", namespace, error)
+            with suppress(OSError):
+                self._tree.unlink(temporary)
 
     def publish(
         self, written: Sequence[Written], on_error: Callable[[OSError], None]

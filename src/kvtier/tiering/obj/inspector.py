@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +11,10 @@ from typing import Any
 from kvtier.base import OffloadKey
 from kvtier.config import ConfigError
 from kvtier.seal import SealFailure
-from kvtier.tiering.inspection import InspectionRefused
-from kvtier.tiering.obj.objects import BLOCKS, Objects, open_objects
-from kvtier.tiering.obj.options import SCHEMES, ObjOptions
+from kvtier.tiering.inspection import WHAT_TO_GIVE, InspectionRefused
+from kvtier.tiering.obj.namespaces import ObjNamespaces
+from kvtier.tiering.obj.objects import BLOCKS, Objects, description_name, open_objects
+from kvtier.tiering.obj.options import SCHEMES, ObjOptions, endpoint_in_environment
 from kvtier.tiering.obj.runs import FIRST_READ_BYTES, Run, read_header
 from kvtier.tiering.remote.inspector import RemoteBlock, RemoteInspector, RemoteStorage
 
@@ -22,7 +22,13 @@ __all__ = ["open_object_store"]
 
 _BLOCK = re.compile(rf"{BLOCKS}/(private/[0-9a-f]+/)?([0-9a-f]{{32}})/((?:[0-9a-f]{{2}})+)")
 _OBJECTS_TRIED = 8
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_ALSO = {
+    "s3": "and AWS_REGION and AWS_ENDPOINT_URL in the environment",
+    "gs": "and GOOGLE_APPLICATION_CREDENTIALS in the environment",
+    "az": "and AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY in the environment",
+    "file": "and that this user may read the directory",
+}
+"""What else may be wrong, by scheme."""
 
 
 def open_object_store(location: str, install: str) -> RemoteInspector | None:
@@ -31,23 +37,21 @@ def open_object_store(location: str, install: str) -> RemoteInspector | None:
     scheme = location.partition("://")[0]
     if scheme not in SCHEMES or "://" not in location:
         return None
-    endpoint = next((os.environ[name] for name in _ENDPOINTS if name in os.environ), None)
-    if scheme != "s3":
-        endpoint = None
-    is_http = endpoint is not None and endpoint.startswith("http:")
-    options = ObjOptions(url=location, endpoint=endpoint, allow_http=is_http)
+    _, endpoint = endpoint_in_environment() or ("", "")
+    options = ObjOptions(url=location, allow_http=endpoint.startswith("http:"))
     try:
         options.require_fitting(0)
-        objects = open_objects(options)
+        objects = open_objects(options, makes_directory=False)
     except ImportError:
         raise InspectionRefused(f"{options.shown_url} needs obstore: {install}") from None
     except ConfigError as refused:
-        raise InspectionRefused(f"{options.shown_url}: {refused}") from None
+        raise InspectionRefused(str(refused)) from None
     except Exception:  # the library's own errors, which may quote a secret
-        raise InspectionRefused(
-            f"{options.shown_url} cannot be opened: check the URL, and AWS_REGION and "
-            "AWS_ENDPOINT_URL in the environment"
-        ) from None
+        if options.directory is not None and not options.directory.is_dir():
+            reason = f"there is no directory {options.directory}: {WHAT_TO_GIVE}"
+        else:
+            reason = f"{options.shown_url} cannot be opened: check the URL, {_ALSO[scheme]}"
+        raise InspectionRefused(reason) from None
     return RemoteInspector("obj", options.shown_url, _Bucket(objects))
 
 
@@ -97,6 +101,12 @@ class _Bucket(RemoteStorage):
 
     def remove(self, places: Sequence[str]) -> None:
         self._objects.remove(list(dict.fromkeys(place.partition("@")[0] for place in places)))
+
+    def description(self, namespace: str) -> bytes | None:
+        return ObjNamespaces(self._objects).read_description(namespace)
+
+    def remove_descriptions(self, namespaces: Sequence[str]) -> None:
+        self._objects.remove([description_name(name) for name in namespaces])
 
     def facts(self) -> Mapping[str, Any]:
         return {}

@@ -11,6 +11,7 @@ early when it has written a hundredth of the limit, and a new engine counts as h
 much already.
 
 PREFIX/kvtier/1/engines/<engine>    the report of an engine, which also says that it lives
+PREFIX/kvtier/1/made-of/<namespace> removed by the leader when the namespace has no block
 PREFIX/kvtier/1/leader              written by the leader each time; the next one takes it when it
                                     is old
 
@@ -19,7 +20,6 @@ All times are by the service's clock.
 
 from __future__ import annotations
 
-import logging
 import re
 import struct
 import threading
@@ -34,12 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects
+from kvtier.tiering.obj.objects import BLOCKS, DESCRIPTIONS, PRIVATE, Objects
 from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
 
 __all__ = ["ENGINES", "Janitor", "JanitorTimes"]
-
-logger = logging.getLogger(__name__)
 
 ENGINES = f"{BLOCKS}/engines"
 _LEADER = f"{BLOCKS}/leader"
@@ -234,9 +232,12 @@ class Janitor:
     # --- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        works = True
         while not self._stopped.is_set():
-            self._try(self.sweep)
+            works = self._try(self.sweep)
             self._rest()
+        if not works:
+            return  # each further request might hold up the end for seconds
         self._try(self._report)
         if self.num_bytes is not None:  # another engine can lead at once
             self._try(lambda: self._objects.remove([_LEADER]))
@@ -247,13 +248,17 @@ class Janitor:
             self._woken.wait(max(self._times.sweep_s - self._times.early_s, 0.0))
         self._woken.clear()
 
-    def _try(self, act: Callable[[], object]) -> None:
+    def _try(self, act: Callable[[], object]) -> bool:
+        """Returns False if the service has failed."""
         try:
             act()
         except ServerFailure as failure:
             self._errors.note(failure)
-        except Exception:
-            logger.exception("%s: the limit could not be kept", self._errors.where)
+        except Exception as error:
+            self._errors.note_unexpected(error)
+        else:
+            return True
+        return False
 
     def sweep(self) -> None:
         """Report; and if this engine leads, keep the limit."""
@@ -280,6 +285,7 @@ class Janitor:
             or time.monotonic() >= self._recount_at
         ):
             self._counted = self._make_room()
+            self._remove_descriptions(now_s)
             self._written_then = written
             self._recount_at = time.monotonic() + self._times.recount_s
             growth = 0
@@ -365,6 +371,20 @@ class Janitor:
                     break
             total -= self._remove_until(last, to_free, uses)
         return total
+
+    def _remove_descriptions(self, now_s: float) -> None:
+        """Remove the descriptions of namespaces that have no block any more. Engines write theirs
+        again while they store blocks, so those that were written lately stay."""
+        for page in self._objects.below(DESCRIPTIONS):
+            self._stay_leader()
+            doomed = []
+            for item in page:
+                is_old = now_s - item["last_modified"].timestamp() > self._times.engine_lost_s
+                blocks = f"{BLOCKS}/{item['path'].rpartition('/')[2]}"
+                if is_old and next(self._objects.below(blocks), None) is None:
+                    doomed.append(item["path"])
+            if doomed:
+                self._objects.remove(doomed)
 
     def _blocks(self, uses: _Uses) -> Iterator[_Stored]:
         for page in self._objects.below(BLOCKS):

@@ -8,7 +8,10 @@ bytes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
@@ -16,11 +19,11 @@ from kvtier.base import MetricDefinition, OffloadingStats
 from kvtier.config import ConfigError, Problem
 from kvtier.config.errors import describe
 from kvtier.seal import SEAL_BYTES
-from kvtier.tiering.base import TierRefused
+from kvtier.tiering.base import TierRefused, TierUsage
 from kvtier.tiering.io.metrics import definitions
 from kvtier.tiering.obj.janitor import ENGINES, JanitorTimes
 from kvtier.tiering.obj.objects import Objects, open_objects
-from kvtier.tiering.obj.options import ObjOptions
+from kvtier.tiering.obj.options import SCHEMES, ObjOptions
 from kvtier.tiering.obj.runs import blocks_per_run
 from kvtier.tiering.obj.server import ObjServer
 from kvtier.tiering.remote.errors import NotAllowed, ServerErrors, trying_at_start
@@ -29,6 +32,7 @@ from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of, namespa
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.tiering.remote.inspector import RemoteInspector
+    from kvtier.tiering.trial import TrialBlocks
 
 __all__ = ["INSTALL", "ObjSecondaryTierManager"]
 
@@ -50,6 +54,7 @@ class ObjSecondaryTierManager(RemoteTierManager):
     """A tier that keeps each block as an object."""
 
     metric_prefix: ClassVar[str] = "kvtier_obj"
+    schemes: ClassVar[Sequence[str]] = SCHEMES
     options_cls = ObjOptions
     janitor_times: ClassVar[JanitorTimes] = JanitorTimes()
 
@@ -91,6 +96,11 @@ class ObjSecondaryTierManager(RemoteTierManager):
         if self._janitor is not None:
             self._janitor.start()
 
+    def usage(self) -> TierUsage | None:
+        if self._limit is None:
+            return None
+        return TierUsage(None if self._janitor is None else self._janitor.num_bytes, self._limit)
+
     def get_stats(self) -> OffloadingStats:
         stats = super().get_stats()
         janitor = self._janitor
@@ -110,20 +120,60 @@ class ObjSecondaryTierManager(RemoteTierManager):
         return open_object_store(location, INSTALL)
 
     @classmethod
+    def prepare_trial(
+        cls, keys: Mapping[str, Any], blocks: TrialBlocks
+    ) -> AbstractContextManager[Mapping[str, Any]]:
+        return _trial_keys(keys)
+
+    @classmethod
     def build_metric_definitions(
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
         return metrics_of(cls.metric_prefix) | definitions(_GAUGES, _COUNTERS)
 
 
+@contextmanager
+def _trial_keys(keys: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The keys for a trial. Without a limit of its own, the tier removes nothing of others; it
+    removes its private namespace when it ends. A directory keeps empty directories, so a trial gets
+    one of its own there."""
+    options = ObjOptions.parse(keys)
+    unlimited = {name: value for name, value in keys.items() if name != "max_bytes"}
+    if options.scheme != "file":
+        yield unlimited
+        return
+    name = f".kvtier-trial-{os.getpid()}"
+    directory = options.directory
+    assert directory is not None
+    was_there = directory.is_dir()
+    try:
+        yield {**unlimited, "url": f"{options.url.rstrip('/')}/{name}"}
+    finally:
+        shutil.rmtree(directory / name, ignore_errors=True)
+        if not was_there:
+            with suppress(OSError):
+                directory.rmdir()
+
+
 def _open(options: ObjOptions) -> Objects:
     try:
-        return open_objects(options)
+        return open_objects(options, makes_directory=True)
+    except ConfigError:
+        raise
     except ImportError:
         raise TierRefused(
             f"the obj tier needs the Python package obstore, which is not installed: {INSTALL}"
         ) from None
     except OSError as error:
+        if options.scheme == "file":
+            raise ConfigError(
+                Problem(
+                    "url",
+                    describe(options.shown_url),
+                    "a directory that exists, or that this user can make",
+                    "Give another path, or make the directory",
+                )
+            ) from None
         raise ConfigError(
             Problem(
                 "ca_bundle",
@@ -138,7 +188,7 @@ def _open(options: ObjOptions) -> Objects:
                 "url",
                 describe(options.shown_url),
                 "a place that the object store library can open",
-                "Check url, endpoint, region and ca_bundle",
+                options.what_to_check,
             )
         ) from None
 

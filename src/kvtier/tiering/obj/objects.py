@@ -2,6 +2,7 @@
 
 PREFIX/kvtier/1/<fingerprint>/<key>    a block: the seal, then the payload. The key is in hex digits
 PREFIX/kvtier/1/private/<engine>/...   the same, of namespaces that only this engine reads
+PREFIX/kvtier/1/made-of/<fingerprint>  what a namespace is made of
 
 The version of the stored format is part of each name, so that releases with another one neither
 find nor touch these blocks. No error's text is passed on: it may quote a signed URL.
@@ -23,10 +24,19 @@ from kvtier.tiering.remote.errors import FailureKind, NotAllowed, ServerFailure
 if TYPE_CHECKING:
     from kvtier.tiering.obj.options import ObjOptions
 
-__all__ = ["BLOCKS", "PRIVATE", "Objects", "object_name", "open_objects"]
+__all__ = [
+    "BLOCKS",
+    "DESCRIPTIONS",
+    "PRIVATE",
+    "Objects",
+    "description_name",
+    "object_name",
+    "open_objects",
+]
 
 BLOCKS = "kvtier/1"
 PRIVATE = f"{BLOCKS}/private"
+DESCRIPTIONS = f"{BLOCKS}/made-of"
 _CONNECT_S = 2
 _SILENCE_S = 5
 """How long the service may send nothing."""
@@ -54,6 +64,11 @@ def object_name(folder: str, first: OffloadKey) -> str:
     """The name of the object with a block, or with the blocks from this one on. `folder`: that of
     its namespace."""
     return f"{folder}/{first.hex()}"
+
+
+def description_name(namespace: str) -> str:
+    """The name of the object that says what a namespace is made of."""
+    return f"{DESCRIPTIONS}/{namespace}"
 
 
 class _Known:
@@ -91,7 +106,21 @@ _NOT_ALLOWED = _Known(
     _RIGHTS,
 )
 _NO_BUCKET = _Known("status code: 404", FailureKind.REFUSED, "there is no such bucket", _RIGHTS)
+_METADATA = r"169\.254\.|/latest/api/token|/latest/meta-data|metadata\.google\.internal"
+"""The service of a machine in a cloud that the library asks if it has found no credentials."""
+_NO_CREDENTIALS = "neither the configuration nor the environment has credentials, and the machine's"
 _KNOWN = (
+    _Known(
+        rf"(?:{_METADATA}).*status code: 4",
+        FailureKind.REFUSED,
+        f"{_NO_CREDENTIALS} metadata service gives none",
+        _RIGHTS,
+    ),
+    _Known(
+        _METADATA,
+        FailureKind.UNREACHABLE,
+        f"{_NO_CREDENTIALS} metadata service cannot be reached",
+    ),
     _NOT_ALLOWED,
     _NO_BUCKET,
     _Known(
@@ -242,7 +271,11 @@ class Objects:
             with _explained_failures(FileNotFoundError):
                 obstore.delete(self._store, list(names))
         except FileNotFoundError:
-            pass
+            # Where the service removes one object at a time, the library stops at the first that
+            # is missing.
+            if len(names) > 1:
+                for name in names:
+                    self.remove([name])
 
     def remove_below(self, prefix: str, most_s: float) -> bool:
         """Remove all objects with this prefix, for this time at most. Returns True if none is
@@ -261,13 +294,23 @@ class Objects:
         with _explained_failures():
             yield from obstore.list(self._store, prefix)
 
+    def folders_in(self, prefix: str) -> list[str]:
+        """The names of the folders right below this prefix. Costs a request for each thousand."""
+        import obstore
 
-def open_objects(options: ObjOptions) -> Objects:
-    """Open the place that the options name. Does not connect. Raises `ImportError` without the
-    client library, `OSError` for a file of certificates that cannot be used, and errors of the
-    library for what else is wrong."""
+        with _explained_failures():
+            found = obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+
+def open_objects(options: ObjOptions, *, makes_directory: bool) -> Objects:
+    """Open the place that the options name. Does not connect. `makes_directory`: that of a
+    `file://` URL, if it is missing. Raises `ImportError` without the client library, `ConfigError`
+    for what the environment has, `OSError` for a file of certificates that cannot be used, and
+    errors of the library for what else is wrong."""
     from obstore.store import from_url
 
+    options.require_environment()
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=_REQUEST_S),
         "read_timeout": timedelta(seconds=_SILENCE_S),
@@ -278,7 +321,7 @@ def open_objects(options: ObjOptions) -> Objects:
         ssl.create_default_context(cafile=str(options.ca_bundle))  # names what is wrong with it
         client["root_certificate"] = options.ca_bundle.read_text(errors="replace")
     if options.scheme == "file":
-        return Objects(from_url(options.url, mkdir=True))
+        return Objects(from_url(options.url, mkdir=makes_directory))
     config = {
         name: value
         for option, name in _NAMES[options.scheme].items()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvtier.config import ConfigError, Problem, TierOptions
 from kvtier.config.errors import describe
 from kvtier.config.fields import BOOLEAN, SIZE, TEXT, absolute_path, key, whole_number_up_to
 
-__all__ = ["SCHEMES", "ObjOptions", "shown_url"]
+__all__ = ["SCHEMES", "ObjOptions", "endpoint_in_environment", "shown_url"]
 
 SCHEMES = ("s3", "gs", "az", "file")
 _LEAST_BLOCKS = 8
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""Where the client library looks for the endpoint of S3, the first one first."""
 
 
 def shown_url(url: str) -> str:
@@ -27,14 +30,41 @@ def shown_url(url: str) -> str:
 
 
 def _split(url: str) -> SplitResult | None:
+    return None if _complaint(url) else urlsplit(url)
+
+
+def _complaint(url: str) -> str | None:
+    """What is wrong with a URL, without quoting it: it may have a secret. None: nothing."""
     try:
         parts = urlsplit(url)
     except ValueError:
-        return None
-    if parts.scheme not in SCHEMES or "@" in parts.netloc or parts.query or parts.fragment:
-        return None
-    has_place = bool(parts.path.strip("/")) if parts.scheme == "file" else bool(parts.netloc)
-    return parts if has_place else None
+        return "a URL that cannot be read"
+    if parts.scheme not in SCHEMES:
+        return "a URL of another kind"
+    if "@" in parts.netloc:
+        return "a URL with a user"
+    if parts.query or parts.fragment:
+        return "a URL with a query or fragment"
+    if parts.scheme != "file":
+        return None if parts.netloc else "a URL without a bucket"
+    if parts.netloc:
+        return "a URL with a host, or with a path that does not begin with /"
+    return None if parts.path.strip("/") else "a URL without a path"
+
+
+def endpoint_in_environment() -> tuple[str, str] | None:
+    """The variable that names the endpoint of S3, and its value."""
+    return next(((name, os.environ[name]) for name in _ENDPOINTS if os.environ.get(name)), None)
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # raises if it is not a number
+    except ValueError:
+        return False
+    has_more = "@" in parts.netloc or parts.query or parts.fragment
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not has_more
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +78,10 @@ class ObjOptions(TierOptions):
         in_repr=False,
     )
     endpoint: str | None = key(
-        TEXT, "URL of the service, if it is not Amazon's, Google's or Azure's own.", default=None
+        TEXT,
+        "URL of the service, if it is not Amazon's, Google's or Azure's own.",
+        default=None,
+        in_repr=False,
     )
     region: str | None = key(TEXT, "The region of the bucket.", default=None)
     access_key_id: str | None = key(
@@ -106,12 +139,14 @@ class ObjOptions(TierOptions):
 
     def require_fitting(self, block_bytes: int) -> None:
         """Raise `ConfigError` for keys that contradict each other or leave no room."""
-        if _split(self.url) is None:
+        complaint = _complaint(self.url)
+        if complaint is not None:
             raise ConfigError(
                 Problem(
                     "url",
-                    describe(self.shown_url),
-                    "a bucket or directory, without user, query or fragment",
+                    complaint,
+                    "a bucket or directory (s3://, gs://, az://, file:///), without user, query or "
+                    "fragment",
                     'Write, for example, "s3://kv-cache/llama"; credentials have keys of their own',
                 )
             )
@@ -130,15 +165,8 @@ class ObjOptions(TierOptions):
             raise ConfigError(
                 Problem(missing, "nothing", "both keys or none", "Give the other key, too")
             )
-        if self.endpoint is not None and self.endpoint.startswith("http:") and not self.allow_http:
-            raise ConfigError(
-                Problem(
-                    "endpoint",
-                    describe(self.endpoint),
-                    "a URL that begins with https://",
-                    "Write https://, or set allow_http to true in a network that you trust",
-                )
-            )
+        if self.endpoint is not None:
+            self._require_endpoint(self.endpoint, "")
         if self.max_bytes is not None and self.max_bytes < _LEAST_BLOCKS * block_bytes:
             raise ConfigError(
                 Problem(
@@ -149,3 +177,45 @@ class ObjOptions(TierOptions):
                     "holds many prompts",
                 )
             )
+
+    def require_environment(self) -> None:
+        """Raise `ConfigError` for an endpoint in the environment that cannot be used. The client
+        library panics at some, and would call others a broken connection."""
+        found = endpoint_in_environment()
+        if self.scheme == "s3" and self.endpoint is None and found is not None:
+            name, value = found
+            self._require_endpoint(value, f" in {name}")
+
+    def _require_endpoint(self, endpoint: str, where: str) -> None:
+        is_http = endpoint.startswith("http:")
+        if _is_http_url(endpoint) and (self.allow_http or not is_http):
+            return
+        remedy = "Write the whole URL of the service, such as https://s3.example:9000"
+        if is_http and not self.allow_http:
+            remedy = "Write https://, or set allow_http to true in a network that you trust"
+        allowed = "http:// or https://" if self.allow_http else "https://"
+        raise ConfigError(
+            Problem(
+                "endpoint",
+                f"{describe(endpoint)}{where}",
+                f"a URL that begins with {allowed}, without user and query",
+                remedy,
+            )
+        )
+
+    @property
+    def what_to_check(self) -> str:
+        """What may be wrong if the client library cannot open the URL."""
+        if self.scheme == "file":
+            return "Give a directory, or a path at which the engine may make one"
+        if self.scheme == "az":
+            return (
+                "Check url, endpoint and ca_bundle; the account is in access_key_id, or in "
+                "AZURE_STORAGE_ACCOUNT_NAME"
+            )
+        return "Check url, endpoint, region and ca_bundle"
+
+    @property
+    def directory(self) -> Path | None:
+        """Where `file://` keeps blocks; None for a service."""
+        return Path(unquote(urlsplit(self.url).path)) if self.scheme == "file" else None

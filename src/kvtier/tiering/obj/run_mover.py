@@ -34,7 +34,7 @@ class RunReader:
         self._objects = objects
         self._blocks_per_run = blocks_per_run
 
-    def look(self, folder: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
+    def find(self, folder: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
         """Tell for each of these blocks of a prompt if it is there, up to the first that is not.
         May raise `ServerFailure`."""
         position = num_waves = 0

@@ -115,13 +115,22 @@ def read_header(content: bytes, asked: int) -> Run | int | SealFailure:
     unchecked = _HEAD.pack(magic, version, block_bytes, size, count, 0)
     if xxh3_64_intdigest(unchecked + names) != checksum:
         return SealFailure.HEADER
+    keys = _keys_in(names, count)
+    return SealFailure.HEADER if keys is None else Run(keys, block_bytes, size)
+
+
+def _keys_in(names: bytes, count: int) -> tuple[OffloadKey, ...] | None:
+    """The keys in a header; None if they do not fill it. Everyone who can write the object can
+    make a checksum for any header."""
     keys = []
     at = 0
     for _ in range(count):
-        (length,) = _KEY_LENGTH.unpack_from(names, at)
-        at += _KEY_LENGTH.size + length
-        keys.append(OffloadKey(names[at - length : at]))
-    return Run(tuple(keys), block_bytes, size)
+        start = at + _KEY_LENGTH.size
+        if start > len(names):
+            return None
+        at = start + _KEY_LENGTH.unpack_from(names, start - _KEY_LENGTH.size)[0]
+        keys.append(OffloadKey(names[start:at]))
+    return tuple(keys) if at == len(names) else None
 
 
 class RunIndex:

@@ -11,6 +11,7 @@ from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES
 from kvtier.tiering.obj.janitor import Janitor, JanitorTimes
 from kvtier.tiering.obj.mover import BlockPerObjectMover
+from kvtier.tiering.obj.namespaces import ObjNamespaces
 from kvtier.tiering.obj.objects import BLOCKS, PRIVATE, Objects, object_name
 from kvtier.tiering.obj.run_mover import RunMover, RunReader
 from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
@@ -50,11 +51,11 @@ class ObjServer(BlockServer):
         if max_bytes is not None:
             self.janitor = Janitor(objects, max_bytes, engine, errors, times)
         self.errors = errors
+        self.namespaces = ObjNamespaces(objects)
         self._objects = objects
         self._block_bytes = SEAL_BYTES + row_bytes
         self._shared = shared
         self._engine = engine
-        self.is_closed = False
         self._has_private = False
         self._reader: RunReader | None = None
         if blocks_per_run > 1:
@@ -75,9 +76,6 @@ class ObjServer(BlockServer):
             return RunMover(tier, self, self._objects, self._reader)
         return BlockPerObjectMover(tier, self, self._objects)
 
-    def interrupt(self) -> None:
-        self.is_closed = True
-
     def close(self) -> None:
         if self.janitor is not None:
             self.janitor.stop()
@@ -86,16 +84,12 @@ class ObjServer(BlockServer):
                 self._objects.remove_below(f"{PRIVATE}/{self._engine}", _LONGEST_END_S)
         self._objects.close()
 
-    def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
+    def find(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
         folder = self.folder_of(namespace)
-        look = self._look_for_blocks if self._reader is None else self._reader.look
-        try:
-            yield from look(folder, keys)
-        except ServerFailure as failure:
-            self.errors.note(failure)
-            yield False
+        find = self._find_blocks if self._reader is None else self._reader.find
+        yield from find(folder, keys)
 
-    def _look_for_blocks(self, folder: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
+    def _find_blocks(self, folder: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
         start = 0
         for size in _WAVES:
             some = keys[start : start + size]

@@ -76,23 +76,41 @@ class ServerErrors:
         self.where = where
         self._lock = threading.Lock()
         self._counts: Counter[FailureKind] = Counter()
-        self._log_at: dict[FailureKind, float] = {}
+        self._log_at: dict[FailureKind | None, float] = {}
 
     def note(self, failure: ServerFailure) -> None:
         """Count a failure, and log it unless one of its kind was logged within a minute."""
-        now = time.monotonic()
         with self._lock:
             self._counts[failure.kind] += 1
-            is_new = now >= self._log_at.get(failure.kind, now)
-            if is_new:
-                self._log_at[failure.kind] = now + _LOG_AGAIN_S
-        if is_new:
+        if self._is_new(failure.kind):
             logger.warning(
                 "%s: %s. Meanwhile, the engine computes blocks that it cannot load, and the server "
                 "is tried again. Logged at most once a minute",
                 self.where,
                 printable(str(failure)),
             )
+
+    def note_unexpected(self, error: Exception) -> None:
+        """Count an error that nobody has foreseen as an answer that is none, and log it with its
+        traceback, at most once a minute."""
+        with self._lock:
+            self._counts[FailureKind.GARBAGE] += 1
+        if self._is_new(None):
+            logger.error(
+                "%s: an unexpected error. The blocks that it concerns are computed. Logged at most "
+                "once a minute",
+                self.where,
+                exc_info=error,
+            )
+
+    def _is_new(self, kind: FailureKind | None) -> bool:
+        """False if one of this kind was logged within a minute. `None`: an unexpected error."""
+        now = time.monotonic()
+        with self._lock:
+            is_new = now >= self._log_at.get(kind, now)
+            if is_new:
+                self._log_at[kind] = now + _LOG_AGAIN_S
+        return is_new
 
     def take(self) -> Counter[FailureKind]:
         """The failures since the last call, by kind."""

@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from kvtier import seal
 from kvtier.base import OffloadKey
+from kvtier.config import NamespaceDescription
 from kvtier.config.sizes import as_size
 from kvtier.tiering.inspection import (
+    GarbageCollection,
     InspectionRefused,
     Listing,
     Order,
@@ -57,6 +59,9 @@ class RemoteStorage(ABC):
     """What a server keeps, for one command. Every method may raise `ServerFailure`. `read` is
     called by several threads."""
 
+    facts_in_bytes: ClassVar[frozenset[str]] = frozenset()
+    """Those of `facts` that are sizes; 0 means that there is none."""
+
     @abstractmethod
     def scan(self) -> Iterable[RemoteBlock]:
         """All blocks, in any order."""
@@ -68,6 +73,14 @@ class RemoteStorage(ABC):
     @abstractmethod
     def remove(self, places: Sequence[str]) -> None:
         """Remove values. Those that are gone are ignored."""
+
+    @abstractmethod
+    def description(self, namespace: str) -> bytes | None:
+        """What has the place of a namespace's description; None if there is nothing."""
+
+    @abstractmethod
+    def remove_descriptions(self, namespaces: Sequence[str]) -> None:
+        """Remove descriptions. Those that are gone are ignored."""
 
     @abstractmethod
     def facts(self) -> Mapping[str, Any]:
@@ -89,6 +102,8 @@ class RemoteInspector(TierInspector):
         self.kind = kind
         self.location = location
         self._storage = storage
+        self._names: Sequence[str] = ()
+        """The namespaces that the last scan has found."""
 
     def close(self) -> None:
         self._storage.close()
@@ -100,9 +115,9 @@ class RemoteInspector(TierInspector):
             found = list(self._storage.scan())
         except ServerFailure as failure:
             raise self._refusal(failure) from None
+        self._names = names = sorted({block.namespace for block in found})
         if namespace is None:
             return found
-        names = sorted({block.namespace for block in found})
         wanted = set(matching_namespaces(names, namespace))
         return [block for block in found if block.namespace in wanted]
 
@@ -140,12 +155,28 @@ class RemoteInspector(TierInspector):
                 for (name, is_private), some in by_size
             ],
         }
-        lines = [self.location, f"blocks      {len(blocks)}, {as_size(num_bytes)}"]
-        lines += [f"{name.replace('_', ' '):<12}{value}" for name, value in facts.items()]
+        lines = [self.location, f"{'blocks':<18}{len(blocks)}, {as_size(num_bytes)}"]
+        lines += [f"{name.replace('_', ' '):<18}{value}" for name, value in self._shown(facts)]
         for (name, is_private), some in by_size:
             private = ", private to one engine after a reset" if is_private else ""
             lines.append(f"  {name}  {len(some)} blocks, {as_size(_bytes_of(some))}{private}")
         return Report(document, lines)
+
+    def _shown(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in facts.items():
+            is_size = name in self._storage.facts_in_bytes
+            yield name, (as_size(value) if value else "none") if is_size else value
+
+    def descriptions(self) -> Mapping[str, NamespaceDescription]:
+        found: dict[str, NamespaceDescription] = {}
+        try:
+            for name in self._names:
+                content = self._storage.description(name)
+                if content and (description := NamespaceDescription.decode(content, name)):
+                    found[name] = description
+        except ServerFailure as failure:
+            raise self._refusal(failure) from None
+        return found
 
     def blocks(self, namespace: str | None, order: Order, limit: int | None) -> Listing:
         found = self._scan(namespace)
@@ -156,6 +187,11 @@ class RemoteInspector(TierInspector):
         elif order is Order.PLACE:
             ranked.sort(key=lambda each: each[1].place)
         return Listing(len(ranked), self._described(islice(ranked, limit)))
+
+    def keys(self, namespace: str | None) -> Iterator[tuple[str, OffloadKey]]:
+        for block in self._scan():
+            if not block.is_private and block.namespace.startswith((namespace or "").lower()):
+                yield block.namespace, block.key
 
     def _described(self, ranked: Iterable[tuple[int, RemoteBlock]]) -> Iterator[StoredBlock]:
         for rank, block in ranked:
@@ -195,6 +231,8 @@ class RemoteInspector(TierInspector):
                 freed_bytes += _bytes_of(some)
                 on_progress(num_removed, len(blocks))
             is_complete = num_removed == len(blocks)
+            if is_complete:
+                self._storage.remove_descriptions(sorted({block.namespace for block in blocks}))
         document = {
             "path": self.location,
             "complete": is_complete,
@@ -206,6 +244,12 @@ class RemoteInspector(TierInspector):
         if not is_complete:
             lines.append("It was ended by Ctrl-C: the other blocks are still there.")
         return Report(document, lines, is_complete)
+
+    def find_garbage(self, namespaces: Sequence[str], older_than_s: int) -> GarbageCollection:
+        raise InspectionRefused(
+            f"{self.location} needs no gc: ended engines leave nothing there that would have to be "
+            "counted. To remove the blocks of one model, use `kvtier store clear --namespace`"
+        )
 
 
 def _bytes_of(blocks: Iterable[RemoteBlock]) -> int:

@@ -6,7 +6,6 @@ fails, the lane fails its units at once for a growing pause, so that nobody wait
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,8 +22,6 @@ from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
 
 __all__ = ["BlockMover", "Pause", "RemoteLane", "RemoteTransfer"]
 
-logger = logging.getLogger(__name__)
-
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 _Piece: TypeAlias = Piece[OffloadKey]
@@ -36,8 +33,6 @@ class RemoteTransfer(Transfer[OffloadKey]):
 
     namespace: str = ""
     """The namespace of the blocks."""
-    is_private: bool = False
-    """True if no other engine and no later one reads this namespace."""
     stored: list[OffloadKey] = field(default_factory=list)
     """A store: the blocks that were not there before."""
     refused: list[OffloadKey] = field(default_factory=list)
@@ -134,8 +129,9 @@ class RemoteLane:
             if not self._work.is_stopping:
                 self._pause.begin()
                 self._errors.note(failure)
-        except Exception:
-            logger.exception("%s: a block could not be moved", self._errors.where)
+        except Exception as error:
+            self._pause.begin()
+            self._errors.note_unexpected(error)
         finally:
             keys = {key for _, key in done}
             failed = [piece for piece in unit.pieces if piece[1] not in keys]

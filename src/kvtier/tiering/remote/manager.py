@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtier.base import (
@@ -27,12 +27,14 @@ from kvtier.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from kvtier.tiering.io.lookups import LookupCache
 from kvtier.tiering.io.metrics import definitions
 from kvtier.tiering.io.queue import Transfer, WorkQueue
-from kvtier.tiering.remote.errors import FailureKind, ServerErrors
+from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
 from kvtier.tiering.remote.lane import BlockMover, RemoteLane, RemoteTransfer
+from kvtier.tiering.remote.namespaces import NamespaceKeeper, NamespaceStorage
 from kvtier.tiering.remote.uses import UseReports
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
+    from kvtier.tiering.inspection import Report
 
 __all__ = ["LONGEST_KEY", "BlockServer", "RemoteTierManager", "metrics_of", "namespace_of"]
 
@@ -77,25 +79,43 @@ class BlockServer(ABC):
     that they return are called on the tier's threads."""
 
     errors: ServerErrors
+    namespaces: NamespaceStorage
     num_lookup_threads = 2
     looked_up_at_once = 128
-    """Blocks of a prompt that one call of `look` gets at most."""
+    """Blocks of a prompt that one call of `find` gets at most."""
+    is_closed = False
+    """True after `interrupt`."""
 
     @abstractmethod
     def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
         """Return the mover of a new lane. Must not connect yet."""
 
     @abstractmethod
-    def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterable[bool]:
-        """See `kvtier.tiering.io.lookups.Look`. Called by several threads."""
+    def find(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterable[bool]:
+        """Tell for each of these blocks of a prompt if it is there. May be lazy, and end at the
+        first that is not. May raise `ServerFailure`. Called by several threads."""
+
+    def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterator[bool]:
+        """See `kvtier.tiering.io.lookups.Look`. Does not raise: its thread would end, and no block
+        would ever be found again."""
+        try:
+            yield from self.find(namespace, keys)
+        except ServerFailure as failure:
+            if not self.is_closed:
+                self.errors.note(failure)
+            yield False
+        except Exception as error:
+            self.errors.note_unexpected(error)
+            yield False
 
     @abstractmethod
     def touch(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """See `kvtier.tiering.remote.uses.Touch`."""
 
-    @abstractmethod
     def interrupt(self) -> None:
-        """Let calls that wait fail now, and all later ones at once. Called at shutdown."""
+        """Let calls that wait fail now if possible, and all later ones at once. Called at
+        shutdown."""
+        self.is_closed = True
 
     @abstractmethod
     def close(self) -> None:
@@ -112,6 +132,8 @@ class RemoteTierManager(SecondaryTierManager):
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
     metric_prefix: ClassVar[str]
+    schemes: ClassVar[Sequence[str]] = ()
+    """How URLs of such a server begin."""
 
     def __init__(
         self,
@@ -129,7 +151,6 @@ class RemoteTierManager(SecondaryTierManager):
         self._server = server
         self._errors = server.errors
         self._namespace = namespace_of(self.fingerprint)
-        self._is_private = False
         self._counters: Counter[str] = Counter()
         self._results: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
@@ -152,6 +173,13 @@ class RemoteTierManager(SecondaryTierManager):
         self._uses = UseReports(
             f"kvtier-{tier_type}-uses", server.touch, self._errors, self._writing.__contains__
         )
+        self._keeper = NamespaceKeeper(
+            f"kvtier-{tier_type}-namespaces",
+            server.errors.where,
+            server.namespaces,
+            self.describe_namespace(),
+        )
+        self._start_remark = self._keeper.get_remark
         self._lanes = [
             RemoteLane(
                 name=f"kvtier-{tier_type}-{kind}-{number}",
@@ -167,6 +195,7 @@ class RemoteTierManager(SecondaryTierManager):
         try:
             self._lookups.start()
             self._uses.start()
+            self._keeper.start()
             for lane in self._lanes:
                 lane.start()
         except BaseException:
@@ -201,7 +230,6 @@ class RemoteTierManager(SecondaryTierManager):
         """Leave earlier blocks to other engines, and use a private namespace from now on."""
         super().begin_epoch(fingerprint)
         self._report_removed(list(self._announced))
-        self._is_private = True
         self._namespace = namespace_of(fingerprint)
         self._lookups.look_into(self._namespace)
         self._uses.absent.clear()
@@ -223,11 +251,7 @@ class RemoteTierManager(SecondaryTierManager):
         self._counters["refused_blocks"] += len(todo) - len(pieces)
         self._writing.update(key for _, key in pieces)
         self._num_queued += len(pieces)
-        self._work.submit(
-            RemoteTransfer(
-                job, pieces, here, namespace=self._namespace, is_private=self._is_private
-            )
-        )
+        self._work.submit(RemoteTransfer(job, pieces, here, namespace=self._namespace))
 
     def submit_load(self, job: TransferJob) -> None:
         pieces: list[tuple[int, OffloadKey]] = []
@@ -257,6 +281,8 @@ class RemoteTierManager(SecondaryTierManager):
             self._counters["failed_blocks"] += len(transfer.failed) - len(transfer.refused)
         self._counters["vanished_blocks"] += len(transfer.gone)
         done = transfer.here + [key for _, key in transfer.done]
+        if done:
+            self._keeper.note_use(transfer.namespace)
         success = len(done) == len(job.keys)
         self._results.append(
             JobResult(
@@ -295,6 +321,7 @@ class RemoteTierManager(SecondaryTierManager):
             lane.join()
         self._lookups.stop()
         self._uses.stop()
+        self._keeper.stop()
         self._server.close()
         self.rows.release()
 
@@ -315,6 +342,18 @@ class RemoteTierManager(SecondaryTierManager):
         self._events.append(OffloadingEvent(keys, Medium.STORAGE, True, self.locality))
         for key in keys:
             self._announced.pop(key, None)
+
+    @classmethod
+    def init_storage(cls, location: str) -> Report | None:
+        from kvtier.tiering.inspection import InspectionRefused
+
+        # The URL may have a secret, so it is not shown.
+        if location.lower().startswith(tuple(f"{scheme}://" for scheme in cls.schemes)):
+            raise InspectionRefused(
+                "a server or bucket needs no init: engines write into it as it is. A bucket is "
+                "made with the tools of its service"
+            )
+        return None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events, self._events = self._events, []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,8 +13,6 @@ from kvtier.tiering.remote.errors import ServerErrors, ServerFailure
 from kvtier.tiering.remote.lane import Pause
 
 __all__ = ["Touch", "UseReports"]
-
-logger = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
 _MAX_WAITING = 65_536
@@ -85,5 +82,6 @@ class UseReports:
             if not self._stopped.is_set():
                 self._pause.begin()
                 self._errors.note(failure)
-        except Exception:
-            logger.exception("%s: uses of blocks could not be reported", self._errors.where)
+        except Exception as error:
+            self._pause.begin()
+            self._errors.note_unexpected(error)

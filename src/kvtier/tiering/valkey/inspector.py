@@ -11,10 +11,20 @@ from typing import Any
 
 from kvtier.base import OffloadKey
 from kvtier.config import ConfigError
+from kvtier.config.namespace import DESCRIPTION_BYTES
 from kvtier.tiering.inspection import InspectionRefused
 from kvtier.tiering.remote.inspector import RemoteBlock, RemoteInspector, RemoteStorage
 from kvtier.tiering.valkey.options import SCHEMES, ValkeyOptions
-from kvtier.tiering.valkey.servers import credentials, explained_failures, tls_settings
+from kvtier.tiering.valkey.servers import (
+    Servers,
+    connect_to,
+    credentials,
+    description_key,
+    explained_failures,
+    failure_of,
+    tls_settings,
+)
+from kvtier.tiering.valkey.wire import Refusal, command
 
 __all__ = ["open_server"]
 
@@ -31,21 +41,24 @@ def open_server(location: str, install: str) -> RemoteInspector | None:
     options = ValkeyOptions(url=location)
     try:
         options.require_fitting()
-        storage = _Server(options)
+        storage = _Server(options, connect_to(options))
     except ImportError:
         raise InspectionRefused(f"{options.shown_url} needs valkey: {install}") from None
     except ConfigError as refused:
-        raise InspectionRefused(f"{options.shown_url}: {refused}") from None
+        raise InspectionRefused(str(refused)) from None
     return RemoteInspector("valkey", options.shown_url, storage)
 
 
 class _Server(RemoteStorage):
     """Connects when it is first used."""
 
-    def __init__(self, options: ValkeyOptions) -> None:
+    facts_in_bytes = frozenset(("used_memory", "maxmemory"))
+
+    def __init__(self, options: ValkeyOptions, servers: Servers) -> None:
         import valkey
 
         self._library = valkey
+        self._servers = servers
         self._url = options.url
         self._given: dict[str, Any] = {
             "socket_timeout": _TIMEOUT_S,
@@ -57,12 +70,27 @@ class _Server(RemoteStorage):
     @property
     def _client(self) -> Any:
         if self._connected is None:
+            self._require_server()
             client: Any = self._library.Valkey.from_url(self._url, **self._given)
             if client.info("cluster").get("cluster_enabled"):
                 client.close()
                 client = self._library.ValkeyCluster.from_url(self._url, **self._given)
             self._connected = client
         return self._connected
+
+    def _require_server(self) -> None:
+        """Raise `ServerFailure` within some seconds if the server cannot be used. The client
+        library waits much longer, because some commands take their time."""
+        wire = self._servers.connect("")
+        try:
+            wire.expect_answers()
+            wire.send([command(b"PING")])
+            wire.read()
+        except Refusal as refusal:
+            if refusal.code != "NOPERM":
+                raise failure_of(refusal) from None
+        finally:
+            wire.close()
 
     def scan(self) -> Iterator[RemoteBlock]:
         with explained_failures():
@@ -104,6 +132,16 @@ class _Server(RemoteStorage):
             for place in places:
                 commands.unlink(_name_of(place))
             commands.execute()
+
+    def description(self, namespace: str) -> bytes | None:
+        with explained_failures():
+            key = description_key(namespace)
+            return bytes(self._client.getrange(key, 0, DESCRIPTION_BYTES)) or None
+
+    def remove_descriptions(self, namespaces: Sequence[str]) -> None:
+        with explained_failures():
+            for namespace in namespaces:
+                self._client.unlink(description_key(namespace))
 
     def facts(self) -> Mapping[str, Any]:
         with explained_failures():

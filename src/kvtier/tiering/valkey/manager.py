@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier.base import MetricDefinition
@@ -16,13 +17,14 @@ from kvtier.tiering.base import TierRefused
 from kvtier.tiering.remote.errors import NotAllowed, ServerErrors, trying_at_start
 from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of
 from kvtier.tiering.valkey.mover import ValkeyServer
-from kvtier.tiering.valkey.options import ValkeyOptions
+from kvtier.tiering.valkey.options import SCHEMES, ValkeyOptions
 from kvtier.tiering.valkey.servers import Servers, connect_to, failure_of
 from kvtier.tiering.valkey.wire import Refusal, Wire, command
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.tiering.remote.inspector import RemoteInspector
+    from kvtier.tiering.trial import TrialBlocks
 
 __all__ = ["INSTALL", "ValkeySecondaryTierManager", "log_in"]
 
@@ -44,6 +46,7 @@ class ValkeySecondaryTierManager(RemoteTierManager):
     """A tier that keeps each block as a string in a Valkey or Redis server."""
 
     metric_prefix: ClassVar[str] = "kvtier_valkey"
+    schemes: ClassVar[Sequence[str]] = SCHEMES
     options_cls = ValkeyOptions
 
     def __init__(
@@ -70,6 +73,14 @@ class ValkeySecondaryTierManager(RemoteTierManager):
         from kvtier.tiering.valkey.inspector import open_server
 
         return open_server(location, INSTALL)
+
+    @classmethod
+    def prepare_trial(
+        cls, keys: Mapping[str, Any], blocks: TrialBlocks
+    ) -> AbstractContextManager[Mapping[str, Any]]:
+        from kvtier.tiering.valkey.trial import trial_server
+
+        return trial_server(keys, blocks)
 
     @classmethod
     def build_metric_definitions(
@@ -124,10 +135,10 @@ def _try_rights(wire: Wire, options: ValkeyOptions) -> None:
         # Keys of many slots: a server of a cluster has only some of them.
         *([b"STRLEN", b"%b:%d" % (key, number)] for number in range(_NUM_SLOTS_TRIED)),
     ]
+    # Together, so that a server that is far away or slow holds up the start for one answer.
+    wire.send([b"".join(command(*words) for words in attempts)])
     for words in attempts:
         try:
-            wire.expect_answers()
-            wire.send([command(*words)])
             wire.read()
         except Refusal as refusal:
             _judge(refusal, words[0].decode(), options)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.base import OffloadKey
@@ -19,6 +19,7 @@ from kvtier.tiering.io.queue import Piece
 from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
 from kvtier.tiering.remote.lane import BlockMover, RemoteTransfer
 from kvtier.tiering.remote.manager import BlockServer, namespace_of
+from kvtier.tiering.valkey.namespaces import ValkeyNamespaces
 from kvtier.tiering.valkey.servers import Node, Servers, block_key, failure_of
 from kvtier.tiering.valkey.wire import Refusal, TooLong, Wire, command
 
@@ -59,7 +60,6 @@ class Wires:
         self._breaks = breaks
         self._breaks_seen = breaks.count
         self._wires: dict[Node, Wire] = {}
-        self._is_closed = False
 
     def by_node(self, items: Iterable[T], key_of: Callable[[T], bytes]) -> dict[Node, list[T]]:
         """Group items by the server of their keys."""
@@ -75,11 +75,7 @@ class Wires:
             self._breaks_seen = self._breaks.count
         wire = self._wires.get(node)
         if wire is None:
-            if self._is_closed:
-                raise ServerFailure(FailureKind.UNREACHABLE, "the tier is closed")
             wire = self._wires[node] = self._servers.connect(node)
-            if self._is_closed:  # meanwhile, so `interrupt` has not seen this connection
-                wire.interrupt()
         wire.expect_answers()
         return wire
 
@@ -89,21 +85,22 @@ class Wires:
         for wire in wires.values():
             wire.close()
 
-    def recover(self, failure: ServerFailure) -> None:
-        """A server has failed. Close all connections, because answers may still be under way in
-        them, and look again where the servers are."""
-        self.close()
-        if failure.kind in (FailureKind.SILENT, FailureKind.UNREACHABLE):
-            self._breaks.count += 1
-        if not self._is_closed:
+    @contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Around calls of servers. If one fails, close all connections, because answers may still
+        be under way in them, and look again where the servers are."""
+        try:
+            yield
+        except ServerFailure as failure:
+            self.close()
+            if failure.kind in (FailureKind.SILENT, FailureKind.UNREACHABLE):
+                self._breaks.count += 1
             with suppress(ServerFailure):
                 self._servers.refresh()
-
-    def interrupt(self) -> None:
-        """Let calls that wait fail, and make no more connections. Any thread."""
-        self._is_closed = True
-        for wire in list(self._wires.values()):
-            wire.interrupt()
+            raise
+        except BaseException:
+            self.close()
+            raise
 
 
 def _number_in(answer: int | bytes | Refusal | None) -> int | None:
@@ -140,9 +137,7 @@ class ValkeyServer(BlockServer):
         self._local = threading.local()
         self._shared_namespace: str | None = None
         self._opened: list[Wires] = []
-        self._is_interrupted = False
-        self._lock = threading.Lock()
-        """Protects these two."""
+        self.namespaces = ValkeyNamespaces(servers, self._open(), self._ttl_ms)
 
     def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
         self._shared_namespace = namespace_of(tier.fingerprint)
@@ -156,10 +151,7 @@ class ValkeyServer(BlockServer):
 
     def _open(self) -> Wires:
         wires = Wires(self._servers, self._breaks)
-        with self._lock:
-            self._opened.append(wires)
-            if self._is_interrupted:
-                wires.interrupt()
+        self._opened.append(wires)
         return wires
 
     @property
@@ -171,21 +163,15 @@ class ValkeyServer(BlockServer):
         return wires
 
     def interrupt(self) -> None:
-        with self._lock:
-            self._is_interrupted = True
-            for wires in self._opened:
-                wires.interrupt()
+        super().interrupt()
+        self._servers.interrupt()
 
     def close(self) -> None:
         for wires in self._opened:
             wires.close()
 
-    def look(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterable[bool]:
-        try:
-            lengths = self._ask(namespace, keys, lambda key: command(b"STRLEN", key))
-        except ServerFailure as failure:
-            self.errors.note(failure)
-            return [False] * len(keys)
+    def find(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterable[bool]:
+        lengths = self._ask(namespace, keys, lambda key: command(b"STRLEN", key))
         # Something else than a block, however large, is not one of ours.
         return [lengths[key] == self._block_bytes for key in keys]
 
@@ -207,16 +193,13 @@ class ValkeyServer(BlockServer):
         another type."""
         wires = self._own
         found: dict[OffloadKey, int | None] = {}
-        try:
+        with wires.recovering():
             by_node = wires.by_node(keys, lambda key: block_key(namespace, key))
             for node, some in by_node.items():
                 commands = [words(block_key(namespace, key)) for key in some]
                 answers = _answers_to(wires.to(node), commands)
                 for key, answer in zip(some, answers, strict=True):
                     found[key] = _number_in(answer)
-        except ServerFailure as failure:
-            wires.recover(failure)
-            raise
         return found
 
 
@@ -246,7 +229,7 @@ class _ValkeyMover(BlockMover):
         self, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
     ) -> list[Piece[OffloadKey]]:
         done: list[Piece[OffloadKey]] = []
-        try:
+        with self._wires.recovering():
             for node, some in self._by_node(transfer, pieces).items():
                 left = deque(some)
                 while left:
@@ -256,9 +239,6 @@ class _ValkeyMover(BlockMover):
                         self._refuse(transfer, left.popleft()[1], SealFailure.LENGTH)
                         self._wires.close()
             self._remove_damaged()
-        except ServerFailure as failure:
-            self._wires.recover(failure)
-            raise
         return done
 
     def _by_node(
@@ -354,13 +334,10 @@ class _ValkeyMover(BlockMover):
     def store(
         self, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
     ) -> list[Piece[OffloadKey]]:
-        try:
-            done: list[Piece[OffloadKey]] = []
+        done: list[Piece[OffloadKey]] = []
+        with self._wires.recovering():
             for node, some in self._by_node(transfer, pieces).items():
                 done += self._store_to(self._wires.to(node), transfer, some)
-        except ServerFailure as failure:
-            self._wires.recover(failure)
-            raise
         return done
 
     def _store_to(

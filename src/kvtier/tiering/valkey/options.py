@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from kvtier.config import ConfigError, Problem, TierOptions
 from kvtier.config.errors import describe
@@ -34,17 +34,33 @@ def shown_url(url: str) -> str:
 
 
 def _split(url: str) -> SplitResult | None:
-    """The parts of a URL; None if it is not one of a server. One with an "@" after the address is
-    none either: the password was not percent-encoded, and its end would be shown."""
+    """The parts of a URL; None if it is not one of a server."""
+    return None if _complaint(url) else urlsplit(url)
+
+
+def _complaint(url: str) -> str | None:
+    """What is wrong with a URL, without quoting it: it may have a secret. None: nothing."""
+    if not url.lower().startswith(tuple(f"{each}://" for each in SCHEMES)):
+        return "a URL of another kind"
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises if it is not a number
         (parts.hostname or "").encode("idna")
     except ValueError:
-        return None
-    if "@" in f"{parts.query}{parts.fragment}{'' if parts.scheme == 'unix' else parts.path}":
-        return None
-    return parts if url.lower().startswith(tuple(f"{each}://" for each in SCHEMES)) else None
+        return "a URL that cannot be read"
+    is_socket = parts.scheme == "unix"
+    # The password was not percent-encoded, and its end would be shown.
+    if "@" in f"{parts.query}{parts.fragment}{'' if is_socket else parts.path}":
+        return 'a URL with an "@" after the address'
+    if is_socket and parts.netloc and "@" not in parts.netloc:
+        return "a URL with a host, which a socket has not"
+    try:
+        _ = parts.port
+    except ValueError:
+        return "a URL whose port is not a number up to 65535"
+    database = parts.path.strip("/")
+    if not is_socket and database and not (database.isascii() and database.isdecimal()):
+        return "a URL whose database is not a number"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +132,24 @@ class ValkeyOptions(TierOptions):
     def has_secret(self) -> bool:
         """True if these keys have a password."""
         parts = _split(self.url)
-        return self.password is not None or (parts is not None and parts.password is not None)
+        if self.password is not None or parts is None:
+            return self.password is not None
+        return parts.password is not None or "password" in parse_qs(parts.query)
 
     @property
     def uses_tls(self) -> bool:
-        return self.url.startswith(("valkeys://", "rediss://"))
+        parts = _split(self.url)
+        return parts is not None and parts.scheme in ("valkeys", "rediss")
 
     def require_fitting(self) -> None:
         """Raise `ConfigError` for keys that contradict each other."""
-        parts = _split(self.url)
+        parts, complaint = _split(self.url), _complaint(self.url)
         if parts is None or (parts.scheme == "unix" and not parts.path):
             allowed = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise ConfigError(
                 Problem(
                     "url",
-                    describe(shown_url(self.url)) if parts else "something else",
+                    complaint or describe(self.shown_url),
                     f"a URL that begins with {allowed}",
                     'Write, for example, "valkey://cache.example:6379", or '
                     '"unix:///run/valkey.sock". Percent-encode a password in it, or put it into '

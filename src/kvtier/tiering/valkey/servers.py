@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from kvtier.base import OffloadKey
 from kvtier.config import ConfigError, Problem
@@ -29,6 +30,7 @@ __all__ = [
     "block_key",
     "connect_to",
     "credentials",
+    "description_key",
     "explained_failures",
     "failure_of",
     "tls_settings",
@@ -57,6 +59,11 @@ def block_key(namespace: str, key: OffloadKey) -> bytes:
     return b"%b%b:%b" % (_PREFIX, namespace.encode(), key)
 
 
+def description_key(namespace: str) -> bytes:
+    """The key of what a namespace is made of."""
+    return b"%bmade-of:%b" % (_PREFIX, namespace.encode())
+
+
 class Servers(Protocol):
     """Where the blocks are. Any thread."""
 
@@ -71,6 +78,9 @@ class Servers(Protocol):
 
     def nodes(self) -> Iterable[Node]:
         """All servers that have keys. Raises `ServerFailure`."""
+
+    def interrupt(self) -> None:
+        """Let calls of all connections that wait fail now, and make no more connections."""
 
 
 def connect_to(options: ValkeyOptions) -> Servers:
@@ -148,7 +158,7 @@ def _explained(error: Exception) -> ServerFailure:
         if isinstance(link, exceptions.ConnectionError | OSError):
             reason = _reason_of(links)
             return ServerFailure(FailureKind.UNREACHABLE, f"cannot connect{reason}")
-    return ServerFailure(FailureKind.GARBAGE, "the server's answer is none")
+    return ServerFailure(FailureKind.GARBAGE, "the answer is not that of a Valkey or Redis server")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -196,7 +206,9 @@ class _Dialer:
         try:
             pool: Any = ConnectionPool.from_url(options.url, **_settings(options))
             made = pool.connection_class(**pool.connection_kwargs)
-        except (TypeError, ValueError):
+        except ImportError:
+            raise
+        except Exception:  # whatever the library makes of a value that it does not check
             raise ConfigError(
                 Problem(
                     "url",
@@ -212,6 +224,11 @@ class _Dialer:
         words = (made.username, made.password or "") if made.username else (made.password,)
         self._credentials = [word.encode() for word in words if word is not None]
         self._database = int(made.db or 0)
+        self._lock = threading.Lock()
+        """Protects what follows."""
+        self._wires: WeakSet[Wire] = WeakSet()
+        """All connections that are in use."""
+        self._is_interrupted = False
 
     def dial(self, node: Node = "") -> Wire:
         """Connect to this server, or to that of the URL, and log in. Raises `ServerFailure`."""
@@ -236,8 +253,22 @@ class _Dialer:
         if node:
             host, _, port = node.rpartition(":")
             given = given | {"host": host, "port": int(port)}
+        if self._is_interrupted:
+            raise ServerFailure(FailureKind.UNREACHABLE, "the tier is closed")
         with explained_failures():
-            return Wire(self._connection_cls(**given)._connect())
+            wire = Wire(self._connection_cls(**given)._connect())
+        with self._lock:
+            self._wires.add(wire)
+            if self._is_interrupted:  # meanwhile, so `interrupt` has not seen this connection
+                wire.interrupt()
+        return wire
+
+    def interrupt(self) -> None:
+        """Let calls of all connections that wait fail now, and make no more."""
+        with self._lock:
+            self._is_interrupted = True
+            for wire in self._wires:
+                wire.interrupt()
 
     def authenticate(self, wire: Wire) -> None:
         """Log in, if there is a user or a password."""
@@ -281,6 +312,9 @@ class _Single:
     def nodes(self) -> Iterable[Node]:
         return ("",)
 
+    def interrupt(self) -> None:
+        self._dialer.interrupt()
+
 
 class _Sentinel:
     """Asks a Sentinel for the primary at each connection: after a failover, lanes connect anew. If
@@ -303,6 +337,9 @@ class _Sentinel:
     def nodes(self) -> Iterable[Node]:
         return ("",)
 
+    def interrupt(self) -> None:
+        self._dialer.interrupt()
+
     def _primary(self) -> Node:
         failure: ServerFailure | None = None
         for sentinel in (self._dialer.node, *self._others):
@@ -322,8 +359,8 @@ class _Sentinel:
         finally:
             wire.close()
         match address:
-            case [bytes(host), bytes(port)]:
-                return f"{host.decode()}:{port.decode()}"
+            case [bytes(host), bytes(port)] if port.isdigit():
+                return _address(host, int(port))
             case []:
                 raise NotAllowed(
                     "the Sentinel does not know this service", "Check sentinel_service"
@@ -353,11 +390,16 @@ def _its(sentinel: Answer) -> Node | None:
     """The address of a Sentinel that another one describes."""
     if not isinstance(sentinel, list):
         return None
-    its = dict(zip(sentinel[::2], sentinel[1::2], strict=False))
+    pairs = zip(sentinel[::2], sentinel[1::2], strict=False)
+    its = {name: value for name, value in pairs if isinstance(name, bytes)}
     match its.get(b"ip"), its.get(b"port"):
-        case bytes(host), bytes(port):
-            return f"{host.decode()}:{port.decode()}"
+        case bytes(host), bytes(port) if port.isdigit():
+            return _address(host, int(port))
     return None
+
+
+def _address(host: bytes, port: int) -> Node:
+    return f"{host.decode('ascii', 'replace')}:{port}"
 
 
 class _Cluster:
@@ -387,6 +429,9 @@ class _Cluster:
 
     def nodes(self) -> Iterable[Node]:
         return list(dict.fromkeys(filter(None, self._topology())))
+
+    def interrupt(self) -> None:
+        self._dialer.interrupt()
 
     def _topology(self) -> list[Node]:
         if not self._slots:
@@ -440,8 +485,8 @@ class _Cluster:
         slots, known = [""] * _NUM_SLOTS, [node]
         for each in ranges:
             match each:
-                case [int(first), int(last), *servers] if 0 <= first <= last < _NUM_SLOTS:
-                    named = [_node_in(server, host) for server in servers]
+                case [int(first), int(last), _, *_] if 0 <= first <= last < _NUM_SLOTS:
+                    named = [_node_in(server, host) for server in each[2:]]
                     slots[first : last + 1] = named[:1] * (last + 1 - first)
                     known += named
                 case _:
@@ -454,7 +499,7 @@ def _node_in(server: Answer, asked_host: str) -> Node:
     answer came from."""
     match server:
         case [bytes(host), int(port), *_] if host not in (b"", b"?"):
-            return f"{host.decode('ascii', 'replace')}:{port}"
+            return _address(host, port)
         case [_, int(port), *_]:
             return f"{asked_host}:{port}"
     raise ServerFailure(FailureKind.GARBAGE, "the cluster's topology is none")

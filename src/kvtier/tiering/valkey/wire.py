@@ -2,7 +2,7 @@
 
 A client library connects. From then on, this module alone uses the socket: it sends seals and rows
 as they lie in memory, and receives answers straight into rows. Whatever the server sends, it takes
-no more memory than the rows, `_BUFFER_BYTES`, and lists of `_MOST_ITEMS`.
+no more memory than the rows, `_BUFFER_BYTES`, and lists of `_MOST_ITEMS` and `_MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _LONGEST_LINE = 2048
 _LONGEST_NUMBER = 20
 _MOST_ITEMS = 65_536
 """Numbers, words and lists in one answer. A cluster of 500 servers needs some thousand."""
+_MOST_BYTES = 4 << 20
+"""All lines and words of one answer."""
 _DEEPEST_LIST = 8
 _MOST_PARTS = 1024
 """Buffers that one system call takes."""
@@ -81,7 +83,7 @@ class Wire:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._deadline = 0.0
-        self._num_items = 0
+        self._num_items = self._num_bytes = 0
 
     # --- send ----------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class Wire:
     def read_list(self) -> list[Answer]:
         """Return the next answer, a list of numbers, words and lists; an empty one for nil. Raises
         `Refusal` if it is an error."""
-        self._num_items = 0
+        self._num_items = self._num_bytes = 0
         answer = self._read_item(0)
         if answer is None:
             return []
@@ -152,10 +154,11 @@ class Wire:
         return answer
 
     def _read_item(self, depth: int) -> Answer:
-        self._num_items += 1
         line = self._read_line()
         kind, rest = line[:1], line[1:]
-        if self._num_items > _MOST_ITEMS or depth > _DEEPEST_LIST:
+        self._num_items += 1
+        self._num_bytes += len(line)
+        if self._num_items > _MOST_ITEMS or self._num_bytes > _MOST_BYTES or depth > _DEEPEST_LIST:
             raise _garbage()
         if line in _NOTHING:
             return None
@@ -176,10 +179,13 @@ class Wire:
     def _read_word(self, length: int) -> bytes:
         if not 0 <= length <= _LONGEST_LINE:
             raise _garbage()
-        word = self._read_line()
-        if len(word) != length:
+        word = memoryview(bytearray(length))  # may have ends of lines in it
+        if rest := self._take_buffered(word):
+            self._fill([rest])
+        if self._read_line():
             raise _garbage()
-        return word
+        self._num_bytes += length
+        return bytes(word)
 
     def read_into(self, *parts: memoryview) -> int | None:
         """Read the next answer, a string of bytes, into these buffers. Returns its length, or None
@@ -216,6 +222,7 @@ class Wire:
         """
         if self._is_tls or self._start < self._end:
             return 0
+        self._begin_buffer(b"")
         line = b"$%d\r\n" % sum(map(len, answers[0]))
         frames = memoryview(bytearray(len(answers) * (len(line) + len(_END))))
         parts: list[memoryview] = []
@@ -257,6 +264,13 @@ class Wire:
         self._buffer = memoryview(content + bytes(_BUFFER_BYTES))
         self._start, self._end = 0, count
 
+    def _begin_buffer(self, content: bytes) -> None:
+        """Let the buffer begin with this, and have its size again, which `_push_back` exceeds."""
+        if len(self._buffer) > _BUFFER_BYTES:
+            self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._buffer[: len(content)] = content
+        self._start, self._end = 0, len(content)
+
     def _take_buffered(self, part: memoryview) -> memoryview:
         """Copy what was read ahead. Returns the rest of the part."""
         count = min(self._end - self._start, len(part))
@@ -297,8 +311,7 @@ class Wire:
                 return buffered[:at]
             if len(buffered) > _LONGEST_LINE:
                 raise _garbage()
-            self._buffer[: len(buffered)] = buffered
-            self._start, self._end = 0, len(buffered)
+            self._begin_buffer(buffered)
             self._check_time()
             try:
                 count = self._socket.recv_into(self._buffer[self._end :])
@@ -331,7 +344,7 @@ def _number(text: bytes) -> int:
 
 
 def _garbage() -> ServerFailure:
-    return ServerFailure(FailureKind.GARBAGE, "the server's answer is none")
+    return ServerFailure(FailureKind.GARBAGE, "the answer is not that of a Valkey or Redis server")
 
 
 def _failure_of(error: OSError) -> ServerFailure:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtier.cli.vllm_config.host_checks import Finding, Status
+from kvtier.cli.checks.finding import Finding, Status
 from kvtier.config import ConfigError
 from kvtier.tiering.obj import manager as obj_tier
 from kvtier.tiering.obj.objects import BLOCKS, Objects, open_objects
@@ -48,14 +48,29 @@ def check_obj_tier(at: str, options: ObjOptions) -> Iterator[Finding]:
     name, where = f"{at}.url", options.shown_url
     if options.secret_access_key is not None:
         yield _secret_in_flag(f"{at}.secret_access_key", "AWS_SECRET_ACCESS_KEY")
+    directory = options.directory
+    if directory is not None and directory.exists() and not directory.is_dir():
+        found = f"{directory} is not a directory"
+        yield Finding(name, Status.PROBLEM, found, options.what_to_check)
+        return
     try:
-        objects = open_objects(options)
+        objects = open_objects(options, makes_directory=False)
+    except ConfigError as refused:
+        (problem,) = refused.problems
+        found = f"{where}: got {problem.given}; allowed: {problem.allowed}"
+        yield Finding(f"{at}.{problem.key}", Status.PROBLEM, found, problem.remedy)
+        return
     except ImportError:
         yield _without_client(name, "obstore", obj_tier.INSTALL)
         return
     except Exception:  # the library's own errors, which may quote a secret
-        remedy = "Check url, endpoint, region and ca_bundle"
-        yield Finding(name, Status.PROBLEM, f"{where} cannot be opened", remedy)
+        if directory is None or directory.exists():
+            found = f"{where} cannot be opened"
+            yield Finding(name, Status.PROBLEM, found, options.what_to_check)
+            return
+        found = f"there is no directory {directory} yet: the engine makes it when it starts"
+        yield Finding(name, Status.OK, found)
+        yield from _without_size(at, options)
         return
     try:
         _list_some(objects)
@@ -66,13 +81,16 @@ def check_obj_tier(at: str, options: ObjOptions) -> Iterator[Finding]:
         yield Finding(name, Status.OK, found)
     finally:
         objects.close()
+    yield from _without_size(at, options)
+
+
+def _without_size(at: str, options: ObjOptions) -> Iterator[Finding]:
     if options.max_bytes is None:
-        yield Finding(
-            f"{at}.room",
-            Status.WARNING,
-            f"{where} has no size: kvtier removes nothing there",
-            "Give one, or add a lifecycle rule to the bucket",
-        )
+        found = f"{options.shown_url} has no size: kvtier removes nothing there"
+        remedy = "Give one, or add a lifecycle rule to the bucket"
+        if options.directory is not None:
+            remedy = "Give one"
+        yield Finding(f"{at}.room", Status.WARNING, found, remedy)
 
 
 def _secret_in_flag(name: str, variable: str) -> Finding:

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvtier.cli.vllm_config.host_checks import Finding, Status
+from kvtier.cli.checks.finding import Finding, Status
 from kvtier.config.sizes import as_size
 from kvtier.tiering.disk.layout import Geometry
 from kvtier.tiering.disk.options import DiskOptions
@@ -25,9 +28,23 @@ from kvtier.tiering.fs.options import FsOptions
 from kvtier.tiering.fs.survey import read_balance, read_engines
 from kvtier.tiering.io.page import allows_o_direct
 
-__all__ = ["DiskChecks", "Mount", "check_fs_tier", "mount_of"]
+__all__ = [
+    "DiskChecks",
+    "Mount",
+    "check_answers",
+    "check_fs_tier",
+    "directory_of",
+    "mount_of",
+]
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
+_WRITE_A_PAGE = """
+import os, sys, tempfile
+with tempfile.TemporaryFile(prefix=".kvtier-answers-", dir=sys.argv[1]) as file:
+    file.write(bytes(4096))
+    file.flush()
+    os.fdatasync(file.fileno())
+"""
 _IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 _OF_CONTAINERS = frozenset(("overlay", "aufs"))
 _OVER_NETWORK = re.compile(
@@ -79,6 +96,47 @@ def _unescaped(text: str) -> str:
     """Replace octal escapes by characters. The kernel's table has them for blanks, tabs, line ends
     and backslashes."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def directory_of(options: object) -> Path | None:
+    """An existing directory on the disk of a tier with these options. None if the tier has no disk,
+    or only a server has one."""
+    if isinstance(options, DiskOptions):
+        return options.path.resolve().parent
+    if isinstance(options, FsOptions):
+        root = options.root_dir.resolve()
+        return root if root.is_dir() else root.parent
+    return None
+
+
+def check_answers(at: str, directory: Path, patience_s: float) -> Finding | None:
+    """Write a page to a new file in `directory` and remove it, in a process of its own: one that
+    waits for a disk or a server that does not answer cannot be ended. Returns what is wrong if it
+    takes longer than `patience_s`; None otherwise, also if the file could not be written."""
+    command = [sys.executable, "-I", "-S", "-c", _WRITE_A_PAGE, str(directory)]
+    try:
+        writer = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+    except OSError:
+        return None
+    try:
+        writer.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        writer.kill()
+        writer.returncode = -signal.SIGKILL  # it ends when the disk answers; nobody waits for that
+        return Finding(
+            f"{at}.disk",
+            Status.PROBLEM,
+            f"it does not answer: a file of one page in {directory} was not written within "
+            f"{patience_s:g} s",
+            "See whether the disk, or the server of a mount, hangs (dmesg; mount). Everything that "
+            "touches it waits, engines included",
+        )
+    except BaseException:  # Ctrl-C
+        writer.kill()
+        raise
+    return None
 
 
 # --- disk tiers --------------------------------------------------------------------------------
@@ -221,14 +279,14 @@ def _disk_file_system(at: str, mount: Mount) -> Finding:
             name,
             Status.WARNING,
             f"{found}: that is memory, and a restart of the machine loses its blocks",
-            "Give a path on a disk, or more --cpu",
+            "Give a path on a disk, or more cpu_bytes_to_use (--cpu)",
         )
     if mount.is_over_network:
         return Finding(
             name,
             Status.WARNING,
             f"{found}: a slab is made for a local disk",
-            "Use --fs there, which is made for directories over a network",
+            "Use an fs tier (--fs) there, which is made for directories over a network",
         )
     if mount.is_of_container:
         return Finding(

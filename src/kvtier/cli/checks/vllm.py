@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from kvtier.cli.vllm_config.host_checks import Finding, Machine, Status
+from kvtier.cli.checks.finding import Finding, Status
+from kvtier.cli.checks.host import Machine
 from kvtier.integrations.vllm import (
     FIRST_WITH_FIXED_HASHES,
     is_supported,
@@ -22,6 +23,7 @@ from kvtier.integrations.vllm import (
 
 __all__ = [
     "Environment",
+    "check_hash_algorithm",
     "check_hash_seed",
     "check_namespace",
     "check_vllm",
@@ -212,7 +214,7 @@ def check_hash_seed(
     seed = machine.environment.get(_SEED)
     by_seed = (
         "Start vLLM with PYTHONHASHSEED=0 in its environment, the same number for every engine; or "
-        "give --model, and the command that is printed sets it"
+        "give --model to `kvtier vllm-config`, whose command sets it"
     )
     if version is not None and release_of(version) >= FIRST_WITH_FIXED_HASHES:
         return Finding(
@@ -254,6 +256,21 @@ def check_hash_seed(
     )
 
 
+def check_hash_algorithm(algorithm: str, machine: Machine) -> Finding:
+    """Check vLLM's `--prefix-caching-hash-algo` for tiers whose blocks outlive the process. With
+    xxhash, no release of vLLM has the same hashes in every process without a seed."""
+    name, seed = "hash_algorithm", machine.environment.get(_SEED)
+    if not algorithm.startswith("xxhash") or seed is not None:
+        return Finding(name, Status.OK, algorithm)
+    return Finding(
+        name,
+        Status.PROBLEM,
+        f"--prefix-caching-hash-algo is {algorithm} and PYTHONHASHSEED is not set: every process "
+        "gives a block another hash, and none finds what another has stored",
+        "Set PYTHONHASHSEED=0 for every engine, or leave the option out",
+    )
+
+
 def check_namespace(namespace: str | None, lasting: list[str], *, is_plain: bool) -> Finding:
     """Check that the weights can be identified. `lasting`: the types of the tiers whose blocks
     outlive the process."""
@@ -268,11 +285,13 @@ def check_namespace(namespace: str | None, lasting: list[str], *, is_plain: bool
             Status.PROBLEM,
             "there is none, and vLLM's own connector does not say which weights it serves: the "
             f"engine refuses to keep blocks in {' and '.join(lasting)}",
-            "Give --namespace, your own name for these weights, or leave out --plain",
+            "Set cache_namespace (--namespace), your own name for these weights, or use "
+            "kvtier's connector (no --plain)",
         )
     return Finding(
         name,
         Status.OK,
         "none is needed for weights from the hub, or from local files, which are read once to tell "
-        "them from others. Give --namespace for dummy weights, for streamed weights and with LoRA",
+        "them from others. Set cache_namespace (--namespace) for dummy weights, for streamed "
+        "weights and with LoRA",
     )

@@ -1,4 +1,5 @@
-"""Checks of this machine: shared memory, host memory, locked memory, ranks."""
+"""Checks of this machine: shared memory, host memory, locked memory, huge pages, NUMA nodes,
+ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import re
 import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from os import environ
 from pathlib import Path
 
-from kvtier.config import format_size
+from kvtier.cli.checks.finding import Finding, Status
+from kvtier.config import ConfigError, format_size
 from kvtier.config.sizes import as_size
 from kvtier.cpu.host_memory import (
     RoomLimit,
@@ -21,52 +22,26 @@ from kvtier.cpu.host_memory import (
     machine_limit,
 )
 from kvtier.cpu.region_file import RegionShape
+from kvtier.seal.keys import SealKeys
 
-__all__ = ["Finding", "Machine", "Status", "check_memlock", "check_memory", "check_ranks"]
+__all__ = [
+    "Machine",
+    "check_huge_pages",
+    "check_memlock",
+    "check_memory",
+    "check_numa",
+    "check_ranks",
+    "check_recording",
+    "check_seal_keys",
+]
 
 _NVIDIA_GPU = re.compile(r"nvidia\d+")
 _NAMES_OF_OTHERS = ("kfd", "accel", "habanalabs", "davinci_manager")
 """Names in /dev: AMD GPUs, then accelerators that are not GPUs."""
 _REGIONS = "kvtier-*.region"
 _LEAST_USEFUL = 64 << 10
+_MUCH_OF_MEMORY = 0.05
 _CAP_IPC_LOCK = 14
-
-
-class Status(StrEnum):
-    """How a finding affects an engine that is started with the printed `--kv-transfer-config`."""
-
-    OK = "ok"
-    WARNING = "warning"
-    """The engine starts, but something is probably not intended."""
-    PROBLEM = "problem"
-    """The engine does not start, or a tier is useless."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    name: str
-    status: Status
-    found: str
-    """What the check found, without the remedy."""
-    remedy: str = ""
-    """What to do. Empty if nothing is to be done."""
-
-    @classmethod
-    def of_refusal(cls, name: str, sentence: str) -> Finding:
-        """Make a finding from an engine's refusal to start. `sentence`: the refusal, in the form
-        "what is wrong: remedy"."""
-        found, _, remedy = sentence.rpartition(": ")
-        return cls(name, Status.PROBLEM, found or sentence, remedy if found else "")
-
-    def as_json(self) -> dict[str, str]:
-        return {
-            "name": self.name,
-            "status": self.status.value,
-            "found": self.found,
-            "remedy": self.remedy,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +53,10 @@ class Machine:
     process_status: Path = Path("/proc/self/status")
     cgroup_membership: Path = Path("/proc/self/cgroup")
     cgroup_mount: Path = Path("/sys/fs/cgroup")
+    memory: Path = Path("/proc/meminfo")
+    nodes: Path = Path("/sys/devices/system/node")
+    pci_devices: Path = Path("/sys/bus/pci/devices")
+    nvidia_gpus: Path = Path("/proc/driver/nvidia/gpus")
     environment: Mapping[str, str] = field(default_factory=lambda: environ)
 
     @property
@@ -135,7 +114,7 @@ def _judged(name: str, asked: int, limit: RoomLimit, where: str, left_over: int)
     if asked <= limit.advisable:
         return Finding(name, Status.OK, found)
     fits = format_size(max(0, limit.advisable - mmap.PAGESIZE) >> 20 << 20)
-    remedy = f"{limit.remedy}, or lower --cpu to {fits} at most"
+    remedy = f"{limit.remedy}, or lower cpu_bytes_to_use (--cpu) to {fits} at most"
     if asked <= limit.available:
         found += ", which leaves hardly any memory for the weights and other processes"
         return Finding(name, Status.WARNING, found, remedy)
@@ -200,6 +179,31 @@ def _may_lock_anything(machine: Machine) -> bool:
     return False
 
 
+def check_seal_keys(path: Path) -> Finding:
+    """Whether an engine can use this `seal_key_file`. What it would warn of is logged."""
+    try:
+        SealKeys.load(path)
+    except ConfigError as refused:
+        (problem,) = refused.problems
+        found = f"got {problem.given}; allowed: {problem.allowed}"
+        return Finding("seal_key_file", Status.PROBLEM, found, problem.remedy)
+    return Finding("seal_key_file", Status.OK, f"{path} has keys that sign blocks")
+
+
+def check_recording(path: Path, max_bytes: int) -> Finding:
+    """Whether an engine can make this `record_trace`."""
+    name, folder = "record_trace", path.parent
+    if os.path.lexists(path):
+        found = f"{path} exists, so an engine would record nothing"
+        return Finding(name, Status.WARNING, found, "Move it, or give record_trace another name")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        what = "may not be written" if folder.is_dir() else "is not there"
+        found = f"{path} cannot be made: the directory {folder} {what}"
+        return Finding(name, Status.PROBLEM, found, "Make the directory, or give another path")
+    found = f"the engine makes {path}, of at most {as_size(max_bytes)}"
+    return Finding(name, Status.OK, found)
+
+
 def check_ranks(world_size: int, cpu_bytes: int, machine: Machine) -> Finding:
     """Check whether all ranks of the engine can run on this machine, where its shared memory is."""
     found = (
@@ -217,3 +221,96 @@ def check_ranks(world_size: int, cpu_bytes: int, machine: Machine) -> Finding:
         "is refused at start. For several machines, run an engine on each, and share blocks "
         "through an fs tier",
     )
+
+
+def check_huge_pages(machine: Machine) -> Finding:
+    """Check that memory is not set aside in huge pages, which neither kvtier nor the weights use.
+    Shared memory may be mapped with huge pages, but needs none."""
+    name, values = "huge_pages", _memory_values(machine)
+    reserved = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0)
+    if reserved > _MUCH_OF_MEMORY * values.get("MemTotal", 0):
+        return Finding(
+            name,
+            Status.WARNING,
+            f"{as_size(reserved)} of memory are set aside for huge pages that nobody has taken, "
+            "and kvtier does not use them",
+            "Lower vm.nr_hugepages (sysctl), unless another program needs them",
+        )
+    return Finding(name, Status.OK, "no memory is set aside for them; none are needed")
+
+
+def _memory_values(machine: Machine) -> dict[str, int]:
+    """The values of /proc/meminfo: bytes, or numbers of huge pages."""
+    values: dict[str, int] = {}
+    try:
+        lines = machine.memory.read_text().splitlines()
+    except OSError:
+        return values
+    for line in lines:
+        name, _, rest = line.partition(":")
+        number, *unit = rest.split()
+        values[name] = int(number) << (10 if unit else 0)
+    return values
+
+
+def check_numa(cpu_bytes: int, machine: Machine) -> Finding:
+    """Check whether the processors of this process, and enough memory for the tier, are on the NUMA
+    node of a GPU. Copies from another node cross the link between the processors."""
+    name = "numa"
+    nodes = {int(path.name.removeprefix("node")): path for path in machine.nodes.glob("node[0-9]*")}
+    if len(nodes) < 2:
+        return Finding(name, Status.OK, "one node")
+    found = f"{len(nodes)} nodes"
+    of_gpus = sorted(_nodes_of_gpus(machine) & nodes.keys())
+    if not of_gpus:
+        return Finding(name, Status.OK, f"{found}; the node of a GPU is not known here")
+    where = " and ".join(map(str, of_gpus))
+    found += f", the GPUs on node {where}"
+    remedy = (
+        f"Start the engine with numactl --cpunodebind={of_gpus[0]} --preferred={of_gpus[0]}, or "
+        "give its container the processors of that node"
+    )
+    processors = os.sched_getaffinity(0)
+    if not any(processors & _numbers_in(nodes[node] / "cpulist") for node in of_gpus):
+        found += ", but this process may only use processors of other nodes"
+        return Finding(name, Status.WARNING, found, remedy)
+    free = sum(_free_on(nodes[node]) for node in of_gpus)
+    if free < cpu_bytes:
+        found += f", where {as_size(free)} are free; the tier takes {as_size(cpu_bytes)}"
+        remedy = "Free memory there, or accept that copies of the rest are slower"
+        return Finding(name, Status.WARNING, found, remedy)
+    return Finding(name, Status.OK, found)
+
+
+def _nodes_of_gpus(machine: Machine) -> set[int]:
+    nodes = set()
+    if machine.nvidia_gpus.is_dir():
+        for gpu in machine.nvidia_gpus.iterdir():
+            try:
+                nodes.add(int((machine.pci_devices / gpu.name / "numa_node").read_text()))
+            except (OSError, ValueError):
+                continue
+    return nodes
+
+
+def _numbers_in(path: Path) -> set[int]:
+    """The numbers of a list such as 0-3,8-11."""
+    numbers: set[int] = set()
+    for part in path.read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _free_on(node: Path) -> int:
+    """Free bytes of a node, with what the page cache would give up."""
+    values = dict(re.findall(r"(MemFree|Inactive\(file\)): +(\d+) kB", _text_of(node / "meminfo")))
+    return sum(int(value) << 10 for value in values.values())
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""Checks of a machine, its vLLM and its tiers, for `kvtier vllm-config` and `kvtier doctor`."""

@@ -1,0 +1,1 @@
+"""`kvtier top` and `kvtier page`: what running engines do now, and did in the last hour."""
