@@ -1,0 +1,28 @@
+"""The network of these tests: one for the whole process, where nothing else can be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.tiering.mooncake.pool import package_folder
+from tests.tiering.networks import Namespace
+
+
+@pytest.fixture(scope="session")
+def network() -> Iterator[Namespace]:
+    """A network with nothing but loopback. Fixtures of a wider scope than a test enter it
+    themselves."""
+    package_folder()
+    namespace = Namespace()
+    yield namespace
+    namespace.close()
+
+
+@pytest.fixture(autouse=True)
+def _in_the_network(network: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Without it, a client refuses to start where there is no address but loopback.
+    monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+    with network.entered():
+        yield
