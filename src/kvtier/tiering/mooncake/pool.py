@@ -18,11 +18,12 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+from typing import Protocol as Interface
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from kvtier.config.errors import printable
 from kvtier.config.sizes import as_size
 from kvtier.cpu.host_memory import cgroup_limits, machine_limit
 from kvtier.tiering.base import TierRefused
-from kvtier.tiering.mooncake.options import MooncakeOptions, master_address
+from kvtier.tiering.mooncake.options import MooncakeOptions, Protocol, master_address
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 from kvtier.tiering.remote.lane import Pause
 
@@ -77,7 +78,7 @@ _BUFFER_BYTES = 1 << 20
 not need it."""
 
 
-class Client(Protocol):
+class Client(Interface):
     """What is used of `mooncake.store.MooncakeDistributedStore`. Results are 0 or a size, or the
     negative number of an error."""
 
@@ -140,12 +141,10 @@ def public_addresses() -> list[str]:
     found = []
     with suppress(OSError):
         lines = Path("/proc/net/fib_trie").read_text(encoding="ascii").splitlines()
-        for line, kind in zip(lines, lines[1:], strict=False):
-            if "/32 host LOCAL" in kind:
-                found.append(line.split()[-1])
+        found += [line.split()[-1] for line, kind in pairwise(lines) if "/32 host LOCAL" in kind]
     with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            found.append(str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))))
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
     return sorted({each for each in found if ipaddress.ip_address(each).is_global})
 
 
@@ -338,6 +337,10 @@ class Pool:
         options = self._options
         own_address = self._own_address()
         hostname = options.hostname or own_address
+        if own_address:
+            # With a metadata server, the client tells others this address. Without the variable, it
+            # takes any of the machine's.
+            os.environ.setdefault("MC_TCP_BIND_ADDRESS", own_address)
         client: Client = self._library.MooncakeDistributedStore()
         code = client.setup(
             hostname,
@@ -355,14 +358,16 @@ class Pool:
                 "usual reasons: another metadata server than the master's other hosts use, a "
                 "hostname that is not this machine's, or a master of another release",
             )
-        for region in self._regions:
+        # TCP needs no registration. It would let every host that reaches this one read and change
+        # the memory, because the library asks nobody who they are.
+        for region in self._regions if options.protocol is Protocol.RDMA else ():
             code = client.register_buffer(int(region.ctypes.data), region.nbytes)
             if code:
                 client.close()
                 raise ServerFailure(
                     FailureKind.REFUSED,
-                    f"host memory cannot be registered (error {code}). With RDMA, raise the limit "
-                    "of locked memory (ulimit -l unlimited)",
+                    f"host memory cannot be registered (error {code}). Raise the limit of locked "
+                    "memory (ulimit -l unlimited)",
                 )
         return Membership(client, client.get_hostname())
 
