@@ -42,6 +42,7 @@ __all__ = [
     "load_library",
     "public_addresses",
     "require_memory",
+    "require_private_network",
 ]
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Client(Interface):
     ) -> int: ...
 
     def register_buffer(self, pointer: int, size: int) -> int: ...
+    def unregister_buffer(self, pointer: int) -> int: ...
     def get_hostname(self) -> str: ...
     def close(self) -> int: ...
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]: ...
@@ -101,6 +103,10 @@ class Client(Interface):
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[Any]]: ...
     def get(self, key: str) -> bytes: ...
     def upsert(self, key: str, value: bytes, config: Any) -> int: ...
+
+    def batch_get_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]: ...
 
     def batch_put_from_multi_buffers(
         self,
@@ -146,6 +152,19 @@ def public_addresses() -> list[str]:
         lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
         found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
     return sorted({each for each in found if ipaddress.ip_address(each).is_global})
+
+
+def require_private_network(options: MooncakeOptions) -> None:
+    """Raise `TierRefused` if the client would listen on a public address without the operator's
+    word."""
+    public = public_addresses()
+    if public and not options.allow_public:
+        raise TierRefused(
+            f"this machine has a public address ({', '.join(public)}). Mooncake's client listens "
+            "on all addresses, without a password, and whoever reaches it can read and change "
+            "host memory. Block its ports from outside (docs/mooncake.md lists them), and set "
+            '"allow_public": true'
+        )
 
 
 def require_memory(segment_bytes: int) -> None:
