@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -19,8 +18,13 @@ from kvtier.tiering.base import TierRefused
 from kvtier.tiering.inspection import InspectionRefused
 from kvtier.tiering.mooncake.admin import MasterAdmin
 from kvtier.tiering.mooncake.namespaces import BLOCK_NAME, description_name
-from kvtier.tiering.mooncake.options import MooncakeOptions, Protocol, master_address
-from kvtier.tiering.mooncake.pool import Client, load_library, require_private_network
+from kvtier.tiering.mooncake.options import MooncakeOptions, Protocol
+from kvtier.tiering.mooncake.pool import (
+    Client,
+    load_library,
+    require_master,
+    require_private_network,
+)
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 from kvtier.tiering.remote.inspector import RemoteBlock, RemoteInspector, RemoteStorage
 
@@ -31,7 +35,6 @@ T = TypeVar("T")
 SCHEME = "mooncake://"
 _IN_QUERY = ("metadata", "hostname", "protocol", "devices", "admin", "allow_public")
 _AT_ONCE = 500
-_TIMEOUT_S = 3.0
 _BUFFER_BYTES = 1 << 20
 
 
@@ -60,16 +63,8 @@ def open_pool(location: str) -> RemoteInspector | None:
 @contextmanager
 def plain_client(options: MooncakeOptions) -> Iterator[Client]:
     """A client that lends nothing, for a command. Raises `ServerFailure`."""
-    address = master_address(options.master)
-    own = options.hostname or "localhost"
-    if address is not None:
-        try:
-            with socket.create_connection(address, _TIMEOUT_S) as connection:
-                own = options.hostname or str(connection.getsockname()[0])
-        except OSError as error:
-            raise ServerFailure(
-                FailureKind.UNREACHABLE, f"no connection to the master: {error}"
-            ) from None
+    own_address = require_master(options)
+    own = options.hostname or own_address
     client: Client = load_library().MooncakeDistributedStore()
     code = client.setup(
         own,

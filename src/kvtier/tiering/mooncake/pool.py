@@ -41,6 +41,7 @@ __all__ = [
     "Pool",
     "load_library",
     "public_addresses",
+    "require_master",
     "require_memory",
     "require_private_network",
 ]
@@ -177,6 +178,21 @@ def require_memory(segment_bytes: int) -> None:
             f"{as_size(tightest.available)} are available in {tightest.where}. "
             f"{tightest.remedy}, or lower segment_bytes to {tightest.advisable} at most"
         )
+
+
+def require_master(options: MooncakeOptions) -> str:
+    """Return the address from which this machine reaches the master; empty if etcd knows the
+    master. Raises `ServerFailure` at once if nobody listens there: the client would try for
+    long."""
+    address = master_address(options.master)
+    if address is None:
+        return ""
+    try:
+        with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        reason = f"no connection to the master: {error}"
+        raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
 
 
 class Membership:
@@ -354,7 +370,7 @@ class Pool:
 
     def _join(self) -> Membership:
         options = self._options
-        own_address = self._own_address()
+        own_address = require_master(options)
         hostname = options.hostname or own_address
         if own_address:
             # With a metadata server, the client tells others this address. Without the variable, it
@@ -389,20 +405,6 @@ class Pool:
                     "memory (ulimit -l unlimited)",
                 )
         return Membership(client, client.get_hostname())
-
-    def _own_address(self) -> str:
-        """The address from which this machine reaches the master. Empty if etcd knows the master.
-        Raises `ServerFailure` at once if nobody listens there: the client would try for long."""
-        address = master_address(self._options.master)
-        if address is None:
-            return ""
-        try:
-            with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
-                return str(connection.getsockname()[0])
-        except OSError as error:
-            raise ServerFailure(
-                FailureKind.UNREACHABLE, f"no connection to the master: {error}"
-            ) from None
 
 
 class _Question(Generic[T]):
