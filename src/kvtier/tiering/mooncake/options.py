@@ -96,6 +96,12 @@ class MooncakeOptions(TierOptions):
         default=2,
         null_is_default=True,
     )
+    admin: str | None = key(
+        TEXT,
+        "The master's HTTP interface, `HOST:PORT`, which commands ask how full the pool is. "
+        "Without it, port 9003 of the master's host.",
+        default=None,
+    )
     allow_public: bool = key(
         BOOLEAN,
         "True: start although this machine has a public address, on which the client listens, too, "
@@ -165,6 +171,16 @@ class MooncakeOptions(TierOptions):
                     describe(self.hostname),
                     "a host name or IPv4 address, perhaps with a port",
                     'Write, for example, "node7.example" or "10.0.0.7:13002"',
+                )
+            )
+        if self.admin is not None and master_address(self.admin) is None:
+            raise ConfigError(
+                Problem(
+                    "admin",
+                    describe(self.admin),
+                    "HOST:PORT",
+                    'Write, for example, "cache.example:9003": what mooncake_master was told with '
+                    "-metrics_port",
                 )
             )
         if self.devices is not None and self.protocol is not Protocol.RDMA:

@@ -18,11 +18,12 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+from typing import Protocol as Interface
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from kvtier.config.errors import printable
 from kvtier.config.sizes import as_size
 from kvtier.cpu.host_memory import cgroup_limits, machine_limit
 from kvtier.tiering.base import TierRefused
-from kvtier.tiering.mooncake.options import MooncakeOptions, master_address
+from kvtier.tiering.mooncake.options import MooncakeOptions, Protocol, master_address
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 from kvtier.tiering.remote.lane import Pause
 
@@ -40,7 +41,9 @@ __all__ = [
     "Pool",
     "load_library",
     "public_addresses",
+    "require_master",
     "require_memory",
+    "require_private_network",
 ]
 
 logger = logging.getLogger(__name__)
@@ -77,7 +80,7 @@ _BUFFER_BYTES = 1 << 20
 not need it."""
 
 
-class Client(Protocol):
+class Client(Interface):
     """What is used of `mooncake.store.MooncakeDistributedStore`. Results are 0 or a size, or the
     negative number of an error."""
 
@@ -93,6 +96,7 @@ class Client(Protocol):
     ) -> int: ...
 
     def register_buffer(self, pointer: int, size: int) -> int: ...
+    def unregister_buffer(self, pointer: int) -> int: ...
     def get_hostname(self) -> str: ...
     def close(self) -> int: ...
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]: ...
@@ -100,6 +104,10 @@ class Client(Protocol):
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[Any]]: ...
     def get(self, key: str) -> bytes: ...
     def upsert(self, key: str, value: bytes, config: Any) -> int: ...
+
+    def batch_get_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]: ...
 
     def batch_put_from_multi_buffers(
         self,
@@ -140,13 +148,24 @@ def public_addresses() -> list[str]:
     found = []
     with suppress(OSError):
         lines = Path("/proc/net/fib_trie").read_text(encoding="ascii").splitlines()
-        for line, kind in zip(lines, lines[1:], strict=False):
-            if "/32 host LOCAL" in kind:
-                found.append(line.split()[-1])
+        found += [line.split()[-1] for line, kind in pairwise(lines) if "/32 host LOCAL" in kind]
     with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            found.append(str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))))
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
     return sorted({each for each in found if ipaddress.ip_address(each).is_global})
+
+
+def require_private_network(options: MooncakeOptions) -> None:
+    """Raise `TierRefused` if the client would listen on a public address without the operator's
+    word."""
+    public = public_addresses()
+    if public and not options.allow_public:
+        raise TierRefused(
+            f"this machine has a public address ({', '.join(public)}). Mooncake's client listens "
+            "on all addresses, without a password, and whoever reaches it can read and change "
+            "host memory. Block its ports from outside (docs/mooncake.md lists them), and set "
+            '"allow_public": true'
+        )
 
 
 def require_memory(segment_bytes: int) -> None:
@@ -159,6 +178,21 @@ def require_memory(segment_bytes: int) -> None:
             f"{as_size(tightest.available)} are available in {tightest.where}. "
             f"{tightest.remedy}, or lower segment_bytes to {tightest.advisable} at most"
         )
+
+
+def require_master(options: MooncakeOptions) -> str:
+    """Return the address from which this machine reaches the master; empty if etcd knows the
+    master. Raises `ServerFailure` at once if nobody listens there: the client would try for
+    long."""
+    address = master_address(options.master)
+    if address is None:
+        return ""
+    try:
+        with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        reason = f"no connection to the master: {error}"
+        raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
 
 
 class Membership:
@@ -336,8 +370,12 @@ class Pool:
 
     def _join(self) -> Membership:
         options = self._options
-        own_address = self._own_address()
+        own_address = require_master(options)
         hostname = options.hostname or own_address
+        if own_address:
+            # With a metadata server, the client tells others this address. Without the variable, it
+            # takes any of the machine's.
+            os.environ.setdefault("MC_TCP_BIND_ADDRESS", own_address)
         client: Client = self._library.MooncakeDistributedStore()
         code = client.setup(
             hostname,
@@ -355,30 +393,18 @@ class Pool:
                 "usual reasons: another metadata server than the master's other hosts use, a "
                 "hostname that is not this machine's, or a master of another release",
             )
-        for region in self._regions:
+        # TCP needs no registration. It would let every host that reaches this one read and change
+        # the memory, because the library asks nobody who they are.
+        for region in self._regions if options.protocol is Protocol.RDMA else ():
             code = client.register_buffer(int(region.ctypes.data), region.nbytes)
             if code:
                 client.close()
                 raise ServerFailure(
                     FailureKind.REFUSED,
-                    f"host memory cannot be registered (error {code}). With RDMA, raise the limit "
-                    "of locked memory (ulimit -l unlimited)",
+                    f"host memory cannot be registered (error {code}). Raise the limit of locked "
+                    "memory (ulimit -l unlimited)",
                 )
         return Membership(client, client.get_hostname())
-
-    def _own_address(self) -> str:
-        """The address from which this machine reaches the master. Empty if etcd knows the master.
-        Raises `ServerFailure` at once if nobody listens there: the client would try for long."""
-        address = master_address(self._options.master)
-        if address is None:
-            return ""
-        try:
-            with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
-                return str(connection.getsockname()[0])
-        except OSError as error:
-            raise ServerFailure(
-                FailureKind.UNREACHABLE, f"no connection to the master: {error}"
-            ) from None
 
 
 class _Question(Generic[T]):

@@ -213,9 +213,11 @@ class LaneSet:
         if self._watch.ident is not None:
             self._watch.join()
         if not self._most_stuck:
-            return all([lane.join() for lane in self._all()])
-        until = time.monotonic() + _JOIN_PATIENCE_S
-        return all([lane.join(max(until - time.monotonic(), 0.0)) for lane in self._all()])
+            ended = [lane.join() for lane in self._all()]
+        else:
+            until = time.monotonic() + _JOIN_PATIENCE_S
+            ended = [lane.join(max(until - time.monotonic(), 0.0)) for lane in self._all()]
+        return all(ended)
 
     def _all(self) -> list[RemoteLane]:
         return [lane for lanes in self._lanes.values() for lane in lanes] + self._replaced
