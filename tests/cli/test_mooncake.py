@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
+from kvtier.tiering.mooncake.options import MooncakeOptions
 from tests.tiering.mooncake.pool import Master, mooncake_master, package_folder
 from tests.tiering.networks import Namespace, environment_of_tests, private_network
 from tests.tiering.patience import wait_until
@@ -137,13 +138,14 @@ def client(entry: dict[str, Any]) -> Iterator[None]:
 
 def test_a_pool_for_a_trial_and_its_end() -> None:
     with command("up", "--segment", str(SEGMENT)) as up:
-        up.until(" objects, ")
+        up.until("pool  ")
         entries = json.loads(up.said.partition("secondary_tiers: ")[2].splitlines()[0])
         assert entries == [{"type": "mooncake", "master": "127.0.0.1:50051"}]
+        assert "--mooncake 127.0.0.1:50051\n" in up.said
         assert "lends 64 MiB, listens on all addresses" in up.said
-        assert "0 objects, 0 B of 64 MiB, 1 segment" in up.said
+        assert "objects: 0; 0 B of 64 MiB; segments: 1" in up.said
         with client(entries[0]):
-            up.until("1 objects, ")
+            up.until("objects: 1; ")
         up.process.send_signal(signal.SIGINT)
         assert up.ended() == (130, "")
         assert none_runs(up.pids())
@@ -152,7 +154,8 @@ def test_a_pool_for_a_trial_and_its_end() -> None:
 
 
 def test_programs_get_a_document_and_a_metadata_server() -> None:
-    with command("up", "--json", "--metadata-port", "8080", "--port", "50052") as up:
+    ports = ("--metadata-port", "8080", "--port", "50052", "--admin-port", "9004")
+    with command("up", "--json", *ports) as up:
         document = document_of(up)
         assert document["master"]["address"] == "127.0.0.1:50052"
         assert document["metadata"] == {
@@ -164,9 +167,11 @@ def test_programs_get_a_document_and_a_metadata_server() -> None:
         assert entry == {
             "type": "mooncake",
             "master": "127.0.0.1:50052",
+            "admin": "127.0.0.1:9004",
             "metadata": "http://127.0.0.1:8080/metadata",
             "segment_bytes": "4GiB",
         }
+        MooncakeOptions.parse({key: entry[key] for key in entry if key != "type"})
         with client(entry | {"segment_bytes": SEGMENT}):
             up.process.terminate()
             assert up.ended() == (0, "")
@@ -176,7 +181,7 @@ def test_programs_get_a_document_and_a_metadata_server() -> None:
 @pytest.mark.parametrize(("place", "name"), [(0, "master"), (1, "process that lends")])
 def test_the_death_of_a_part_ends_the_pool(place: int, name: str) -> None:
     with command("up", "--segment", str(SEGMENT)) as up:
-        up.until(" objects, ")
+        up.until("pool  ")
         os.kill(up.pids()[place], signal.SIGKILL)
         code, problems = up.ended()
         assert code == 1
@@ -188,15 +193,16 @@ def test_the_death_of_a_part_ends_the_pool(place: int, name: str) -> None:
 
 def test_nothing_is_left_of_a_killed_command() -> None:
     with command("up", "--segment", str(SEGMENT)) as up:
-        up.until(" objects, ")
+        up.until("pool  ")
         up.process.kill()
         wait_until(lambda: none_runs(up.pids()), "its processes have ended")
 
 
 def test_a_master_that_stands_still_is_reported_and_ended() -> None:
     with command("up") as up:
-        up.until(" objects, ")
+        up.until("pool  ")
         assert "segment   none: engines lend memory" in up.said
+        assert "--mooncake 127.0.0.1:50051:4GiB\n" in up.said
         os.kill(up.pids()[0], signal.SIGSTOP)
         up.until("the master does not answer")
         up.process.terminate()

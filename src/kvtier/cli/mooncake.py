@@ -11,15 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from kvtier.tiering.mooncake.admin import PoolUse
 
 __all__ = ["mooncake_app"]
 
@@ -109,6 +111,12 @@ class _Wanted:
     def metrics_url(self) -> str:
         return f"http://{self.host}:{self.admin_port}/metrics"
 
+    def use(self) -> PoolUse:
+        """How full the pool is. Raises `ServerFailure` if the master does not serve."""
+        from kvtier.tiering.mooncake.admin import MasterAdmin
+
+        return MasterAdmin((self.host, self.admin_port), _LOOK_EVERY_S).use()
+
     @property
     def metadata_url(self) -> str | None:
         if self.metadata_port is None:
@@ -124,7 +132,11 @@ class _Wanted:
 
     def entry(self) -> dict[str, Any]:
         """For the engines' `secondary_tiers`."""
+        from kvtier.tiering.mooncake.admin import DEFAULT_PORT
+
         entry: dict[str, Any] = {"type": "mooncake", "master": self.master}
+        if self.admin_port != DEFAULT_PORT:
+            entry["admin"] = f"{self.host}:{self.admin_port}"
         if self.metadata_url is not None:
             entry["metadata"] = self.metadata_url
         if not self.segment_bytes:
@@ -250,9 +262,13 @@ def _end_with(command: str, work: Callable[[], int]) -> None:
 def _run_lend(keys: dict[str, Any], *, as_json: bool) -> int:
     from kvtier.cli.output import finish, write_line
     from kvtier.config.sizes import as_size
-    from kvtier.tiering.mooncake.manager import require_private_network
     from kvtier.tiering.mooncake.options import MooncakeOptions
-    from kvtier.tiering.mooncake.pool import Pool, load_library, require_memory
+    from kvtier.tiering.mooncake.pool import (
+        Pool,
+        load_library,
+        require_memory,
+        require_private_network,
+    )
 
     options = MooncakeOptions.parse(keys)
     options.require_fitting()
@@ -318,13 +334,17 @@ class _Process:
         said = f": {' / '.join(errors[-3:])}" if errors and code > 0 else ""
         raise _HasEnded(f"the {self.name} has ended ({how}){said}. The pool is ended")
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def end(self) -> None:
+        """Let it end in an orderly way, if it does so within some seconds. Idempotent."""
         self._process.terminate()
         try:
             self._process.wait(_END_PATIENCE_S)
         except subprocess.TimeoutExpired:  # it stands still
-            self._process.kill()
-            self._process.wait()
+            self.kill()
 
 
 @contextmanager
@@ -346,6 +366,9 @@ def _process(name: str, command: list[str], environment: dict[str, str]) -> Iter
         )
         try:
             yield process
+        except _HasEnded:  # the pool is lost: nothing is worth waiting for
+            process.kill()
+            raise
         finally:
             with _undisturbed():
                 process.end()
@@ -362,11 +385,11 @@ def _run_up(wanted: _Wanted) -> int:
     with ExitStack() as stack:
         master = _process("master", _master_command(program, wanted), own_environment)
         processes = [stack.enter_context(master)]
-        _wait_until(lambda: _is_serving(wanted), processes)
+        _wait_until(lambda: wanted.use().num_segments >= 0, processes)
         if wanted.segment_bytes:
             lender = _process("process that lends", _lend_command(wanted), own_environment)
             processes.append(stack.enter_context(lender))
-            _wait_until(lambda: _figures(wanted)["segments"] > 0, processes)
+            _wait_until(lambda: wanted.use().num_segments > 0, processes)
         if wanted.as_json:
             write_line(json_text.dumps(_as_document(wanted, processes)))
         else:
@@ -439,39 +462,18 @@ def _require_addresses(wanted: _Wanted) -> None:
 
 
 def _wait_until(is_so: Callable[[], bool], processes: list[_Process]) -> None:
+    from kvtier.tiering.remote.errors import ServerFailure
+
     deadline = time.monotonic() + _START_PATIENCE_S
     while True:
         for process in processes:
             process.require_running()
-        with suppress(OSError, ValueError):
+        with suppress(ServerFailure):
             if is_so():
                 return
         if time.monotonic() > deadline:
             raise _HasEnded(f"the {processes[-1].name} did not get ready. The pool is ended")
         time.sleep(0.05)
-
-
-def _ask(wanted: _Wanted, path: str) -> str:
-    url = wanted.metrics_url.removesuffix("/metrics") + path
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=_LOOK_EVERY_S) as answer:
-        text: str = answer.read().decode(errors="replace")
-        return text
-
-
-def _is_serving(wanted: _Wanted) -> bool:
-    return bool(json_text.loads(_ask(wanted, "/health")).get("service_ready"))
-
-
-def _figures(wanted: _Wanted) -> dict[str, int]:
-    """How full the pool is."""
-    found = dict(re.findall(r"^(\w+) (\d+)", _ask(wanted, "/metrics"), re.MULTILINE))
-    figures = {
-        "bytes": int(found.get("master_allocated_bytes", 0)),
-        "capacity_bytes": int(found.get("master_total_capacity_bytes", 0)),
-        "objects": int(found.get("master_key_count", 0)),
-    }
-    return {"segments": len(_ask(wanted, "/get_all_segments").split()), **figures}
 
 
 def _show_state(wanted: _Wanted, processes: list[_Process]) -> None:
@@ -493,14 +495,14 @@ def _show_state(wanted: _Wanted, processes: list[_Process]) -> None:
 
 def _state(wanted: _Wanted) -> str:
     from kvtier.config.sizes import as_size
+    from kvtier.tiering.remote.errors import ServerFailure
 
     try:
-        now = _figures(wanted)
-    except (OSError, ValueError):
+        use = wanted.use()
+    except ServerFailure:
         return "pool      the master does not answer"
-    lent = f"{as_size(now['bytes'])} of {as_size(now['capacity_bytes'])}"
-    hosts = f"{now['segments']} segment{'s' * (now['segments'] != 1)}"
-    return f"pool      {now['objects']:,} objects, {lent}, {hosts}"
+    lent = f"{as_size(use.used_bytes)} of {as_size(use.capacity_bytes)}"
+    return f"pool      objects: {use.num_objects:,}; {lent}; segments: {use.num_segments}"
 
 
 def _as_document(wanted: _Wanted, processes: list[_Process]) -> dict[str, Any]:
@@ -534,5 +536,9 @@ def _as_lines(wanted: _Wanted, processes: list[_Process]) -> Iterator[str]:
         yield f"segment   process {processes[1].pid} lends {lent}, listens on all addresses"
     else:
         yield "segment   none: engines lend memory (segment_bytes), or start with --segment 4GiB"
-    yield f"engines   secondary_tiers: {json_text.dumps([wanted.entry()])}"
+    entry = wanted.entry()
+    if entry.keys() <= {"type", "master", "segment_bytes"}:
+        flag = ":".join([entry["master"], *filter(None, [entry.get("segment_bytes")])])
+        yield f"engines   kvtier vllm-config --cpu SIZE --mooncake {flag}"
+    yield f"engines   secondary_tiers: {json_text.dumps([entry])}"
     yield "end       with Ctrl-C; the blocks in the pool are lost"
