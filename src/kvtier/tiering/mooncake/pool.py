@@ -349,22 +349,20 @@ class Pool:
         self._regions.clear()
 
     def _try_to_join(self) -> Membership | None:
-        """Connect once."""
+        """Connect once. Does not raise: the thread would end, and nobody would try again."""
+        membership, reason = None, self._reason
         try:
             membership = self._join()
         except ServerFailure as failure:
-            with self._changed:
-                if not self._is_closing:
-                    self._reason = (failure.kind, str(failure))
-                self._num_tries += 1
-                self._changed.notify_all()
-            return None
+            reason = (failure.kind, str(failure))
+        except Exception as error:
+            reason = (FailureKind.GARBAGE, f"the client cannot be used: {error!r}")
         with self._changed:
             self._num_tries += 1
-            if self._is_closing:
+            if not self._is_closing:
+                self._membership, self._reason = membership, reason
+            elif membership is not None:
                 membership.is_retired = True
-            else:
-                self._membership = membership
             self._changed.notify_all()
         return membership
 
