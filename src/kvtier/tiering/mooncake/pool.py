@@ -8,6 +8,8 @@ The client is a C++ library in this process. Three of its properties decide what
   still writes into the slots. `Pool.use` then replaces the client, and only when the old one is
   closed, which ends its transfers, does the call count as ended.
 - A call of a closed client ends the process. So a client is closed when all calls of it have ended.
+- `setup` and `close` let no other Python thread run. While the master is silent, they take up to
+  15 s. So they are called only after the master has answered.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ _ENVIRONMENT = {
 """Settings of the library, unless the operator has set them. It reads them once in a process."""
 
 _CONNECT_TIMEOUT_S = 1.0
+_NO_CALL = bytes(20)
+"""Is no call in the master's protocol: a master that works hangs up."""
 _FIRST_TRY_S = 5.0
 """How long the start of an engine waits for the pool."""
 _ASK_TIMEOUT_S = 3.0
@@ -182,14 +186,19 @@ def require_memory(segment_bytes: int) -> None:
 
 def require_master(options: MooncakeOptions) -> str:
     """Return the address from which this machine reaches the master; empty if etcd knows the
-    master. Raises `ServerFailure` at once if nobody listens there: the client would try for
-    long."""
+    master. Raises `ServerFailure` after two seconds at most if no master answers there: the client
+    would try for long, and let no other thread run meanwhile."""
     address = master_address(options.master)
     if address is None:
         return ""
     try:
         with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
+            connection.sendall(_NO_CALL)
+            with suppress(ConnectionResetError):
+                connection.recv(1)
             return str(connection.getsockname()[0])
+    except TimeoutError:
+        raise ServerFailure(FailureKind.SILENT, "the master does not answer") from None
     except OSError as error:
         reason = f"no connection to the master: {error}"
         raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
@@ -344,9 +353,33 @@ class Pool:
                 self._changed.wait_for(
                     lambda each=membership: each.is_retired and not each.num_calls  # type: ignore[misc]
                 )
+            if not self._may_close(pause):
+                return
             membership.client.close()
             membership.closed.set()
         self._regions.clear()
+
+    def _may_close(self, pause: Pause) -> bool:
+        """Wait until the master answers. False: the tier ends first, and leaves the client to the
+        end of the process."""
+        while True:
+            try:
+                require_master(self._options)
+            except ServerFailure as failure:
+                if failure.kind is not FailureKind.SILENT:
+                    return True
+                if self._is_closing:
+                    logger.warning(
+                        "%s: the master does not answer. What this engine lends is taken back "
+                        "when the process ends",
+                        self._options.where,
+                    )
+                    return False
+            else:
+                return True
+            pause.begin()
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
 
     def _try_to_join(self) -> Membership | None:
         """Connect once."""
