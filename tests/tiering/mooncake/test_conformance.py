@@ -23,9 +23,7 @@ from tests.tiering.networks import Namespace
 
 
 @pytest.fixture(autouse=True)
-def _end_in_the_background(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _end_in_the_background(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client sleeps for one or two seconds when it is closed. Checks that are not about the end
     of a tier do not wait for that."""
     if not hasattr(LifetimeChecks, request.node.originalname):
@@ -95,7 +93,7 @@ class TestMooncakeWithoutMetadataServer(_MooncakeTier):
     metadata = P2P
     num_lenders = 2
     options: ClassVar[dict[str, Any]] = {"replicas": 2}
-    row_bytes = 1 << 18
+    row_bytes = 1 << 16
 
 
 del _MooncakeTier

@@ -40,8 +40,9 @@ class PoolUse(NamedTuple):
 class MasterAdmin:
     """The HTTP interface of one master."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], timeout_s: float = _TIMEOUT_S) -> None:
         host, port = address
+        self._timeout_s = timeout_s
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @classmethod
@@ -75,7 +76,7 @@ class MasterAdmin:
     @contextmanager
     def _asked(self, path: str) -> Iterator[Iterator[str]]:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=_TIMEOUT_S) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=self._timeout_s) as answer:
                 yield _lines_of(answer)
         except (OSError, http.client.HTTPException, urllib.error.URLError) as error:
             raise ServerFailure(

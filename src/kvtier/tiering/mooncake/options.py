@@ -24,7 +24,7 @@ __all__ = ["P2P", "MooncakeOptions", "Protocol", "master_address"]
 
 P2P = "P2PHANDSHAKE"
 """In place of a metadata server: the hosts ask each other."""
-_METADATA = (P2P, "http://", "https://", "etcd://", "redis://")
+_METADATA = ("http", "https", "etcd", "redis")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 _HOST = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]{1,5})?")
 _HIGH_AVAILABILITY = "etcd://"
@@ -43,6 +43,15 @@ def master_address(master: str) -> tuple[str, int] | None:
     if found is None or not 0 < int(found["port"]) < 65_536:
         return None
     return found["host"].strip("[]"), int(found["port"])
+
+
+def _is_server(url: str) -> bool:
+    """True for the URL of a metadata server."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in _METADATA and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +162,7 @@ class MooncakeOptions(TierOptions):
                     'Write, for example, "node7.example"',
                 )
             )
-        if not self.metadata.startswith(_METADATA) or (
-            self.metadata != P2P and not urlsplit(self.metadata).hostname
-        ):
+        if self.metadata != P2P and not _is_server(self.metadata):
             raise ConfigError(
                 Problem(
                     "metadata",

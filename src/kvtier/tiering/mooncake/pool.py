@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from typing import Protocol as Interface
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -69,8 +70,11 @@ _ENVIRONMENT = {
 """Settings of the library, unless the operator has set them. It reads them once in a process."""
 
 _CONNECT_TIMEOUT_S = 1.0
-_NO_CALL = bytes(20)
-"""Is no call in the master's protocol: a master that works hangs up."""
+_IS_ANYBODY_THERE = b"GET /health HTTP/1.0\r\n\r\n"
+"""A metadata server answers. A master, whose protocol this is not, hangs up."""
+_PORTS = {"http": 80, "https": 443, "redis": 6379}
+_LONGEST_PAUSE_IF_REFUSED_S = 300.0
+"""Each client that a pool refuses leaves two file descriptors open, until the process ends."""
 _FIRST_TRY_S = 5.0
 """How long the start of an engine waits for the pool."""
 _ASK_TIMEOUT_S = 3.0
@@ -189,18 +193,27 @@ def require_master(options: MooncakeOptions) -> str:
     master. Raises `ServerFailure` after two seconds at most if no master answers there: the client
     would try for long, and let no other thread run meanwhile."""
     address = master_address(options.master)
-    if address is None:
-        return ""
+    return "" if address is None else _own_address_towards("the master", address)
+
+
+def _require_metadata_server(options: MooncakeOptions) -> None:
+    parts = urlsplit(options.metadata)
+    port = parts.port or _PORTS.get(parts.scheme)
+    if parts.hostname is not None and port is not None:
+        _own_address_towards("the metadata server", (parts.hostname, port))
+
+
+def _own_address_towards(what: str, address: tuple[str, int]) -> str:
     try:
         with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
-            connection.sendall(_NO_CALL)
+            connection.sendall(_IS_ANYBODY_THERE)
             with suppress(ConnectionResetError):
                 connection.recv(1)
             return str(connection.getsockname()[0])
     except TimeoutError:
-        raise ServerFailure(FailureKind.SILENT, "the master does not answer") from None
+        raise ServerFailure(FailureKind.SILENT, f"{what} does not answer") from None
     except OSError as error:
-        reason = f"no connection to the master: {error}"
+        reason = f"no connection to {what}: {error}"
         raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
 
 
@@ -340,28 +353,32 @@ class Pool:
     # --- the pool's thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause = Pause()
+        pauses = {False: Pause(), True: Pause(_LONGEST_PAUSE_IF_REFUSED_S)}
         while not self._is_closing:
             membership = self._try_to_join()
             if membership is None:
+                is_away = self._reason[0] in (FailureKind.UNREACHABLE, FailureKind.SILENT)
+                pause = pauses[not is_away]
                 pause.begin()
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
                 continue
-            pause.forget()
+            for pause in pauses.values():
+                pause.forget()
             with self._changed:
                 self._changed.wait_for(
                     lambda each=membership: each.is_retired and not each.num_calls  # type: ignore[misc]
                 )
-            if not self._may_close(pause):
+            if not self._may_close():
                 return
             membership.client.close()
             membership.closed.set()
         self._regions.clear()
 
-    def _may_close(self, pause: Pause) -> bool:
+    def _may_close(self) -> bool:
         """Wait until the master answers. False: the tier ends first, and leaves the client to the
         end of the process."""
+        pause = Pause()
         while True:
             try:
                 require_master(self._options)
@@ -382,28 +399,27 @@ class Pool:
                 self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
 
     def _try_to_join(self) -> Membership | None:
-        """Connect once."""
+        """Connect once. Does not raise: the thread would end, and nobody would try again."""
+        membership, reason = None, self._reason
         try:
             membership = self._join()
         except ServerFailure as failure:
-            with self._changed:
-                if not self._is_closing:
-                    self._reason = (failure.kind, str(failure))
-                self._num_tries += 1
-                self._changed.notify_all()
-            return None
+            reason = (failure.kind, str(failure))
+        except Exception as error:
+            reason = (FailureKind.GARBAGE, f"the client cannot be used: {error!r}")
         with self._changed:
             self._num_tries += 1
-            if self._is_closing:
+            if not self._is_closing:
+                self._membership, self._reason = membership, reason
+            elif membership is not None:
                 membership.is_retired = True
-            else:
-                self._membership = membership
             self._changed.notify_all()
         return membership
 
     def _join(self) -> Membership:
         options = self._options
         own_address = require_master(options)
+        _require_metadata_server(options)
         hostname = options.hostname or own_address
         if own_address:
             # With a metadata server, the client tells others this address. Without the variable, it

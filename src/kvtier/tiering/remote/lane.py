@@ -67,7 +67,8 @@ class BlockMover(ABC):
 class Pause:
     """How long a server that has failed is not called. One thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_s: float = _LONGEST_PAUSE_S) -> None:
+        self._longest_s = longest_s
         self._next_s = _FIRST_PAUSE_S
         self._until = 0.0
 
@@ -82,7 +83,7 @@ class Pause:
     def begin(self) -> None:
         """The server has failed. The next pause is twice as long."""
         self._until = time.monotonic() + self._next_s
-        self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
+        self._next_s = min(2 * self._next_s, self._longest_s)
 
     def forget(self) -> None:
         """The server works."""
