@@ -12,22 +12,12 @@ import pytest
 
 from kvtier.base import OffloadingSpec
 from kvtier.testing import BackingBytes, TierConformance
-from kvtier.testing.conformance.lifetime import LifetimeChecks
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.mooncake import pool
 from kvtier.tiering.mooncake.manager import MooncakeSecondaryTierManager
 from kvtier.tiering.mooncake.options import P2P
 from tests.tiering.mooncake.harness import SEGMENT_BYTES, MooncakeBacking, plain_client
 from tests.tiering.mooncake.pool import Master, mooncake_master, segment
 from tests.tiering.networks import Namespace
-
-
-@pytest.fixture(autouse=True)
-def _end_in_the_background(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client sleeps for one or two seconds when it is closed. Checks that are not about the end
-    of a tier do not wait for that."""
-    if not hasattr(LifetimeChecks, request.node.originalname):
-        monkeypatch.setattr(pool, "_CLOSE_PATIENCE_S", 0.0)
 
 
 class _MooncakeTier(TierConformance):
@@ -78,6 +68,7 @@ class TestMooncake(_MooncakeTier):
     survives_restart = True
 
 
+@pytest.mark.soak  # a client takes two seconds to leave
 class TestMooncakeWithOwnMemory(_MooncakeTier):
     """All memory is the engine's, and gone with it."""
 
@@ -86,6 +77,7 @@ class TestMooncakeWithOwnMemory(_MooncakeTier):
     options: ClassVar[dict[str, Any]] = {"segment_bytes": SEGMENT_BYTES, "connections": 1}
 
 
+@pytest.mark.soak
 class TestMooncakeWithoutMetadataServer(_MooncakeTier):
     """And with two copies of large blocks."""
 
