@@ -8,6 +8,8 @@ The client is a C++ library in this process. Three of its properties decide what
   still writes into the slots. `Pool.use` then replaces the client, and only when the old one is
   closed, which ends its transfers, does the call count as ended.
 - A call of a closed client ends the process. So a client is closed when all calls of it have ended.
+- `setup` and `close` let no other Python thread run. While the master is silent, they take up to
+  15 s. So they are called only after the master has answered.
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ _FATAL = 3
 """Level of glog. A fatal error ends the process, and its line says why."""
 
 _CONNECT_TIMEOUT_S = 1.0
+_IS_ANYBODY_THERE = b"GET /health HTTP/1.0\r\n\r\n"
+"""A metadata server answers. A master, whose protocol this is not, hangs up."""
 _PORTS = {"http": 80, "https": 443, "redis": 6379}
 _LONGEST_PAUSE_IF_REFUSED_S = 300.0
 """Each client that a pool refuses leaves two file descriptors open, until the process ends."""
@@ -204,8 +208,8 @@ def require_memory(segment_bytes: int) -> None:
 
 def require_master(options: MooncakeOptions) -> str:
     """Return the address from which this machine reaches the master; empty if etcd knows the
-    master. Raises `ServerFailure` at once if nobody listens there: the client would try for
-    long."""
+    master. Raises `ServerFailure` after two seconds at most if no master answers there: the client
+    would try for long, and let no other thread run meanwhile."""
     address = master_address(options.master)
     return "" if address is None else _own_address_towards("the master", address)
 
@@ -220,7 +224,12 @@ def _require_metadata_server(options: MooncakeOptions) -> None:
 def _own_address_towards(what: str, address: tuple[str, int]) -> str:
     try:
         with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
+            connection.sendall(_IS_ANYBODY_THERE)
+            with suppress(ConnectionResetError):
+                connection.recv(1)
             return str(connection.getsockname()[0])
+    except TimeoutError:
+        raise ServerFailure(FailureKind.SILENT, f"{what} does not answer") from None
     except OSError as error:
         reason = f"no connection to {what}: {error}"
         raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
@@ -366,7 +375,8 @@ class Pool:
         while not self._is_closing:
             membership = self._try_to_join()
             if membership is None:
-                pause = pauses[self._reason[0] is not FailureKind.UNREACHABLE]
+                is_away = self._reason[0] in (FailureKind.UNREACHABLE, FailureKind.SILENT)
+                pause = pauses[not is_away]
                 pause.begin()
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
@@ -377,9 +387,34 @@ class Pool:
                 self._changed.wait_for(
                     lambda each=membership: each.is_retired and not each.num_calls  # type: ignore[misc]
                 )
+            if not self._may_close():
+                return
             membership.client.close()
             membership.closed.set()
         self._regions.clear()
+
+    def _may_close(self) -> bool:
+        """Wait until the master answers. False: the tier ends first, and leaves the client to the
+        end of the process."""
+        pause = Pause()
+        while True:
+            try:
+                require_master(self._options)
+            except ServerFailure as failure:
+                if failure.kind is not FailureKind.SILENT:
+                    return True
+                if self._is_closing:
+                    logger.warning(
+                        "%s: the master does not answer. What this engine lends is taken back "
+                        "when the process ends",
+                        self._options.where,
+                    )
+                    return False
+            else:
+                return True
+            pause.begin()
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
 
     def _try_to_join(self) -> Membership | None:
         """Connect once. Does not raise: the thread would end, and nobody would try again."""
