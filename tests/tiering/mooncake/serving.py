@@ -117,11 +117,12 @@ class EngineProcess:
             lambda: self.serve(count, start).loaded == [TOKENS] * count, "all prompts are loaded"
         )
 
-    def figure(self, name: str) -> float:
+    def figure(self, name: str, **labels: str) -> float:
         """A counter of the tier since the start, or a gauge."""
         self._order(["figures"])
         figures: dict[str, float] = self._read()
-        return figures.get(f'kvtier_{name}{{tier="0:mooncake"}}', 0.0)
+        others = "".join(f',{label}="{value}"' for label, value in labels.items())
+        return figures.get(f'kvtier_{name}{{tier="0:mooncake"{others}}}', 0.0)
 
     def kill(self) -> None:
         self._process.kill()
@@ -186,7 +187,6 @@ def _main() -> None:
     with ReferenceEngine(setup["tier"], **setup["options"]) as engine:
         answer("ready")
         for line in sys.stdin:
-            print(time.strftime("%X"), line.strip(), file=sys.stderr)
             match json.loads(line):
                 case ["serve", count, start, from_tiers]:
                     if from_tiers:
