@@ -16,13 +16,14 @@ def network() -> Iterator[Namespace]:
     themselves."""
     package_folder()
     namespace = Namespace()
-    yield namespace
+    with pytest.MonkeyPatch.context() as patch:
+        # Without it, a client refuses to start where there is no address but loopback.
+        patch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+        yield namespace
     namespace.close()
 
 
 @pytest.fixture(autouse=True)
-def _in_the_network(network: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Without it, a client refuses to start where there is no address but loopback.
-    monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+def _in_the_network(network: Namespace) -> Iterator[None]:
     with network.entered():
         yield

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier.base import MetricDefinition, OffloadKey, ReqContext
 from kvtier.config.sizes import as_size
-from kvtier.tiering.base import TierRefused
 from kvtier.tiering.mooncake.mover import MOST_PIECES, MooncakeServer
 from kvtier.tiering.mooncake.options import MooncakeOptions
-from kvtier.tiering.mooncake.pool import Pool, load_library, public_addresses, require_memory
+from kvtier.tiering.mooncake.pool import (
+    Pool,
+    load_library,
+    require_memory,
+    require_private_network,
+)
 from kvtier.tiering.remote.errors import ServerErrors, trying_at_start
 from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from kvtier.tiering.remote.inspector import RemoteInspector
     from kvtier.tiering.trial import TrialBlocks
 
-__all__ = ["MooncakeSecondaryTierManager", "require_private_network"]
+__all__ = ["MooncakeSecondaryTierManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,16 +104,3 @@ class MooncakeSecondaryTierManager(RemoteTierManager):
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
         return metrics_of(cls.metric_prefix)
-
-
-def require_private_network(options: MooncakeOptions) -> None:
-    """Raise `TierRefused` if the client would listen on a public address without the operator's
-    word."""
-    public = public_addresses()
-    if public and not options.allow_public:
-        raise TierRefused(
-            f"this machine has a public address ({', '.join(public)}). Mooncake's client listens "
-            "on all addresses, without a password, and whoever reaches it can read and change "
-            "host memory. Block its ports from outside (docs/mooncake.md lists them), and set "
-            '"allow_public": true'
-        )

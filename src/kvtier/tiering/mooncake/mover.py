@@ -43,6 +43,8 @@ _NO_ROOM = -200
 _NO_SUCH_SIZE = -600
 _GONE = (-703, -704, -712)
 """Not stored yet, not there, or no replica of it is left."""
+_LEASE_HAS_ENDED = -707
+"""The block arrived, but it may have been evicted while it was read. Its seal tells."""
 _TRANSFER_FAILED = -800
 _NO_MASTER = {-1: "an internal error", -900: "no connection", -901: "no answer in time"}
 
@@ -223,7 +225,7 @@ class _MooncakeMover(BlockMover):
         unread: list[OffloadKey] = []
         for number, (piece, code) in enumerate(zip(pieces, codes, strict=True)):
             row, key = piece
-            if code == self._block_bytes:
+            if code in (self._block_bytes, _LEASE_HAS_ENDED):
                 failure = check(
                     area.seal(number),
                     self._tier.rows[row],
@@ -233,6 +235,8 @@ class _MooncakeMover(BlockMover):
                 )
                 if failure is None:
                     done.append(piece)
+                elif code == _LEASE_HAS_ENDED:
+                    transfer.gone.append(key)
                 elif self._refused(failure):
                     damaged.append(key)
             elif code in _GONE:

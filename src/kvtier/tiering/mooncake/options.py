@@ -24,7 +24,7 @@ __all__ = ["P2P", "MooncakeOptions", "Protocol", "master_address"]
 
 P2P = "P2PHANDSHAKE"
 """In place of a metadata server: the hosts ask each other."""
-_METADATA = (P2P, "http://", "https://", "etcd://", "redis://")
+_METADATA = ("http", "https", "etcd", "redis")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 _HOST = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]{1,5})?")
 _HIGH_AVAILABILITY = "etcd://"
@@ -43,6 +43,15 @@ def master_address(master: str) -> tuple[str, int] | None:
     if found is None or not 0 < int(found["port"]) < 65_536:
         return None
     return found["host"].strip("[]"), int(found["port"])
+
+
+def _is_server(url: str) -> bool:
+    """True for the URL of a metadata server."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in _METADATA and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,12 @@ class MooncakeOptions(TierOptions):
         default=2,
         null_is_default=True,
     )
+    admin: str | None = key(
+        TEXT,
+        "The master's HTTP interface, `HOST:PORT`, which commands ask how full the pool is. "
+        "Without it, port 9003 of the master's host.",
+        default=None,
+    )
     allow_public: bool = key(
         BOOLEAN,
         "True: start although this machine has a public address, on which the client listens, too, "
@@ -147,9 +162,7 @@ class MooncakeOptions(TierOptions):
                     'Write, for example, "node7.example"',
                 )
             )
-        if not self.metadata.startswith(_METADATA) or (
-            self.metadata != P2P and not urlsplit(self.metadata).hostname
-        ):
+        if self.metadata != P2P and not _is_server(self.metadata):
             raise ConfigError(
                 Problem(
                     "metadata",
@@ -165,6 +178,16 @@ class MooncakeOptions(TierOptions):
                     describe(self.hostname),
                     "a host name or IPv4 address, perhaps with a port",
                     'Write, for example, "node7.example" or "10.0.0.7:13002"',
+                )
+            )
+        if self.admin is not None and master_address(self.admin) is None:
+            raise ConfigError(
+                Problem(
+                    "admin",
+                    describe(self.admin),
+                    "HOST:PORT",
+                    'Write, for example, "cache.example:9003": what mooncake_master was told with '
+                    "-metrics_port",
                 )
             )
         if self.devices is not None and self.protocol is not Protocol.RDMA:

@@ -20,8 +20,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+from typing import Protocol as Interface
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -29,7 +32,7 @@ from kvtier.config.errors import printable
 from kvtier.config.sizes import as_size
 from kvtier.cpu.host_memory import cgroup_limits, machine_limit
 from kvtier.tiering.base import TierRefused
-from kvtier.tiering.mooncake.options import MooncakeOptions, master_address
+from kvtier.tiering.mooncake.options import MooncakeOptions, Protocol, master_address
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 from kvtier.tiering.remote.lane import Pause
 
@@ -39,7 +42,9 @@ __all__ = [
     "Pool",
     "load_library",
     "public_addresses",
+    "require_master",
     "require_memory",
+    "require_private_network",
 ]
 
 logger = logging.getLogger(__name__)
@@ -63,6 +68,9 @@ _ENVIRONMENT = {
 """Settings of the library, unless the operator has set them. It reads them once in a process."""
 
 _CONNECT_TIMEOUT_S = 1.0
+_PORTS = {"http": 80, "https": 443, "redis": 6379}
+_LONGEST_PAUSE_IF_REFUSED_S = 300.0
+"""Each client that a pool refuses leaves two file descriptors open, until the process ends."""
 _FIRST_TRY_S = 5.0
 """How long the start of an engine waits for the pool."""
 _ASK_TIMEOUT_S = 3.0
@@ -76,7 +84,7 @@ _BUFFER_BYTES = 1 << 20
 not need it."""
 
 
-class Client(Protocol):
+class Client(Interface):
     """What is used of `mooncake.store.MooncakeDistributedStore`. Results are 0 or a size, or the
     negative number of an error."""
 
@@ -92,6 +100,7 @@ class Client(Protocol):
     ) -> int: ...
 
     def register_buffer(self, pointer: int, size: int) -> int: ...
+    def unregister_buffer(self, pointer: int) -> int: ...
     def get_hostname(self) -> str: ...
     def close(self) -> int: ...
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]: ...
@@ -99,6 +108,10 @@ class Client(Protocol):
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[Any]]: ...
     def get(self, key: str) -> bytes: ...
     def upsert(self, key: str, value: bytes, config: Any) -> int: ...
+
+    def batch_get_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]: ...
 
     def batch_put_from_multi_buffers(
         self,
@@ -139,13 +152,24 @@ def public_addresses() -> list[str]:
     found = []
     with suppress(OSError):
         lines = Path("/proc/net/fib_trie").read_text(encoding="ascii").splitlines()
-        for line, kind in zip(lines, lines[1:], strict=False):
-            if "/32 host LOCAL" in kind:
-                found.append(line.split()[-1])
+        found += [line.split()[-1] for line, kind in pairwise(lines) if "/32 host LOCAL" in kind]
     with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            found.append(str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))))
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        found += [str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
     return sorted({each for each in found if ipaddress.ip_address(each).is_global})
+
+
+def require_private_network(options: MooncakeOptions) -> None:
+    """Raise `TierRefused` if the client would listen on a public address without the operator's
+    word."""
+    public = public_addresses()
+    if public and not options.allow_public:
+        raise TierRefused(
+            f"this machine has a public address ({', '.join(public)}). Mooncake's client listens "
+            "on all addresses, without a password, and whoever reaches it can read and change "
+            "host memory. Block its ports from outside (docs/mooncake.md lists them), and set "
+            '"allow_public": true'
+        )
 
 
 def require_memory(segment_bytes: int) -> None:
@@ -158,6 +182,30 @@ def require_memory(segment_bytes: int) -> None:
             f"{as_size(tightest.available)} are available in {tightest.where}. "
             f"{tightest.remedy}, or lower segment_bytes to {tightest.advisable} at most"
         )
+
+
+def require_master(options: MooncakeOptions) -> str:
+    """Return the address from which this machine reaches the master; empty if etcd knows the
+    master. Raises `ServerFailure` at once if nobody listens there: the client would try for
+    long."""
+    address = master_address(options.master)
+    return "" if address is None else _own_address_towards("the master", address)
+
+
+def _require_metadata_server(options: MooncakeOptions) -> None:
+    parts = urlsplit(options.metadata)
+    port = parts.port or _PORTS.get(parts.scheme)
+    if parts.hostname is not None and port is not None:
+        _own_address_towards("the metadata server", (parts.hostname, port))
+
+
+def _own_address_towards(what: str, address: tuple[str, int]) -> str:
+    try:
+        with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        reason = f"no connection to {what}: {error}"
+        raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
 
 
 class Membership:
@@ -296,15 +344,17 @@ class Pool:
     # --- the pool's thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause = Pause()
+        pauses = {False: Pause(), True: Pause(_LONGEST_PAUSE_IF_REFUSED_S)}
         while not self._is_closing:
             membership = self._try_to_join()
             if membership is None:
+                pause = pauses[self._reason[0] is not FailureKind.UNREACHABLE]
                 pause.begin()
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
                 continue
-            pause.forget()
+            for pause in pauses.values():
+                pause.forget()
             with self._changed:
                 self._changed.wait_for(
                     lambda each=membership: each.is_retired and not each.num_calls  # type: ignore[misc]
@@ -314,29 +364,32 @@ class Pool:
         self._regions.clear()
 
     def _try_to_join(self) -> Membership | None:
-        """Connect once."""
+        """Connect once. Does not raise: the thread would end, and nobody would try again."""
+        membership, reason = None, self._reason
         try:
             membership = self._join()
         except ServerFailure as failure:
-            with self._changed:
-                if not self._is_closing:
-                    self._reason = (failure.kind, str(failure))
-                self._num_tries += 1
-                self._changed.notify_all()
-            return None
+            reason = (failure.kind, str(failure))
+        except Exception as error:
+            reason = (FailureKind.GARBAGE, f"the client cannot be used: {error!r}")
         with self._changed:
             self._num_tries += 1
-            if self._is_closing:
+            if not self._is_closing:
+                self._membership, self._reason = membership, reason
+            elif membership is not None:
                 membership.is_retired = True
-            else:
-                self._membership = membership
             self._changed.notify_all()
         return membership
 
     def _join(self) -> Membership:
         options = self._options
-        own_address = self._own_address()
+        own_address = require_master(options)
+        _require_metadata_server(options)
         hostname = options.hostname or own_address
+        if own_address:
+            # With a metadata server, the client tells others this address. Without the variable, it
+            # takes any of the machine's.
+            os.environ.setdefault("MC_TCP_BIND_ADDRESS", own_address)
         client: Client = self._library.MooncakeDistributedStore()
         code = client.setup(
             hostname,
@@ -354,30 +407,18 @@ class Pool:
                 "usual reasons: another metadata server than the master's other hosts use, a "
                 "hostname that is not this machine's, or a master of another release",
             )
-        for region in self._regions:
+        # TCP needs no registration. It would let every host that reaches this one read and change
+        # the memory, because the library asks nobody who they are.
+        for region in self._regions if options.protocol is Protocol.RDMA else ():
             code = client.register_buffer(int(region.ctypes.data), region.nbytes)
             if code:
                 client.close()
                 raise ServerFailure(
                     FailureKind.REFUSED,
-                    f"host memory cannot be registered (error {code}). With RDMA, raise the limit "
-                    "of locked memory (ulimit -l unlimited)",
+                    f"host memory cannot be registered (error {code}). Raise the limit of locked "
+                    "memory (ulimit -l unlimited)",
                 )
         return Membership(client, client.get_hostname())
-
-    def _own_address(self) -> str:
-        """The address from which this machine reaches the master. Empty if etcd knows the master.
-        Raises `ServerFailure` at once if nobody listens there: the client would try for long."""
-        address = master_address(self._options.master)
-        if address is None:
-            return ""
-        try:
-            with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
-                return str(connection.getsockname()[0])
-        except OSError as error:
-            raise ServerFailure(
-                FailureKind.UNREACHABLE, f"no connection to the master: {error}"
-            ) from None
 
 
 class _Question(Generic[T]):

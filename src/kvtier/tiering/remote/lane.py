@@ -67,7 +67,8 @@ class BlockMover(ABC):
 class Pause:
     """How long a server that has failed is not called. One thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_s: float = _LONGEST_PAUSE_S) -> None:
+        self._longest_s = longest_s
         self._next_s = _FIRST_PAUSE_S
         self._until = 0.0
 
@@ -82,7 +83,7 @@ class Pause:
     def begin(self) -> None:
         """The server has failed. The next pause is twice as long."""
         self._until = time.monotonic() + self._next_s
-        self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
+        self._next_s = min(2 * self._next_s, self._longest_s)
 
     def forget(self) -> None:
         """The server works."""
@@ -213,9 +214,11 @@ class LaneSet:
         if self._watch.ident is not None:
             self._watch.join()
         if not self._most_stuck:
-            return all([lane.join() for lane in self._all()])
-        until = time.monotonic() + _JOIN_PATIENCE_S
-        return all([lane.join(max(until - time.monotonic(), 0.0)) for lane in self._all()])
+            ended = [lane.join() for lane in self._all()]
+        else:
+            until = time.monotonic() + _JOIN_PATIENCE_S
+            ended = [lane.join(max(until - time.monotonic(), 0.0)) for lane in self._all()]
+        return all(ended)
 
     def _all(self) -> list[RemoteLane]:
         return [lane for lanes in self._lanes.values() for lane in lanes] + self._replaced
