@@ -27,8 +27,8 @@ from tests.tiering.networks import Namespace, private_network
 BARE, IN_PARTS, THEIRS = "bare calls", "bare, in parts", "LMCache"
 TIER_BYTES = 128 * MiB
 MOST_STORED = 512 * MiB
-SEGMENT_BYTES = 1280 * MiB
-"""Enough for what is stored in one round, besides the tier, without evicting."""
+SEGMENT_BYTES = 1408 * MiB
+"""Enough for twice what is stored in one round, besides the tier, without evicting."""
 LEASE = "-default_kv_lease_ttl=10000"
 """The master's own default."""
 NUM_KEYS = 2048
@@ -75,6 +75,7 @@ def _compare(where: str, keys: dict[str, Any]) -> None:
             f"{CONNECTIONS} that store. `{IN_PARTS}`: with 256 bytes beside each block, as kvtier.",
             most_stored=MOST_STORED,
             pythons={THEIRS: theirs or sys.executable},
+            rounds=ROUNDS,
             looks_up=False,
         ),
         keys,

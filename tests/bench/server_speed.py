@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 from kvtier.config.sizes import as_size
 from tests.bench.disk_rounds import (
     KVTIER,
+    ROUNDS,
     Measured,
     What,
     in_turns,
@@ -59,6 +60,7 @@ class Comparison:
     """Bytes that a round of stores writes at most: what there is room for."""
     pythons: Mapping[str, str] = field(default_factory=dict)
     """The interpreters of those subjects that need another one than this."""
+    rounds: int = ROUNDS
     looks_up: bool = True
     """Measure lookups and jitter, too."""
 
@@ -112,15 +114,20 @@ def _speeds(
     for is_load in (True, False):
         most_bytes = None if is_load else comparison.most_stored
         command = {"move": asdict(Round(is_load, SECONDS, most_bytes=most_bytes))}
-        if most_bytes is not None:  # memory is first written to
-            for each in workers.values():
-                each.ask(command)
+        if most_bytes is not None:
+            _touch_memory(workers.values(), 2 * most_bytes)
         subjects: dict[str, Callable[[], dict[str, float]]] = {
             name: partial(each.ask, command) for name, each in workers.items()
         }
-        yield What(block_bytes, is_load), in_turns(subjects)
+        yield What(block_bytes, is_load), in_turns(subjects, comparison.rounds)
     for each in workers.values():
         each.ask({"end": 0})
+
+
+def _touch_memory(workers: Iterable[Worker], num_bytes: int) -> None:
+    """Memory that is written to for the first time is slow."""
+    for each in workers:
+        each.ask({"move": asdict(Round(False, 10 * SECONDS, most_bytes=num_bytes))})
 
 
 def _lookups_and_jitter(tier: Worker, keys: dict[str, Any]) -> dict[str, Any]:
