@@ -267,7 +267,7 @@ class Fleet:
         self._tell_router(number)
 
     def _tell_router(self, number: int) -> None:
-        events = (self.engines or self.counting)[number].caches.host.take_events()
+        events = self._members[number].caches.host.take_events()
         if events:
             self._router.note(number, events)
 
@@ -331,11 +331,18 @@ class Fleet:
 
     # --- figures ----------------------------------------------------------------------------------
 
+    @property
+    def _members(self) -> Sequence[SteppedEngine | Counting]:
+        return self.engines or self.counting
+
+    def figures_of_engines(self) -> list[Figures]:
+        """The figures of each engine. Those of shared tiers have a meaning only together."""
+        return [member.end() for member in self._members]
+
     def end(self) -> Figures:
         """The figures of everything served so far, of all engines together."""
-        settings, members = self._settings, self.engines or self.counting
-        each = [member.end() for member in members]
-        total = members[0].caches.figures(settings, self._block_tokens)
+        each = self.figures_of_engines()
+        total = self._members[0].caches.figures(self._settings, self._block_tokens)
         if total.gpu is not None:
             total.gpu.capacity_blocks *= len(each)
         for place in total.places:
@@ -407,13 +414,13 @@ class Fleet:
         host memories alone."""
         num_in_hosts, num_kept = 0, 0
         keys: set[OffloadKey] = set()
-        for member in self.engines or self.counting:
+        for member in self._members:
             resident = member.caches.host.resident_keys()
             num_in_hosts += len(resident)
             keys.update(resident)
         num_different = len(keys)
         num_kept = num_in_hosts
-        for member in self.engines or self.counting:
+        for member in self._members:
             for tier in member.caches.tiers:
                 if tier.tier_type not in self.pools:
                     resident = tier.table.resident_keys()
