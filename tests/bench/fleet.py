@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+from kvtier.config.options import WritePolicyName
 from kvtier.replay.copies import FleetLoad
 from kvtier.replay.fleet import Fleet
 from kvtier.replay.settings import (
@@ -27,8 +28,9 @@ from tests.bench.report import print_table, run_alone, save
 from tests.traces import CODING_AGENTS, CONVERSATION
 
 GIB, GB = 1 << 30, 10**9
-TRACES = {"agents": (CODING_AGENTS, 200), "conversation": (CONVERSATION, 1500)}
-"""The file, and how many of its requests each copy has: 12 and 7 minutes of it."""
+TRACES = {"agents": CODING_AGENTS, "conversation": CONVERSATION}
+LONG = {"agents": 1500, "conversation": 6000}
+"""Requests of each copy where nothing takes time: half an hour of chats, more of the agents."""
 ENGINES_PER_COPY = 4
 """With one copy of the trace for four engines, these are busy but not overloaded."""
 ENGINE = EngineSettings().fitted_to([(8192, 0.212), (32_768, 1.22)])
@@ -44,8 +46,7 @@ SETTINGS_OF_SIZES: dict[str, dict[str, Any]] = {
     "prefix, pool": {"router": RouterName.PREFIX},
     "sticky, own memory instead": {"pool": 0, "host": HOST_GIB + POOL_GIB},
 }
-SETTINGS_OF_CHATS = dict(list(SETTINGS_OF_SIZES.items())[:4])
-POOLS_GIB = (0, 16, 32, 64, 128, 256)
+POOLS_GIB = (0, 32, 64, 128, 256, 512)
 LINKS_GB = (1.4, 3, 6, 12.5, 25, 50)
 COMMON_PERCENT = (0, 5, 25, 100)
 SERVER_GB = 50
@@ -75,6 +76,10 @@ class Run(NamedTuple):
     """GB per second of each engine."""
     common: float = 0
     is_timed: bool = True
+    limit: int = 200
+    """Requests of each copy of the trace: with the agents, 12 minutes."""
+    write: WritePolicyName = WritePolicyName.THROUGH
+    """Which blocks the pool gets."""
     fails: int = -1
     """The engine that dies when half of the time has passed; -1: none."""
 
@@ -88,6 +93,7 @@ class Run(NamedTuple):
                 read_bytes_per_s=speed,
                 write_bytes_per_s=speed,
                 latency_s=1e-4,
+                write_policy=self.write,
                 sharing=Sharing.LENT,
                 replicas=self.replicas,
                 link_bytes_per_s=self.link * GB,
@@ -131,11 +137,10 @@ def replayed(run: Run) -> dict[str, Any]:
     settings = run.settings()
     fleet_settings = settings.fleet
     assert fleet_settings is not None
-    path, limit = TRACES[run.trace]
     began = time.monotonic()
-    with open_trace(str(path)) as trace:
+    with open_trace(str(TRACES[run.trace])) as trace:
         settings.check(trace.block_tokens)
-        requests = islice(trace.requests(), limit)
+        requests = islice(trace.requests(), run.limit)
         load = FleetLoad(requests, fleet_settings.copies, fleet_settings.common_percent)
         fleet = Fleet(settings, trace.block_tokens)
         for _ in fleet.serve(load):
@@ -155,16 +160,27 @@ def runs_of_tables() -> dict[str, dict[str, Run]]:
         for size in SIZES
         for what, chosen in SETTINGS_OF_SIZES.items()
     }
-    chats = {
-        f"{size}, {what}": Run("conversation", size, is_timed=False, **chosen)
-        for size in SIZES
-        for what, chosen in SETTINGS_OF_CHATS.items()
-    }
     pools = {
-        f"{trace}, {pool} GiB, {router}": Run(trace, 64, router, pool=pool, is_timed=False)
-        for trace in TRACES
+        f"{trace}, {pool} GiB, {router}": Run(
+            trace, router=router, pool=pool, is_timed=False, limit=limit
+        )
+        for trace, limit in LONG.items()
         for pool in POOLS_GIB
         for router in (RouterName.ROUND_ROBIN, RouterName.STICKY)
+    }
+    pools |= {
+        f"{trace}, {pool} GiB, sticky, own memory instead": Run(
+            trace, host=HOST_GIB + pool, pool=0, is_timed=False, limit=limit
+        )
+        for trace, limit in LONG.items()
+        for pool in POOLS_GIB[1:]
+    }
+    pools |= {
+        f"{trace}, {pool} GiB, sticky, on_evict": Run(
+            trace, pool=pool, is_timed=False, limit=limit, write=WritePolicyName.ON_EVICT
+        )
+        for trace, limit in LONG.items()
+        for pool in POOLS_GIB[2:4]
     }
     links = {
         f"{link:g} GB/s, {router}": Run(router=router, link=link)
@@ -176,9 +192,11 @@ def runs_of_tables() -> dict[str, dict[str, Run]]:
         for size in SIZES[:2]
     }
     common = {
-        f"{percent} %, {what}": Run("conversation", 64, common=percent, is_timed=False, **chosen)
+        f"{percent} %, pool of {pool} GiB": Run(
+            "conversation", 64, pool=pool, common=percent, is_timed=False, limit=750
+        )
         for percent in COMMON_PERCENT
-        for what, chosen in SETTINGS_OF_CHATS.items()
+        for pool in (0, POOL_GIB)
     }
     failures = {
         f"{what}, {death}": Run(fails=-1 if death == "all live" else 3, **chosen)
@@ -187,7 +205,6 @@ def runs_of_tables() -> dict[str, dict[str, Run]]:
     }
     return {
         "sizes": sizes,
-        "chats": chats,
         "pools": pools,
         "links": links,
         "servers": servers,
