@@ -32,6 +32,7 @@ __all__ = [
     "CLIENT_TTL_S",
     "LEASE_MS",
     "Master",
+    "Place",
     "Segment",
     "mooncake_master",
     "package_folder",

@@ -85,7 +85,7 @@ class TestMooncakeWithoutMetadataServer(_MooncakeTier):
     metadata = P2P
     num_lenders = 2
     options: ClassVar[dict[str, Any]] = {"replicas": 2}
-    row_bytes = 1 << 16
+    row_bytes = 1 << 15
 
 
 del _MooncakeTier

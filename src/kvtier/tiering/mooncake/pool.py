@@ -14,6 +14,7 @@ The client is a C++ library in this process. Three of its properties decide what
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import ipaddress
@@ -86,7 +87,7 @@ _MOST_ASKING = 8
 """Threads whose calls hang. While there are so many, no question is asked."""
 _IN_DOUBT_AFTER_S = 50.0
 """A failed transfer that took so long may go on. The library gives up after 60 s."""
-_CLOSE_PATIENCE_S = 5.0
+_CLOSE_PATIENCE_S = 3.0
 _BUFFER_BYTES = 1 << 20
 """Size of the library's own buffer, through which descriptions of namespaces are read. Blocks do
 not need it."""
@@ -263,6 +264,8 @@ class Pool:
         """Why there is no membership."""
         self._num_tries = 0
         self._is_closing = False
+        self._is_closed = False
+        """True when no client is left open."""
         self._questions: set[_Question[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="kvtier-mooncake", daemon=True)
 
@@ -280,6 +283,7 @@ class Pool:
     def start(self) -> None:
         """Connect. Waits some seconds at most: after that, it is tried again in the background.
         Raises `ServerFailure` if the pool cannot be used yet."""
+        atexit.register(self._end_with_the_process)
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._num_tries, _FIRST_TRY_S)
@@ -361,6 +365,17 @@ class Pool:
                 self._options.where,
             )
 
+    def _end_with_the_process(self) -> None:
+        """Called when the interpreter ends. The library would close its clients after that, which
+        takes long while the master is silent, and crashes the process while a call is under way.
+        So if there is one still, the process ends without the library, with its exit code."""
+        if not self._is_closing:
+            self.interrupt()
+            self.close()
+        if not self._is_closed:
+            libc = ctypes.CDLL(None)
+            libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
     def _retire(self, membership: Membership, reason: str) -> None:
         membership.is_retired = True
         if self._membership is membership:
@@ -392,6 +407,8 @@ class Pool:
             membership.client.close()
             membership.closed.set()
         self._regions.clear()
+        self._is_closed = True
+        atexit.unregister(self._end_with_the_process)
 
     def _may_close(self) -> bool:
         """Wait until the master answers. False: the tier ends first, and leaves the client to the
