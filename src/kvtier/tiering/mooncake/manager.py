@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier.base import MetricDefinition, OffloadKey, ReqContext
 from kvtier.config.sizes import as_size
-from kvtier.tiering.mooncake.mover import MOST_PIECES, MooncakeServer
+from kvtier.tiering.mooncake.mover import MOST_PIECES, MooncakeServer, copied_bytes_of
 from kvtier.tiering.mooncake.options import MooncakeOptions
 from kvtier.tiering.mooncake.pool import (
     Pool,
@@ -64,7 +64,14 @@ class MooncakeSecondaryTierManager(RemoteTierManager):
             made.replica_num = options.replicas
             return made
 
-        self._pool_server = MooncakeServer(pool, errors, 2 * options.connections, config)
+        row_bytes = offloading_spec.config.row_bytes
+        self._pool_server = MooncakeServer(
+            pool,
+            errors,
+            2 * options.connections,
+            config,
+            copied_bytes_of(row_bytes, options.protocol),
+        )
         lanes = dict.fromkeys(("load", "store"), options.connections)
         try:
             with trying_at_start(options.where):

@@ -3,6 +3,10 @@ which blocks it has.
 
 A block is one object of two parts, the seal and the payload. The client moves both in one call
 that covers all blocks of a unit, straight between the pool and the slots.
+
+Over TCP, each part is a request of its own, which costs as much as the payload of a small block. So
+small blocks are copied: seal and payload lie side by side in memory of this tier, and travel as one
+part.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES, SealFailure, check
 from kvtier.tiering.io.queue import Piece
 from kvtier.tiering.mooncake.namespaces import MooncakeNamespaces, block_name
+from kvtier.tiering.mooncake.options import Protocol
 from kvtier.tiering.mooncake.pool import Client, Membership, Pool
 from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
 from kvtier.tiering.remote.lane import BlockMover, RemoteTransfer
@@ -26,13 +31,14 @@ from kvtier.tiering.remote.manager import BlockServer
 if TYPE_CHECKING:
     from kvtier.tiering.base import SecondaryTierManager
 
-__all__ = ["MOST_PIECES", "MOST_STUCK", "SEAL_AREA_BYTES", "MooncakeServer"]
+__all__ = ["MOST_PIECES", "MOST_STUCK", "MooncakeServer", "copied_bytes_of"]
 
 MOST_PIECES = 64
 """Blocks that one call moves."""
 MOST_STUCK = 8
 """Calls that may hang, beside those of the lanes."""
-SEAL_AREA_BYTES = MOST_PIECES * SEAL_BYTES
+_LARGEST_COPIED = 256 << 10
+"""Payloads that are copied. Beyond, a copy costs more than a request."""
 _LOOKED_UP_AT_ONCE = 2048
 _MOST_WANTED = 65_536
 _ROOM_AFTER_S = 0.02
@@ -49,14 +55,28 @@ _TRANSFER_FAILED = -800
 _NO_MASTER = {-1: "an internal error", -900: "no connection", -901: "no answer in time"}
 
 
-class _SealArea(NamedTuple):
-    """Memory for the seals of one unit."""
+class _Area(NamedTuple):
+    """Memory of one call: a seal for each block, and for small blocks the payload beside it."""
 
     memory: memoryview
     address: int
+    payload_bytes: int
+    """0: payloads stay in their slots."""
+
+    @property
+    def _step(self) -> int:
+        return SEAL_BYTES + self.payload_bytes
 
     def seal(self, number: int) -> memoryview:
-        return self.memory[number * SEAL_BYTES : (number + 1) * SEAL_BYTES]
+        start = number * self._step
+        return self.memory[start : start + SEAL_BYTES]
+
+    def payload(self, number: int) -> memoryview:
+        start = number * self._step + SEAL_BYTES
+        return self.memory[start : start + self.payload_bytes]
+
+    def address_of(self, number: int) -> int:
+        return self.address + number * self._step
 
 
 class MooncakeServer(BlockServer):
@@ -66,18 +86,27 @@ class MooncakeServer(BlockServer):
     most_stuck_calls = MOST_STUCK
 
     def __init__(
-        self, pool: Pool, errors: ServerErrors, num_lanes: int, config: Callable[[], Any]
+        self,
+        pool: Pool,
+        errors: ServerErrors,
+        num_lanes: int,
+        config: Callable[[], Any],
+        copied_bytes: int = 0,
     ) -> None:
-        """`config`: makes the settings of a store, for this engine."""
+        """`config`: makes the settings of a store, for this engine. `copied_bytes`: the size of a
+        payload if payloads are copied (see `copied_bytes_of`)."""
         self.errors = errors
         self.namespaces = MooncakeNamespaces(pool, config)
         self._pool = pool
         self._config = config
-        seals = bytearray((num_lanes + MOST_STUCK) * SEAL_AREA_BYTES)
-        address = pool.share(seals)
+        self.copies = bool(copied_bytes)
+        # Memory that no call has used takes no room: it is never touched.
+        area_bytes = MOST_PIECES * (SEAL_BYTES + copied_bytes)
+        memory = bytearray((num_lanes + MOST_STUCK) * area_bytes)
+        address = pool.share(memory)
         self._areas = [
-            _SealArea(memoryview(seals)[start : start + SEAL_AREA_BYTES], address + start)
-            for start in range(0, len(seals), SEAL_AREA_BYTES)
+            _Area(memoryview(memory)[start : start + area_bytes], address + start, copied_bytes)
+            for start in range(0, len(memory), area_bytes)
         ]
         """Those that no call uses."""
         self._wanted: OrderedDict[OffloadKey, None] = OrderedDict()
@@ -112,7 +141,7 @@ class MooncakeServer(BlockServer):
         return self._wanted.pop(key, self) is None
 
     @contextmanager
-    def seal_area(self) -> Iterator[_SealArea]:
+    def area(self) -> Iterator[_Area]:
         """Memory for one call. There is enough for all lanes and all calls that hang."""
         area = self._areas.pop()
         try:
@@ -145,6 +174,11 @@ class MooncakeServer(BlockServer):
         self._pool.close()
 
 
+def copied_bytes_of(row_bytes: int, protocol: Protocol) -> int:
+    """`row_bytes` if payloads of this size are to be copied, and 0 if not."""
+    return row_bytes if protocol is Protocol.TCP and row_bytes <= _LARGEST_COPIED else 0
+
+
 def _failure_of(code: int) -> ServerFailure:
     what = _NO_MASTER.get(code, f"error {code}")
     kind = FailureKind.SILENT if code == -901 else FailureKind.UNREACHABLE
@@ -158,9 +192,14 @@ class _MooncakeMover(BlockMover):
         self._pool = server.pool
         self._row_bytes = tier.rows.row_bytes
         self._block_bytes = SEAL_BYTES + tier.rows.row_bytes
+        self._sizes: Sequence[int] = (SEAL_BYTES, self._row_bytes)
+        if server.copies:
+            self._sizes = (self._block_bytes,)
 
-    def _parts(self, area: _SealArea, pieces: Sequence[Piece[OffloadKey]]) -> list[list[int]]:
-        """For each block, where its seal and its payload are."""
+    def _parts(self, area: _Area, pieces: Sequence[Piece[OffloadKey]]) -> list[list[int]]:
+        """For each block, where its parts are."""
+        if self._server.copies:
+            return [[area.address_of(number)] for number in range(len(pieces))]
         base, row_bytes, seals = self._pool.address, self._row_bytes, area.address
         return [
             [seals + number * SEAL_BYTES, base + row * row_bytes]
@@ -175,7 +214,7 @@ class _MooncakeMover(BlockMover):
         """Let the client move blocks. Returns a result for each, when all transfers have ended."""
         began = time.monotonic()
         with self._pool.use() as membership:
-            codes = move(membership, [(SEAL_BYTES, self._row_bytes)] * len(names))
+            codes = move(membership, [self._sizes] * len(names))
         if len(codes) != len(names):
             raise ServerFailure(FailureKind.GARBAGE, "the client has answered nothing")
         if min(codes) < 0:
@@ -200,7 +239,7 @@ class _MooncakeMover(BlockMover):
         self, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
     ) -> list[Piece[OffloadKey]]:
         names = [block_name(transfer.namespace, key) for _, key in pieces]
-        with self._server.seal_area() as area:
+        with self._server.area() as area:
             parts = self._parts(area, pieces)
             codes = self._call(
                 names,
@@ -217,7 +256,7 @@ class _MooncakeMover(BlockMover):
         transfer: RemoteTransfer,
         pieces: Sequence[Piece[OffloadKey]],
         codes: Sequence[int],
-        area: _SealArea,
+        area: _Area,
     ) -> list[Piece[OffloadKey]]:
         """The blocks that are right. Removes those that are damaged."""
         done: list[Piece[OffloadKey]] = []
@@ -226,6 +265,8 @@ class _MooncakeMover(BlockMover):
         for number, (piece, code) in enumerate(zip(pieces, codes, strict=True)):
             row, key = piece
             if code in (self._block_bytes, _LEASE_HAS_ENDED):
+                if self._server.copies:
+                    self._tier.rows[row][:] = area.payload(number)
                 failure = check(
                     area.seal(number),
                     self._tier.rows[row],
@@ -292,10 +333,13 @@ class _MooncakeMover(BlockMover):
     def _stored(
         self, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]], is_pinned: bool
     ) -> list[Piece[OffloadKey]]:
-        with self._server.seal_area() as area:
+        with self._server.area() as area:
             for number, (row, key) in enumerate(pieces):
-                seal = self._tier.seal_block(transfer.job, key, self._tier.rows[row])
-                area.seal(number)[:] = seal
+                payload = self._tier.rows[row]
+                if self._server.copies:
+                    area.payload(number)[:] = payload
+                    payload = area.payload(number)
+                area.seal(number)[:] = self._tier.seal_block(transfer.job, key, payload)
             parts = self._parts(area, pieces)
             codes = self._put(transfer, pieces, parts, is_pinned)
             full = [number for number, code in enumerate(codes) if code == _NO_ROOM]

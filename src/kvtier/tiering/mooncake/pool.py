@@ -20,6 +20,7 @@ import importlib
 import ipaddress
 import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -65,11 +66,13 @@ _ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "2000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "2",
-    # The library writes a line for each block that it cannot load. kvtier counts failures, and logs
-    # each kind once a minute.
-    "GLOG_minloglevel": "3",
+    # Nothing about what works.
+    "MC_LOG_LEVEL": "ERROR",
 }
 """Settings of the library, unless the operator has set them. It reads them once in a process."""
+
+_FATAL = 3
+"""Level of glog. A fatal error ends the process, and its line says why."""
 
 _CONNECT_TIMEOUT_S = 1.0
 _IS_ANYBODY_THERE = b"GET /health HTTP/1.0\r\n\r\n"
@@ -151,6 +154,20 @@ def load_library() -> Any:
             f"Mooncake's library cannot be loaded: {printable(str(error))}. Install what it "
             f"needs: {_LIBRARIES}"
         ) from None
+
+
+def _silence_library() -> None:
+    """Stop the library's log, four lines for each block that it cannot load: kvtier counts
+    failures, and logs each kind once a minute. An operator who has set `MC_LOG_LEVEL` to another
+    level gets the lines. Called after `setup`, which sets the level from that variable."""
+    if os.environ.get("MC_LOG_LEVEL") != _ENVIRONMENT["MC_LOG_LEVEL"]:
+        return
+    with suppress(OSError, ValueError):
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        paths = set(re.findall(r"(?m)/\S*mooncake\S*/libglog\S*$", mapped))
+        for path in paths:
+            level = ctypes.c_int.in_dll(ctypes.CDLL(path), "_ZN3fLI17FLAGS_minloglevelE")
+            level.value = _FATAL
 
 
 def public_addresses() -> list[str]:
@@ -472,6 +489,7 @@ class Pool:
             options.devices or "",
             options.master,
         )
+        _silence_library()
         if code:
             raise ServerFailure(
                 FailureKind.REFUSED,
