@@ -91,6 +91,11 @@ class Master(ServerProcess):
     def metadata_url(self) -> str:
         return f"http://{self._host}:{self._ports[1]}/metadata"
 
+    @property
+    def admin_address(self) -> str:
+        """Of its HTTP interface."""
+        return f"{self._host}:{self._ports[2]}"
+
     def command(self) -> list[str]:
         rpc, metadata, admin = self._ports
         return [

@@ -19,6 +19,7 @@ from kvtier.config.fields import (
     one_of,
     whole_number_up_to,
 )
+from kvtier.config.sizes import as_size
 
 __all__ = ["P2P", "MooncakeOptions", "Protocol", "master_address"]
 
@@ -28,6 +29,7 @@ _METADATA = ("http", "https", "etcd", "redis")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 _HOST = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]{1,5})?")
 _HIGH_AVAILABILITY = "etcd://"
+_SMALLEST_SEGMENT_BYTES = 16 << 20
 
 
 class Protocol(StrEnum):
@@ -169,6 +171,15 @@ class MooncakeOptions(TierOptions):
                     describe(self.metadata),
                     'a URL such as "http://cache.example:8080/metadata", or "P2PHANDSHAKE"',
                     f'Leave it out, or write "{P2P}": then no metadata server is needed',
+                )
+            )
+        if 0 < self.segment_bytes < _SMALLEST_SEGMENT_BYTES:
+            raise ConfigError(
+                Problem(
+                    "segment_bytes",
+                    as_size(self.segment_bytes),
+                    f"0, or {as_size(_SMALLEST_SEGMENT_BYTES)} and more",
+                    "Lend more, or nothing: the library takes no smaller segment",
                 )
             )
         if self.hostname is not None and not _HOST.fullmatch(self.hostname):

@@ -37,7 +37,7 @@ from kvtier.config.errors import printable
 from kvtier.config.sizes import as_size
 from kvtier.cpu.host_memory import cgroup_limits, machine_limit
 from kvtier.tiering.base import TierRefused
-from kvtier.tiering.mooncake.options import MooncakeOptions, Protocol, master_address
+from kvtier.tiering.mooncake.options import P2P, MooncakeOptions, Protocol, master_address
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 from kvtier.tiering.remote.lane import Pause
 
@@ -236,6 +236,21 @@ def _own_address_towards(what: str, address: tuple[str, int]) -> str:
         raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
 
 
+def _require_own(hostname: str) -> None:
+    """Raise `ServerFailure` if this is not the name of this machine. Without a metadata server, the
+    library takes any, and no other host could read what this one lends."""
+    host = hostname.partition(":")[0]
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ServerFailure(
+            FailureKind.REFUSED,
+            f'hostname "{printable(host)}" is not this machine: {error}. Leave hostname out, or '
+            "give an address of this machine that other hosts reach",
+        ) from None
+
+
 class Membership:
     """One client. Its calls are counted, so that it is closed when none is under way."""
 
@@ -403,6 +418,8 @@ class Pool:
                     lambda each=membership: each.is_retired and not each.num_calls  # type: ignore[misc]
                 )
             if not self._may_close():
+                # When nothing refers to a client any more, it is closed.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(membership.client))
                 return
             membership.client.close()
             membership.closed.set()
@@ -456,6 +473,8 @@ class Pool:
         own_address = require_master(options)
         _require_metadata_server(options)
         hostname = options.hostname or own_address
+        if options.metadata == P2P:
+            _require_own(hostname)
         if own_address:
             # With a metadata server, the client tells others this address. Without the variable, it
             # takes any of the machine's.
