@@ -12,6 +12,7 @@ from tests.bench import (
     disk_restart,
     disk_speed,
     event_cost,
+    fleet,
     fs_jitter,
     fs_lookups,
     fs_speed,
@@ -60,6 +61,7 @@ BENCHMARKS = {
     "gpu_ttft": (gpu_ttft.run, "time to first token in vLLM on a GPU (ten to fifteen minutes)"),
     "serve_load": (serve_load.run, "many requests at once in vLLM on a GPU (ten minutes)"),
     "replay_speed": (replay_speed.run, "kvtier replay, beside a bare loop over a dictionary"),
+    "fleet": (fleet.run, "fleets of 8, 64 and 512 engines over real traces (half an hour)"),
     "hit_ratios": (hit_ratios.run, "hits of each policy over real traces (some minutes)"),
     "write_policies": (write_policies.run, "hits and writes of each write policy (ten minutes)"),
 }

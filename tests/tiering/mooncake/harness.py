@@ -50,10 +50,13 @@ def mooncake_harness(
 
 
 @contextmanager
-def plain_client(master: Master) -> Iterator[Any]:
-    """A client that lends nothing, as any program in the network may have one."""
+def plain_client(master: Master, metadata: str | None = None) -> Iterator[Any]:
+    """A client that lends nothing, as any program in the network may have one. `metadata`: in place
+    of the master's metadata server."""
     client = load_library().MooncakeDistributedStore()
-    code = client.setup("127.0.0.1", master.metadata_url, 0, 16 << 20, "tcp", "", master.address)
+    code = client.setup(
+        "127.0.0.1", metadata or master.metadata_url, 0, 16 << 20, "tcp", "", master.address
+    )
     assert code == 0, code
     try:
         yield client
@@ -64,8 +67,10 @@ def plain_client(master: Master) -> Iterator[Any]:
 class MooncakeBacking:
     """`BackingBytes` of a pool: the bytes that it keeps, for tests to damage."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, replicas: int = 1) -> None:
         self._client = client
+        self._config = load_library().ReplicateConfig()
+        self._config.replica_num = replicas
 
     def read(self, fingerprint: bytes, key: OffloadKey) -> bytes:
         found = self._client.get(block_name(namespace_of(fingerprint), key))
@@ -76,5 +81,5 @@ class MooncakeBacking:
     def write(self, fingerprint: bytes, key: OffloadKey, block: bytes) -> None:
         self.read(fingerprint, key)
         name = block_name(namespace_of(fingerprint), key)
-        code = self._client.upsert(name, block)
+        code = self._client.upsert(name, block, self._config)
         assert code == 0, code

@@ -32,6 +32,7 @@ __all__ = [
     "CLIENT_TTL_S",
     "LEASE_MS",
     "Master",
+    "Place",
     "Segment",
     "mooncake_master",
     "package_folder",
@@ -160,15 +161,18 @@ class Segment:
         num_bytes: int,
         place: Place,
         address: str = _LOOPBACK,
+        metadata: str | None = None,
         **environment: str,
     ) -> None:
-        """Returns when the memory is lent. `address`: one of the place."""
+        """Returns when the memory is lent. `address`: one of the place. `metadata`: in place of the
+        master's metadata server."""
+        before = set(master.segments())
         with place.entered():
             self.name = f"{address}:{free_port()}"
             self._log = (master.directory / f"segment-{self.name}").open("ab")
             settings = {
                 "local_hostname": self.name,
-                "metadata_server": master.metadata_url,
+                "metadata_server": metadata or master.metadata_url,
                 "global_segment_size": str(num_bytes),
                 "local_buffer_size": str(16 << 20),
                 "protocol": "tcp",
@@ -183,15 +187,18 @@ class Segment:
                 env=environment_of_tests() | {"MC_TCP_BIND_ADDRESS": address} | environment,
             )
         try:
-            wait_until(lambda: self._is_lent(master), f"{self.name} has lent its memory")
+            wait_until(lambda: self._is_lent(master, before), f"{self.name} has lent its memory")
         except BaseException:
             self.kill()
             raise
 
-    def _is_lent(self, master: Master) -> bool:
+    def _is_lent(self, master: Master, before: set[str]) -> bool:
         said = Path(self._log.name).read_text(errors="replace")
         assert self._process.poll() is None, said[-4000:]
-        return self.name in master.segments()
+        # Without a metadata server, the library chooses the port.
+        if new := set(master.segments()) - before:
+            (self.name,) = new
+        return bool(new)
 
     @property
     def pid(self) -> int:
@@ -232,10 +239,15 @@ class Segment:
 
 @contextmanager
 def segment(
-    master: Master, num_bytes: int, place: Place, address: str = _LOOPBACK, **environment: str
+    master: Master,
+    num_bytes: int,
+    place: Place,
+    address: str = _LOOPBACK,
+    metadata: str | None = None,
+    **environment: str,
 ) -> Iterator[Segment]:
     """A segment that ends with the context."""
-    lent = Segment(master, num_bytes, place, address, **environment)
+    lent = Segment(master, num_bytes, place, address, metadata, **environment)
     try:
         yield lent
     finally:

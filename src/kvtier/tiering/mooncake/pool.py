@@ -8,14 +8,19 @@ The client is a C++ library in this process. Three of its properties decide what
   still writes into the slots. `Pool.use` then replaces the client, and only when the old one is
   closed, which ends its transfers, does the call count as ended.
 - A call of a closed client ends the process. So a client is closed when all calls of it have ended.
+- `setup` and `close` let no other Python thread run. While the master is silent, they take up to
+  15 s. So they are called only after the master has answered.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import importlib
 import ipaddress
 import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -61,13 +66,17 @@ _ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "2000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "2",
-    # The library writes a line for each block that it cannot load. kvtier counts failures, and logs
-    # each kind once a minute.
-    "GLOG_minloglevel": "3",
+    # Nothing about what works.
+    "MC_LOG_LEVEL": "ERROR",
 }
 """Settings of the library, unless the operator has set them. It reads them once in a process."""
 
+_FATAL = 3
+"""Level of glog. A fatal error ends the process, and its line says why."""
+
 _CONNECT_TIMEOUT_S = 1.0
+_IS_ANYBODY_THERE = b"GET /health HTTP/1.0\r\n\r\n"
+"""A metadata server answers. A master, whose protocol this is not, hangs up."""
 _PORTS = {"http": 80, "https": 443, "redis": 6379}
 _LONGEST_PAUSE_IF_REFUSED_S = 300.0
 """Each client that a pool refuses leaves two file descriptors open, until the process ends."""
@@ -78,7 +87,7 @@ _MOST_ASKING = 8
 """Threads whose calls hang. While there are so many, no question is asked."""
 _IN_DOUBT_AFTER_S = 50.0
 """A failed transfer that took so long may go on. The library gives up after 60 s."""
-_CLOSE_PATIENCE_S = 5.0
+_CLOSE_PATIENCE_S = 3.0
 _BUFFER_BYTES = 1 << 20
 """Size of the library's own buffer, through which descriptions of namespaces are read. Blocks do
 not need it."""
@@ -147,6 +156,20 @@ def load_library() -> Any:
         ) from None
 
 
+def _silence_library() -> None:
+    """Stop the library's log, four lines for each block that it cannot load: kvtier counts
+    failures, and logs each kind once a minute. An operator who has set `MC_LOG_LEVEL` to another
+    level gets the lines. Called after `setup`, which sets the level from that variable."""
+    if os.environ.get("MC_LOG_LEVEL") != _ENVIRONMENT["MC_LOG_LEVEL"]:
+        return
+    with suppress(OSError, ValueError):
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        paths = set(re.findall(r"(?m)/\S*mooncake\S*/libglog\S*$", mapped))
+        for path in paths:
+            level = ctypes.c_int.in_dll(ctypes.CDLL(path), "_ZN3fLI17FLAGS_minloglevelE")
+            level.value = _FATAL
+
+
 def public_addresses() -> list[str]:
     """This machine's addresses that the whole internet may reach. Mooncake listens on all."""
     found = []
@@ -186,8 +209,8 @@ def require_memory(segment_bytes: int) -> None:
 
 def require_master(options: MooncakeOptions) -> str:
     """Return the address from which this machine reaches the master; empty if etcd knows the
-    master. Raises `ServerFailure` at once if nobody listens there: the client would try for
-    long."""
+    master. Raises `ServerFailure` after two seconds at most if no master answers there: the client
+    would try for long, and let no other thread run meanwhile."""
     address = master_address(options.master)
     return "" if address is None else _own_address_towards("the master", address)
 
@@ -202,7 +225,12 @@ def _require_metadata_server(options: MooncakeOptions) -> None:
 def _own_address_towards(what: str, address: tuple[str, int]) -> str:
     try:
         with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
+            connection.sendall(_IS_ANYBODY_THERE)
+            with suppress(ConnectionResetError):
+                connection.recv(1)
             return str(connection.getsockname()[0])
+    except TimeoutError:
+        raise ServerFailure(FailureKind.SILENT, f"{what} does not answer") from None
     except OSError as error:
         reason = f"no connection to {what}: {error}"
         raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
@@ -236,6 +264,8 @@ class Pool:
         """Why there is no membership."""
         self._num_tries = 0
         self._is_closing = False
+        self._is_closed = False
+        """True when no client is left open."""
         self._questions: set[_Question[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="kvtier-mooncake", daemon=True)
 
@@ -253,6 +283,7 @@ class Pool:
     def start(self) -> None:
         """Connect. Waits some seconds at most: after that, it is tried again in the background.
         Raises `ServerFailure` if the pool cannot be used yet."""
+        atexit.register(self._end_with_the_process)
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._num_tries, _FIRST_TRY_S)
@@ -334,6 +365,17 @@ class Pool:
                 self._options.where,
             )
 
+    def _end_with_the_process(self) -> None:
+        """Called when the interpreter ends. The library would close its clients after that, which
+        takes long while the master is silent, and crashes the process while a call is under way.
+        So if there is one still, the process ends without the library, with its exit code."""
+        if not self._is_closing:
+            self.interrupt()
+            self.close()
+        if not self._is_closed:
+            libc = ctypes.CDLL(None)
+            libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
     def _retire(self, membership: Membership, reason: str) -> None:
         membership.is_retired = True
         if self._membership is membership:
@@ -348,7 +390,8 @@ class Pool:
         while not self._is_closing:
             membership = self._try_to_join()
             if membership is None:
-                pause = pauses[self._reason[0] is not FailureKind.UNREACHABLE]
+                is_away = self._reason[0] in (FailureKind.UNREACHABLE, FailureKind.SILENT)
+                pause = pauses[not is_away]
                 pause.begin()
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
@@ -359,9 +402,36 @@ class Pool:
                 self._changed.wait_for(
                     lambda each=membership: each.is_retired and not each.num_calls  # type: ignore[misc]
                 )
+            if not self._may_close():
+                return
             membership.client.close()
             membership.closed.set()
         self._regions.clear()
+        self._is_closed = True
+        atexit.unregister(self._end_with_the_process)
+
+    def _may_close(self) -> bool:
+        """Wait until the master answers. False: the tier ends first, and leaves the client to the
+        end of the process."""
+        pause = Pause()
+        while True:
+            try:
+                require_master(self._options)
+            except ServerFailure as failure:
+                if failure.kind is not FailureKind.SILENT:
+                    return True
+                if self._is_closing:
+                    logger.warning(
+                        "%s: the master does not answer. What this engine lends is taken back "
+                        "when the process ends",
+                        self._options.where,
+                    )
+                    return False
+            else:
+                return True
+            pause.begin()
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
 
     def _try_to_join(self) -> Membership | None:
         """Connect once. Does not raise: the thread would end, and nobody would try again."""
@@ -400,6 +470,7 @@ class Pool:
             options.devices or "",
             options.master,
         )
+        _silence_library()
         if code:
             raise ServerFailure(
                 FailureKind.REFUSED,
