@@ -29,6 +29,8 @@ TIER_BYTES = 128 * MiB
 MOST_STORED = 512 * MiB
 SEGMENT_BYTES = 1408 * MiB
 """Enough for twice what is stored in one round, besides the tier, without evicting."""
+SHARED_BYTES = 3 << 30
+"""The same for all that is compared, one block size after the other."""
 LEASE = "-default_kv_lease_ttl=10000"
 """The master's own default."""
 NUM_KEYS = 2048
@@ -44,7 +46,7 @@ def run() -> None:
                 place = Path(directory) / name.split()[0]
                 master = stack.enter_context(mooncake_master(place, network, LEASE))
                 if not lends_itself:
-                    stack.enter_context(segment(master, 3 * SEGMENT_BYTES // 2, network))
+                    stack.enter_context(segment(master, SHARED_BYTES, network))
                 _compare(name, _keys(master, SEGMENT_BYTES if lends_itself else 0))
         _lookups(network, Path(directory))
 
@@ -120,8 +122,9 @@ def _lookups(network: Namespace, directory: Path) -> None:
         ["", "ns per block"],
         [[phase, f"{1e9 * seconds:.0f}"] for phase, seconds in phases.items()],
     )
-    for phase, seconds in phases.items():
-        print("  " + verdict(f"scheduler's thread, {phase}, s per block", seconds, MAX_ON_THREAD_S))
+    for what in ("lookup", "load", "store"):
+        seconds = sum(s for phase, s in phases.items() if phase.startswith(what))
+        print("  " + verdict(f"scheduler's thread, {what}, s per block", seconds, MAX_ON_THREAD_S))
     save("mooncake_lookups", {"rounds": rounds, "ratios": ratios, "on_thread_s": phases})
 
 

@@ -306,8 +306,9 @@ class RemoteTierManager(SecondaryTierManager):
             self._report_removed([key for key in keys if key in self._announced])
 
     def _note_stored(self, transfer: RemoteTransfer) -> None:
-        self._writing.difference_update(key for _, key in transfer.pieces)
         done = [key for _, key in transfer.done]
+        self._writing.difference_update(done)
+        self._writing.difference_update(key for _, key in transfer.failed)
         self._lookups.note_present(done)
         self._uses.absent.discard(done)
         self._report_stored(transfer.stored)
