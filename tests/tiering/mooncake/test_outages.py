@@ -127,7 +127,6 @@ def test_other_hosts_are_used_while_one_stands_still(tmp_path: Path, network: Na
         lent = stack.enter_context(segment(master, SEGMENT_BYTES, network))
         with serving(master, network) as writer:
             writer.serve_until_loaded(1)
-            writer.end()
         own = tier_on(master, segment_bytes=SEGMENT_BYTES, connections=1)
         start = Start(
             network, own, environment=PATIENT_LIBRARY, options={"shutdown_timeout_ms": 2000}
@@ -164,7 +163,6 @@ def test_a_full_pool_that_evicts_nothing(tmp_path: Path, network: Namespace) -> 
         client.batch_remove(held, True)
         engine.serve_until_loaded(NUM_PROMPTS)
         assert engine.figure("mooncake_failures_unreachable") == 0
-        engine.end()
 
 
 def test_a_full_pool_that_evicts(tmp_path: Path, network: Namespace) -> None:
