@@ -19,7 +19,12 @@ import pytest
 from kvtier.cli import main
 from kvtier.tiering.mooncake.options import MooncakeOptions
 from tests.tiering.mooncake.pool import Master, mooncake_master, package_folder
-from tests.tiering.networks import Namespace, environment_of_tests, private_network
+from tests.tiering.networks import (
+    Namespace,
+    environment_of_tests,
+    network_of_process,
+    private_network,
+)
 from tests.tiering.patience import wait_until
 
 SEGMENT = 64 << 20
@@ -42,8 +47,8 @@ store.close()
 @pytest.fixture(autouse=True)
 def network() -> Iterator[Namespace]:
     package_folder()
-    with private_network() as namespace:
-        yield namespace
+    with network_of_process().entered():
+        yield network_of_process()
 
 
 class Command:
@@ -252,8 +257,15 @@ def test_a_port_in_use_is_refused_by_the_name_of_its_option(
     assert f"is in use: give another {option}" in problems
 
 
+@pytest.fixture
+def public_network() -> Iterator[None]:
+    with private_network():
+        subprocess.run(["ip", "address", "add", "9.9.9.9/32", "dev", "lo"], check=True)
+        yield
+
+
+@pytest.mark.usefixtures("public_network")
 def test_a_public_address_needs_an_explicit_option() -> None:
-    subprocess.run(["ip", "address", "add", "9.9.9.9/32", "dev", "lo"], check=True)
     with command("up", "--segment", str(SEGMENT)) as up:
         code, problems = up.ended()
         assert code == 2

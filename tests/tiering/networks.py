@@ -26,11 +26,21 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-__all__ = ["Host", "Lan", "Link", "Namespace", "environment_of_tests", "lan", "private_network"]
+__all__ = [
+    "Host",
+    "Lan",
+    "Link",
+    "Namespace",
+    "environment_of_tests",
+    "lan",
+    "network_of_process",
+    "private_network",
+]
 
 REPO = Path(__file__).resolve().parents[2]
 _CLONE_NEWNET = 0x40000000
@@ -109,6 +119,13 @@ def private_network() -> Iterator[Namespace]:
             yield namespace
     finally:
         namespace.close()
+
+
+@cache
+def network_of_process() -> Namespace:
+    """The one private network of this process, for libraries that keep threads in the network
+    where they were loaded. It stays until the process ends."""
+    return Namespace()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.tiering.mooncake.pool import package_folder
-from tests.tiering.networks import Namespace
+from tests.tiering.networks import Namespace, network_of_process
 
 
 @pytest.fixture(scope="session")
@@ -15,12 +15,10 @@ def network() -> Iterator[Namespace]:
     """A network with nothing but loopback. Fixtures of a wider scope than a test enter it
     themselves."""
     package_folder()
-    namespace = Namespace()
     with pytest.MonkeyPatch.context() as patch:
         # Without it, a client refuses to start where there is no address but loopback.
         patch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
-        yield namespace
-    namespace.close()
+        yield network_of_process()
 
 
 @pytest.fixture(autouse=True)

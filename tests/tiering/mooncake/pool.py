@@ -2,9 +2,9 @@
 
 All of them listen on every address of the network they are in. So they run in network namespaces
 that the tests make (`tests.tiering.networks`), and so do tests with a client of their own: see the
-fixture `network`. A client's library keeps threads in the network where the process had its first
-client. So a test process has clients in that one network only; a client on another host is another
-process.
+fixture `network`. The client's library keeps threads in the network where it was imported, and
+others where the process had its first client. So a test process has clients in one network only
+(`network_of_process`); a client on another host is another process.
 
     python -m tests.tiering.mooncake.pool SETTINGS    lends a segment until standard input ends
 """
