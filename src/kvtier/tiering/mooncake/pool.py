@@ -8,8 +8,9 @@ The client is a C++ library in this process. Three of its properties decide what
   still writes into the slots. `Pool.use` then replaces the client, and only when the old one is
   closed, which ends its transfers, does the call count as ended.
 - A call of a closed client ends the process. So a client is closed when all calls of it have ended.
-- `setup` and `close` let no other Python thread run. While the master is silent, they take up to
-  15 s. So they are called only after the master has answered.
+- `setup` and `close` let no other Python thread run. While the master is silent or gone, they take
+  up to 15 s. So they are called only after the master has answered. If etcd has named the master,
+  `close` takes 30 s always, and is not called at all.
 """
 
 from __future__ import annotations
@@ -209,10 +210,21 @@ def require_memory(segment_bytes: int) -> None:
 
 def require_master(options: MooncakeOptions) -> str:
     """Return the address from which this machine reaches the master; empty if etcd knows the
-    master. Raises `ServerFailure` after two seconds at most if no master answers there: the client
-    would try for long, and let no other thread run meanwhile."""
+    master. Raises `ServerFailure` after two seconds at most (for each address of the name) if no
+    master answers there, or no etcd: the client would try for long, and let no other thread run
+    meanwhile."""
     address = master_address(options.master)
-    return "" if address is None else _own_address_towards("the master", address)
+    if address is not None:
+        return _own_address_towards("the master", address, hangs_up=True)
+    failures = []
+    for etcd in filter(None, map(master_address, options.etcd_servers)):
+        try:
+            _own_address_towards("etcd", etcd)
+        except ServerFailure as failure:
+            failures.append(failure)
+        else:
+            return ""
+    raise failures[0] if failures else ServerFailure(FailureKind.UNREACHABLE, "no etcd is known")
 
 
 def _require_metadata_server(options: MooncakeOptions) -> None:
@@ -222,18 +234,27 @@ def _require_metadata_server(options: MooncakeOptions) -> None:
         _own_address_towards("the metadata server", (parts.hostname, port))
 
 
-def _own_address_towards(what: str, address: tuple[str, int]) -> str:
+def _own_address_towards(what: str, address: tuple[str, int], *, hangs_up: bool = False) -> str:
+    """`hangs_up`: it must not answer anything, because HTTP is not its protocol."""
+    answer = b""
     try:
         with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
-            connection.sendall(_IS_ANYBODY_THERE)
-            with suppress(ConnectionResetError):
-                connection.recv(1)
-            return str(connection.getsockname()[0])
+            own_address = str(connection.getsockname()[0])
+            with suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(_IS_ANYBODY_THERE)
+                answer = connection.recv(1)
     except TimeoutError:
         raise ServerFailure(FailureKind.SILENT, f"{what} does not answer") from None
     except OSError as error:
         reason = f"no connection to {what}: {error}"
         raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
+    if answer and hangs_up:
+        raise ServerFailure(
+            FailureKind.REFUSED,
+            f"what answers at the address of {what} is another server. Give the port of "
+            "mooncake_master -rpc_port",
+        )
+    return own_address
 
 
 def _require_own(hostname: str) -> None:
@@ -347,7 +368,12 @@ class Pool:
             if len(self._questions) >= _MOST_ASKING:
                 raise ServerFailure(FailureKind.SILENT, "earlier questions are still not answered")
             self._questions.add(asked)
-        threading.Thread(target=asked.run, name="kvtier-mooncake-ask", daemon=True).start()
+        thread = threading.Thread(target=asked.run, name="kvtier-mooncake-ask", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the machine has no thread left
+            self.forget(asked)
+            raise
         return asked.answer()
 
     def forget(self, question: _Question[Any]) -> None:
@@ -372,7 +398,8 @@ class Pool:
     def close(self) -> None:
         """Leave the pool, after `interrupt`. Waits some seconds at most: calls that hang are left
         to themselves, and the memory that they use stays mapped."""
-        self._thread.join(_CLOSE_PATIENCE_S)
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_PATIENCE_S)
         if self._thread.is_alive():
             logger.warning(
                 "%s: calls of the client still hang. Its threads, and the host memory of this "
@@ -430,13 +457,13 @@ class Pool:
     def _may_close(self) -> bool:
         """Wait until the master answers. False: the tier ends first, and leaves the client to the
         end of the process."""
+        if self._options.etcd_servers:
+            return self._may_not_close()
         pause = Pause()
         while True:
             try:
                 require_master(self._options)
-            except ServerFailure as failure:
-                if failure.kind is not FailureKind.SILENT:
-                    return True
+            except ServerFailure:
                 if self._is_closing:
                     logger.warning(
                         "%s: the master does not answer. What this engine lends is taken back "
@@ -449,6 +476,19 @@ class Pool:
             pause.begin()
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
+
+    def _may_not_close(self) -> bool:
+        """Wait until the tier ends. Returns False."""
+        if not self._is_closing:
+            logger.error(
+                "%s: with several masters, a connection cannot be closed without stopping this "
+                "engine for half a minute. The engine goes on without this tier; restart it to use "
+                "the pool again",
+                self._options.where,
+            )
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing)
+        return False
 
     def _try_to_join(self) -> Membership | None:
         """Connect once. Does not raise: the thread would end, and nobody would try again."""
