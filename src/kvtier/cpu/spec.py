@@ -13,7 +13,7 @@ from kvtier.cpu.prompt_log import PromptLog
 from kvtier.cpu.prompt_sources import source_metric_definitions
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.worker import SlotWorker, device_pages, is_on_cuda
-from kvtier.observe.observer import observe
+from kvtier.observe.observer import IGNORED_HINTS, observe
 from kvtier.observe.rollout import METRIC_DEFINITIONS as ROLLOUT_METRICS
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
     ),
     "kvtier_cpu_refused_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because too few slots could be freed."
+    ),
+    IGNORED_HINTS: MetricDefinition(
+        MetricKind.COUNTER, "Hints of requests that were ignored because they could not be read."
     ),
     "kvtier_cpu_misuse": MetricDefinition(
         MetricKind.COUNTER, "Calls that broke the contract and were answered safely."

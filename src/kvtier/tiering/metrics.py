@@ -15,6 +15,7 @@ from kvtier.base import (
     OffloadingStats,
     metric_series,
 )
+from kvtier.config.tenants import tier_label
 from kvtier.seal import SealFailure
 
 if TYPE_CHECKING:
@@ -271,11 +272,6 @@ _SERIES: dict[str, _Series] = {
 
 COUNTED = tuple(_SERIES)
 """The names of `tier_series`."""
-
-
-def tier_label(position: int, tier_type: str) -> str:
-    """The name of a tier in metrics, events and the status of an engine, such as `0:disk`."""
-    return f"{position}:{tier_type}"
 
 
 def tier_series(tier: str, name: str) -> str:

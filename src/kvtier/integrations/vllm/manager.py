@@ -27,14 +27,14 @@ from kvtier.base import (
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.notice_board import NoticeBoard
+from kvtier.hints import HintReader
 from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.manager_state import (
     LoadSources,
     RequestState,
+    RequestStates,
     StoreFailures,
-    new_state,
     prefix_answers,
-    state_of,
 )
 from kvtier.integrations.vllm.metrics import BLOCK_BYTES, FAILED_LOADS, MetricReporter, VllmMetrics
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -68,6 +68,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         board: NoticeBoard,
         metrics: Mapping[str, MetricDefinition],
         block_bytes: int,
+        hints: HintReader,
         *,
         spec: OffloadingSpec | None = None,
         vllm_metrics: VllmMetrics | None = None,
@@ -86,6 +87,10 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._has_groups = has_groups
         self._names_tiers = spec is not None and spec.config.options.name_tier_in_events
         self._check_hashes = check_hashes
+        hints.note_ignored = manager.note_ignored_hints
+        self._states = RequestStates(hints)
+        self.state_of = self._states.of
+        self.expect_salt = self._states.expect_salt
         self._requests: dict[str, RequestState] = {}
         """The requests that have not finished."""
         self._hits: Iterator[OffloadKey] | None = None
@@ -162,7 +167,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def begin_prefix(self, keys: list[OffloadKey], req_context: vllm_api.ReqContext) -> None:
         """Prepare the answers for these keys. vLLM then looks the keys up one by one, up to the
         first miss, and `end_prefix` follows."""
-        context = state_of(req_context).load_context
+        context = self.state_of(req_context).load_context
         if keys and context is not None:
             self._hits, self._others = prefix_answers(self._manager, keys, context)
 
@@ -183,7 +188,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         try:
             context = req_context.kvtier.load_context
         except AttributeError:
-            context = state_of(req_context).load_context
+            context = self.state_of(req_context).load_context
         if context is None:
             return _VLLM_MISS
         result = self._lookup(key, context)
@@ -214,7 +219,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         """Prepare a load. If it does not begin at the start of the prompt, also report the prompt's
         blocks as used, unless that was done before."""
         self._metrics.has_news = True
-        state = state_of(req_context)
+        state = self.state_of(req_context)
         self._report_head(state, keys, req_context)
         return self._manager.prepare_load(keys, state.context)
 
@@ -226,7 +231,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> vllm_api.PrepareStoreOutput | None:
         self._metrics.has_news = True
-        state = state_of(req_context)
+        state = self.state_of(req_context)
         if not state.may_store:
             return vllm_api.PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         if not state.head_is_reported and vllm_api.begins_prompt(keys, req_context):
@@ -267,7 +272,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
 
     def on_new_request(self, req_context: vllm_api.ReqContext) -> vllm_api.RequestOffloadingContext:
         self._require_shared_hashes()
-        state = self._requests[req_context.req_id] = new_state(req_context)
+        state = self._requests[req_context.req_id] = self._states.new(req_context)
         may_load, may_store = self._manager.serves(req_context.req_id)
         state.context.may_load, state.context.is_served = may_load, may_load or may_store
         if not may_load:
@@ -280,7 +285,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         """Report the request's blocks as used, unless that was done earlier or this release of vLLM
         does it by calling `touch`. Then report the request's end."""
         self._metrics.has_news = True
-        state = state_of(req_context)
+        state = self.state_of(req_context)
         self._requests.pop(req_context.req_id, None)
         self._report_head(state, (), req_context)
         self._manager.on_request_finished(state.context)
@@ -329,7 +334,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     # --- shared by these calls --------------------------------------------------------------------
 
     def _context(self, req_context: vllm_api.ReqContext) -> ReqContext:
-        return state_of(req_context).context
+        return self.state_of(req_context).context
 
     def _report_head(
         self,

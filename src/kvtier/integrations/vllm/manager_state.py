@@ -11,8 +11,8 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.base import LookupResult, OffloadKey, ReqContext
-from kvtier.connector.request_state import parse_hints
 from kvtier.cpu.notice_board import NoticeBoard
+from kvtier.hints import HintReader, new_context
 from kvtier.integrations.vllm import vllm_api
 
 if TYPE_CHECKING:
@@ -24,11 +24,10 @@ __all__ = [
     "LoadSources",
     "PrefixAnswers",
     "RequestState",
+    "RequestStates",
     "StoreFailures",
     "announce_prefix_lookups",
-    "new_state",
     "prefix_answers",
-    "state_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -81,26 +80,33 @@ class RequestState:
         return vllm_api.keys_in_prompt_order(req_context)
 
 
-def new_state(req_context: vllm_api.ReqContext) -> RequestState:
-    """Make the state of a request, and keep it in vLLM's own context for later calls."""
-    # Do not use vLLM's parser: it allows every tier if no entry of `kv_load_tiers` is valid.
-    hints = parse_hints(req_context.kv_transfer_params)
-    context = ReqContext(
-        req_context.req_id,
-        req_context.kv_transfer_params,
-        hints.load_tiers,
-        is_prefetch=hints.prefetch,
-        write_hint=hints.write,
-    )
-    state = RequestState(context, skips=hints.skip)
-    req_context.kvtier = state
-    return state
+class RequestStates:
+    """Makes the states of vLLM's requests, and finds them again in vLLM's own contexts."""
 
+    def __init__(self, hints: HintReader) -> None:
+        self._hints = hints
+        self._salts: dict[str, str] = {}
 
-def state_of(req_context: vllm_api.ReqContext) -> RequestState:
-    """The state of a request; a new one if vLLM has not announced the request."""
-    state: RequestState | None = getattr(req_context, "kvtier", None)
-    return state or new_state(req_context)
+    def expect_salt(self, req_id: str, cache_salt: str | None) -> None:
+        """Note the salt of a request that vLLM is about to announce."""
+        if cache_salt:
+            self._salts[req_id] = cache_salt
+
+    def new(self, req_context: vllm_api.ReqContext) -> RequestState:
+        """Make the state of a request, and keep it in vLLM's own context for later calls."""
+        # Do not use vLLM's parser: it allows every tier if no entry of `kv_load_tiers` is valid.
+        params = req_context.kv_transfer_params
+        orders = vllm_api.orders_in(req_context)
+        salt = self._salts.pop(req_context.req_id, None) if self._salts else None
+        hints = self._hints.read(params, orders, salt)
+        state = RequestState(new_context(req_context.req_id, params, hints), skips=hints.skip)
+        req_context.kvtier = state
+        return state
+
+    def of(self, req_context: vllm_api.ReqContext) -> RequestState:
+        """The state of a request; a new one if vLLM has not announced the request."""
+        state: RequestState | None = getattr(req_context, "kvtier", None)
+        return state or self.new(req_context)
 
 
 # --- lookups of a prefix ------------------------------------------------------------------------
