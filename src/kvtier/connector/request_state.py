@@ -67,7 +67,8 @@ class RequestOffloadState:
     is_finished: bool = False
 
     def __post_init__(self, hint_reader: HintReader) -> None:
-        self.hints = hint_reader.read(self.req.kv_transfer_params)
+        salt = getattr(self.req, "cache_salt", None)
+        self.hints = hint_reader.read(self.req.kv_transfer_params, None, salt)
         self.req_context = new_context(
             self.req.request_id,
             self.req.kv_transfer_params,
@@ -82,12 +83,12 @@ class RequestOffloadState:
 
     def update_keys(self) -> None:
         """Make keys for the chunks that have become full since the last call."""
-        hashes = self.req.block_hashes
+        hashes, namespace = self.req.block_hashes, self.hints.namespace
         for state in self.group_states:
             per_chunk = state.geometry.hashes_per_chunk
             for end in range((len(state.keys) + 1) * per_chunk, len(hashes) + 1, per_chunk):
                 key = make_offload_key(hashes[end - 1], state.geometry.group_idx)
-                state.keys.append(key)
+                state.keys.append(key if namespace is None else namespace.key_of(key))
 
     def loads(self, start: int, end: int) -> None:
         """Note that the tokens from `start` to `end` are loaded, so they are not offered for

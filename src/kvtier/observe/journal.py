@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.hints import hints_of
+
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
 
@@ -195,9 +197,8 @@ class RequestRecord:
         self.arrived = now
         self.prompt_tokens = context.num_prompt_tokens
         self.is_prefetch = context.is_prefetch
-        params = context.kv_transfer_params
-        self.skips = isinstance(params, Mapping) and params.get("skip") is True
-        """True if the request's hint `skip` keeps it from loading and storing."""
+        self.skips = hints_of(context).skip
+        """True if the request's hints keep it from loading and storing."""
         self.may_load = context.may_load
         """False if an operator does not let it load anything."""
         self.has_looked_up = False
