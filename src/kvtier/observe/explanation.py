@@ -172,8 +172,9 @@ class Explainer:
                 Reason(
                     "skip",
                     None,
-                    'The request has the hint "skip": nothing is loaded or stored for it.',
-                    'Remove "skip" from its kv_transfer_params.',
+                    'Nothing is loaded or stored for the request: it has the hint "skip", or '
+                    "names a private tenant and not by its credential.",
+                    'Remove "skip" from its kv_transfer_params, or send the credential.',
                 )
             ]
         if not record.may_load:

@@ -124,7 +124,8 @@ class Asked(NamedTuple):
     """A tier and its part in the lookup that decided."""
 
     answer: str
-    """`no`; or why it was not asked: `hint`, `declined`, `gave up`, `cut off`, `switched off`."""
+    """`no`; or why it was not asked: `hint`, `rule`, `declined`, `gave up`, `cut off`, `switched
+    off`."""
     seconds: float | None = None
     """How long it took to answer."""
 
