@@ -190,7 +190,7 @@ def test_hints_of_the_client(tmp_path: Path) -> None:
 
 
 def test_the_rule_of_a_tenant(tmp_path: Path) -> None:
-    rules = {"acme": {"tiers": []}, "chat": {}}
+    rules: dict[str, Any] = {"acme": {"tiers": []}, "chat": {}}
     with started(tmp_path, EXAMPLE, host_blocks=8, tenants=rules) as engine:
         engine.serve(prompt(1), tenant="chat")
         engine.serve(prompt(2), tenant="acme")
