@@ -122,9 +122,20 @@ class RequestHints:
     retain_s: float = 0.0
     """Keep the request's blocks for at least so many seconds, if that can be."""
     drop: bool = False
-    """Nobody will ask for the request's blocks again: they may leave first."""
+    """Nobody will ask for the request's blocks again: those that no other prompt shares may leave
+    first, and new ones are not stored."""
     store_tiers: TierFilter = TierFilter.ALL
     """Tiers to store to. Host memory is always allowed."""
+
+    @property
+    def may_store(self) -> bool:
+        """False if new blocks of the request are not to be stored anywhere."""
+        return not (self.skip or self.drop)
+
+    @property
+    def has_intent(self) -> bool:
+        """True if the hints say what is to become of the request's blocks once it has ended."""
+        return not self.skip and (self.drop or self.retain_s > 0)
 
 
 _NONE = RequestHints()

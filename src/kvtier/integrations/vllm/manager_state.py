@@ -56,7 +56,7 @@ class RequestState:
         self.context = context
         self.load_context = None if hints.skip else context
         """`context` while the request may load; None once it must compute its blocks."""
-        self.may_store = not hints.skip
+        self.may_store = hints.may_store
         self.namespace = hints.namespace
         """Makes the keys of a private tenant's blocks; None: they are vLLM's own."""
         self.private_keys: dict[OffloadKey, OffloadKey] = {}
