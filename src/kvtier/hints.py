@@ -73,7 +73,7 @@ _MAX_KEYS, _MAX_ENTRIES = 64, 32
 """The most keys of one request that are searched for misspelt hints, and the most entries of a list
 of tiers that are read."""
 _MAX_NAME_LENGTH = 256
-"""Longer names of tenants, and longer salts, name no tenant."""
+"""Of a longer name of a tenant, or a longer salt, only the beginning is looked at."""
 _MAX_WORD_LENGTH = 16
 """Longer than every word that a hint can have."""
 
@@ -268,19 +268,16 @@ class HintReader:
         return replace(hints, namespace=self._namespaces[rule.name])
 
     def _named_by(self, text: str) -> tuple[TenantRule | None, bool]:
-        """The tenant that a text names, and whether the text is that tenant's credential."""
-        if len(text) > _MAX_NAME_LENGTH:
-            return None, False
-        rule = self._by_name.get(text)
-        if rule is not None:
-            return rule, False
-        name, _, proof = text.rpartition(".")
+        """The tenant that a text names, and whether the text is that tenant's credential. A wrong
+        credential names the tenant, too."""
+        name, _, proof = text[:_MAX_NAME_LENGTH].partition(".")  # names have no full stop
         rule = self._by_name.get(name)
         if rule is None:
             return None, False
         is_proven = False
-        for secret in self._secrets:
-            is_proven |= hmac.compare_digest(proof.encode(), proof_of(name, secret).encode())
+        if proof.isascii():
+            for secret in self._secrets:
+                is_proven |= hmac.compare_digest(proof, proof_of(name, secret))
         return rule, is_proven
 
     def _with_worth(self, hints: RequestHints, given: Mapping[Any, Any]) -> RequestHints:

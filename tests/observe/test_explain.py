@@ -193,6 +193,8 @@ def test_the_rule_of_a_tenant(tmp_path: Path) -> None:
     rules: dict[str, Any] = {"acme": {"tiers": []}, "chat": {}}
     with started(tmp_path, EXAMPLE, host_blocks=8, tenants=rules) as engine:
         engine.serve(prompt(1), tenant="chat")
+        assert engine.explain()["tenant"] == "chat"
+        assert not engine.explain()["is_private"]
         engine.serve(prompt(2), tenant="acme")
         engine.serve(prompt(1), tenant="acme")
         assert "rule of the request's tenant" in engine.why()["rule"]["text"]

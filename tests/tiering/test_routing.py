@@ -145,10 +145,10 @@ def test_what_was_promoted_for_a_tenant_is_not_written_where_its_rule_forbids(
     assert {key for _, key in rig.tiers[SHARED].kept}.isdisjoint(MINE)
 
 
-@pytest.mark.parametrize("write", WritePolicyName)
+@pytest.mark.parametrize(
+    "write", [WritePolicyName.THROUGH, WritePolicyName.SECOND_USE, WritePolicyName.ON_EVICT]
+)
 def test_a_block_that_others_use_too_goes_where_they_may_send_it(write: WritePolicyName) -> None:
-    if write is WritePolicyName.ADAPTIVE:
-        pytest.skip("it decides by cost")
     rig = rig_with(write)
     serve(rig, "mine", MINE, tenant="acme")
     assert not rig.tiers[SHARED].holds(*MINE)
@@ -157,6 +157,22 @@ def test_a_block_that_others_use_too_goes_where_they_may_send_it(write: WritePol
         rig.clock.now += 10
     push_out(rig, MINE)
     assert rig.tiers[SHARED].holds(*MINE)
+
+
+@pytest.mark.parametrize("write", WritePolicyName)
+def test_what_is_dropped_counts_as_used_in_no_tier(write: WritePolicyName) -> None:
+    """Otherwise the tiers would keep it the longest."""
+    rig = rig_with(write)
+    serve(rig, "turn", MINE)
+    for tier in rig.tiers:
+        tier.touched = []
+        tier.kept = {}
+    assert serve(rig, "last turn", MINE, drop=True) == len(MINE)
+    for tier in rig.tiers:
+        assert tier.touched == []
+        assert tier.kept == {}
+    assert serve(rig, "another", MINE) == len(MINE)
+    assert rig.tiers[LOCAL].touched == [MINE]
 
 
 def test_what_was_kept_out_is_counted() -> None:

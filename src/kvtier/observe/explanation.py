@@ -112,6 +112,8 @@ class Explainer:
             "id": record.req_id,
             "state": state,
             "is_prefetch": record.is_prefetch,
+            "tenant": record.tenant,
+            "is_private": record.is_private,
             "arrived_s": self._blocks.wall(record.arrived),
             "looked_up_s": self._blocks.wall(record.looked_up or None),
             "started_s": self._blocks.wall(record.started),

@@ -172,6 +172,7 @@ class RequestRecord:
         "gave_up",
         "has_looked_up",
         "is_prefetch",
+        "is_private",
         "is_refused",
         "key",
         "left",
@@ -190,6 +191,7 @@ class RequestRecord:
         "req_id",
         "skips",
         "started",
+        "tenant",
     )
 
     def __init__(self, number: int, context: ReqContext, now: float) -> None:
@@ -198,7 +200,11 @@ class RequestRecord:
         self.arrived = now
         self.prompt_tokens = context.num_prompt_tokens
         self.is_prefetch = context.is_prefetch
-        self.skips = hints_of(context).skip
+        hints = hints_of(context)
+        self.tenant = hints.tenant.name
+        self.is_private = hints.namespace is not None
+        """True if the keys of its blocks are the tenant's own."""
+        self.skips = hints.skip
         """True if the request's hints keep it from loading and storing."""
         self.may_load = context.may_load
         """False if an operator does not let it load anything."""
