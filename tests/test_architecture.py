@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "seal": _LEAVES | {"config"},
     "admission": _LEAVES,
     "hints": _LEAVES | {"config", "seal"},
-    "observe": _LEAVES | {"config"},
+    "observe": _LEAVES | {"config", "hints"},
     "cpu": _CPU,
     "tiering": _TIERING,
     "connector": _CONNECTOR,

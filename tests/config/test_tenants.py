@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,3 +177,14 @@ def test_the_page_shows_the_keys_of_a_rule_as_they_are_declared() -> None:
     for name, key in declared_keys(TenantRule).items():
         assert f"| `{name}` | {key.kind.allowed} | `" in USER_SECTIONS["tenants"]
         assert key.help in USER_SECTIONS["tenants"]
+
+
+def test_the_examples_of_the_page_can_be_configured() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tenants.md").read_text()
+    examples = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 3
+    for example in examples:
+        rules = OffloadingOptions.from_extra_config(json.loads(example)).tenants
+        assert rules is not None
+    two_teams = OffloadingOptions.from_extra_config(json.loads(examples[0])).tenant_rules
+    assert [rule.name for rule in two_teams if rule.is_private] == ["research"]

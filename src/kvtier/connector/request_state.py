@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import InitVar, dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvtier.base import OffloadKey, ReqContext, make_offload_key
@@ -67,7 +68,8 @@ class RequestOffloadState:
     is_finished: bool = False
 
     def __post_init__(self, hint_reader: HintReader) -> None:
-        self.hints = hint_reader.read(self.req.kv_transfer_params)
+        salt = getattr(self.req, "cache_salt", None)
+        self.hints = hint_reader.read(self.req.kv_transfer_params, None, salt)
         self.req_context = new_context(
             self.req.request_id,
             self.req.kv_transfer_params,
@@ -77,17 +79,17 @@ class RequestOffloadState:
         self.req_context.may_load = self.may_load
         self.req_context.is_served = self.may_load or self.may_store
         self.may_load = self.may_load and not self.hints.skip
-        self.may_store = self.may_store and not self.hints.skip
+        self.may_store = self.may_store and self.hints.may_store
         self.group_states = tuple(RequestGroupState(group) for group in self.config.groups)
 
     def update_keys(self) -> None:
         """Make keys for the chunks that have become full since the last call."""
-        hashes = self.req.block_hashes
+        hashes, namespace = self.req.block_hashes, self.hints.namespace
         for state in self.group_states:
             per_chunk = state.geometry.hashes_per_chunk
             for end in range((len(state.keys) + 1) * per_chunk, len(hashes) + 1, per_chunk):
                 key = make_offload_key(hashes[end - 1], state.geometry.group_idx)
-                state.keys.append(key)
+                state.keys.append(key if namespace is None else namespace.key_of(key))
 
     def loads(self, start: int, end: int) -> None:
         """Note that the tokens from `start` to `end` are loaded, so they are not offered for
@@ -113,7 +115,11 @@ class RequestOffloadState:
         manager.note_failed_load(self.req_context)
 
     def report_to(self, manager: OffloadingManager) -> None:
-        """Report the blocks of the request, which ends, if it has run."""
+        """Report the blocks of the request, which ends. If it has not run, its hints may still say
+        what is to become of them: then it uses them, so that the manager applies the hints."""
+        if not self.has_started and self.hints.has_intent:
+            self.update_keys()
+            manager.touch(self._in_prompt_order(), self.req_context)
         if self.is_on_device and self.may_store:
             self.update_keys()
             groups = self.group_states
@@ -121,6 +127,16 @@ class RequestOffloadState:
             num_prompt = self.req.num_prompt_tokens
             num_output = self.req.num_tokens - num_prompt
             manager.note_prompt(whole.keys, self.req_context, num_prompt, num_output)
+
+    def _in_prompt_order(self) -> list[OffloadKey]:
+        """All keys of the request, of all groups, by where their blocks end in the prompt."""
+        placed = [
+            (place * state.geometry.tokens_per_chunk, key)
+            for state in self.group_states
+            for place, key in enumerate(state.keys, start=1)
+        ]
+        placed.sort(key=itemgetter(0))
+        return [key for _, key in placed]
 
     def report_first_token(self, manager: OffloadingManager) -> None:
         """Report that the request has produced its first token."""

@@ -126,8 +126,8 @@ _OF_A_TIER: dict[str, tuple[MetricKind, str]] = {
             "dropped because another store was late or the cache was reset; switched_off: by an "
             "operator; shed: the tier is cut off; unwritten: they left host memory before they "
             "could be written; left_out: the write policy decided so; over_budget: the write "
-            "budget was used up; kept_out: the request's hint; held_back: the rate of repeated "
-            "stores is bounded."
+            "budget was used up; kept_out: the request's hint or its tenant's rule; "
+            "held_back: the rate of repeated stores is bounded."
         ),
     ),
     "kvtier_tier_offered_again_blocks": (

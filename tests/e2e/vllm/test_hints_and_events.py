@@ -42,11 +42,13 @@ class HintedRemoteEngine(RemoteEngine):
         self._numbers = count()
         self._hinted = count()
 
-    def generate_with(self, hints: Mapping[str, Any], prompt: list[int]) -> Answer:
-        """Run one request with an empty device cache."""
+    def generate_with(
+        self, hints: Mapping[str, Any], prompt: list[int], max_tokens: int = 4, **further: Any
+    ) -> Answer:
+        """Run one request with an empty device cache. `further`: see `add_with_hints`."""
         self.reset_device_cache()
         name = f"hinted-{next(self._hinted)}"
-        self.process.ask("add_with_hints", name, prompt, 4, dict(hints))
+        self.process.ask("add_with_hints", name, prompt, max_tokens, dict(hints), **further)
         self.run()
         self.settle()
         return self.answer(name)

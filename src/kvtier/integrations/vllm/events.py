@@ -52,8 +52,8 @@ class ConnectorEvents:
 
     def _describe(self, status: Any, request: vllm_api.Request, book: DescriptionBook) -> None:
         state = self._state_of(status.req_context)
-        if state.num_described == len(request.block_hashes):
-            return
+        if state.num_described == len(request.block_hashes) or state.namespace is not None:
+            return  # neither events nor tiers get the tokens of private blocks
         status.update_offload_keys()
         groups = zip(status.group_states, self._scheduler.config.kv_group_configs, strict=True)
         for group_state, group in groups:
