@@ -327,13 +327,10 @@ class CPUOffloadingManager(PromptWatching):
         slots, policy = self.slots, self.slots.policy
         self.uses.settle()
         policy.on_store_miss(new, use.context)
-        evicted = slots.make_room(len(new), use.keys.keys())
-        if evicted is None:
-            return None
-        if evicted:
+        if evicted := slots.make_room(len(new), use.keys.keys()):
             _enter(self, What.EVICTED, evicted, use)
             self._report(evicted, removed=True)
-        if not slots.has_room_for(len(new), use.context):
+        if evicted is None or not slots.has_room_for(len(new), use.context):
             return None
         closes_gap = not comes_last and use.has_used_behind(new[0])
         was_seen = use.seen_at == slots.generation
