@@ -283,13 +283,15 @@ class Cascades:
         every tier of the request."""
         in_order = request.stores.end(keys)
         stored = self._primary.finish_store(in_order, request.context, success)
-        if stored and request.tiers:
+        if stored and (request.tiers or request.withheld):
             if len(stored) < len(in_order):
                 in_order = [block.key for block in stored]
             self.cleaner.recall(in_order, stored)
-            if request.context.write_hint is WriteHint.NEVER:
-                self.cleaner.keep_out(stored)
-            self._send(in_order, request.tiers, WriteMoment.STORED, request, stored)
+            for tier in request.withheld:
+                tier.stats.count("kept_out_blocks", len(in_order))
+                tier.notes.add(What.KEPT_OUT, in_order, request.context)
+            self.cleaner.keep_out(stored, request)
+            self._send(in_order, request.stores_to, WriteMoment.STORED, request, stored)
 
     def offer_again(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
         """A request stores blocks that are in host memory already, or are being written there for
@@ -317,16 +319,16 @@ class Cascades:
         for (request, tier), parked in by_target.items():
             request.stores.num_parked -= len(parked)
             ready = [key for key in parked if self._primary.is_ready(key)]
-            if ready and tier in request.tiers:
+            if ready and tier in request.stores_to:
                 self._send(ready, (tier,), WriteMoment.HIT, request)
         return dict.fromkeys(request for request, _ in by_target)
 
     def note_used(self, used: Sequence[OffloadKey], request: TierRequest) -> None:
         """A request that used these blocks has ended. Send those that are worth it now."""
         hint = request.context.write_hint
-        self.cleaner.note_used(used, request.context)
+        self.cleaner.note_used(used, request)
         for tier in self.cleaner.tracked:
-            if tier not in request.tiers:
+            if tier not in request.stores_to:
                 continue
             chosen = tier.write_policy.note_used(used)
             if hint is not None:

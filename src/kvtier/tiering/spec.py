@@ -75,6 +75,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         shutdown_timeout_s = options.shutdown_timeout_ms / 1000
         # Report a typo before memory is reserved, which can take minutes.
         planned = SecondaryTierFactory.plan_secondary_tiers(options.secondary_tiers)
+        tenancy = self._tenancy()
         with ExitStack() as undo:
             region = SharedOffloadRegion(
                 config.engine_id, config.num_blocks, None, config.row_bytes, config.cpu_page_size
@@ -88,6 +89,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 enable_events=config.enable_kv_cache_events,
                 store_threshold=options.store_threshold,
                 max_tracker_size=options.max_tracker_size,
+                tenancy=tenancy,
             )
             tiers: list[SecondaryTierManager] = []
             undo.callback(close_tiers, tiers, shutdown_timeout_s)
