@@ -75,7 +75,7 @@ class Recorder:
         return 0
 
     def get_hostname(self) -> str:
-        return "here"
+        return "127.0.0.1"
 
     def close(self) -> int:
         self.num_closes += 1
@@ -170,7 +170,7 @@ def test_with_several_masters_a_client_is_never_closed(
 ) -> None:
     """That takes 30 s whenever etcd has named the master."""
     etcd = peers(b"HTTP/1.0 200 OK\r\n\r\n")
-    with joined(library, master=f"etcd://{etcd.address}", hostname="here") as pool:
+    with joined(library, master=f"etcd://{etcd.address}", hostname="127.0.0.1") as pool:
         lane = doubt(pool)
         wait_until(lambda: "restart it to use the pool again" in caplog.text, "it is logged")
         assert lane.is_alive()
@@ -183,12 +183,12 @@ def test_a_client_is_not_set_up_while_etcd_is_gone(
     etcd, other = peers(b"HTTP/1.0 200 OK\r\n\r\n"), peers(b"HTTP/1.0 200 OK\r\n\r\n")
     other.die()
     both = f"etcd://{other.address};{etcd.address}"
-    with joined(library, master=both, hostname="here"):
+    with joined(library, master=both, hostname="127.0.0.1"):
         assert library.num_setups == 1, "one etcd is enough"
     etcd.die()
     with (
         pytest.raises(ServerFailure, match="no connection to etcd"),
-        joined(library, master=both, hostname="here"),
+        joined(library, master=both, hostname="127.0.0.1"),
     ):
         pass
     assert library.num_setups == 1

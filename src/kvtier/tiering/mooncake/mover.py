@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvtier.base import OffloadKey
 from kvtier.seal import SEAL_BYTES, SealFailure, check
 from kvtier.tiering.io.queue import Piece
-from kvtier.tiering.mooncake.namespaces import MooncakeNamespaces, block_name
+from kvtier.tiering.mooncake.namespaces import MooncakeNamespaces, block_names
 from kvtier.tiering.mooncake.options import Protocol
 from kvtier.tiering.mooncake.pool import Client, Membership, Pool
 from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
@@ -123,7 +123,7 @@ class MooncakeServer(BlockServer):
         return _MooncakeMover(tier, self)
 
     def find(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterable[bool]:
-        names = [block_name(namespace, key) for key in keys]
+        names = block_names(namespace, keys)
         codes = self._pool.ask(lambda client: client.batch_is_exist(names))
         if len(codes) != len(keys) or min(codes, default=0) < 0:
             raise failure_of(min(codes, default=0))
@@ -254,7 +254,7 @@ class _MooncakeMover(BlockMover):
     def load(
         self, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
     ) -> list[Piece[OffloadKey]]:
-        names = [block_name(transfer.namespace, key) for _, key in pieces]
+        names = block_names(transfer.namespace, (key for _, key in pieces))
         with self._server.area() as area:
             parts = self._parts(area, pieces)
             codes = self._call(
@@ -302,7 +302,7 @@ class _MooncakeMover(BlockMover):
                 unread.append(key)
         damaged += self._of_another_size(transfer, unread)
         if damaged:
-            names = [block_name(transfer.namespace, key) for key in damaged]
+            names = block_names(transfer.namespace, damaged)
             self._pool.ask(lambda client: client.batch_remove(names, True))
         return done
 
@@ -319,7 +319,7 @@ class _MooncakeMover(BlockMover):
         be read."""
         if not keys:
             return []
-        names = {block_name(transfer.namespace, key): key for key in keys}
+        names = dict(zip(block_names(transfer.namespace, keys), keys, strict=True))
         replicas = self._pool.ask(lambda client: client.batch_get_replica_desc(list(names)))
         found = []
         for name, key in names.items():
@@ -379,7 +379,7 @@ class _MooncakeMover(BlockMover):
         parts: Sequence[Sequence[int]],
         is_pinned: bool,
     ) -> list[int]:
-        names = [block_name(transfer.namespace, key) for _, key in pieces]
+        names = block_names(transfer.namespace, (key for _, key in pieces))
 
         def move(membership: Membership, sizes: Sequence[Sequence[int]]) -> list[int]:
             config = self._server.config_for(membership, transfer, len(names), is_pinned)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 from typing import Protocol as Interface
 from urllib.parse import urlsplit
@@ -302,7 +303,10 @@ class Pool:
         self._is_closing = False
         self._is_closed = False
         """True when no client is left open."""
-        self._questions: set[_Question[Any]] = set()
+        self._askers: list[_Asker] = []
+        """Threads that have nothing to ask."""
+        self._asked: dict[_Question[Any], _Asker] = {}
+        """Questions under way."""
         self._thread = threading.Thread(target=self._run, name="kvtier-mooncake", daemon=True)
 
     def share(self, memory: bytearray) -> int:
@@ -361,25 +365,24 @@ class Pool:
 
     def ask(self, question: Callable[[Client], T]) -> T:
         """Call the client, and wait some seconds at most. Raises `ServerFailure`."""
-        asked = _Question(self, question)
         with self._changed:
             if self._membership is None or self._is_closing:
                 raise ServerFailure(*self._reason)
-            if len(self._questions) >= _MOST_ASKING:
+            if len(self._asked) >= _MOST_ASKING:
                 raise ServerFailure(FailureKind.SILENT, "earlier questions are still not answered")
-            self._questions.add(asked)
-        thread = threading.Thread(target=asked.run, name="kvtier-mooncake-ask", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the machine has no thread left
-            self.forget(asked)
-            raise
+            asker = self._askers.pop() if self._askers else _Asker(self)
+            asked = _Question(question)
+            self._asked[asked] = asker
+        asker.take(asked)
         return asked.answer()
 
-    def forget(self, question: _Question[Any]) -> None:
-        """A question's thread ends."""
+    def has_answered(self, asker: _Asker, question: _Question[Any]) -> bool:
+        """A question's call has ended. True if its thread may take another one. Called by it."""
         with self._changed:
-            self._questions.discard(question)
+            self._asked.pop(question, None)
+            if not self._is_closing:
+                self._askers.append(asker)
+            return not self._is_closing
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -390,10 +393,13 @@ class Pool:
             self._reason = (FailureKind.UNREACHABLE, "the tier has ended")
             if self._membership is not None:
                 self._retire(self._membership, "the tier has ended")
-            questions = list(self._questions)
+            questions, askers = list(self._asked), self._askers
+            self._askers = []
             self._changed.notify_all()
         for question in questions:
             question.give_up()
+        for asker in askers:
+            asker.take(None)
 
     def close(self) -> None:
         """Leave the pool, after `interrupt`. Waits some seconds at most: calls that hang are left
@@ -552,24 +558,21 @@ class Pool:
 
 
 class _Question(Generic[T]):
-    """A call of the client on a thread of its own."""
+    """A call of the client that another thread makes."""
 
-    def __init__(self, pool: Pool, question: Callable[[Client], T]) -> None:
-        self._pool = pool
+    def __init__(self, question: Callable[[Client], T]) -> None:
         self._question = question
         self._ended = threading.Event()
         self._answers: list[T] = []
         self._error: Exception | None = None
 
-    def run(self) -> None:
+    def ask(self, pool: Pool) -> None:
+        """Make the call. Does not raise."""
         try:
-            with self._pool.use() as membership:
+            with pool.use() as membership:
                 self._answers.append(self._question(membership.client))
         except Exception as error:
             self._error = error
-        finally:
-            self._pool.forget(self)
-            self._ended.set()
 
     def give_up(self) -> None:
         """Let `answer` return."""
@@ -584,3 +587,24 @@ class _Question(Generic[T]):
         if not self._answers:
             raise ServerFailure(FailureKind.UNREACHABLE, "the tier has ended")
         return self._answers[0]
+
+
+class _Asker:
+    """A thread that asks one question after the other. If a call hangs, it hangs with it."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._questions: SimpleQueue[_Question[Any] | None] = SimpleQueue()
+        # Raises `RuntimeError` if the machine has no thread left.
+        threading.Thread(target=self._run, name="kvtier-mooncake-ask", daemon=True).start()
+
+    def take(self, question: _Question[Any] | None) -> None:
+        """Ask this next. None: end."""
+        self._questions.put(question)
+
+    def _run(self) -> None:
+        may_go_on = True
+        while may_go_on and (question := self._questions.get()) is not None:
+            question.ask(self._pool)
+            may_go_on = self._pool.has_answered(self, question)
+            question.give_up()
