@@ -10,7 +10,7 @@ import pytest
 from kvtier.tiering.mooncake.namespaces import BLOCK_NAME
 from tests.tiering.mooncake.harness import SEGMENT_BYTES, mooncake_harness
 from tests.tiering.mooncake.pool import Master, mooncake_master, segment
-from tests.tiering.mooncake.serving import TOKENS, EngineProcess, Start, engines, tier_on
+from tests.tiering.mooncake.serving import PATIENT, TOKENS, EngineProcess, Start, engines, tier_on
 from tests.tiering.networks import Namespace
 from tests.tiering.patience import wait_until
 from tests.tiering.reference import BLOCKS_PER_PROMPT
@@ -32,7 +32,7 @@ def master(tmp_path_factory: pytest.TempPathFactory, network: Namespace) -> Iter
 
 
 def starts(count: int, master: Master, network: Namespace, namespace: str) -> list[Start]:
-    return [Start(network, tier_on(master), options={"namespace": namespace})] * count
+    return [Start(network, tier_on(master, **PATIENT), options={"namespace": namespace})] * count
 
 
 def blocks_in(master: Master) -> dict[str, int]:
