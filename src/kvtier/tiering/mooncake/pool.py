@@ -430,6 +430,8 @@ class Pool:
                     lambda each=membership: each.is_retired and not each.num_calls  # type: ignore[misc]
                 )
             if not self._may_close():
+                # Without a reference, the library would close it now.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(membership.client))
                 return
             membership.client.close()
             membership.closed.set()
