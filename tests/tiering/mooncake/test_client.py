@@ -60,6 +60,25 @@ class Peer:
         self._serve()
 
 
+class Client:
+    """A client of `Recorder`, which is closed when nobody refers to it, like the real one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._is_closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recorder, name)
+
+    def close(self) -> int:
+        self._is_closed = True
+        return self._recorder.close()
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            self._recorder.close()
+
+
 class Recorder:
     """In place of the library and its clients."""
 
@@ -67,7 +86,7 @@ class Recorder:
         self.num_setups = self.num_closes = 0
         self.result_of_a_store = 0
         self.is_whole = True
-        self.MooncakeDistributedStore = lambda: self
+        self.MooncakeDistributedStore = lambda: Client(self)
         self.ReplicateConfig = SimpleNamespace
 
     def setup(self, *_: object) -> int:
