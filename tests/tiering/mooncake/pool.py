@@ -200,8 +200,12 @@ class Segment:
     def _is_lent(self, master: Master, before: set[str]) -> bool:
         said = Path(self._log.name).read_text(errors="replace")
         assert self._process.poll() is None, said[-4000:]
+        try:
+            new = set(master.segments()) - before
+        except ConnectionError:  # seen on a busy machine: the master hung up on a question
+            return False
         # Without a metadata server, the library chooses the port.
-        if new := set(master.segments()) - before:
+        if new:
             (self.name,) = new
         return bool(new)
 
