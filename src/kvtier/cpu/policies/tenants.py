@@ -16,19 +16,26 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from xxhash import xxh3_64_intdigest
+
 from kvtier.base import ReqContext
 from kvtier.config import ConfigError, Problem
-from kvtier.config.tenants import HIGHEST_PRIORITY, NORMAL_PRIORITY
+from kvtier.config.tenants import (
+    DEFAULT_TENANT,
+    HIGHEST_PRIORITY,
+    NORMAL_PRIORITY,
+    TenantRule,
+)
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy
-from kvtier.hints import hints_of
+from kvtier.hints import RequestHints, hints_of, new_context
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
-    from kvtier.config import OffloadingOptions, TenantRule
-    from kvtier.hints import RequestHints
+    from kvtier.config import OffloadingOptions
 
 _Pair: TypeAlias = "tuple[OffloadKey, BlockStatus]"
 
@@ -60,6 +67,10 @@ class Tenancy(NamedTuple):
     max_retained: float
     """The part of the cache that retained blocks of all tenants may take."""
     clock: Callable[[], float] = time.monotonic
+
+    def tag_of(self, context: ReqContext) -> int:
+        """The tag of a request's tenant. Any thread."""
+        return tenant_tag(self.quotas[hints_of(context).tenant.index].tenant)
 
     @classmethod
     def of(
@@ -635,6 +646,7 @@ class TenantPolicy(CachePolicy):
         for index, quota in enumerate(tenancy.quotas):
             make_policy = self._policy_maker(max(min(quota.cap, capacity), 1))
             self.accounts.append(Account(index, quota, self.blocks.get, make_policy))
+        self._by_tag = {tenant_tag(each.name): each.index for each in self.accounts}
         self._retention = _Retention(self._shelves, tenancy.max_retained, tenancy.clock)
         self._givers = _Givers(self._shelves)
         self._storing: Sequence[OffloadKey] = ()
@@ -659,6 +671,15 @@ class TenantPolicy(CachePolicy):
             account = self.accounts[hints.tenant.index]
             self._last_context, self._last_home = context, account.shelf(hints.priority)
         return self._last_home
+
+    def index_of(self, tag: int) -> int:
+        """The tenant with this tag; 0 for one that has no rule now."""
+        return self._by_tag.get(tag, 0)
+
+    def context_of(self, index: int) -> ReqContext:
+        """Stands for the requests of a tenant whose blocks are found at the start."""
+        rule = TenantRule(self.accounts[index].name, index)
+        return new_context("", None, RequestHints(tenant=rule))
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -932,6 +953,12 @@ class TenantPolicy(CachePolicy):
         self._givers = _Givers(self._shelves)
         self._last_context, self._last_home = None, self.accounts[0].shelf(NORMAL_PRIORITY)
         self._storing = ()
+
+
+@cache
+def tenant_tag(tenant: str) -> int:
+    """A number that stands for a tenant in what tiers keep, of 6 bytes. 0: "default"."""
+    return 0 if tenant == DEFAULT_TENANT else xxh3_64_intdigest(tenant.encode()) >> 16 or 1
 
 
 def new_policy(
