@@ -161,6 +161,9 @@ class SecondaryTierManager(ABC):
     options_cls: ClassVar[type[TierOptions] | None] = None
     """Declares the tier's own keys, if its constructor takes `**keys`. None: the parameters of the
     constructor are the keys."""
+    keeps_quotas: ClassVar[bool] = False
+    """True if the tier keeps the floors and caps of tenants (`tenancy`). An engine does not start
+    with quotas for a tier that cannot keep them."""
     capacity_blocks: int | None = None
     """The number of blocks that fit; None if the tier does not know it. Engines log it when they
     start."""

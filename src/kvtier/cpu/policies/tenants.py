@@ -676,10 +676,10 @@ class TenantPolicy(CachePolicy):
         """The tenant with this tag; 0 for one that has no rule now."""
         return self._by_tag.get(tag, 0)
 
-    def context_of(self, index: int) -> ReqContext:
-        """Stands for the requests of a tenant whose blocks are found at the start."""
+    def context_of(self, index: int, req_id: str = "") -> ReqContext:
+        """A request of this tenant that kvtier makes itself."""
         rule = TenantRule(self.accounts[index].name, index)
-        return new_context("", None, RequestHints(tenant=rule))
+        return new_context(req_id, None, RequestHints(tenant=rule))
 
     # --- questions ------------------------------------------------------------------------------
 

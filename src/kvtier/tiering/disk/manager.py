@@ -110,6 +110,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
+    keeps_quotas = True
     options_cls = DiskOptions
 
     def __init__(
