@@ -155,6 +155,39 @@ def test_engines_with_other_rules_share_fs_and_not_what_is_private(tmp_path: Pat
         assert num_loaded(shared, **asked) == LOADED
 
 
+def _work_for_beta(keys: dict[str, Any], acme_was_here: bool) -> tuple[int, dict[str, float]]:
+    """The steps that the engine takes for a request of beta, and what the manager counts for it."""
+    with engine_of(keys) as engine:
+        if acme_was_here:
+            num_loaded(engine, tenant=credential("acme"))
+        scheduler: Any = engine._connector.scheduler  # type: ignore[union-attr]
+        scheduler.get_stats()
+        engine.drop_device_cache()
+        engine.add_request(PROMPT, 4, kv_transfer_params={"tenant": credential("beta")})
+        num_steps = 0
+        while engine.has_requests:
+            engine.step()
+            num_steps += 1
+        assert engine.drain()
+        stats = scheduler.get_stats()
+    return num_steps, {
+        name: value for name, value in stats.counters.items() if "seconds" not in name
+    }
+
+
+def test_a_private_prompt_changes_nothing_for_another_who_sends_it(tmp_path: Path) -> None:
+    """The engine takes the same steps, and the manager does the same work, whether or not the
+    private tenant has sent the prompt before."""
+    keys = {
+        "secondary_tiers": [{"type": "example"}],
+        "tenants": RULES,
+        "tenant_key_file": key_file(tmp_path),
+    }
+    steps, counted = _work_for_beta(keys, acme_was_here=True)
+    assert (steps, counted) == _work_for_beta(keys, acme_was_here=False)
+    assert counted["kvtier_cpu_stored_blocks"] == 100 // 8
+
+
 def test_who_claims_a_private_tenant_without_proof_uses_no_cache(tmp_path: Path) -> None:
     keys = {"tenants": RULES, "tenant_key_file": key_file(tmp_path)}
     with engine_of(keys) as engine:

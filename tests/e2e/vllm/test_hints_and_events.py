@@ -119,6 +119,32 @@ def test_a_request_is_loaded_from_where_it_says(
     subject.alone.check(PROMPTS, [kept_out, misread, let_in])
 
 
+@pytest.mark.parametrize("intent", [{"retain_s": 600}, {"drop": True}, None], ids=str)
+def test_a_request_of_one_token_says_what_becomes_of_a_session(
+    intent: dict[str, Any] | None, vllm: VLLM, subject: Subject
+) -> None:
+    """Host memory has room for two sessions. The older one is to stay, the younger one is to leave,
+    or nothing is said and the older one leaves."""
+    older, younger, third = PROMPTS
+    options = {
+        "cpu_bytes_to_use": 2 * BLOCKS * subject.slot_bytes(),
+        "tenants": {},
+        "max_retained_share": 0.9,
+    }
+    with HintedRemoteEngine(vllm, subject.path, options) as engine:
+        answers = [engine.generate_with({}, prompt) for prompt in (older, younger)]
+        if intent is not None:
+            engine.generate_with(intent, older if "retain_s" in intent else younger, max_tokens=1)
+            if "retain_s" in intent:
+                engine.generate_with({}, younger, max_tokens=1)
+        answers.append(engine.generate_with({}, third))
+        warm = engine.generate_with({}, older)
+    stays = intent is not None
+    assert (warm.cached_tokens == TOKENS) is stays
+    subject.alone.check(PROMPTS, answers)
+    subject.alone.check([older], [warm], exact=False)
+
+
 class AnnouncingRemoteEngine(RemoteEngine):
     """An engine that publishes KV events."""
 
