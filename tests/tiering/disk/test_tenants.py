@@ -27,6 +27,7 @@ from kvtier.tiering.disk.layout import (
 )
 from kvtier.tiering.disk.manager import DiskSecondaryTierManager
 from kvtier.tiering.io.page import BODY_BYTES, PAGE_BYTES
+from tests.tiering.disk.engine import configured_engine
 from tests.tiering.disk.tenants_engine import (
     ACME,
     BATCH,
@@ -34,6 +35,8 @@ from tests.tiering.disk.tenants_engine import (
     DEFAULT,
     FLOOR,
     NUM_BLOCKS,
+    NUM_ROWS,
+    RULES,
     prompt,
     shared_engine,
 )
@@ -157,8 +160,6 @@ def test_an_engine_without_tenants_uses_the_slab_and_keeps_its_owners(tmp_path: 
     path = tmp_path / "kv.slab"
     with shared_engine(path) as engine:
         serve(engine, ACME, 0, 4)
-    from tests.tiering.disk.engine import configured_engine
-
     with configured_engine(path, num_blocks=NUM_BLOCKS) as engine:
         assert engine.serve(prompt(ACME, 0)) == 4
     with shared_engine(path) as engine:
@@ -189,8 +190,6 @@ def test_retained_blocks_stay_on_disk_and_dropped_ones_leave(tmp_path: Path) -> 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_flood_leaves_a_victim_the_hits_of_its_floor(policy: str, tmp_path: Path) -> None:
     """Host memory is too small for anything, so all hits are the disk's."""
-    from tests.tiering.disk.engine import configured_engine
-
     chats = [prompt(ACME, chat) for chat in range(4)]
 
     def hits(engine: Engine, num_rounds: int, flood: bool) -> int:
@@ -272,3 +271,23 @@ def test_tags_are_the_same_in_every_release() -> None:
     assert tenant_tag("default") == 0
     assert tenant_tag("acme") == 75512376810888
     assert len({tenant_tag(f"tenant-{n}") for n in range(1000)}) == 1000
+
+
+@pytest.mark.parametrize("write", ["on_evict", "adaptive"])
+def test_blocks_that_are_written_when_they_leave_are_charged_to_their_tenant(
+    write: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "kv.slab"
+    with configured_engine(
+        path, num_rows=NUM_ROWS, num_blocks=NUM_BLOCKS, tenants=RULES, write=write
+    ) as engine:
+        for number in range(20):
+            engine.serve(prompt(ACME, number), tenant=ACME)
+            engine.serve(prompt(BATCH, number), tenant=BATCH)
+            engine.settle()
+        engine.serve(prompt(ACME, 0), tenant=ACME)
+    with shared_engine(path) as engine:  # shutdown has written what was warm
+        counts = charged(engine)
+        assert counts["default"] == 0
+        assert counts["batch"] > 0
+        assert 0 < counts["acme"] <= CAP
