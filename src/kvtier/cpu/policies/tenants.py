@@ -16,8 +16,9 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from functools import cache
+from functools import cache, partial
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_intdigest
@@ -36,6 +37,8 @@ from kvtier.hints import RequestHints, hints_of, new_context
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
     from kvtier.config import OffloadingOptions
+
+_charge_of = attrgetter("charge")
 
 _Pair: TypeAlias = "tuple[OffloadKey, BlockStatus]"
 
@@ -141,7 +144,13 @@ class Account:
         quota: BlockQuota,
         get: Callable[[OffloadKey], BlockStatus | None],
         make_policy: Callable[[], CachePolicy],
+        now: Callable[[], int],
     ) -> None:
+        """`now`: the clock of uses."""
+        self._now = now
+        self.stamps_from = 0
+        """When the account got its second shelf. Since then, its blocks have the times of their
+        last uses; before, nobody compares them."""
         self.index = index
         self.name, self.floor, self.cap = quota
         self.get = get
@@ -167,6 +176,8 @@ class Account:
         """The shelf of a rank, made when it is first needed."""
         shelf = self.shelves.get(rank)
         if shelf is None:
+            if len(self.shelves) == 1:
+                self.stamps_from = self._now()
             shelf = self.shelves[rank] = Shelf(self, self._make_policy(), rank)
         return shelf
 
@@ -238,8 +249,9 @@ def _weigh(
         if named is None:  # the policy cannot tell: by size
             total = sum(each.num_idle / each.weight for each in shelves)
             return [(each, int(n * each.num_idle / each.weight / total) + 1) for each in shelves]
+        since = shelf.account.stamps_from
         ages = [
-            ((block.used_at - now) / shelf.weight, shelf.rank)
+            ((max(block.used_at, since) - now) / shelf.weight, shelf.rank)
             for key, block in named
             if key not in protected
         ]
@@ -264,14 +276,18 @@ class _Branches:
     def note(self, keys: list[OffloadKey], resident: Collection[OffloadKey]) -> None:
         """A request has had these blocks, in prompt order."""
         following = keys[1:]
-        known = list(map(self._next.get, keys[:-1]))
+        known = list(map(self._next.get, keys))
+        del known[-1:]
         if known == following:
             return
-        for key, former, next_key in zip(keys, known, following, strict=False):
-            if former is None:
-                self._next[key] = next_key
-            elif former != next_key:
-                self._forks.add(key)
+        if not any(known):
+            self._next.update(zip(keys, following, strict=False))
+        else:
+            for key, former, next_key in zip(keys, known, following, strict=False):
+                if former is None:
+                    self._next[key] = next_key
+                elif former != next_key:
+                    self._forks.add(key)
         if len(self._next) > self._most:
             self._next = {key: each for key, each in self._next.items() if key in resident}
             self._forks &= self._next.keys()
@@ -581,39 +597,41 @@ class _Eviction:
 
     def _take(self, account: Account, n: int) -> int:
         """Take up to `n` blocks from a tenant, and return how many. Those that another tenant has
-        used since are handed over to it, and the others are evicted."""
+        used since are handed over to it, if possible, and the others are evicted."""
         taken = self._evict(account, n)
-        if self._shelves.heirs:
-            for pair in taken:
-                self._hand_over_or_evict(pair)
-        else:
+        heirs = self._shelves.heirs
+        if not heirs or heirs.keys().isdisjoint([key for key, _ in taken]):
             self._victims += taken
+            return len(taken)
+        by_heir: dict[Shelf, list[_Pair]] = {}
+        for pair in taken:
+            heir = heirs.pop(pair[0], None)
+            if heir is None:
+                self._victims.append(pair)
+            else:
+                by_heir.setdefault(heir, []).append(pair)
+        for heir, pairs in by_heir.items():
+            self._hand_over(pairs, heir)
         return len(taken)
 
-    def _hand_over_or_evict(self, pair: _Pair) -> None:
-        """Charge the tenant that has used this block last, if it is not the one that gives. If it
-        is at its cap, evict another block of it instead."""
-        key, block = pair
-        heir = self._shelves.heirs.pop(key, None)
-        if heir is None or not self._has_room(heir.account):
-            self._victims.append(pair)
-            return
-        context = ReqContext("kvtier hands over a block")
-        self._shelves.put((block,), (block,), heir, context)
-        self._shelves.end_visits((), context)
-
-    def _has_room(self, account: Account) -> bool:
-        """True if this tenant may have one more block. Evicts one of its own for that if it is at
-        its cap."""
+    def _hand_over(self, pairs: list[_Pair], heir: Shelf) -> None:
+        """Charge the tenant that has used these blocks last: with as many as it has room for, and,
+        at its cap, with as many as it gives others for. Evict the rest, tails of prompts first."""
+        account = heir.account
         num_coming = len(self._storing) if account is self._home.account else 0
-        if account.num_blocks + num_coming < account.cap:
-            self._slack -= 1
-            return self._slack >= 0
-        instead = self._evict(account, 1)
+        room = min(max(account.cap - account.num_blocks - num_coming, 0), len(pairs))
+        num_given = min(room, max(self._slack, 0))
+        self._slack -= num_given
+        instead = self._evict(account, len(pairs) - room) if room < len(pairs) else []
         for key, _ in instead:
             self._shelves.heirs.pop(key, None)
-        self._victims += instead
-        return bool(instead)
+        num_leaving = len(pairs) - num_given - len(instead)
+        self._victims += instead + pairs[:num_leaving]
+        kept = [block for _, block in reversed(pairs[num_leaving:])]
+        if kept:
+            context = ReqContext("kvtier hands over blocks")
+            self._shelves.put(kept, kept, heir, context)
+            self._shelves.end_visits((), context)
 
     def _evict(self, account: Account, n: int) -> list[_Pair]:
         victims = account.evict(
@@ -645,7 +663,8 @@ class TenantPolicy(CachePolicy):
         """By the index of the tenant's rule. Read-only for callers."""
         for index, quota in enumerate(tenancy.quotas):
             make_policy = self._policy_maker(max(min(quota.cap, capacity), 1))
-            self.accounts.append(Account(index, quota, self.blocks.get, make_policy))
+            clock = partial(getattr, self._shelves, "now")
+            self.accounts.append(Account(index, quota, self.blocks.get, make_policy, clock))
         self._by_tag = {tenant_tag(each.name): each.index for each in self.accounts}
         self._retention = _Retention(self._shelves, tenancy.max_retained, tenancy.clock)
         self._givers = _Givers(self._shelves)
@@ -771,7 +790,8 @@ class TenantPolicy(CachePolicy):
         self._stamp(keys, home.account)
         heirs = self._shelves.heirs
         blocks = list(map(self.blocks.get, keys))
-        if all(block is None or block.charge is home for block in blocks):
+        shelves = set(map(_charge_of, filter(None, blocks)))
+        if not shelves or shelves == {home}:
             if heirs:
                 for key in keys:
                     heirs.pop(key, None)
@@ -851,7 +871,9 @@ class TenantPolicy(CachePolicy):
         home.account.used_at = now = self._shelves.now
         for block in blocks:
             block.charge = home
-            block.used_at = now
+        if len(home.account.shelves) > 1:
+            for block in blocks:
+                block.used_at = now
         self._shelves.add(home, len(blocks), 0)
 
     def remove(self, key: OffloadKey) -> None:
@@ -1001,12 +1023,10 @@ def _quota_in(
 
 def _by_shelf(blocks: Iterable[BlockStatus]) -> Iterable[tuple[Shelf, Sequence[BlockStatus]]]:
     """The blocks of each shelf, in their order."""
-    blocks = list(blocks)
-    if not blocks:
-        return ()
-    first = blocks[0].charge
-    if all(block.charge is first for block in blocks):
-        return ((first, blocks),)
+    blocks = blocks if isinstance(blocks, list) else list(blocks)
+    shelves = set(map(_charge_of, blocks))
+    if len(shelves) < 2:
+        return [(shelf, blocks) for shelf in shelves]
     parts: dict[Shelf, list[BlockStatus]] = {}
     for block in blocks:
         parts.setdefault(block.charge, []).append(block)

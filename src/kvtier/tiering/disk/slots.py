@@ -31,6 +31,7 @@ class SlabBlock(BlockStatus):
         self.generation = seq
         self.ref_cnt = ref_cnt
         self.place = None
+        self.used_at = 0
 
 
 class FreeSlots:
