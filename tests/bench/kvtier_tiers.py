@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -83,11 +82,13 @@ class StandInSpec:
 
 
 def contexts_of(num_tenants: int) -> Callable[[str], ReqContext]:
-    """Makes contexts of requests of these tenants, in turns."""
-    rules = itertools.cycle([TenantRule(f"tenant-{n}", n) for n in range(num_tenants)])
+    """Makes contexts of requests of these tenants, by the number at the end of the request's id:
+    later requests for the same blocks are of the same tenant."""
+    rules = [TenantRule(f"tenant-{n}", n) for n in range(num_tenants)]
 
     def make_context(req_id: str) -> ReqContext:
-        return new_context(req_id, None, RequestHints(tenant=next(rules)))
+        rule = rules[int(req_id.rsplit("-", 1)[-1]) % num_tenants]
+        return new_context(req_id, None, RequestHints(tenant=rule))
 
     return make_context
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvtier.base import OffloadKey
     from kvtier.config import OffloadingOptions
 
+_FORK: OffloadKey = b""  # type: ignore[assignment]
+"""Stands for several different blocks that follow one."""
 _charge_of = attrgetter("charge")
 
 _Pair: TypeAlias = "tuple[OffloadKey, BlockStatus]"
@@ -46,8 +48,9 @@ _DROPPED, _RETAINED = -1, HIGHEST_PRIORITY + 1
 """Ranks of the shelves below and above those of the priorities."""
 _DOUBLES_EVERY = 2
 """A block of this many priorities more stays twice as long without a use."""
-_QUANTUM = 128
-"""One tenant gives room until it has given this part of the cache; then all are compared again."""
+_QUANTUM, _ALIKE = 128, 0.8
+"""One tenant gives room until it has given this part of the cache. Then it is the turn of those
+that had nearly as much, and after them all are compared again."""
 _MAX_VISITS = 65_536
 """The largest number of running requests that are remembered."""
 
@@ -265,49 +268,33 @@ def _rank_of(shelf: Shelf) -> int:
     return shelf.rank
 
 
-class _Branches:
-    """Where prompts part: the last block that two prompts share."""
+def _note_forks(keys: list[OffloadKey], blocks: dict[OffloadKey, BlockStatus]) -> None:
+    """A request had these blocks, in prompt order. Record what follows each, and where prompts
+    part."""
+    for block, following in zip(map(blocks.get, keys), keys[1:], strict=False):
+        if block is None:
+            continue
+        known = block.following
+        if known is not following and known != following:
+            block.following = following if known is None else _FORK
 
-    def __init__(self, capacity: int) -> None:
-        self._most = 2 * capacity + 1024
-        self._next: dict[OffloadKey, OffloadKey] = {}
-        self._forks: set[OffloadKey] = set()
 
-    def note(self, keys: list[OffloadKey], resident: Collection[OffloadKey]) -> None:
-        """A request has had these blocks, in prompt order."""
-        following = keys[1:]
-        known = list(map(self._next.get, keys))
-        del known[-1:]
-        if known == following:
+def _own_tail(
+    keys: list[OffloadKey], blocks: dict[OffloadKey, BlockStatus]
+) -> Iterator[BlockStatus]:
+    """The blocks that only this prompt has: first those that continue it, from the last one, then
+    its own, up to the last one that it shares with another prompt."""
+    behind: list[BlockStatus] = []
+    last = blocks.get(keys[-1]) if keys else None
+    key = None if last is None else last.following
+    while key is not None and (block := blocks.get(key)) is not None and len(behind) < len(blocks):
+        behind.append(block)
+        key = block.following
+    own = [block for key in keys if (block := blocks.get(key)) is not None]
+    for block in chain(reversed(behind), reversed(own)):
+        if block.following == _FORK:
             return
-        if not any(known):
-            self._next.update(zip(keys, following, strict=False))
-        else:
-            for key, former, next_key in zip(keys, known, following, strict=False):
-                if former is None:
-                    self._next[key] = next_key
-                elif former != next_key:
-                    self._forks.add(key)
-        if len(self._next) > self._most:
-            self._next = {key: each for key, each in self._next.items() if key in resident}
-            self._forks &= self._next.keys()
-
-    def own_tail(self, keys: list[OffloadKey]) -> Iterator[OffloadKey]:
-        """The blocks that only this prompt has, from its last one to the last one that it shares
-        with another prompt; first, those that continue it."""
-        behind: list[OffloadKey] = []
-        key = self._next.get(keys[-1]) if keys else None
-        while key is not None and len(behind) < self._most:
-            behind.append(key)
-            key = self._next.get(key)
-        for each in chain(reversed(behind), reversed(keys)):
-            if each in self._forks:
-                return
-            yield each
-
-    def clear(self) -> None:
-        self._next.clear()
-        self._forks.clear()
+        yield block
 
 
 class _Shelves:
@@ -423,13 +410,12 @@ class _Retention:
         self._expiring: list[tuple[float, int, Account, list[OffloadKey]]] = []
         """A heap: deadline, a number that no other entry has, account, blocks."""
         self._num_entries = 0
-        self._branches = _Branches(shelves.capacity)
 
     def note_prompt(
         self, keys: list[OffloadKey], hints: RequestHints, home: Shelf, context: ReqContext
     ) -> None:
         """A request had these blocks, in prompt order. Do what it has said about them."""
-        self._branches.note(keys, self._shelves.blocks)
+        _note_forks(keys, self._shelves.blocks)
         if hints.drop:
             self._drop(keys, home.account, context)
         elif hints.retain_s:
@@ -497,13 +483,10 @@ class _Retention:
         """Nobody will ask for these blocks again. Let those leave first that no other prompt and no
         other tenant shares."""
         dropped = []
-        for key in self._branches.own_tail(keys):
-            block = self._shelves.blocks.get(key)
-            if block is None:
-                continue
-            if block.charge.account is not account or key in self._shelves.heirs:
+        for block in _own_tail(keys, self._shelves.blocks):
+            if block.charge.account is not account or block.key in self._shelves.heirs:
                 break
-            account.retained.pop(key, None)
+            account.retained.pop(block.key, None)
             if block.charge.rank != _DROPPED:
                 dropped.append(block)
         if dropped:
@@ -512,40 +495,46 @@ class _Retention:
     def clear(self) -> None:
         """Forget all blocks."""
         self._expiring.clear()
-        self._branches.clear()
 
 
 class _Givers:
-    """Chooses the tenant that gives room: the one that has most beyond its floor. What a tenant has
-    counts more, the longer it has used nothing."""
+    """Chooses the tenants that give room: those that have most beyond their floors. What a tenant
+    has counts more, the longer it has used nothing."""
 
     def __init__(self, shelves: _Shelves) -> None:
         self._shelves = shelves
         self._quantum = 1 + shelves.capacity // _QUANTUM
-        self._giver: Account | None = None
+        self._chosen: list[Account] = []
+        """Who gives next; the next one is last."""
         self._num_to_give = 0
+        """Blocks that the next one still gives, before it is another's turn."""
 
     def next(self, spent: Set[Account]) -> tuple[Account, int] | None:
         """The tenant that gives next, and how many blocks. None: nobody but `spent` has any to
         give."""
-        giver = self._giver
-        if giver is None or self._num_to_give <= 0 or not giver.lendable or giver in spent:
-            giver = self._giver = self._choose(spent)
-            self._num_to_give = self._quantum
-        if giver is None:
-            return None
-        return giver, min(self._num_to_give, giver.lendable)
+        for _ in range(2):
+            while self._chosen:
+                giver = self._chosen[-1]
+                if self._num_to_give > 0 and giver.lendable and giver not in spent:
+                    return giver, min(self._num_to_give, giver.lendable)
+                self._chosen.pop()
+                self._num_to_give = self._quantum
+            self._choose(spent)
+        return None
 
-    def _choose(self, spent: Set[Account]) -> Account | None:
-        best, most = None, 0.0
+    def _choose(self, spent: Set[Account]) -> None:
+        """All that have nearly as much as the one that has most."""
         now, capacity = self._shelves.now, self._shelves.capacity
-        for account in self._shelves.accounts:
-            if account.lendable and account not in spent:
-                above = account.num_blocks - account.floor
-                pressure = above * (1 + (now - account.used_at) / capacity)
-                if pressure > most:
-                    best, most = account, pressure
-        return best
+        pressures = {
+            account: (account.num_blocks - account.floor) * (capacity + now - account.used_at)
+            for account in self._shelves.accounts
+            if account.lendable and account not in spent
+        }
+        if pressures:
+            least = max(pressures.values()) * _ALIKE
+            alike = [account for account, pressure in pressures.items() if pressure >= least]
+            self._chosen = sorted(alike, key=pressures.__getitem__)
+        self._num_to_give = self._quantum
 
     def note_given(self, num_blocks: int) -> None:
         """The tenant has given blocks."""
@@ -871,6 +860,7 @@ class TenantPolicy(CachePolicy):
         home.account.used_at = now = self._shelves.now
         for block in blocks:
             block.charge = home
+            block.following = None
         if len(home.account.shelves) > 1:
             for block in blocks:
                 block.used_at = now
