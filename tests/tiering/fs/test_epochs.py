@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,11 @@ def private_files(root: Path) -> list[Path]:
 
 
 def changes(events: Iterable[OffloadingEvent]) -> list[tuple[bool, set[OffloadKey]]]:
-    return [(event.removed, set(event.keys)) for event in events]
+    """Stored and removed blocks in turns. Blocks of one job may be announced in several steps."""
+    return [
+        (removed, set(chain.from_iterable(event.keys for event in some)))
+        for removed, some in groupby(events, lambda event: event.removed)
+    ]
 
 
 def total_of(harness: TierHarness) -> int:

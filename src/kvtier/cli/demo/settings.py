@@ -143,6 +143,7 @@ def disk_tier(path: Path, model: ModelConfig, prompts: Sequence[Prompt]) -> dict
         "path": str(path),
         "max_bytes": Geometry(block_bytes, num_slots).needed_bytes,
         "max_pinned_share": 0.5,
+        "lookup_timeout_ms": 60_000,
         "load_timeout_ms": 60_000,
         "store_timeout_ms": 60_000,
     }

@@ -70,7 +70,7 @@ class NotedEngine(HintedEngine):
         }
 
 
-class AnnouncingEngine(Engine):
+class AnnouncingEngine(HintedEngine):
     """An engine that publishes KV events, and a subscriber."""
 
     def __init__(self, model: str, kvtier: dict[str, Any], **engine_args: Any) -> None:
@@ -100,6 +100,7 @@ class AnnouncingEngine(Engine):
                         "where": event.medium,
                         "owner": getattr(event, "ownership", None),
                         "block": str(block),
+                        "has_tokens": bool(getattr(event, "token_ids", ())),
                     }
                     for block in getattr(event, "block_hashes", ())
                 ]
