@@ -182,9 +182,9 @@ def test_the_page_shows_the_keys_of_a_rule_as_they_are_declared() -> None:
 def test_the_examples_of_the_page_can_be_configured() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "tenants.md").read_text()
     examples = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     for example in examples:
         rules = OffloadingOptions.from_extra_config(json.loads(example)).tenants
         assert rules is not None
-    two_teams = OffloadingOptions.from_extra_config(json.loads(examples[0])).tenant_rules
+    two_teams = OffloadingOptions.from_extra_config(json.loads(examples[1])).tenant_rules
     assert [rule.name for rule in two_teams if rule.is_private] == ["research"]

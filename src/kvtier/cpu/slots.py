@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
+from kvtier.base import ReqContext
 from kvtier.cpu.policies.base import (
     FREE,
     QUARANTINED,
@@ -17,7 +18,7 @@ from kvtier.cpu.policies.base import (
 from kvtier.cpu.policies.tenants import TenantPolicy
 
 if TYPE_CHECKING:
-    from kvtier.base import OffloadKey, ReqContext
+    from kvtier.base import OffloadKey
 
 
 class SlotTable:
@@ -108,6 +109,21 @@ class SlotTable:
     def has_tenants(self) -> bool:
         """True if the cache is shared by tenants, with floors and caps."""
         return self._tenants is not None
+
+    def by_tenant(
+        self, blocks: list[BlockStatus], context: ReqContext
+    ) -> list[tuple[ReqContext, list[BlockStatus]]]:
+        """The blocks of each tenant, and a request of that tenant that stands for them: without
+        tenants, `context`; its id is the beginning of the others' ids."""
+        if self._tenants is None:
+            return [(context, blocks)] if blocks else []
+        parts: dict[int, list[BlockStatus]] = {}
+        for block in blocks:
+            parts.setdefault(block.charge.account.index, []).append(block)
+        return [
+            (self._tenants.context_of(index, f"{context.req_id} ({index})"), part)
+            for index, part in parts.items()
+        ]
 
     def has_room_for(self, num_new: int, context: ReqContext) -> bool:
         """True if a request can store new blocks without evicting any."""

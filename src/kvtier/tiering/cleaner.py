@@ -271,8 +271,14 @@ class Cleaner:
             # Heads of prompts before their tails.
             part = leaving[limit - 1 :: -1] if limit < len(leaving) else leaving[::-1]
             del leaving[:limit]
-            keys, blocks = [key for key, _ in part], [block for _, block in part]
-            submit(keys, tier, context, now, blocks)
+            for its, blocks in self._slots.by_tenant([block for _, block in part], context):
+                if its is not context:
+                    if tier.is_cut_off(now) or not tier.lets_store(now):
+                        break
+                    tier.wants_whole_requests(its)
+                submit([block.key for block in blocks], tier, its, now, blocks)
+                if its is not context:
+                    tier.notify_finished(its)
             if leaving:  # a request of its own for each job, because tiers order blocks by request
                 tier.notify_finished(context)
                 context = self._announce(tier)
@@ -333,15 +339,18 @@ class Cleaner:
 
     # --- shutdown -------------------------------------------------------------------------------
 
-    def unwritten(self, tier: GuardedTier, now: float) -> list[OffloadKey]:
-        """The blocks that only host memory has, as many as the tier can hold: the warmest first,
-        heads of prompts before their tails."""
+    def unwritten(
+        self, tier: GuardedTier, now: float
+    ) -> list[tuple[ReqContext, list[BlockStatus]]]:
+        """The blocks that only host memory has, as many as the tier can hold: for each tenant, the
+        warmest first, heads of prompts before their tails."""
         if not _is_usable(tier, now):
             return []
         context = self._announce(tier)
         leaving = self._next_to_leave(self._primary.num_blocks, tier, context)
         tier.notify_finished(context)
-        return [key for key, _ in reversed(leaving)][: tier.manager.capacity_blocks]
+        blocks = [block for _, block in reversed(leaving)][: tier.manager.capacity_blocks]
+        return self._slots.by_tenant(blocks, ReqContext(f"kvtier keeps blocks for {tier.name}"))
 
 
 def _split(

@@ -595,8 +595,13 @@ class RequestTable:
         """Notify the tiers of the blocks that a request has used, and offer them those that they
         lack."""
         used, request.used = request.used, ()
-        if not used or hints_of(request.context).drop:
-            return  # dropped blocks leave the tiers as if they had not been used
+        if not used:
+            return
+        if hints_of(request.context).drop:
+            for tier in request.tiers:
+                if tier.is_closed:
+                    tier.call("drop", tier.manager.drop, used, request.context, default=None)
+            return
         self._cascades.note_used(used, request)
         for tier in request.tiers:
             if tier.is_closed:

@@ -48,6 +48,7 @@ class BlockStatus:
     __slots__ = (
         "block_id",
         "charge",
+        "following",
         "generation",
         "history",
         "key",
@@ -67,8 +68,9 @@ class BlockStatus:
         self.place: Any = None
         """Where the policy keeps this block. Only the policy uses it."""
         self.charge: Any = None
-        """The tenant that is charged for this block, and `used_at`, its last use. Only
-        `kvtier.cpu.policies.tenants` uses them."""
+        """The tenant that is charged for this block; `following`: the next block in its prompt;
+        `used_at`: its last use. Only `kvtier.cpu.policies.tenants` uses them."""
+        self.following: OffloadKey | None = None
         self.used_at = 0
         self.writer: object = None
         """The request or tier transfer that may complete the write. Only the manager uses it."""

@@ -16,19 +16,31 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from functools import cache, partial
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from xxhash import xxh3_64_intdigest
 
 from kvtier.base import ReqContext
 from kvtier.config import ConfigError, Problem
-from kvtier.config.tenants import HIGHEST_PRIORITY, NORMAL_PRIORITY
+from kvtier.config.tenants import (
+    DEFAULT_TENANT,
+    HIGHEST_PRIORITY,
+    NORMAL_PRIORITY,
+    TenantRule,
+)
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy
-from kvtier.hints import hints_of
+from kvtier.hints import RequestHints, hints_of, new_context
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey
-    from kvtier.config import OffloadingOptions, TenantRule
-    from kvtier.hints import RequestHints
+    from kvtier.config import OffloadingOptions
+
+_FORK: OffloadKey = b""  # type: ignore[assignment]
+"""Stands for several different blocks that follow one."""
+_charge_of = attrgetter("charge")
 
 _Pair: TypeAlias = "tuple[OffloadKey, BlockStatus]"
 
@@ -36,8 +48,9 @@ _DROPPED, _RETAINED = -1, HIGHEST_PRIORITY + 1
 """Ranks of the shelves below and above those of the priorities."""
 _DOUBLES_EVERY = 2
 """A block of this many priorities more stays twice as long without a use."""
-_QUANTUM = 128
-"""One tenant gives room until it has given this part of the cache; then all are compared again."""
+_QUANTUM, _ALIKE = 128, 0.8
+"""One tenant gives room until it has given this part of the cache. Then it is the turn of those
+that had nearly as much, and after them all are compared again."""
 _MAX_VISITS = 65_536
 """The largest number of running requests that are remembered."""
 
@@ -60,6 +73,10 @@ class Tenancy(NamedTuple):
     max_retained: float
     """The part of the cache that retained blocks of all tenants may take."""
     clock: Callable[[], float] = time.monotonic
+
+    def tag_of(self, context: ReqContext) -> int:
+        """The tag of a request's tenant. Any thread."""
+        return tenant_tag(self.quotas[hints_of(context).tenant.index].tenant)
 
     @classmethod
     def of(
@@ -130,7 +147,13 @@ class Account:
         quota: BlockQuota,
         get: Callable[[OffloadKey], BlockStatus | None],
         make_policy: Callable[[], CachePolicy],
+        now: Callable[[], int],
     ) -> None:
+        """`now`: the clock of uses."""
+        self._now = now
+        self.stamps_from = 0
+        """When the account got its second shelf. Since then, its blocks have the times of their
+        last uses; before, nobody compares them."""
         self.index = index
         self.name, self.floor, self.cap = quota
         self.get = get
@@ -156,6 +179,8 @@ class Account:
         """The shelf of a rank, made when it is first needed."""
         shelf = self.shelves.get(rank)
         if shelf is None:
+            if len(self.shelves) == 1:
+                self.stamps_from = self._now()
             shelf = self.shelves[rank] = Shelf(self, self._make_policy(), rank)
         return shelf
 
@@ -227,8 +252,9 @@ def _weigh(
         if named is None:  # the policy cannot tell: by size
             total = sum(each.num_idle / each.weight for each in shelves)
             return [(each, int(n * each.num_idle / each.weight / total) + 1) for each in shelves]
+        since = shelf.account.stamps_from
         ages = [
-            ((block.used_at - now) / shelf.weight, shelf.rank)
+            ((max(block.used_at, since) - now) / shelf.weight, shelf.rank)
             for key, block in named
             if key not in protected
         ]
@@ -242,45 +268,33 @@ def _rank_of(shelf: Shelf) -> int:
     return shelf.rank
 
 
-class _Branches:
-    """Where prompts part: the last block that two prompts share."""
+def _note_forks(keys: list[OffloadKey], blocks: dict[OffloadKey, BlockStatus]) -> None:
+    """A request had these blocks, in prompt order. Record what follows each, and where prompts
+    part."""
+    for block, following in zip(map(blocks.get, keys), keys[1:], strict=False):
+        if block is None:
+            continue
+        known = block.following
+        if known is not following and known != following:
+            block.following = following if known is None else _FORK
 
-    def __init__(self, capacity: int) -> None:
-        self._most = 2 * capacity + 1024
-        self._next: dict[OffloadKey, OffloadKey] = {}
-        self._forks: set[OffloadKey] = set()
 
-    def note(self, keys: list[OffloadKey], resident: Collection[OffloadKey]) -> None:
-        """A request has had these blocks, in prompt order."""
-        following = keys[1:]
-        known = list(map(self._next.get, keys[:-1]))
-        if known == following:
+def _own_tail(
+    keys: list[OffloadKey], blocks: dict[OffloadKey, BlockStatus]
+) -> Iterator[BlockStatus]:
+    """The blocks that only this prompt has: first those that continue it, from the last one, then
+    its own, up to the last one that it shares with another prompt."""
+    behind: list[BlockStatus] = []
+    last = blocks.get(keys[-1]) if keys else None
+    key = None if last is None else last.following
+    while key is not None and (block := blocks.get(key)) is not None and len(behind) < len(blocks):
+        behind.append(block)
+        key = block.following
+    own = [block for key in keys if (block := blocks.get(key)) is not None]
+    for block in chain(reversed(behind), reversed(own)):
+        if block.following == _FORK:
             return
-        for key, former, next_key in zip(keys, known, following, strict=False):
-            if former is None:
-                self._next[key] = next_key
-            elif former != next_key:
-                self._forks.add(key)
-        if len(self._next) > self._most:
-            self._next = {key: each for key, each in self._next.items() if key in resident}
-            self._forks &= self._next.keys()
-
-    def own_tail(self, keys: list[OffloadKey]) -> Iterator[OffloadKey]:
-        """The blocks that only this prompt has, from its last one to the last one that it shares
-        with another prompt; first, those that continue it."""
-        behind: list[OffloadKey] = []
-        key = self._next.get(keys[-1]) if keys else None
-        while key is not None and len(behind) < self._most:
-            behind.append(key)
-            key = self._next.get(key)
-        for each in chain(reversed(behind), reversed(keys)):
-            if each in self._forks:
-                return
-            yield each
-
-    def clear(self) -> None:
-        self._next.clear()
-        self._forks.clear()
+        yield block
 
 
 class _Shelves:
@@ -396,13 +410,12 @@ class _Retention:
         self._expiring: list[tuple[float, int, Account, list[OffloadKey]]] = []
         """A heap: deadline, a number that no other entry has, account, blocks."""
         self._num_entries = 0
-        self._branches = _Branches(shelves.capacity)
 
     def note_prompt(
         self, keys: list[OffloadKey], hints: RequestHints, home: Shelf, context: ReqContext
     ) -> None:
         """A request had these blocks, in prompt order. Do what it has said about them."""
-        self._branches.note(keys, self._shelves.blocks)
+        _note_forks(keys, self._shelves.blocks)
         if hints.drop:
             self._drop(keys, home.account, context)
         elif hints.retain_s:
@@ -470,13 +483,10 @@ class _Retention:
         """Nobody will ask for these blocks again. Let those leave first that no other prompt and no
         other tenant shares."""
         dropped = []
-        for key in self._branches.own_tail(keys):
-            block = self._shelves.blocks.get(key)
-            if block is None:
-                continue
-            if block.charge.account is not account or key in self._shelves.heirs:
+        for block in _own_tail(keys, self._shelves.blocks):
+            if block.charge.account is not account or block.key in self._shelves.heirs:
                 break
-            account.retained.pop(key, None)
+            account.retained.pop(block.key, None)
             if block.charge.rank != _DROPPED:
                 dropped.append(block)
         if dropped:
@@ -485,40 +495,46 @@ class _Retention:
     def clear(self) -> None:
         """Forget all blocks."""
         self._expiring.clear()
-        self._branches.clear()
 
 
 class _Givers:
-    """Chooses the tenant that gives room: the one that has most beyond its floor. What a tenant has
-    counts more, the longer it has used nothing."""
+    """Chooses the tenants that give room: those that have most beyond their floors. What a tenant
+    has counts more, the longer it has used nothing."""
 
     def __init__(self, shelves: _Shelves) -> None:
         self._shelves = shelves
         self._quantum = 1 + shelves.capacity // _QUANTUM
-        self._giver: Account | None = None
+        self._chosen: list[Account] = []
+        """Who gives next; the next one is last."""
         self._num_to_give = 0
+        """Blocks that the next one still gives, before it is another's turn."""
 
     def next(self, spent: Set[Account]) -> tuple[Account, int] | None:
         """The tenant that gives next, and how many blocks. None: nobody but `spent` has any to
         give."""
-        giver = self._giver
-        if giver is None or self._num_to_give <= 0 or not giver.lendable or giver in spent:
-            giver = self._giver = self._choose(spent)
-            self._num_to_give = self._quantum
-        if giver is None:
-            return None
-        return giver, min(self._num_to_give, giver.lendable)
+        for _ in range(2):
+            while self._chosen:
+                giver = self._chosen[-1]
+                if self._num_to_give > 0 and giver.lendable and giver not in spent:
+                    return giver, min(self._num_to_give, giver.lendable)
+                self._chosen.pop()
+                self._num_to_give = self._quantum
+            self._choose(spent)
+        return None
 
-    def _choose(self, spent: Set[Account]) -> Account | None:
-        best, most = None, 0.0
+    def _choose(self, spent: Set[Account]) -> None:
+        """All that have nearly as much as the one that has most."""
         now, capacity = self._shelves.now, self._shelves.capacity
-        for account in self._shelves.accounts:
-            if account.lendable and account not in spent:
-                above = account.num_blocks - account.floor
-                pressure = above * (1 + (now - account.used_at) / capacity)
-                if pressure > most:
-                    best, most = account, pressure
-        return best
+        pressures = {
+            account: (account.num_blocks - account.floor) * (capacity + now - account.used_at)
+            for account in self._shelves.accounts
+            if account.lendable and account not in spent
+        }
+        if pressures:
+            least = max(pressures.values()) * _ALIKE
+            alike = [account for account, pressure in pressures.items() if pressure >= least]
+            self._chosen = sorted(alike, key=pressures.__getitem__)
+        self._num_to_give = self._quantum
 
     def note_given(self, num_blocks: int) -> None:
         """The tenant has given blocks."""
@@ -570,39 +586,41 @@ class _Eviction:
 
     def _take(self, account: Account, n: int) -> int:
         """Take up to `n` blocks from a tenant, and return how many. Those that another tenant has
-        used since are handed over to it, and the others are evicted."""
+        used since are handed over to it, if possible, and the others are evicted."""
         taken = self._evict(account, n)
-        if self._shelves.heirs:
-            for pair in taken:
-                self._hand_over_or_evict(pair)
-        else:
+        heirs = self._shelves.heirs
+        if not heirs or heirs.keys().isdisjoint([key for key, _ in taken]):
             self._victims += taken
+            return len(taken)
+        by_heir: dict[Shelf, list[_Pair]] = {}
+        for pair in taken:
+            heir = heirs.pop(pair[0], None)
+            if heir is None:
+                self._victims.append(pair)
+            else:
+                by_heir.setdefault(heir, []).append(pair)
+        for heir, pairs in by_heir.items():
+            self._hand_over(pairs, heir)
         return len(taken)
 
-    def _hand_over_or_evict(self, pair: _Pair) -> None:
-        """Charge the tenant that has used this block last, if it is not the one that gives. If it
-        is at its cap, evict another block of it instead."""
-        key, block = pair
-        heir = self._shelves.heirs.pop(key, None)
-        if heir is None or not self._has_room(heir.account):
-            self._victims.append(pair)
-            return
-        context = ReqContext("kvtier hands over a block")
-        self._shelves.put((block,), (block,), heir, context)
-        self._shelves.end_visits((), context)
-
-    def _has_room(self, account: Account) -> bool:
-        """True if this tenant may have one more block. Evicts one of its own for that if it is at
-        its cap."""
+    def _hand_over(self, pairs: list[_Pair], heir: Shelf) -> None:
+        """Charge the tenant that has used these blocks last: with as many as it has room for, and,
+        at its cap, with as many as it gives others for. Evict the rest, tails of prompts first."""
+        account = heir.account
         num_coming = len(self._storing) if account is self._home.account else 0
-        if account.num_blocks + num_coming < account.cap:
-            self._slack -= 1
-            return self._slack >= 0
-        instead = self._evict(account, 1)
+        room = min(max(account.cap - account.num_blocks - num_coming, 0), len(pairs))
+        num_given = min(room, max(self._slack, 0))
+        self._slack -= num_given
+        instead = self._evict(account, len(pairs) - room) if room < len(pairs) else []
         for key, _ in instead:
             self._shelves.heirs.pop(key, None)
-        self._victims += instead
-        return bool(instead)
+        num_leaving = len(pairs) - num_given - len(instead)
+        self._victims += instead + pairs[:num_leaving]
+        kept = [block for _, block in reversed(pairs[num_leaving:])]
+        if kept:
+            context = ReqContext("kvtier hands over blocks")
+            self._shelves.put(kept, kept, heir, context)
+            self._shelves.end_visits((), context)
 
     def _evict(self, account: Account, n: int) -> list[_Pair]:
         victims = account.evict(
@@ -634,7 +652,9 @@ class TenantPolicy(CachePolicy):
         """By the index of the tenant's rule. Read-only for callers."""
         for index, quota in enumerate(tenancy.quotas):
             make_policy = self._policy_maker(max(min(quota.cap, capacity), 1))
-            self.accounts.append(Account(index, quota, self.blocks.get, make_policy))
+            clock = partial(getattr, self._shelves, "now")
+            self.accounts.append(Account(index, quota, self.blocks.get, make_policy, clock))
+        self._by_tag = {tenant_tag(each.name): each.index for each in self.accounts}
         self._retention = _Retention(self._shelves, tenancy.max_retained, tenancy.clock)
         self._givers = _Givers(self._shelves)
         self._storing: Sequence[OffloadKey] = ()
@@ -659,6 +679,15 @@ class TenantPolicy(CachePolicy):
             account = self.accounts[hints.tenant.index]
             self._last_context, self._last_home = context, account.shelf(hints.priority)
         return self._last_home
+
+    def index_of(self, tag: int) -> int:
+        """The tenant with this tag; 0 for one that has no rule now."""
+        return self._by_tag.get(tag, 0)
+
+    def context_of(self, index: int, req_id: str = "") -> ReqContext:
+        """A request of this tenant that kvtier makes itself."""
+        rule = TenantRule(self.accounts[index].name, index)
+        return new_context(req_id, None, RequestHints(tenant=rule))
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -750,7 +779,8 @@ class TenantPolicy(CachePolicy):
         self._stamp(keys, home.account)
         heirs = self._shelves.heirs
         blocks = list(map(self.blocks.get, keys))
-        if all(block is None or block.charge is home for block in blocks):
+        shelves = set(map(_charge_of, filter(None, blocks)))
+        if not shelves or shelves == {home}:
             if heirs:
                 for key in keys:
                     heirs.pop(key, None)
@@ -830,7 +860,10 @@ class TenantPolicy(CachePolicy):
         home.account.used_at = now = self._shelves.now
         for block in blocks:
             block.charge = home
-            block.used_at = now
+            block.following = None
+        if len(home.account.shelves) > 1:
+            for block in blocks:
+                block.used_at = now
         self._shelves.add(home, len(blocks), 0)
 
     def remove(self, key: OffloadKey) -> None:
@@ -934,6 +967,12 @@ class TenantPolicy(CachePolicy):
         self._storing = ()
 
 
+@cache
+def tenant_tag(tenant: str) -> int:
+    """A number that stands for a tenant in what tiers keep, of 6 bytes. 0: "default"."""
+    return 0 if tenant == DEFAULT_TENANT else xxh3_64_intdigest(tenant.encode()) >> 16 or 1
+
+
 def new_policy(
     policy_cls: type[CachePolicy], capacity: int, tenancy: Tenancy | None
 ) -> CachePolicy:
@@ -974,12 +1013,10 @@ def _quota_in(
 
 def _by_shelf(blocks: Iterable[BlockStatus]) -> Iterable[tuple[Shelf, Sequence[BlockStatus]]]:
     """The blocks of each shelf, in their order."""
-    blocks = list(blocks)
-    if not blocks:
-        return ()
-    first = blocks[0].charge
-    if all(block.charge is first for block in blocks):
-        return ((first, blocks),)
+    blocks = blocks if isinstance(blocks, list) else list(blocks)
+    shelves = set(map(_charge_of, blocks))
+    if len(shelves) < 2:
+        return [(shelf, blocks) for shelf in shelves]
     parts: dict[Shelf, list[BlockStatus]] = {}
     for block in blocks:
         parts.setdefault(block.charge, []).append(block)
