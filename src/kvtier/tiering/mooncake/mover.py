@@ -19,6 +19,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.base import OffloadKey
+from kvtier.hints import hints_of
 from kvtier.seal import SEAL_BYTES, SealFailure, check
 from kvtier.tiering.io.queue import Piece
 from kvtier.tiering.mooncake.namespaces import MooncakeNamespaces, block_names
@@ -170,8 +171,11 @@ class MooncakeServer(BlockServer):
         group = blake2b(transfer.job.req_context.req_id.encode(), digest_size=8).hexdigest()
         config.group_ids = [f"{transfer.namespace}:{group}"] * count
         config.preferred_segment = membership.hostname
-        if is_pinned:
+        retain_s = hints_of(transfer.job.req_context).retain_s
+        if is_pinned or retain_s:
             config.soft_pin_action = type(config.soft_pin_action).ENABLE
+        if retain_s and not is_pinned:
+            config.soft_pin_ttl_ms = int(retain_s * 1000)
         return config
 
     def interrupt(self) -> None:
