@@ -19,6 +19,7 @@ from kvtier.testing import TierHarness
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.mooncake.manager import MooncakeSecondaryTierManager
 from kvtier.tiering.mooncake.pool import Pool
+from tests.tiering.processes import stop_process
 
 _LATE_FOR_S = 5.0
 
@@ -39,7 +40,7 @@ def main() -> None:
         keys = harness.keys(64)
         assert harness.wait_for(harness.store(keys))[0].result.success
         assert harness.wait_for(harness.load(keys))[0].result.success
-        os.kill(int(pid), signal.SIGSTOP)
+        stop_process(int(pid))
         began = time.monotonic()
         try:
             (report,) = harness.wait_for(harness.load(keys))
