@@ -36,8 +36,8 @@ def main() -> None:
             spec, view, "mooncake", master=master, metadata=metadata, connections=1
         )
 
-    with TierHarness(make_tier, row_bytes=1 << 16, num_slots=64, patience_s=150) as harness:
-        keys = harness.keys(64)
+    with TierHarness(make_tier, row_bytes=1 << 20, num_slots=16, patience_s=150) as harness:
+        keys = harness.keys(16)
         assert harness.wait_for(harness.store(keys))[0].result.success
         assert harness.wait_for(harness.load(keys))[0].result.success
         stop_process(int(pid))
