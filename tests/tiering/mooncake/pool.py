@@ -26,7 +26,7 @@ import pytest
 
 from tests.tiering.networks import REPO, Host, Namespace, environment_of_tests
 from tests.tiering.patience import wait_until
-from tests.tiering.processes import ServerProcess, free_port
+from tests.tiering.processes import ServerProcess, free_port, stop_process
 
 __all__ = [
     "CLIENT_TTL_S",
@@ -215,7 +215,7 @@ class Segment:
 
     def stop(self) -> None:
         """Let the process stand still: connections stay, and nothing is answered."""
-        self._process.send_signal(signal.SIGSTOP)
+        stop_process(self.pid)
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)
