@@ -223,6 +223,7 @@ def test_a_master_that_stands_still_is_reported_and_ended() -> None:
         (["up", "--port", "9003"], "give each of the ports another number"),
         (["up", "--segment", "a lot"], "a lot"),
         (["up", "--segment", "800TiB"], "only"),
+        (["up", "--segment", "1MiB"], "give 16 MiB or more"),
         (["up", "--host", "0.0.0.0"], "give one IPv4 address of this machine"),
         (["up", "--host", "cache.example"], "give one IPv4 address of this machine"),
         (["up", "--host", "10.99.99.99"], "10.99.99.99 is not an address of this machine"),
@@ -230,6 +231,8 @@ def test_a_master_that_stands_still_is_reported_and_ended() -> None:
         (["lend", "0", "--master", "127.0.0.1:50051"], "SIZE is 0"),
         (["lend", "1GiB", "--master", "nowhere"], "master"),
         (["lend", "1GiB", "--master", "127.0.0.1:50051"], "no connection to the master"),
+        (["lend", "1GiB", "--master", "127.0.0.1:50051"], "127.0.0.1:50051: "),
+        (["lend", "1GiB", "--master", "127.0.0.1:50051"], "Check --master"),
         (["lend", "800TiB", "--master", "127.0.0.1:50051"], "only"),
         (["lend", "1GiB", "--master", "127.0.0.1:1", "--protocol", "pigeon"], "protocol"),
         (["lend", "1GiB", "--master", "127.0.0.1:1", "--devices", "mlx5_0"], "devices"),
@@ -254,7 +257,7 @@ def test_a_port_in_use_is_refused_by_the_name_of_its_option(
         assert main(["mooncake", "up", option, str(port)]) == 2
     problems = capfd.readouterr().err
     assert f"port {port}" in problems
-    assert f"is in use: give another {option}" in problems
+    assert problems.endswith(f"is in use: give another {option}\n")
 
 
 @pytest.fixture
@@ -306,6 +309,18 @@ def master(network: Namespace, tmp_path: Path) -> Iterator[Master]:
         yield running
 
 
+def test_rdma_without_a_device_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvtier.tiering.mooncake.pool._RDMA_DEVICES", tmp_path)
+    lend = ["mooncake", "lend", "64MiB", "--master", "127.0.0.1:1"]
+    assert main([*lend, "--protocol", "rdma"]) == 2
+    assert "there is no RDMA device here" in capfd.readouterr().err
+    (tmp_path / "mlx5_0").touch()
+    assert main([*lend, "--protocol", "rdma"]) == 2
+    assert "no connection to the master" in capfd.readouterr().err
+
+
 def test_memory_is_lent_and_taken_back(master: Master) -> None:
     arguments = ("--master", master.address, "--hostname", "127.0.0.1", "--json")
     with command("lend", str(SEGMENT), *arguments) as lend:
@@ -318,6 +333,6 @@ def test_memory_is_lent_and_taken_back(master: Master) -> None:
         master.start()
         wait_until(lambda: master.segments() == [document["name"]], "it is lent again")
         lend.process.terminate()
-        assert lend.ended()[0] == 0
+        assert lend.ended() == (0, "")
         # At once, and not when its time has run out.
         assert master.segments() == []

@@ -168,7 +168,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "replicas of what is not shared": (
         ["--engines", "2", "--tier", "disk:2TiB,replicas=2"],
-        "add shared=lent or shared=server, or leave replicas out",
+        "add shared=lent, or leave replicas out",
     ),
     "a link to one's own disk": (
         ["--engines", "2", "--tier", "disk:2TiB,link_speed=3GB"],

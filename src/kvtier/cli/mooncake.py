@@ -179,12 +179,18 @@ def _up(
     allow_public: _Public = False,
     json: _Json = False,
 ) -> None:
-    from kvtier.config.sizes import SizeError, parse_size
+    from kvtier.config.sizes import SizeError, as_size, parse_size
+    from kvtier.tiering.mooncake.options import SMALLEST_SEGMENT_BYTES
 
     try:
         num_bytes = parse_size(segment, may_be_zero=True)
     except SizeError as error:
         raise typer.BadParameter(f"{segment}: {error}", param_hint="--segment") from None
+    if 0 < num_bytes < SMALLEST_SEGMENT_BYTES:
+        raise typer.BadParameter(
+            f"{segment}: give {as_size(SMALLEST_SEGMENT_BYTES)} or more, or leave it out",
+            param_hint="--segment",
+        )
     for option, number in (("--port", port), ("--admin-port", admin_port)):
         _require_port(option, number)
     if metadata_port is not None:
@@ -266,9 +272,11 @@ def _run_lend(keys: dict[str, Any], *, as_json: bool) -> int:
     from kvtier.tiering.mooncake.pool import (
         Pool,
         load_library,
+        require_devices,
         require_memory,
         require_private_network,
     )
+    from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 
     options = MooncakeOptions.parse(keys)
     options.require_fitting()
@@ -276,10 +284,16 @@ def _run_lend(keys: dict[str, Any], *, as_json: bool) -> int:
         raise _Problem("SIZE is 0: give the memory to lend, such as 64GiB")
     library = load_library()
     require_private_network(options)
+    require_devices(options)
     require_memory(options.segment_bytes)
     pool = Pool(options, library, memoryview(bytearray(1)))
     try:
-        pool.start()
+        try:
+            pool.start()
+        except ServerFailure as failure:
+            away = failure.kind in (FailureKind.UNREACHABLE, FailureKind.SILENT)
+            remedy = ". Check --master, and that the master runs" if away else ""
+            raise _Problem(f"{options.where}: {failure}{remedy}") from None
         with pool.use() as membership:
             name = membership.hostname
         if as_json:
@@ -458,6 +472,8 @@ def _require_addresses(wanted: _Wanted) -> None:
                 probe.listen()
             except OSError as error:
                 reason = str(CannotServe.at(host, port, error))
+                # A pool's ports stand in the engines' configuration: none is chosen at random.
+                reason = reason.removesuffix(", or 0 for any free one")
                 raise _Problem(reason.replace("--port", option)) from None
 
 

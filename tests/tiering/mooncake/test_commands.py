@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,7 @@ def test_the_text_has_sizes_for_people(master: Master, capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     assert f"{'pool capacity':<18}64 MiB" in lines
     assert f"{'segments':<18}1" in lines
+    assert not any(line.endswith("none") for line in lines)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], where: str) -> str:
@@ -124,10 +126,19 @@ def refusal(capsys: pytest.CaptureFixture[str], where: str) -> str:
     return printed.err
 
 
-def test_a_pool_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_admin_interface_that_is_not_there(
+    master: Master, capsys: pytest.CaptureFixture[str]
+) -> None:
     port = free_port()
-    where = f"mooncake://127.0.0.1:{port}?admin=127.0.0.1:{port}"
-    assert f"http://127.0.0.1:{port} does not answer" in refusal(capsys, where)
+    where = f"mooncake://{master.address}?admin=127.0.0.1:{port}"
+    assert f"http://127.0.0.1:{port} does not answer: [Errno 111]" in refusal(capsys, where)
+
+
+def test_another_port_is_not_taken_for_the_pool(
+    master: Master, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = f"mooncake://127.0.0.1:{free_port()}?admin={master.admin_address}"
+    assert "no connection to the master" in refusal(capsys, where)
 
 
 def test_a_master_that_stands_still(
@@ -144,6 +155,7 @@ def test_a_master_that_stands_still(
         ("mooncake://cache.example", "master: got"),
         ("mooncake://127.0.0.1:1?replicas=2", "there is no replicas"),
         ("mooncake://127.0.0.1:1?admin=here", "admin: got"),
+        ("mooncake://127.0.0.1:1/llama", "a pool has no paths"),
     ],
 )
 def test_what_is_no_location(where: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +170,7 @@ def test_the_flag_for_vllm(master: Master, capsys: pytest.CaptureFixture[str]) -
     code, document = answer_of(capsys, "--tier", json.dumps(entry(master)))
     found = finding(document, f"{AT}.master")
     assert (code, found["status"]) == (0, "ok")
-    assert "1 lend 64 MiB" in found["found"]
+    assert "1 host lends 64 MiB" in found["found"]
     (tier,) = config_in(document["flag"])["kv_connector_extra_config"]["secondary_tiers"]
     assert tier == entry(master)
     assert master.keys() == before
@@ -223,8 +235,39 @@ def test_the_doctor_leaves_a_full_pool_alone(
     code, document = examine(capsys, config_of(entry(master), cache_namespace="w"))
     found = finding(document, f"{AT}.canary")
     assert (code, found["status"]) == (1, "problem")
-    assert "is full: " in found["found"]
+    assert "is too full for " in found["found"]
     assert set(master.keys()) == before
+
+
+def test_the_port_of_the_metrics_is_not_taken_for_the_master(
+    master: Master, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"type": "mooncake", "master": master.admin_address}
+    _, document = examine(capsys, config_of(keys, cache_namespace="w"))
+    found = finding(document, f"{AT}.master")
+    assert "another server than the master answers there" in found["found"]
+
+
+def test_without_the_package_the_finding_and_the_remedy_are_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    keys = {"type": "mooncake", "master": "127.0.0.1:1"}
+    _, document = examine(capsys, config_of(keys, cache_namespace="w"))
+    found = finding(document, AT)
+    assert found["found"].endswith("which is not installed")
+    assert found["remedy"].startswith("Install it: pip install")
+
+
+def test_the_doctor_names_a_master_that_is_not_there(
+    master: Master, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"type": "mooncake", "master": f"127.0.0.1:{free_port()}"}
+    keys["admin"] = master.admin_address
+    _, document = examine(capsys, config_of(keys, cache_namespace="w"))
+    found = finding(document, f"{AT}.canary")
+    assert "no connection to the master" in found["found"]
+    assert found["remedy"] == "Start the master, or correct its address"
 
 
 @pytest.mark.usefixtures("_short_measurements")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
+from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure, TierHasEnded
 
 SILENT = ServerFailure(FailureKind.SILENT, "it says nothing")
 FULL = ServerFailure(FailureKind.FULL, "it has no room")
@@ -44,3 +44,10 @@ def test_each_kind_is_logged_once_a_minute_and_always_counted(
     clock[0] += 2
     errors.note(SILENT)
     assert len(caplog.records) == 4
+
+
+def test_the_end_of_the_tier_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    errors = ServerErrors("mooncake://cache")
+    errors.note(TierHasEnded())
+    assert not caplog.records
+    assert not errors.take()

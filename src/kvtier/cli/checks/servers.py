@@ -14,6 +14,7 @@ from kvtier.tiering.mooncake.admin import MasterAdmin
 from kvtier.tiering.mooncake.options import MooncakeOptions
 from kvtier.tiering.mooncake.pool import (
     load_library,
+    require_devices,
     require_master,
     require_memory,
     require_private_network,
@@ -100,6 +101,7 @@ def check_mooncake_tier(at: str, options: MooncakeOptions) -> Iterator[Finding]:
     try:
         load_library()
         require_private_network(options)
+        require_devices(options)
         require_memory(options.segment_bytes)
     except TierRefused as refused:
         found, _, remedy = str(refused).rpartition(". ")
@@ -134,9 +136,11 @@ def _room_of_pool(name: str, options: MooncakeOptions) -> Iterator[Finding]:
             "Let this engine lend some (segment_bytes), or start another host",
         )
         return
+    lenders = "1 host lends" if use.num_segments == 1 else f"{use.num_segments} hosts lend"
+    own = f"adds {as_size(options.segment_bytes)}" if options.segment_bytes else "lends nothing"
     found = (
-        f"{options.where} answers: {use.num_segments} lend {as_size(use.capacity_bytes)}, of which "
-        f"{as_size(use.used_bytes)} are used; this engine adds {as_size(options.segment_bytes)}"
+        f"{options.where} answers: {lenders} {as_size(use.capacity_bytes)}, of which "
+        f"{as_size(use.used_bytes)} are used; this engine {own}"
     )
     yield Finding(name, Status.OK, found)
 

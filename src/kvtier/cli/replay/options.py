@@ -273,10 +273,10 @@ def _sharing_of(given: dict[str, str]) -> Sharing | None:
     if text is None:
         alone = next((key for key in ("replicas", "link_speed") if key in given), None)
         if alone is not None:
+            shared = "shared=lent" if alone == "replicas" else "shared=lent or shared=server"
             raise SettingError(
                 "--tier",
-                f"{alone} is for tiers that engines share: add shared=lent or shared=server, or "
-                f"leave {alone} out",
+                f"{alone} is for tiers that engines share: add {shared}, or leave {alone} out",
             )
         return None
     try:

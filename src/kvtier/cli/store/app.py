@@ -31,7 +31,7 @@ All commands work while engines run.
     kvtier store verify /mnt/nvme/kv.slab --max-rate 200MB
     kvtier store clear /mnt/shared/kv --namespace a8758fdc
     kvtier store stat valkey://cache.example:6379
-    kvtier store stat mooncake://cache.example:50051?admin=cache.example:9003
+    kvtier store stat 'mooncake://cache.example:50051?admin=cache.example:9004'
     kvtier store ls s3://kv-cache/llama
     kvtier store gc /mnt/shared/kv --older-than 30d
     kvtier store init /mnt/shared/kv
@@ -142,7 +142,7 @@ _Path = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="The slab file of a disk tier, or the directory of an fs tier.",
+        help="Slab file of a disk tier, directory of an fs tier, or URL of a server or pool.",
         show_default=False,
     ),
 ]

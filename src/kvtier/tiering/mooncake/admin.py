@@ -92,9 +92,10 @@ class MasterAdmin:
             with _DIRECTLY.open(self.url + path, timeout=self._timeout_s) as answer:
                 yield answer
         except (OSError, http.client.HTTPException, urllib.error.URLError) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise ServerFailure(
                 FailureKind.UNREACHABLE,
-                f"the master's HTTP interface at {self.url} does not answer: {error}. It is where "
+                f"the master's HTTP interface at {self.url} does not answer: {reason}. It is where "
                 "mooncake_master was told to with -metrics_host and -metrics_port",
             ) from None
 

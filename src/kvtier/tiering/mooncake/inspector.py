@@ -24,6 +24,7 @@ from kvtier.tiering.mooncake.options import MooncakeOptions, Protocol
 from kvtier.tiering.mooncake.pool import (
     Client,
     load_library,
+    require_devices,
     require_master,
     require_private_network,
 )
@@ -48,6 +49,8 @@ def open_pool(location: str) -> RemoteInspector | None:
         return None
     parts = urlsplit(location)
     keys: dict[str, Any] = {"master": parts.netloc}
+    if parts.path.strip("/"):
+        raise InspectionRefused(f"{location}: leave out {parts.path}: a pool has no paths")
     for name, value in parse_qsl(parts.query):
         if name not in _IN_QUERY:
             raise InspectionRefused(
@@ -58,6 +61,7 @@ def open_pool(location: str) -> RemoteInspector | None:
         options = MooncakeOptions.parse(keys)
         options.require_fitting()
         require_private_network(options)
+        require_devices(options)
         load_library()
     except (ConfigError, TierRefused) as refused:
         raise InspectionRefused(str(refused)) from None
@@ -124,6 +128,8 @@ class _Storage(RemoteStorage):
         return self._admin
 
     def scan(self) -> Iterator[RemoteBlock]:
+        # Its answer is not needed for an empty pool, whose list may be that of another master.
+        require_master(self._options)
         names = filter(BLOCK_NAME.fullmatch, self._known_admin().object_names())
         while some := list(islice(names, _AT_ONCE)):
             yield from self._described(some)

@@ -19,6 +19,7 @@ from kvtier.tiering.mooncake.options import MooncakeOptions
 from kvtier.tiering.mooncake.pool import (
     Pool,
     load_library,
+    require_devices,
     require_memory,
     require_private_network,
 )
@@ -55,6 +56,7 @@ class MooncakeSecondaryTierManager(RemoteTierManager):
         offloading_spec.config.require_weights_identity()
         library = load_library()
         require_private_network(options)
+        require_devices(options)
         require_memory(options.segment_bytes)
         errors = ServerErrors(options.where)
         pool = Pool(options, library, primary_kv_view)

@@ -21,7 +21,7 @@ from kvtier.config.fields import (
 )
 from kvtier.config.sizes import as_size
 
-__all__ = ["P2P", "MooncakeOptions", "Protocol", "master_address"]
+__all__ = ["P2P", "SMALLEST_SEGMENT_BYTES", "MooncakeOptions", "Protocol", "master_address"]
 
 P2P = "P2PHANDSHAKE"
 """In place of a metadata server: the hosts ask each other."""
@@ -29,7 +29,7 @@ _METADATA = ("http", "https", "etcd", "redis")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 _HOST = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]{1,5})?")
 _HIGH_AVAILABILITY = "etcd://"
-_SMALLEST_SEGMENT_BYTES = 16 << 20
+SMALLEST_SEGMENT_BYTES = 16 << 20
 
 
 class Protocol(StrEnum):
@@ -178,12 +178,12 @@ class MooncakeOptions(TierOptions):
                     f'Leave it out, or write "{P2P}": then no metadata server is needed',
                 )
             )
-        if 0 < self.segment_bytes < _SMALLEST_SEGMENT_BYTES:
+        if 0 < self.segment_bytes < SMALLEST_SEGMENT_BYTES:
             raise ConfigError(
                 Problem(
                     "segment_bytes",
                     as_size(self.segment_bytes),
-                    f"0, or {as_size(_SMALLEST_SEGMENT_BYTES)} and more",
+                    f"0, or {as_size(SMALLEST_SEGMENT_BYTES)} and more",
                     "Lend more, or nothing: the library takes no smaller segment",
                 )
             )

@@ -40,7 +40,7 @@ from kvtier.config.sizes import as_size
 from kvtier.cpu.host_memory import cgroup_limits, machine_limit
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.mooncake.options import P2P, MooncakeOptions, Protocol, master_address
-from kvtier.tiering.remote.errors import FailureKind, ServerFailure
+from kvtier.tiering.remote.errors import FailureKind, ServerFailure, TierHasEnded
 from kvtier.tiering.remote.lane import Pause
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "Pool",
     "load_library",
     "public_addresses",
+    "require_devices",
     "require_master",
     "require_memory",
     "require_private_network",
@@ -76,6 +77,7 @@ _ENVIRONMENT = {
 _FATAL = 3
 """Level of glog. A fatal error ends the process, and its line says why."""
 
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 _CONNECT_TIMEOUT_S = 1.0
 _IS_ANYBODY_THERE = b"GET /health HTTP/1.0\r\n\r\n"
 """A metadata server answers. A master, whose protocol this is not, hangs up."""
@@ -145,23 +147,26 @@ def load_library() -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        return importlib.import_module("mooncake.store")
+        library = importlib.import_module("mooncake.store")
     except ModuleNotFoundError:
         raise TierRefused(
             "the mooncake tier needs the Python package mooncake-transfer-engine-non-cuda (or "
-            f"mooncake-transfer-engine), which is not installed: {INSTALL}"
+            f"mooncake-transfer-engine), which is not installed. Install it: {INSTALL}"
         ) from None
     except ImportError as error:
         raise TierRefused(
             f"Mooncake's library cannot be loaded: {printable(str(error))}. Install what it "
             f"needs: {_LIBRARIES}"
         ) from None
+    _silence_library()
+    return library
 
 
 def _silence_library() -> None:
     """Stop the library's log, four lines for each block that it cannot load: kvtier counts
     failures, and logs each kind once a minute. An operator who has set `MC_LOG_LEVEL` to another
-    level gets the lines. Called after `setup`, which sets the level from that variable."""
+    level gets the lines. Called before `setup`, which logs an error even if it succeeds, and leaves
+    the level as it is."""
     if os.environ.get("MC_LOG_LEVEL") != _ENVIRONMENT["MC_LOG_LEVEL"]:
         return
     with suppress(OSError, ValueError):
@@ -193,7 +198,16 @@ def require_private_network(options: MooncakeOptions) -> None:
             f"this machine has a public address ({', '.join(public)}). Mooncake's client listens "
             "on all addresses, without a password, and whoever reaches it can read and change "
             "host memory. Block its ports from outside (docs/mooncake.md lists them), and set "
-            '"allow_public": true'
+            '"allow_public": true (kvtier mooncake: --allow-public)'
+        )
+
+
+def require_devices(options: MooncakeOptions) -> None:
+    """Raise `TierRefused` if there is no device for RDMA: the library would use TCP, silently."""
+    if options.protocol is Protocol.RDMA and not any(_RDMA_DEVICES.glob("*")):
+        raise TierRefused(
+            f'"protocol": "rdma", but there is no RDMA device here: {_RDMA_DEVICES} is empty. '
+            'Load its driver, or use "protocol": "tcp" on all hosts of the pool'
         )
 
 
@@ -232,7 +246,7 @@ def _require_metadata_server(options: MooncakeOptions) -> None:
     parts = urlsplit(options.metadata)
     port = parts.port or _PORTS.get(parts.scheme)
     if parts.hostname is not None and port is not None:
-        _own_address_towards("the metadata server", (parts.hostname, port))
+        _asked("the metadata server", (parts.hostname, port))
 
 
 def _own_address_towards(what: str, address: tuple[str, int], *, hangs_up: bool = False) -> str:
@@ -252,8 +266,8 @@ def _own_address_towards(what: str, address: tuple[str, int], *, hangs_up: bool 
     if answer and hangs_up:
         raise ServerFailure(
             FailureKind.REFUSED,
-            f"what answers at the address of {what} is another server. Give the port of "
-            "mooncake_master -rpc_port",
+            f"another server than {what} answers there. Give the port of mooncake_master's "
+            "-rpc_port (50051 by default), not that of its metrics or metadata",
         )
     return own_address
 
@@ -297,7 +311,10 @@ class Pool:
         self._regions: list[np.ndarray[Any, Any]] = [np.frombuffer(region.cast("B"), np.uint8)]
         self._changed = threading.Condition()
         self._membership: Membership | None = None
-        self._reason = (FailureKind.UNREACHABLE, "not connected yet")
+        self._reason = (
+            FailureKind.SILENT,
+            f"no connection within {_FIRST_TRY_S:.0f} s; the client still tries",
+        )
         """Why there is no membership."""
         self._num_tries = 0
         self._is_closing = False
@@ -338,7 +355,7 @@ class Pool:
         with self._changed:
             membership = self._membership
             if membership is None or self._is_closing:
-                raise ServerFailure(*self._reason)
+                raise self._unavailable()
             membership.num_calls += 1
         try:
             yield membership
@@ -367,7 +384,7 @@ class Pool:
         """Call the client, and wait some seconds at most. Raises `ServerFailure`."""
         with self._changed:
             if self._membership is None or self._is_closing:
-                raise ServerFailure(*self._reason)
+                raise self._unavailable()
             if len(self._asked) >= _MOST_ASKING:
                 raise ServerFailure(FailureKind.SILENT, "earlier questions are still not answered")
             asker = self._askers.pop() if self._askers else _Asker(self)
@@ -375,6 +392,9 @@ class Pool:
             self._asked[asked] = asker
         asker.take(asked)
         return asked.answer()
+
+    def _unavailable(self) -> ServerFailure:
+        return TierHasEnded() if self._is_closing else ServerFailure(*self._reason)
 
     def has_answered(self, asker: _Asker, question: _Question[Any]) -> bool:
         """A question's call has ended. True if its thread may take another one. Called by it."""
@@ -390,7 +410,6 @@ class Pool:
         """Let all later calls fail at once, and nobody wait for an answer any more."""
         with self._changed:
             self._is_closing = True
-            self._reason = (FailureKind.UNREACHABLE, "the tier has ended")
             if self._membership is not None:
                 self._retire(self._membership, "the tier has ended")
             questions, askers = list(self._asked), self._askers
@@ -535,13 +554,13 @@ class Pool:
             options.devices or "",
             options.master,
         )
-        _silence_library()
         if code:
             raise ServerFailure(
                 FailureKind.REFUSED,
                 f"the pool does not take this engine as {hostname} (error {code} of setup). The "
                 "usual reasons: another metadata server than the master's other hosts use, a "
-                "hostname that is not this machine's, or a master of another release",
+                "hostname that is not this machine's, a master of another release, or an etcd that "
+                "names no master. With MC_LOG_LEVEL=INFO, the library says more",
             )
         # TCP needs no registration. It would let every host that reaches this one read and change
         # the memory, because the library asks nobody who they are.
@@ -585,7 +604,7 @@ class _Question(Generic[T]):
         if self._error is not None:
             raise self._error
         if not self._answers:
-            raise ServerFailure(FailureKind.UNREACHABLE, "the tier has ended")
+            raise TierHasEnded
         return self._answers[0]
 
 

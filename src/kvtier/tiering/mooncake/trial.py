@@ -12,7 +12,12 @@ from kvtier.tiering.mooncake.admin import MasterAdmin
 from kvtier.tiering.mooncake.inspector import plain_client
 from kvtier.tiering.mooncake.namespaces import block_names, description_name
 from kvtier.tiering.mooncake.options import MooncakeOptions
-from kvtier.tiering.mooncake.pool import load_library, require_private_network
+from kvtier.tiering.mooncake.pool import (
+    load_library,
+    require_devices,
+    require_master,
+    require_private_network,
+)
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure
 from kvtier.tiering.remote.manager import namespace_of
 from kvtier.tiering.trial import TrialBlocks, TrialProblem
@@ -32,6 +37,7 @@ def trial_pool(keys: Mapping[str, Any], blocks: TrialBlocks) -> Iterator[Mapping
     try:
         load_library()
         require_private_network(options)
+        require_devices(options)
     except TierRefused as refused:
         raise TrialProblem(str(refused), "Do what it says, then try again") from None
     _require_room(options, blocks)
@@ -46,6 +52,14 @@ def trial_pool(keys: Mapping[str, Any], blocks: TrialBlocks) -> Iterator[Mapping
 
 def _require_room(options: MooncakeOptions, blocks: TrialBlocks) -> None:
     where = options.where
+    try:
+        require_master(options)
+    except ServerFailure as failure:
+        raise TrialProblem(
+            f"{where}: {failure}",
+            "Start the master, or correct its address",
+            is_untried=True,
+        ) from None
     admin = MasterAdmin.of(options)
     try:
         if admin is None:
@@ -55,16 +69,18 @@ def _require_room(options: MooncakeOptions, blocks: TrialBlocks) -> None:
         raise TrialProblem(
             f"{where}: it is not known how full the pool is, so a trial could evict blocks of "
             f"others: {failure}",
-            'Set "admin" to the HTTP interface of the master, HOST:PORT',
+            'Set "admin" to the HTTP interface of the master, HOST:PORT (for bench, in --config)',
             is_untried=True,
         ) from None
     needed = int(blocks.total_bytes * options.replicas * 1.1)
     if use.used_bytes + needed > _FULL * use.capacity_bytes:
         raise TrialProblem(
-            f"{where} is full: {as_size(use.used_bytes)} of {as_size(use.capacity_bytes)} are "
-            "used, and the master evicts beyond nine tenths. So nothing was written",
+            f"{where} is too full for {as_size(needed)}: {as_size(use.used_bytes)} of "
+            f"{as_size(use.capacity_bytes)} are used, and the master evicts beyond nine tenths. So "
+            "nothing was written",
             "Let a host lend memory (segment_bytes)"
             if not use.capacity_bytes
-            else "Let hosts lend more if blocks leave before they are used again",
+            else "Let hosts lend more if blocks leave before they are used again; with kvtier "
+            "bench, give a smaller --size",
             is_full=True,
         )

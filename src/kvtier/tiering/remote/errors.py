@@ -13,7 +13,14 @@ from enum import StrEnum
 from kvtier.config.errors import printable
 from kvtier.tiering.base import TierRefused
 
-__all__ = ["FailureKind", "NotAllowed", "ServerErrors", "ServerFailure", "trying_at_start"]
+__all__ = [
+    "FailureKind",
+    "NotAllowed",
+    "ServerErrors",
+    "ServerFailure",
+    "TierHasEnded",
+    "trying_at_start",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +48,13 @@ class ServerFailure(Exception):
     def __init__(self, kind: FailureKind, reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
+
+
+class TierHasEnded(ServerFailure):
+    """A call came after the tier was closed: nothing has failed."""
+
+    def __init__(self) -> None:
+        super().__init__(FailureKind.UNREACHABLE, "the tier has ended")
 
 
 class NotAllowed(ServerFailure):
@@ -79,7 +93,10 @@ class ServerErrors:
         self._log_at: dict[FailureKind | None, float] = {}
 
     def note(self, failure: ServerFailure) -> None:
-        """Count a failure, and log it unless one of its kind was logged within a minute."""
+        """Count a failure, and log it unless one of its kind was logged within a minute. The end of
+        the tier is none."""
+        if isinstance(failure, TierHasEnded):
+            return
         with self._lock:
             self._counts[failure.kind] += 1
         if self._is_new(failure.kind):

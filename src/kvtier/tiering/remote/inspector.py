@@ -60,7 +60,9 @@ class RemoteStorage(ABC):
     called by several threads."""
 
     facts_in_bytes: ClassVar[frozenset[str]] = frozenset()
-    """Those of `facts` that are sizes; 0 means that there is none."""
+    """Those of `facts` that are sizes."""
+    limits: ClassVar[frozenset[str]] = frozenset()
+    """Those of them that are no limit at all if they are 0."""
 
     @abstractmethod
     def scan(self) -> Iterable[RemoteBlock]:
@@ -165,7 +167,8 @@ class RemoteInspector(TierInspector):
     def _shown(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in facts.items():
             is_size = name in self._storage.facts_in_bytes
-            yield name, (as_size(value) if value else "none") if is_size else value
+            is_no_limit = name in self._storage.limits and not value
+            yield name, "none" if is_no_limit else as_size(value) if is_size else value
 
     def descriptions(self) -> Mapping[str, NamespaceDescription]:
         found: dict[str, NamespaceDescription] = {}

@@ -53,6 +53,7 @@ class _Server(RemoteStorage):
     """Connects when it is first used."""
 
     facts_in_bytes = frozenset(("used_memory", "maxmemory"))
+    limits = frozenset(("maxmemory",))
 
     def __init__(self, options: ValkeyOptions, servers: Servers) -> None:
         import valkey
