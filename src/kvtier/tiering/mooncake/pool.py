@@ -246,7 +246,7 @@ def _require_metadata_server(options: MooncakeOptions) -> None:
     parts = urlsplit(options.metadata)
     port = parts.port or _PORTS.get(parts.scheme)
     if parts.hostname is not None and port is not None:
-        _asked("the metadata server", (parts.hostname, port))
+        _own_address_towards("the metadata server", (parts.hostname, port))
 
 
 def _own_address_towards(what: str, address: tuple[str, int], *, hangs_up: bool = False) -> str:
