@@ -559,6 +559,10 @@ class OffloadingManager(ABC):
         show it in their metrics."""
         return
 
+    def note_ignored_hints(self, num_hints: int) -> None:
+        """Record that requests had this many hints that could not be read."""
+        return
+
     def serves(self, req_id: str) -> tuple[bool, bool]:
         """Whether a new request may load, and whether it may store. The engine asks when the
         request arrives. An operator may exclude requests while the engine runs."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.config.tenants import TenantRule
+from kvtier.cpu.policies.tenants import BlockQuota, Tenancy
+from kvtier.hints import RequestHints, new_context
 from kvtier.tiering.base import JobResult, TransferJob
 from kvtier.tiering.example.io_thread import ExampleTransfer
 from kvtier.tiering.example.manager import ExampleSecondaryTierManager
@@ -78,11 +81,29 @@ class StandInSpec:
     config = make_config()
 
 
+def contexts_of(num_tenants: int) -> Callable[[str], ReqContext]:
+    """Makes contexts of requests of these tenants, by the number at the end of the request's id:
+    later requests for the same blocks are of the same tenant."""
+    rules = [TenantRule(f"tenant-{n}", n) for n in range(num_tenants)]
+
+    def make_context(req_id: str) -> ReqContext:
+        rule = rules[int(req_id.rsplit("-", 1)[-1]) % num_tenants]
+        return new_context(req_id, None, RequestHints(tenant=rule))
+
+    return make_context
+
+
 def make_manager(
-    policy: str, slots: int, memory: Any, num_tiers: int, max_blocks: int
+    policy: str, slots: int, memory: Any, num_tiers: int, max_blocks: int, num_tenants: int = 0
 ) -> tuple[TieringOffloadingManager, list[BenchTier]]:
+    tenancy = None
+    if num_tenants:
+        # Half of the slots belong to somebody, and nobody may have more than half.
+        quota = slots // num_tenants // 2, slots // 2
+        quotas = tuple(BlockQuota(f"tenant-{n}", *quota) for n in range(num_tenants))
+        tenancy = Tenancy(quotas, 0.25)
     primary = CPUPrimaryTierOffloadingManager(
-        slots, memory, cache_policy=policy, enable_events=True
+        slots, memory, cache_policy=policy, enable_events=True, tenancy=tenancy
     )
     view = primary.get_kv_memoryview()
     tiers = [

@@ -36,6 +36,8 @@ class Case:
     """If False, the tiers' threads start at once, and wall time is measured."""
     slots: int = 20_000
     row_bytes: int = ROW_BYTES
+    tenants: int = 0
+    """Tenants that share the primary tier. Their requests take turns."""
 
     def __str__(self) -> str:
         tiers = "1 tier" if self.num_tiers == 1 else f"{self.num_tiers} tiers"
@@ -120,10 +122,12 @@ def vllm_tiered(case: Case) -> Tiered:
 def kvtier_tiered(case: Case, max_blocks: int = 20_000) -> Tiered:
     """`max_blocks`: of each of the tiers."""
     from kvtier.base import ReqContext, ScheduleEndContext, make_offload_key
-    from tests.bench.kvtier_tiers import make_manager
+    from tests.bench.kvtier_tiers import contexts_of, make_manager
 
     memory = Memory(case.slots, case.row_bytes)
-    manager, tiers = make_manager(case.policy, case.slots, memory, case.num_tiers, max_blocks)
+    manager, tiers = make_manager(
+        case.policy, case.slots, memory, case.num_tiers, max_blocks, case.tenants
+    )
     manager.journal.keep()
     for tier in tiers:
         tier.hold(case.settle)
@@ -137,7 +141,7 @@ def kvtier_tiered(case: Case, max_blocks: int = 20_000) -> Tiered:
 
     subject = Subject(
         manager,
-        ReqContext,
+        contexts_of(case.tenants) if case.tenants else ReqContext,
         make_offload_key,
         ScheduleEndContext((), ()),
         harvests=True,

@@ -62,6 +62,16 @@ def test_the_last_request_by_default(capsys: pytest.CaptureFixture[str]) -> None
     assert run(capsys, "--all")[1] == out
 
 
+def test_the_tenant_of_a_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules: dict[str, Any] = {"acme": {}}
+    with ExplainedEngine(tmp_path, tenants=rules, status_socket="auto") as engine:
+        engine.serve(prompt(1), tenant="acme")
+        assert "tenant" in run(capsys)[1]
+        assert "acme" in run(capsys)[1]
+        engine.serve(prompt(1))
+        assert "tenant" not in run(capsys)[1]
+
+
 @pytest.mark.usefixtures("engine")
 def test_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     (its,) = document(capsys, "--last", "3")["engines"]

@@ -189,6 +189,20 @@ def test_hints_of_the_client(tmp_path: Path) -> None:
         assert "kv_load_tiers" in engine.why()["hint"]["text"]
 
 
+def test_the_rule_of_a_tenant(tmp_path: Path) -> None:
+    rules: dict[str, Any] = {"acme": {"tiers": []}, "chat": {}}
+    with started(tmp_path, EXAMPLE, host_blocks=8, tenants=rules) as engine:
+        engine.serve(prompt(1), tenant="chat")
+        assert engine.explain()["tenant"] == "chat"
+        assert not engine.explain()["is_private"]
+        engine.serve(prompt(2), tenant="acme")
+        engine.serve(prompt(1), tenant="acme")
+        assert "rule of the request's tenant" in engine.why()["rule"]["text"]
+        engine.serve(prompt(3), tenant="chat")
+        engine.serve(prompt(2), tenant="chat")
+        assert "rule kept it out" in engine.why()["kept_out"]["text"]
+
+
 def test_a_reset(tmp_path: Path) -> None:
     with started(tmp_path, EXAMPLE) as engine:
         engine.serve(prompt(1))

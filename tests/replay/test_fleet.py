@@ -4,7 +4,10 @@ model, where these must agree; engines that die; routers."""
 from __future__ import annotations
 
 import logging
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -213,6 +216,29 @@ def test_nothing_differs_between_two_runs() -> None:
     )
     first, second = (served(requests, chosen)[1].document() for _ in range(2))
     assert first == second
+
+
+def a_fleet_with_a_death() -> dict[str, Any]:
+    """Figures of an engine that dies while others store to it, over slow links."""
+    chosen = fleet_settings(3, 15, 10, timed=True, failures=(Failure(1, 50.0),), restart_s=40.0)
+    chosen = replace(shared(chosen, replicas=2, link_bytes_per_s=3e3), speed_up=4.0)
+    return served(some_requests(20, 250, longest=9), chosen)[1].document()
+
+
+def test_nothing_differs_between_two_processes() -> None:
+    """Sets of keys have another order in each process."""
+    program = "from tests.replay.test_fleet import *; print(a_fleet_with_a_death())"
+    first, second, third = (
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in "123"
+    )
+    assert first == second == third
 
 
 def test_a_block_that_one_engine_has_stored_is_a_hit_for_all() -> None:

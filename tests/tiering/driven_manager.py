@@ -188,6 +188,7 @@ class DrivenManager:
         *,
         groups: dict[int, GroupShape] | None = None,
         tiers: Sequence[SecondaryTierManager] | None = None,
+        tier_cls: type[HandTier] = HandTier,
         prefill_tokens_per_s: float | None = 0,
         keeps_epoch: bool = False,
         shutdown_timeout_s: float = 5.0,
@@ -204,7 +205,7 @@ class DrivenManager:
             store_threshold=store_threshold,
         )
         self.tiers: list[HandTier] = [
-            HandTier(
+            tier_cls(
                 offloading_spec=PlainSpec(self.config),
                 primary_kv_view=self.primary.get_kv_memoryview(),
                 tier_type=f"hand{n}",

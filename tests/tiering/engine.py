@@ -25,6 +25,7 @@ from kvtier.config import (
     new_epoch,
 )
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.hints import RequestHints, new_context
 from kvtier.testing import payload_of
 from kvtier.tiering.base import PrimaryRows, SecondaryTierManager
 from kvtier.tiering.health import BreakerSettings, TierSettings
@@ -57,11 +58,11 @@ class Engine:
     ) -> None:
         self.manager.shutdown()
 
-    def serve(self, keys: Sequence[OffloadKey], *, then_step: bool = True) -> int:
-        """Serve one request with this prompt. Returns the number of leading blocks that were
-        loaded."""
+    def serve(self, keys: Sequence[OffloadKey], *, then_step: bool = True, **hints: Any) -> int:
+        """Serve one request with this prompt. `hints`: fields of `RequestHints`. Returns the number
+        of leading blocks that were loaded."""
         self._num_requests += 1
-        request = ReqContext(f"request-{self._num_requests}")
+        request = new_context(f"request-{self._num_requests}", None, RequestHints(**hints))
         self.manager.on_new_request(request)
         num_hits = self._wait_for_hits(keys, request)
         self._load(keys[:num_hits], request)

@@ -8,12 +8,12 @@ import socket
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.tiering.patience import wait_until
 
-__all__ = ["ServerProcess", "free_port"]
+__all__ = ["ServerProcess", "free_port", "stop_process"]
 
 
 def free_port() -> int:
@@ -22,6 +22,21 @@ def free_port() -> int:
         port = probe.getsockname()[1]
         assert isinstance(port, int)
         return port
+
+
+def stop_process(pid: int) -> None:
+    """Let a process stand still. Returns when all its threads do: on a busy machine, they go on for
+    a while after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: _states(pid) == {"T"}, "all threads stand still")
+
+
+def _states(pid: int) -> set[str]:
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found.add((task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0])
+    return found
 
 
 class ServerProcess(ABC):
@@ -59,7 +74,7 @@ class ServerProcess(ABC):
 
     def stop(self) -> None:
         """Let the process stand still: connections stay, and nothing is answered."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stop_process(self.pid)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.base import OffloadKey
+from kvtier.hints import RequestHints, new_context
 from kvtier.tiering import cascade
 from kvtier.tiering.health import BreakerSettings
 from tests.tiering.driven_manager import DrivenManager, HandTier, keys
@@ -199,3 +200,31 @@ def test_whatever_fits_is_stored(bursts: list[int], ends: list[int]) -> None:
     finish_all(rig)
     assert tier.holds(*keys(*range(first)))
     assert not any(rig.manager.open_work().values())
+
+
+def test_higher_priorities_are_stored_first_and_lower_ones_shed_first() -> None:
+    rig = with_burst(_SHARE)
+    (tier,) = rig.tiers
+    for name, first, priority in (("low", 200, 1), ("usual", 300, 5), ("high", 400, 9)):
+        context = new_context(name, None, RequestHints(priority=priority))
+        rig.manager.on_new_request(context)
+        rig.store(keys(*range(first, first + _SHARE)), context)
+        rig.manager.on_request_finished(context)
+    order = []
+    while tier.waiting:
+        order += [job.keys[0] for job in tier.waiting]
+        tier.finish()
+        rig.step()
+    assert order == keys(0, 400, 300, 200)
+
+
+def test_requests_of_a_higher_priority_are_promoted_first() -> None:
+    rig = DrivenManager(num_blocks=16)
+    (tier,) = rig.tiers
+    rig.keep_below(keys(*range(30)))
+    for name, first, priority in (("low", 0, 1), ("high", 10, 9), ("usual", 20, 5)):
+        context = new_context(name, None, RequestHints(priority=priority))
+        rig.manager.on_new_request(context)
+        rig.look_up(keys(*range(first, first + 4)), context)
+    rig.step()
+    assert [job.req_context.req_id for job in tier.loads()] == ["high", "usual", "low"]

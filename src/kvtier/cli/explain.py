@@ -146,6 +146,9 @@ def _of_request(request: Mapping[str, Any], width: int) -> Iterator[str]:
     if request["ended_s"] is not None:
         times += f", ended {_span(request['ended_s'] - request['arrived_s'])} after it arrived"
     yield from _row("times", times, width)
+    if request.get("tenant", "default") != "default":
+        private = ", private" if request["is_private"] else ""
+        yield from _row("tenant", f"{request['tenant']}{private}", width)
     yield from _row("tokens", _tokens(request["tokens"]), width)
     for load in request["loads"]:
         what = f"{load['tier']}: {load['loaded_blocks']} of {load['blocks']} blocks"

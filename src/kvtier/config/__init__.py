@@ -41,6 +41,7 @@ from kvtier.config.reader import (
     parse_user_config,
 )
 from kvtier.config.sizes import SizeError, format_size, parse_size
+from kvtier.config.tenants import TenantRule, TenantRules
 
 __all__ = [
     "FINGERPRINT_BYTES",
@@ -61,6 +62,8 @@ __all__ = [
     "ResetScope",
     "SizeError",
     "StatusSocketChoice",
+    "TenantRule",
+    "TenantRules",
     "TierConfig",
     "TierOptions",
     "WritePolicyName",

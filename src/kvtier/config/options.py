@@ -33,6 +33,7 @@ from kvtier.config.fields import (
     whole_number,
 )
 from kvtier.config.reader import OptionReader
+from kvtier.config.tenants import NO_RULES, TenantRules, read_tenants, tier_label
 
 if TYPE_CHECKING:
     from kvtier.base import Locality
@@ -107,6 +108,7 @@ _TIER_TYPE = Kind(
     'the name of a tier, such as "example", or of a class in module_path', REQUIRED_TEXT.parse
 )
 _TIER_LIST = Kind(f"a list of objects such as [{_SAMPLE_ENTRY}]", OPAQUE.parse)
+_TENANTS = Kind("an object with one entry for each tenant", OPAQUE.parse)
 _LOCALITY = Kind('"LOCAL" or "REMOTE"', _parse_locality)
 _TRACE_FILE = absolute_path(
     "the path of a file", 'Write the path in quotes, such as "/var/tmp/kvtier-trace.jsonl"'
@@ -235,6 +237,23 @@ class OffloadingOptions:
         "File of secret keys that sign every block in the tiers.",
         default=None,
     )
+    tenants: TenantRules | None = key(
+        _TENANTS,
+        "What each tenant may have: its part of each tier, its tiers, and who finds its blocks.",
+        default=None,
+    )
+    tenant_key_file: Path | None = key(
+        absolute_path(
+            "the path of a file", 'Write the path in quotes, such as "/etc/kvtier-tenants.keys"'
+        ),
+        "File of the secret keys that make the namespaces of private tenants.",
+        default=None,
+    )
+    max_retained_share: float = key(
+        SHARE,
+        "The part of a tier that blocks with the hint `retain_s` may take together.",
+        default=0.25,
+    )
     reset_scope: ResetScope = key(
         one_of(ResetScope),
         "The tiers that a cache reset of the engine affects.",
@@ -273,6 +292,11 @@ class OffloadingOptions:
         in_repr=False,
     )
 
+    @property
+    def tenant_rules(self) -> TenantRules:
+        """The rules of all tenants; those of "default" alone if the user has set none."""
+        return self.tenants or NO_RULES
+
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> OffloadingOptions:
         """Parse the user's keys, or raise `ConfigError` with every problem in them.
@@ -284,11 +308,11 @@ class OffloadingOptions:
         reader = OptionReader(_without_vllm_only(extra_config, VLLM_ONLY_KEYS, at=""))
         tiers = _read_tiers(reader)
         keys = declared_keys(cls)
-        del keys["secondary_tiers"]
+        del keys["secondary_tiers"], keys["tenants"]
         if tiers:
             keys["spec_name"] = replace(keys["spec_name"], default=TIERING_SPEC)
         values = {name: reader.declared(name, declared) for name, declared in keys.items()}
-        options = cls(secondary_tiers=tiers, **values)
+        options = cls(secondary_tiers=tiers, tenants=_read_tenants(reader, tiers), **values)
         _refuse_contradictions(reader, options)
         reader.refuse_unread(
             "Give the content of kv_connector_extra_config alone, not the object around it"
@@ -347,6 +371,17 @@ def _read_tiers(reader: OptionReader) -> tuple[TierConfig, ...]:
     return tuple(_read_tier(reader.problems, entry, place) for place, entry in enumerate(entries))
 
 
+def _read_tenants(reader: OptionReader, tiers: tuple[TierConfig, ...]) -> TenantRules | None:
+    given: object = reader.optional("tenants", _TENANTS)
+    if given is None:
+        return None
+    return read_tenants(
+        given,
+        [(tier_label(tier.position, tier.type), tier.type) for tier in tiers],
+        reader.problems,
+    )
+
+
 def _read_tier(problems: list[Problem], entry: object, position: int) -> TierConfig:
     at = f"secondary_tiers[{position}]"
     if not isinstance(entry, Mapping):
@@ -395,6 +430,12 @@ def _refuse_contradictions(reader: OptionReader, options: OffloadingOptions) -> 
             "cache_policy_module_path",
             "a module, together with the name of the class to take from it",
             "Set eviction_policy to the class's name",
+        )
+    if options.tenant_key_file is None and any(rule.is_private for rule in options.tenant_rules):
+        reader.refuse(
+            "tenant_key_file",
+            "the path of a file, where a tenant is private",
+            "Make one: openssl rand -hex 32 > /etc/kvtier-tenants.keys; chmod 600 it",
         )
     if options.secondary_tiers and options.spec_name == CPU_SPEC:
         # Otherwise the engine would silently store nothing in the user's tiers.

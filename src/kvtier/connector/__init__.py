@@ -3,7 +3,7 @@
 vLLM does not use it. vLLM has a connector of its own, which decides the same from vLLM's block
 tables, and `kvtier.integrations.vllm` plugs in below that connector. This package and
 `kvtier.integrations.vllm` share the code that reads a request's hints
-(`request_state.parse_hints`), the code that counts the prompt tokens that a step computes
+(`kvtier.hints`), the code that counts the prompt tokens that a step computes
 (`common.prefill_in`), and the manager with everything below it.
 """
 

@@ -42,7 +42,7 @@ class EngineRequest(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """Hints from the user for this request; see `RequestHints`."""
+        """Hints from the user for this request; see `kvtier.hints.RequestHints`."""
 
 
 class PrefixMatch(NamedTuple):

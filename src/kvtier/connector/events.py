@@ -272,8 +272,9 @@ class EventTranslator:
         self._stream = event_stream(spec.config, self._book, media)
 
     def describe(self, state: RequestOffloadState) -> None:
-        """Remember the tokens of a request's blocks, in case the blocks are stored or promoted."""
-        if self._book is None:
+        """Remember the tokens of a request's blocks, in case the blocks are stored or promoted.
+        Not those of private blocks: neither events nor tiers get their tokens."""
+        if self._book is None or state.hints.namespace is not None:
             return
         hashes = state.req.block_hashes
         for group in state.group_states:

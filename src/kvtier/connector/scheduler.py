@@ -41,6 +41,7 @@ from kvtier.connector.planning import (
     take_offers,
 )
 from kvtier.connector.request_state import RequestGroupState, RequestOffloadState
+from kvtier.hints import HintReader
 from kvtier.misuse import MisuseLog
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ class OffloadingConnectorScheduler:
 
     def __init__(self, spec: OffloadingSpec) -> None:
         config = spec.config
+        self._hints = HintReader(config.options)  # first: it may refuse the configuration
         self.manager: OffloadingManager = spec.get_manager()
+        self._hints.note_ignored = self.manager.note_ignored_hints
         self._geometry = Geometry(config)
         self._matcher = Matcher(self.manager, self._geometry)
         self._world_size = config.parallel.world_size
@@ -117,11 +120,9 @@ class OffloadingConnectorScheduler:
         self._readers: dict[int, set[int]] = {}
         """Job ids of the stores under way, by the device block they read."""
         self._reset_req_ids: list[str] = []
-        """Requests that were waiting at the last reset. The next `on_schedule_end` names them
-        together with the preempted requests."""
+        """Requests that were waiting at the last reset, for the next `on_schedule_end`."""
         self._dropped: list[LoadedRequest] = []
-        """Loads that ended without being sent to the workers, because of a reset or because the
-        request was not announced."""
+        """Loads that ended unsent, because of a reset or an unannounced request."""
         self._misuse = MisuseLog("connector")
         self._loading: Counter[OffloadKey] = Counter()
         """Number of loads under way for each block."""
@@ -146,7 +147,7 @@ class OffloadingConnectorScheduler:
                 "reported: use another id, or wait for its LoadedRequest"
             )
         serves = self.manager.serves(request.request_id)
-        state = RequestOffloadState(request, self._geometry, *serves)
+        state = RequestOffloadState(request, self._geometry, self._hints, *serves)
         self._states[request.request_id] = state
         answer = self.manager.on_new_request(state.req_context)
         state.stores_hits = answer.policy is OffloadPolicy.REQUEST_LEVEL

@@ -19,6 +19,7 @@ from kvtier.base import (
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.cpu.policies.tenants import new_policy
 from kvtier.cpu.prompt_log import PromptWatching
 from kvtier.cpu.prompt_sources import PromptSources
 from kvtier.cpu.slots import SlotTable
@@ -29,6 +30,7 @@ from kvtier.observe.journal import HOST_PLACE, What
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext, ScheduleEndContext
     from kvtier.cpu.policies.base import BlockStatus
+    from kvtier.cpu.policies.tenants import Tenancy
 
 _HIT = LookupResult.HIT
 _MISS = LookupResult.MISS
@@ -74,21 +76,23 @@ class CPUOffloadingManager(PromptWatching):
         max_tracker_size: int = 64_000,
         *,
         strict: bool | None = None,
+        tenancy: Tenancy | None = None,
     ) -> None:
         """Make a manager of `num_blocks` slots, numbered from 0.
 
-        `strict`: raise when the caller breaks the contract. None: only if KVTIER_STRICT is set.
+        `tenancy`: what each tenant may have of them; None: there are no tenants. `strict`: raise
+        when the caller breaks the contract. None: only if KVTIER_STRICT is set.
         """
         super().__init__()
         _require_whole("num_blocks", num_blocks, 1)
         _require_whole("store_threshold", store_threshold, 0)
         _require_whole("max_tracker_size", max_tracker_size, 1)
-        policy_cls = CachePolicyFactory.get_cache_policy_cls(cache_policy, cache_policy_module_path)
         self.medium = Medium.CPU
         self.sources = PromptSources()
         self.num_blocks = num_blocks
         self.misuse = MisuseLog("primary tier", strict)
-        self.slots = SlotTable(num_blocks, policy_cls(cache_capacity=num_blocks))
+        policy_cls = CachePolicyFactory.get_cache_policy_cls(cache_policy, cache_policy_module_path)
+        self.slots = SlotTable(num_blocks, new_policy(policy_cls, num_blocks, tenancy))
         self.reserve = self.slots.reserve
         """Slots kept out of transfer, so that a later store can end a quarantine."""
         counts = store_threshold > 1
@@ -293,7 +297,6 @@ class CPUOffloadingManager(PromptWatching):
         are wanted. During a quarantine, at most `slots.allowance` blocks are stored.
         """
         slots = self.slots
-        num_free = slots.num_free()
         if wanted == 0:
             return 0
         if slots.quarantine:
@@ -302,12 +305,12 @@ class CPUOffloadingManager(PromptWatching):
             return 0
         most_now = self.num_blocks - self.reserve - slots.num_in_transfer()
         # Try a lower bound first: counting exactly the request's own blocks takes time.
-        if wanted <= min(num_free + max(slots.num_evictable - len(use.keys), 0), most_now):
+        if wanted <= min(slots.sure_room_for(use.context, len(use.keys)), most_now):
             return wanted
         own = [block for key in use.keys if (block := self._get(key)) is not None]
-        num_others = slots.num_evictable - sum(block.ref_cnt == 0 for block in own)
-        most_now = min(most_now, num_free + num_others)
-        wanted = min(wanted, self.num_blocks - len(slots.held) - max(self.reserve, len(own)))
+        room_now, room_ever = slots.room_for(use.context, own)
+        most_now = min(most_now, room_now)
+        wanted = min(wanted, min(self.num_blocks - self.reserve, room_ever) - len(slots.held))
         if wanted <= 0:
             wanted = 0
             use.fills_tier_since = slots.generation
@@ -324,12 +327,11 @@ class CPUOffloadingManager(PromptWatching):
         slots, policy = self.slots, self.slots.policy
         self.uses.settle()
         policy.on_store_miss(new, use.context)
-        evicted = slots.make_room(len(new), use.keys.keys())
-        if evicted is None:
-            return None
-        if evicted:
+        if evicted := slots.make_room(len(new), use.keys.keys()):
             _enter(self, What.EVICTED, evicted, use)
             self._report(evicted, removed=True)
+        if evicted is None or not slots.has_room_for(len(new), use.context):
+            return None
         closes_gap = not comes_last and use.has_used_behind(new[0])
         was_seen = use.seen_at == slots.generation
         blocks = slots.take(new, writer)

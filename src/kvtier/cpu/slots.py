@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
+from kvtier.base import ReqContext
 from kvtier.cpu.policies.base import (
     FREE,
     QUARANTINED,
@@ -14,9 +15,10 @@ from kvtier.cpu.policies.base import (
     CachePolicy,
     SlotState,
 )
+from kvtier.cpu.policies.tenants import TenantPolicy
 
 if TYPE_CHECKING:
-    from kvtier.base import OffloadKey, ReqContext
+    from kvtier.base import OffloadKey
 
 
 class SlotTable:
@@ -45,6 +47,7 @@ class SlotTable:
         self.num_blocks = num_blocks
         self.reserve = min(max(1, num_blocks // 256), num_blocks - 1)
         self.policy = policy
+        self._tenants = policy if isinstance(policy, TenantPolicy) else None
         # The built-in policies keep blocks in the dictionary of their base class. Reading that
         # dictionary directly saves a Python call per key.
         overrides_get = type(policy).get is not CachePolicy.get
@@ -83,6 +86,52 @@ class SlotTable:
         """Number of slots that are being written, pinned or held. Quarantined slots count only if
         they are held."""
         return self.num_writing + self.num_pinned + len(self.held)
+
+    def sure_room_for(self, context: ReqContext, num_kept: int) -> int:
+        """A lower limit of the number of new blocks that a request can store now, if `num_kept`
+        blocks stay for it."""
+        num_free = self.num_free()
+        if self._tenants is not None:
+            return self._tenants.sure_room_for(context, num_kept, num_free)
+        return num_free + max(self.num_evictable - num_kept, 0)
+
+    def room_for(self, context: ReqContext, kept: Sequence[BlockStatus]) -> tuple[int, int]:
+        """How many new blocks a request can store now, and how many it could in an otherwise idle
+        cache. `kept`: blocks that stay. Slots out of use count as taken only in the first
+        number."""
+        num_free = self.num_free()
+        if self._tenants is not None:
+            return self._tenants.room_for(context, kept, num_free)
+        num_idle = self.num_evictable - sum(block.ref_cnt == 0 for block in kept)
+        return num_free + num_idle, self.num_blocks - len(kept)
+
+    @property
+    def has_tenants(self) -> bool:
+        """True if the cache is shared by tenants, with floors and caps."""
+        return self._tenants is not None
+
+    def by_tenant(
+        self, blocks: list[BlockStatus], context: ReqContext
+    ) -> list[tuple[ReqContext, list[BlockStatus]]]:
+        """The blocks of each tenant, and a request of that tenant that stands for them: without
+        tenants, `context`; its id is the beginning of the others' ids."""
+        if self._tenants is None:
+            return [(context, blocks)] if blocks else []
+        parts: dict[int, list[BlockStatus]] = {}
+        for block in blocks:
+            parts.setdefault(block.charge.account.index, []).append(block)
+        return [
+            (self._tenants.context_of(index, f"{context.req_id} ({index})"), part)
+            for index, part in parts.items()
+        ]
+
+    def has_room_for(self, num_new: int, context: ReqContext) -> bool:
+        """True if a request can store new blocks without evicting any."""
+        return num_new <= min(self.num_free(), self.num_chargeable(context))
+
+    def num_chargeable(self, context: ReqContext) -> int:
+        """Blocks that may be added for a request without evicting any, if there are slots."""
+        return self.num_blocks if self._tenants is None else self._tenants.num_under_cap(context)
 
     def split(self, offered: dict[OffloadKey, int]) -> tuple[list[OffloadKey], list[BlockStatus]]:
         """The offered keys that have no block, and the blocks of the offered keys that have one."""
@@ -127,16 +176,18 @@ class SlotTable:
     # --- writes ---------------------------------------------------------------------------------
 
     def make_room(self, wanted: int, protected: Set[OffloadKey]) -> list[OffloadKey] | None:
-        """Evict blocks until `wanted` slots are free. Returns the keys of the evicted blocks.
+        """Evict blocks until `wanted` slots are free, and the tenant may have this many more.
+        Returns the keys of the evicted blocks.
 
         Returns None and evicts nothing if too few blocks can be evicted.
         """
         missing = wanted - self.num_free()
-        if missing <= 0:
-            return []
-        victims = self.policy.evict(missing, protected)
-        if victims is None:
-            return None
+        if self._tenants is not None:
+            victims = self._tenants.make_room(missing, protected)
+        else:
+            victims = self.policy.evict(missing, protected) if missing > 0 else []
+        if not victims:
+            return None if victims is None else []
         if self.on_evicted is not None:
             self.on_evicted(victims)
         freed = [block for _, block in victims]

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvtier.base import CanonicalKVCaches, MetricDefinition, MetricKind, OffloadingSpec
+from kvtier.config.tenants import HOST
 from kvtier.cpu.host_worker import HostOffloadingWorker
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.cpu.policies.tenants import Tenancy
 from kvtier.cpu.prompt_log import PromptLog
 from kvtier.cpu.prompt_sources import source_metric_definitions
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.worker import SlotWorker, device_pages, is_on_cuda
-from kvtier.observe.observer import observe
+from kvtier.observe.observer import IGNORED_HINTS, observe
 from kvtier.observe.rollout import METRIC_DEFINITIONS as ROLLOUT_METRICS
 
 if TYPE_CHECKING:
@@ -88,6 +90,9 @@ METRIC_DEFINITIONS: dict[str, MetricDefinition] = {
     "kvtier_cpu_refused_blocks": MetricDefinition(
         MetricKind.COUNTER, "Blocks not stored because too few slots could be freed."
     ),
+    IGNORED_HINTS: MetricDefinition(
+        MetricKind.COUNTER, "Hints of requests that were ignored because they could not be read."
+    ),
     "kvtier_cpu_misuse": MetricDefinition(
         MetricKind.COUNTER, "Calls that broke the contract and were answered safely."
     ),
@@ -128,12 +133,18 @@ class CPUOffloadingSpec(OffloadingSpec):
                 enable_events=self.config.enable_kv_cache_events,
                 store_threshold=options.store_threshold,
                 max_tracker_size=options.max_tracker_size,
+                tenancy=self._tenancy(),
             )
             self._manager.prompts = prompts = PromptLog(self.config)
             definitions = self.build_metric_definitions(self.config.extra_config)
             answers = {"curve": prompts.describe_curve}
             observe(self._manager, self.config, definitions, answers)
         return self._manager
+
+    def _tenancy(self) -> Tenancy | None:
+        """What each tenant may have of host memory. Raises `ConfigError`."""
+        its = self.config
+        return Tenancy.of(its.options, HOST, "cpu_bytes_to_use", its.num_blocks, its.row_bytes)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> SlotWorker:
         """The worker for this rank's caches, with all its memory reserved.

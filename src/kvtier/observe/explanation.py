@@ -112,6 +112,8 @@ class Explainer:
             "id": record.req_id,
             "state": state,
             "is_prefetch": record.is_prefetch,
+            "tenant": record.tenant,
+            "is_private": record.is_private,
             "arrived_s": self._blocks.wall(record.arrived),
             "looked_up_s": self._blocks.wall(record.looked_up or None),
             "started_s": self._blocks.wall(record.started),
@@ -172,8 +174,9 @@ class Explainer:
                 Reason(
                     "skip",
                     None,
-                    'The request has the hint "skip": nothing is loaded or stored for it.',
-                    'Remove "skip" from its kv_transfer_params.',
+                    'Nothing is loaded or stored for the request: it has the hint "skip", or '
+                    "names a private tenant and not by its credential.",
+                    'Remove "skip" from its kv_transfer_params, or send the credential.',
                 )
             ]
         if not record.may_load:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.hints import hints_of
+
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
 
@@ -122,7 +124,8 @@ class Asked(NamedTuple):
     """A tier and its part in the lookup that decided."""
 
     answer: str
-    """`no`; or why it was not asked: `hint`, `declined`, `gave up`, `cut off`, `switched off`."""
+    """`no`; or why it was not asked: `hint`, `rule`, `declined`, `gave up`, `cut off`, `switched
+    off`."""
     seconds: float | None = None
     """How long it took to answer."""
 
@@ -169,6 +172,7 @@ class RequestRecord:
         "gave_up",
         "has_looked_up",
         "is_prefetch",
+        "is_private",
         "is_refused",
         "key",
         "left",
@@ -187,6 +191,7 @@ class RequestRecord:
         "req_id",
         "skips",
         "started",
+        "tenant",
     )
 
     def __init__(self, number: int, context: ReqContext, now: float) -> None:
@@ -195,9 +200,12 @@ class RequestRecord:
         self.arrived = now
         self.prompt_tokens = context.num_prompt_tokens
         self.is_prefetch = context.is_prefetch
-        params = context.kv_transfer_params
-        self.skips = isinstance(params, Mapping) and params.get("skip") is True
-        """True if the request's hint `skip` keeps it from loading and storing."""
+        hints = hints_of(context)
+        self.tenant = hints.tenant.name
+        self.is_private = hints.namespace is not None
+        """True if the keys of its blocks are the tenant's own."""
+        self.skips = hints.skip
+        """True if the request's hints keep it from loading and storing."""
         self.may_load = context.may_load
         """False if an operator does not let it load anything."""
         self.has_looked_up = False

@@ -32,9 +32,11 @@ from kvtier.observe.totals import MetricTotals
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
 
-__all__ = ["ObservedManager", "Observer", "observe"]
+__all__ = ["IGNORED_HINTS", "ObservedManager", "Observer", "observe"]
 
 logger = logging.getLogger(__name__)
+
+IGNORED_HINTS = "kvtier_ignored_hints"
 
 _COLLECT_EVERY_S = 0.25
 _MAX_UNREPORTED_TIMES = 4096
@@ -154,9 +156,13 @@ class ObservedManager(OffloadingManager):
         self.journal = Journal()
         """Why blocks were found or not."""
         self._halves = Halves()
+        self._num_ignored_hints = 0
 
     def serves(self, req_id: str) -> tuple[bool, bool]:
         return self.switches.may_load(req_id), self.switches.may_store(req_id)
+
+    def note_ignored_hints(self, num_hints: int) -> None:
+        self._num_ignored_hints += num_hints
 
     def note_first_token(
         self, req_context: ReqContext, num_prompt_tokens: int, seconds: float
@@ -171,6 +177,9 @@ class ObservedManager(OffloadingManager):
         stats = self.take_stats()
         self._halves.add_to(stats)
         stats.gauges["kvtier_share"] = self.switches.share
+        if self._num_ignored_hints:
+            stats.counters[IGNORED_HINTS] = self._num_ignored_hints
+            self._num_ignored_hints = 0
         return stats
 
     def get_stats(self) -> OffloadingStats:

@@ -107,8 +107,8 @@ _OF_TIER: dict[What, tuple[str, str | None]] = {
         'Use a faster tier, more host memory, or write = "second_use" or "adaptive".',
     ),
     What.KEPT_OUT: (
-        'It was not sent to {tier} at {at}: its request had the hint "write": "never".',
-        "Remove the hint.",
+        'A hint ("write": "never", "store_tiers") or a rule kept it out of {tier} at {at}.',
+        "Remove the hint, or add the tier to the tenant's tiers.",
     ),
     What.LEFT_OUT: (
         "{tier}'s write policy expected no use of it when it left host memory at {at}.",
@@ -157,6 +157,13 @@ def tier_reason(label: str, answer: str, cut_off: tuple[str, str] | None) -> Rea
                 label,
                 f"{label} was not asked: the request's hint kv_load_tiers excludes it.",
                 "Remove the hint.",
+            )
+        case "rule":
+            return Reason(
+                "rule",
+                label,
+                f"{label} was not asked: the rule of the request's tenant excludes it.",
+                "Add the tier to the tenant's tiers.",
             )
         case "cut off":
             since = "" if cut_off is None else f" since {cut_off[0]}: {cut_off[1]}"

@@ -231,10 +231,13 @@ class Pool:
         slots = self.table.slots
         slots.let_go([block for block in slots.held if self._alive_copies(block.block_id)])
 
-    def bury(self, keys: Collection[OffloadKey], slots_of_job: Collection[int]) -> None:
-        """A job with these blocks has ended. Drop those that were lost meanwhile."""
+    def bury(self, keys: Iterable[OffloadKey], slots_of_job: Collection[int]) -> None:
+        """A job with these blocks has ended. Drop those that were lost meanwhile, in this order:
+        it decides which slots are used next."""
         slots = self.table.slots
-        for key in self.doomed.intersection(keys):
+        for key in keys:
+            if key not in self.doomed:
+                continue
             block = slots.get(key)
             if block is not None and block.ref_cnt > 0:
                 continue  # other jobs still read it
@@ -296,10 +299,10 @@ class PooledTier(KeyTier):
         seconds: float | None = None
 
         def end() -> JobResult:
-            lost = set(new) if self._is_dead else pool.doomed.intersection(new)
+            lost = [key for key in new if self._is_dead or key in pool.doomed]
             self.table.complete_store([key for key in new if key not in lost], job.req_context)
             if lost:
-                self.table.complete_store([*lost], job.req_context, success=False)
+                self.table.complete_store(lost, job.req_context, success=False)
                 pool.bury(lost, slots)
             return result_of(job, [key for key in kept if key not in lost], seconds)
 
@@ -317,7 +320,7 @@ class PooledTier(KeyTier):
 
         def end() -> JobResult:
             self.table.complete_load(found, job.req_context)
-            lost = pool.doomed.intersection(found)
+            lost = [key for key in found if key in pool.doomed]
             if lost:
                 pool.bury(lost, slots)
             return result_of(job, [key for key in found if key not in lost], seconds)

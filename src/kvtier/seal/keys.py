@@ -23,7 +23,7 @@ from kvtier.config.errors import ConfigError, Problem, describe
 if TYPE_CHECKING:
     Buffer: TypeAlias = bytes | bytearray | memoryview
 
-__all__ = ["SIGNATURE_BYTES", "SealKeys"]
+__all__ = ["SIGNATURE_BYTES", "SealKeys", "read_keys"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ _KEY = re.compile(r"[0-9a-fA-F]{64}")
 _LARGEST_FILE = 64 << 10
 _ONE_MESSAGE = bytes(12)
 """The nonce. Each derived key is used for one block."""
+_OPTION = "seal_key_file"
 _MAKE_ONE = "openssl rand -hex 32"
 
 
@@ -52,11 +53,12 @@ class SealKeys:
     def load(cls, path: Path) -> SealKeys:
         """Read a file of keys: one on each line, in 64 hexadecimal digits; the first one signs.
         Empty lines and lines that begin with # are ignored. Raises `ConfigError`."""
-        keys = _keys_in(path)
+        keys = read_keys(path, _OPTION)
         try:
             found = cls(keys)
         except ImportError:
             raise _refusal(
+                _OPTION,
                 path,
                 "a file of keys, with the Python package cryptography installed",
                 "Install it: pip install 'kvtier[keyed]'",
@@ -93,17 +95,23 @@ def _id_of(key: bytes) -> bytes:
     return blake2b(key, digest_size=_ID_BYTES, person=b"kvtier").digest()
 
 
-def _keys_in(path: Path) -> list[bytes]:
+def read_keys(path: Path, option: str) -> list[bytes]:
+    """Read the keys in a file: one on each line, in 64 hexadecimal digits. Empty lines and lines
+    that begin with # are ignored. Raises `ConfigError`. `option`: the user's key with the path."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             text = file.read(_LARGEST_FILE).decode("ascii", "replace")
     except OSError as error:
         raise _refusal(
-            path, f"a file that this user can read ({error.strerror})", f"Make one: {_MAKE_ONE}"
+            option,
+            path,
+            f"a file that this user can read ({error.strerror})",
+            f"Make one: {_MAKE_ONE}",
         ) from None
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _refusal(
+            option,
             path,
             "a file that only its owner may write",
             "Make new keys, and chmod 600 the file",
@@ -116,6 +124,7 @@ def _keys_in(path: Path) -> list[bytes]:
     if wrong is not None or not keys:
         what = f"key {wrong} is not one" if wrong is not None else "it has no key"
         raise _refusal(
+            option,
             path,
             f"a file with a key of 64 hexadecimal digits on each line ({what})",
             f"Make a key: {_MAKE_ONE}",
@@ -123,5 +132,5 @@ def _keys_in(path: Path) -> list[bytes]:
     return [bytes.fromhex(line) for line in keys]
 
 
-def _refusal(path: Path, allowed: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem("seal_key_file", describe(str(path)), allowed, remedy))
+def _refusal(option: str, path: Path, allowed: str, remedy: str) -> ConfigError:
+    return ConfigError(Problem(option, describe(str(path)), allowed, remedy))

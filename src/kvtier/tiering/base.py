@@ -37,6 +37,8 @@ from kvtier.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
+from kvtier.config.tenants import tier_label
+from kvtier.cpu.policies.tenants import Tenancy
 from kvtier.seal.keys import SealKeys
 
 if TYPE_CHECKING:
@@ -159,6 +161,9 @@ class SecondaryTierManager(ABC):
     options_cls: ClassVar[type[TierOptions] | None] = None
     """Declares the tier's own keys, if its constructor takes `**keys`. None: the parameters of the
     constructor are the keys."""
+    keeps_quotas: ClassVar[bool] = False
+    """True if the tier keeps the floors and caps of tenants (`tenancy`). An engine does not start
+    with quotas for a tier that cannot keep them."""
     capacity_blocks: int | None = None
     """The number of blocks that fit; None if the tier does not know it. Engines log it when they
     start."""
@@ -185,6 +190,18 @@ class SecondaryTierManager(ABC):
         """Sign seals, if the user has given keys."""
         self._seal_failures: Counter[seal.SealFailure] = Counter()
         self._seal_failures_lock = threading.Lock()
+
+    def tenancy(self, keys: Mapping[str, Any], num_blocks: int) -> Tenancy | None:
+        """What each tenant may have of this tier, which holds `num_blocks`; None without rules.
+        `keys`: the tier's own keys, as its constructor got them. Raises `ConfigError` if the tier
+        cannot keep the rules. For tiers that keep quotas."""
+        options = self.offloading_spec.config.options
+        for tier in options.secondary_tiers:
+            if tier.type == self.tier_type and tier.options == keys:
+                label = tier_label(tier.position, tier.type)
+                at = f"{tier.at}.max_bytes"
+                return Tenancy.of(options, label, at, num_blocks, self.rows.row_bytes)
+        return Tenancy.of(options, self.tier_type, "max_bytes", num_blocks, self.rows.row_bytes)
 
     # --- a tier author implements these --------------------------------------------------------
 
@@ -241,6 +258,14 @@ class SecondaryTierManager(ABC):
 
         Called at most once for each request, after the request and its stores from the device to
         host memory have ended. Single loads and stores cause no call.
+        """
+        return
+
+    def drop(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Nobody will ask for these blocks of a request again; they are given in prompt order. They
+        may leave before all others.
+
+        Called instead of `touch`, for a request with the hint `drop`.
         """
         return
 

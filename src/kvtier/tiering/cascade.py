@@ -15,6 +15,7 @@ from math import exp, inf
 from typing import TYPE_CHECKING
 
 from kvtier.base import WriteHint
+from kvtier.hints import hints_of
 from kvtier.observe.journal import What
 from kvtier.tiering.cleaner import Cleaner
 from kvtier.tiering.write_policy import WriteMoment
@@ -223,27 +224,41 @@ class StoreLimits:
 
 
 class Backlog:
-    """Blocks in host memory that wait until one tier may store them, in order. They are not pinned:
-    a block that is evicted meanwhile is not stored. Scheduler thread only."""
+    """Blocks in host memory that wait until one tier may store them: those of requests with a
+    higher priority first, in order. They are not pinned: a block that is evicted meanwhile is not
+    stored. Scheduler thread only."""
 
     def __init__(self) -> None:
-        self._runs: deque[tuple[Sequence[OffloadKey], TierRequest]] = deque()
+        self._runs: dict[int, deque[tuple[Sequence[OffloadKey], TierRequest]]] = {}
+        """By priority. None is empty."""
         self.num_blocks = 0
 
     def __bool__(self) -> bool:
         return bool(self._runs)
 
     def append(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
-        self._runs.append((keys, request))
+        priority = hints_of(request.context).priority
+        self._runs.setdefault(priority, deque()).append((keys, request))
         self.num_blocks += len(keys)
         request.stores.num_parked += len(keys)
 
     def take(self, most: int) -> tuple[Sequence[OffloadKey], TierRequest]:
-        """Remove and return the oldest blocks of one request, at most `most`."""
-        keys, request = self._runs.popleft()
+        """Remove and return the oldest blocks of one request of the highest priority, at most
+        `most`."""
+        return self._take(max(self._runs), most)
+
+    def shed(self, most: int) -> tuple[Sequence[OffloadKey], TierRequest]:
+        """The same, of the lowest priority."""
+        return self._take(min(self._runs), most)
+
+    def _take(self, priority: int, most: int) -> tuple[Sequence[OffloadKey], TierRequest]:
+        runs = self._runs[priority]
+        keys, request = runs.popleft()
         if most < len(keys):
-            self._runs.appendleft((keys[most:], request))
+            runs.appendleft((keys[most:], request))
             keys = keys[:most]
+        elif not runs:
+            del self._runs[priority]
         self.num_blocks -= len(keys)
         request.stores.num_parked -= len(keys)
         return keys, request
@@ -283,13 +298,15 @@ class Cascades:
         every tier of the request."""
         in_order = request.stores.end(keys)
         stored = self._primary.finish_store(in_order, request.context, success)
-        if stored and request.tiers:
+        if stored and (request.tiers or request.withheld):
             if len(stored) < len(in_order):
                 in_order = [block.key for block in stored]
             self.cleaner.recall(in_order, stored)
-            if request.context.write_hint is WriteHint.NEVER:
-                self.cleaner.keep_out(stored)
-            self._send(in_order, request.tiers, WriteMoment.STORED, request, stored)
+            for tier in request.withheld:
+                tier.stats.count("kept_out_blocks", len(in_order))
+                tier.notes.add(What.KEPT_OUT, in_order, request.context)
+            self.cleaner.keep_out(stored, request)
+            self._send(in_order, request.stores_to, WriteMoment.STORED, request, stored)
 
     def offer_again(self, keys: Sequence[OffloadKey], request: TierRequest) -> None:
         """A request stores blocks that are in host memory already, or are being written there for
@@ -317,16 +334,16 @@ class Cascades:
         for (request, tier), parked in by_target.items():
             request.stores.num_parked -= len(parked)
             ready = [key for key in parked if self._primary.is_ready(key)]
-            if ready and tier in request.tiers:
+            if ready and tier in request.stores_to:
                 self._send(ready, (tier,), WriteMoment.HIT, request)
         return dict.fromkeys(request for request, _ in by_target)
 
     def note_used(self, used: Sequence[OffloadKey], request: TierRequest) -> None:
         """A request that used these blocks has ended. Send those that are worth it now."""
         hint = request.context.write_hint
-        self.cleaner.note_used(used, request.context)
+        self.cleaner.note_used(used, request)
         for tier in self.cleaner.tracked:
-            if tier not in request.tiers:
+            if tier not in request.stores_to:
                 continue
             chosen = tier.write_policy.note_used(used)
             if hint is not None:
@@ -387,8 +404,9 @@ class Cascades:
             if ready:
                 self.submit(ready, tier, request.context, now)
         while (excess := backlog.num_blocks - self._primary.num_blocks) > 0:
-            # More blocks wait than host memory can hold, so some were evicted: drop the oldest.
-            keys, request = backlog.take(excess)
+            # More blocks wait than host memory can hold, so some were evicted: drop the oldest of
+            # the lowest priority.
+            keys, request = backlog.shed(excess)
             served[request] = None
             tier.stats.count("dropped_blocks", len(keys))
             tier.notes.add(What.DROPPED, keys)

@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.base import ReqContext, WriteHint
+from kvtier.hints import hints_of
 from kvtier.observe.journal import What
+from kvtier.tiering.request import withheld_from
 from kvtier.tiering.write_policy import BlockHistory, WriteThrough
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from kvtier.tiering.jobs import Job, JobFactory
     from kvtier.tiering.lookup import Groups
     from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+    from kvtier.tiering.request import TierRequest
     from kvtier.tiering.tier_calls import GuardedTier
 
     Submit = Callable[
@@ -52,6 +55,8 @@ _SCARCE_SHARE, _MOST_SCARCE_FACTOR = 0.5, 4.0
 """Below this share of the write budget's bucket, writes become more expensive, at most by this
 factor."""
 
+_ALL_TIERS = -1
+"""The bits of all tiers."""
 _NO_HISTORY = BlockHistory()
 
 
@@ -81,8 +86,9 @@ class Cleaner:
         """The tiers that get blocks when these are about to leave."""
         self._counting = tuple(tier for tier in self.tracked if tier.write_policy.counts_uses)
         """The tiers whose policies need the numbers of uses."""
+        self._tiers = tiers
         self._has_kept_out = False
-        """True once blocks were kept out of the tiers."""
+        """True once blocks were kept out of tiers."""
         if self.tracked:
             primary.slots.on_evicted = self._note_evicted
         self._least_reserve = max(int(primary.num_blocks * _LEAST_RESERVE), 1)
@@ -111,14 +117,15 @@ class Cleaner:
                     history = _history_of(block)
                     history.num_uses = max(history.num_uses, uses[block.key])
 
-    def keep_out(self, blocks: Sequence[BlockStatus]) -> None:
-        """A request has stored these blocks, and no tier is to get them from it."""
-        if self.tracked:
+    def keep_out(self, blocks: Sequence[BlockStatus], request: TierRequest) -> None:
+        """A request has stored these blocks, and some tiers may not be to get them from it."""
+        bits = _bits_of(request)
+        if bits and self.tracked:
             self._has_kept_out = True
             for block in blocks:
-                _history_of(block).is_kept_out = True
+                _history_of(block).kept_out |= bits
 
-    def note_used(self, used: Sequence[OffloadKey], context: ReqContext) -> None:
+    def note_used(self, used: Sequence[OffloadKey], request: TierRequest) -> None:
         """A request that used these blocks has ended."""
         get = self._get
         if self._counting:
@@ -129,10 +136,11 @@ class Cleaner:
                         history = block.history = BlockHistory()
                     history.num_uses += 1
                     history.depth = depth
-        if self._has_kept_out and context.write_hint is not WriteHint.NEVER:
+        if self._has_kept_out:
+            bits = _bits_of(request)
             for block in map(get, used):
                 if block is not None and block.history is not None:
-                    block.history.is_kept_out = False
+                    block.history.kept_out &= bits
 
     def note_written(
         self, blocks: Sequence[BlockStatus], moved: Sequence[OffloadKey], tier: GuardedTier
@@ -153,13 +161,18 @@ class Cleaner:
 
     def note_promoted(self, job: Job, moved: Sequence[OffloadKey], tier: GuardedTier) -> None:
         """A tier has loaded blocks."""
-        if not tier.write_policy.tracks_blocks:
+        withheld = withheld_from(self._tiers, hints_of(job.transfer.req_context))
+        if not tier.write_policy.tracks_blocks and not (withheld and self.tracked):
             return
         if job.transfer.fingerprint != self._jobs.fingerprint:
             return  # they are of an earlier namespace
+        bits = sum(other.bit for other in withheld)
+        self._has_kept_out |= bits > 0
         for key in moved:
             block = self._get(key)
             if block is not None:
+                if bits and block.history is None:  # it was not here before
+                    _history_of(block).kept_out = bits
                 _history_of(block).below |= tier.bit
 
     def not_below(self, keys: Sequence[OffloadKey], tier: GuardedTier) -> list[OffloadKey]:
@@ -188,7 +201,7 @@ class Cleaner:
                     if counts_uses and history.written & bit:
                         policy.note_left(key, history, True)
                     continue
-                if history.is_kept_out:
+                if history.kept_out & bit:
                     pass  # counted when it was stored
                 elif writes_leaving and (not counts_uses or policy.is_worth_writing(history)):
                     unwritten.append(key)
@@ -258,8 +271,14 @@ class Cleaner:
             # Heads of prompts before their tails.
             part = leaving[limit - 1 :: -1] if limit < len(leaving) else leaving[::-1]
             del leaving[:limit]
-            keys, blocks = [key for key, _ in part], [block for _, block in part]
-            submit(keys, tier, context, now, blocks)
+            for its, blocks in self._slots.by_tenant([block for _, block in part], context):
+                if its is not context:
+                    if tier.is_cut_off(now) or not tier.lets_store(now):
+                        break
+                    tier.wants_whole_requests(its)
+                submit([block.key for block in blocks], tier, its, now, blocks)
+                if its is not context:
+                    tier.notify_finished(its)
             if leaving:  # a request of its own for each job, because tiers order blocks by request
                 tier.notify_finished(context)
                 context = self._announce(tier)
@@ -320,15 +339,18 @@ class Cleaner:
 
     # --- shutdown -------------------------------------------------------------------------------
 
-    def unwritten(self, tier: GuardedTier, now: float) -> list[OffloadKey]:
-        """The blocks that only host memory has, as many as the tier can hold: the warmest first,
-        heads of prompts before their tails."""
+    def unwritten(
+        self, tier: GuardedTier, now: float
+    ) -> list[tuple[ReqContext, list[BlockStatus]]]:
+        """The blocks that only host memory has, as many as the tier can hold: for each tenant, the
+        warmest first, heads of prompts before their tails."""
         if not _is_usable(tier, now):
             return []
         context = self._announce(tier)
         leaving = self._next_to_leave(self._primary.num_blocks, tier, context)
         tier.notify_finished(context)
-        return [key for key, _ in reversed(leaving)][: tier.manager.capacity_blocks]
+        blocks = [block for _, block in reversed(leaving)][: tier.manager.capacity_blocks]
+        return self._slots.by_tenant(blocks, ReqContext(f"kvtier keeps blocks for {tier.name}"))
 
 
 def _split(
@@ -344,7 +366,7 @@ def _split(
             lacking.append(item)
         elif history.below & bit:
             below.append(item[0])
-        elif not history.is_kept_out:
+        elif not history.kept_out & bit:
             lacking.append(item)
     return lacking, below
 
@@ -352,6 +374,13 @@ def _split(
 def _is_usable(tier: GuardedTier, now: float) -> bool:
     """True unless the tier is cut off, or late with stores, or blocks wait for it."""
     return not (tier.backlog or tier.jobs.has_late_stores or tier.is_cut_off(now))
+
+
+def _bits_of(request: TierRequest) -> int:
+    """The tiers that a request keeps its blocks out of."""
+    if request.context.write_hint is WriteHint.NEVER:
+        return _ALL_TIERS
+    return sum(tier.bit for tier in request.withheld)
 
 
 def _history_of(block: BlockStatus) -> BlockHistory:

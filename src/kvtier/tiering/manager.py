@@ -452,12 +452,10 @@ def _keep_warm(cleaner: Cleaner, requests: RequestTable, now: float) -> None:
     """Let the blocks that only host memory has wait for the tiers that would have got them later.
     Called at shutdown."""
     for tier in cleaner.writes_leaving:
-        keys = cleaner.unwritten(tier, now)
-        if keys:
-            context = ReqContext(f"kvtier keeps blocks for {tier.name}")
+        for context, blocks in cleaner.unwritten(tier, now):
             request = requests.announce(context)
             if tier in request.tiers:
-                tier.backlog.append(keys, request)
+                tier.backlog.append([block.key for block in blocks], request)
             requests.finish(context)
 
 

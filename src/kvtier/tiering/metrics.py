@@ -15,6 +15,7 @@ from kvtier.base import (
     OffloadingStats,
     metric_series,
 )
+from kvtier.config.tenants import tier_label
 from kvtier.seal import SealFailure
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ _OF_A_TIER: dict[str, tuple[MetricKind, str]] = {
             "dropped because another store was late or the cache was reset; switched_off: by an "
             "operator; shed: the tier is cut off; unwritten: they left host memory before they "
             "could be written; left_out: the write policy decided so; over_budget: the write "
-            "budget was used up; kept_out: the request's hint; held_back: the rate of repeated "
-            "stores is bounded."
+            "budget was used up; kept_out: the request's hint or its tenant's rule; "
+            "held_back: the rate of repeated stores is bounded."
         ),
     ),
     "kvtier_tier_offered_again_blocks": (
@@ -271,11 +272,6 @@ _SERIES: dict[str, _Series] = {
 
 COUNTED = tuple(_SERIES)
 """The names of `tier_series`."""
-
-
-def tier_label(position: int, tier_type: str) -> str:
-    """The name of a tier in metrics, events and the status of an engine, such as `0:disk`."""
-    return f"{position}:{tier_type}"
 
 
 def tier_series(tier: str, name: str) -> str:

@@ -12,6 +12,7 @@ from kvtier.cpu.manager import CPUOffloadingManager
 if TYPE_CHECKING:
     from kvtier.base import OffloadKey, ReqContext
     from kvtier.cpu.policies.base import BlockStatus
+    from kvtier.cpu.policies.tenants import Tenancy
     from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
 _MAX_PROMOTED_SHARE = 0.75
@@ -57,6 +58,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         max_tracker_size: int = 64_000,
         *,
         strict: bool | None = None,
+        tenancy: Tenancy | None = None,
     ) -> None:
         """The manager owns `mmap_region` from now on: `shutdown` cleans it up."""
         super().__init__(
@@ -67,6 +69,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             store_threshold,
             max_tracker_size,
             strict=strict,
+            tenancy=tenancy,
         )
         self._region = mmap_region
         self._kv_memoryview = mmap_region.create_kv_memoryview()
@@ -130,9 +133,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         """True if a request can certainly store this number of new blocks now. False if it may have
         to wait for a transfer of a tier or the device."""
         slots = self.slots
-        num_evictable = slots.num_evictable - len(self.uses.of(req_context).keys)
+        num_kept = len(self.uses.of(req_context).keys)
         return not slots.quarantine and num_blocks <= min(
-            slots.num_free() + max(num_evictable, 0),
+            slots.sure_room_for(req_context, num_kept),
             self.num_blocks - self.reserve - slots.num_in_transfer(),
         )
 
@@ -150,12 +153,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             wanted = min(wanted, slots.allowance - 1)
         wanted = min(wanted, self.num_blocks - self.reserve - slots.num_in_transfer())
         use = self.uses.of(req_context)
-        num_free = slots.num_free()
-        if wanted > num_free + max(slots.num_evictable - len(use.keys), 0):
-            own = sum(
-                1 for key in use.keys if (block := self._get(key)) is not None and not block.ref_cnt
-            )
-            wanted = min(wanted, num_free + slots.num_evictable - own)
+        if wanted > slots.sure_room_for(req_context, len(use.keys)):
+            own = [block for key in use.keys if (block := self._get(key)) is not None]
+            wanted = min(wanted, slots.room_for(req_context, own)[0])
         return max(wanted, 0)
 
     def num_fitting(self, req_context: ReqContext) -> int:
@@ -168,9 +168,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         num_held = len(self.slots.held)
         most = self.num_blocks - self.reserve - num_held
         fitting = self.max_promoting - num_held
-        if most - len(use.keys) < fitting:
-            own = sum(1 for key in use.keys if self._get(key) is not None)
-            fitting = min(fitting, most - own)
+        if most - len(use.keys) < fitting or self.slots.has_tenants:
+            own = [block for key in use.keys if (block := self._get(key)) is not None]
+            room = self.slots.room_for(req_context, own)[1] - num_held
+            fitting = min(fitting, most - len(own), room)
         return fitting
 
     def tier_pins(self) -> Counter[int]:
@@ -282,8 +283,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         blocks: list[BlockStatus] = []
         useless: list[BlockStatus] = []
         is_valid = transfer.num_resets == self._num_resets
+        most = self.slots.num_chargeable(transfer.context) if is_valid else 0
         for block in transfer.blocks:
-            if is_valid and block.key in good and self._get(block.key) is None:
+            if len(keys) < most and block.key in good and self._get(block.key) is None:
                 keys.append(block.key)
                 blocks.append(block)
             else:

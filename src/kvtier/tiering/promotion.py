@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.base import LookupResult
+from kvtier.hints import hints_of
 from kvtier.tiering.guard import PROBE_SIZES, Choice, Load, Objection
 from kvtier.tiering.leases import Leases
 from kvtier.tiering.recording import count_declined, note_load
@@ -114,8 +115,9 @@ class Promotions:
         return bool(self.wanting or self._declined)
 
     def send(self) -> None:
-        """Send one job for each request and each tier that has blocks for it."""
-        for request in self.wanting:
+        """Send one job for each request and each tier that has blocks for it; those of a higher
+        priority first, while there is room."""
+        for request in _by_priority(self.wanting):
             for tier, keys in self._by_tier(request).items():
                 if not self._promote(keys, tier, request):
                     break  # blocks behind these are useless without them
@@ -386,6 +388,16 @@ def _count_load(verdict: Verdict, tier: GuardedTier) -> None:
         tier.stats.count("decided_measure")
     else:
         tier.stats.count("decided_load" if verdict.objection is None else "decided_part")
+
+
+def _by_priority(requests: Collection[TierRequest]) -> Collection[TierRequest]:
+    """The requests with a higher priority first, otherwise in their order."""
+    if len(requests) < 2:
+        return requests
+    priorities = {request: hints_of(request.context).priority for request in requests}
+    if len(set(priorities.values())) == 1:
+        return requests
+    return sorted(requests, key=priorities.__getitem__, reverse=True)
 
 
 class _Choices:

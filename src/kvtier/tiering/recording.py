@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvtier.hints import hints_of
 from kvtier.observe.journal import Asked, Declined, Journal, TierLoad, What
 from kvtier.tiering.health import BreakerState
 
@@ -112,6 +113,8 @@ def _part_of(tier: GuardedTier, key: OffloadKey, request: TierRequest) -> Asked:
             return Asked("lost")
         if tier.breaker.state is not BreakerState.OPEN:
             return Asked("no", tier.last_call_s)
+    elif not hints_of(request.context).tenant.may_use(tier.label):
+        return Asked("rule")
     elif tier in request.tiers and tier not in sources.all:
         is_allowed = request.context.load_tier_filter.allows(tier.medium, tier.locality)
         return Asked("switched off" if is_allowed else "hint")

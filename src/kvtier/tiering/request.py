@@ -13,11 +13,13 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.base import TierFilter
+from kvtier.hints import hints_of
 from kvtier.tiering.metrics import WAIT_SECONDS
 
 if TYPE_CHECKING:
     from kvtier.base import LookupResult, OffloadingStats, OffloadKey, PrefixLookup, ReqContext
     from kvtier.cpu.uses import RequestUse
+    from kvtier.hints import RequestHints
     from kvtier.tiering.ahead import Queued
     from kvtier.tiering.base import SecondaryTierManager
     from kvtier.tiering.cascade import Cascades
@@ -337,11 +339,13 @@ class TierRequest:
         "request_level",
         "sources",
         "stores",
+        "stores_to",
         "tiers",
         "use",
         "used",
         "wait",
         "wanted",
+        "withheld",
     )
 
     def __init__(
@@ -351,6 +355,7 @@ class TierRequest:
         tiers: tuple[GuardedTier, ...],
         sources: tuple[GuardedTier, ...],
         request_level: tuple[GuardedTier, ...],
+        withheld: tuple[GuardedTier, ...],
     ) -> None:
         self.context = context
         self.use = use
@@ -372,7 +377,11 @@ class TierRequest:
         # Lifetime: `RequestTable` writes these; the manager sets `has_run`.
         self.tiers = tiers
         """The tiers to which it was announced."""
-        self.request_level = request_level
+        self.withheld = withheld
+        """The tiers that must not get its blocks."""
+        self.stores_to = _without(withheld, tiers)
+        """Those of `tiers` that may get its blocks."""
+        self.request_level = _without(withheld, request_level)
         """The tiers that want all of its blocks, even those that were in host memory already."""
         self.has_run = False
         """True once it has loaded or stored blocks, or the engine has called `touch`. Until then,
@@ -412,6 +421,25 @@ class TierRequest:
         self.wanted.step = -1
         self.stores.forget()
         self.used = ()
+
+
+def _without(
+    withheld: tuple[GuardedTier, ...], tiers: tuple[GuardedTier, ...]
+) -> tuple[GuardedTier, ...]:
+    return tuple(tier for tier in tiers if tier not in withheld) if withheld else tiers
+
+
+def withheld_from(tiers: Sequence[GuardedTier], hints: RequestHints) -> tuple[GuardedTier, ...]:
+    """The tiers that must not get the blocks of a request: by the rule of its tenant, or by the
+    hint `store_tiers`."""
+    rule, allowed = hints.tenant, hints.store_tiers
+    if rule.tiers is None and allowed is TierFilter.ALL:
+        return ()
+    return tuple(
+        tier
+        for tier in tiers
+        if not (rule.may_use(tier.label) and allowed.allows(tier.medium, tier.locality))
+    )
 
 
 class RequestTable:
@@ -488,12 +516,16 @@ class RequestTable:
         # The step may have begun long ago, when the engine had nothing to do.
         self._step.now = self._step.last_work = now = self._clock()
         tiers = tuple(tier for tier in self._tiers if not tier.is_cut_off(now))
+        hints = hints_of(context)
+        if (rule := hints.tenant).tiers is not None:
+            tiers = tuple(tier for tier in tiers if rule.may_use(tier.label))
+        withheld = withheld_from(self._tiers, hints)
         request_level = tuple(tier for tier in tiers if tier.wants_whole_requests(context))
         sources = tuple(tier for tier in tiers if tier.loads_are_on)
         if context.load_tier_filter is not TierFilter.ALL:
             allows = context.load_tier_filter.allows
             sources = tuple(tier for tier in sources if allows(tier.medium, tier.locality))
-        request = TierRequest(context, use, tiers, sources, request_level)
+        request = TierRequest(context, use, tiers, sources, request_level, withheld)
         if former is not None:
             # The id is reused. The new request takes over stores that are still under way.
             request.stores.prepared = former.stores.prepared
@@ -565,17 +597,23 @@ class RequestTable:
         used, request.used = request.used, ()
         if not used:
             return
+        if hints_of(request.context).drop:
+            for tier in request.tiers:
+                if tier.is_closed:
+                    tier.call("drop", tier.manager.drop, used, request.context, default=None)
+            return
         self._cascades.note_used(used, request)
         for tier in request.tiers:
             if tier.is_closed:
                 tier.call("touch", tier.manager.touch, used, request.context, default=None)
-                self._cascades.offer_used(used, tier, request)
+                if tier in request.stores_to:
+                    self._cascades.offer_used(used, tier, request)
 
     def _notify_finished(self, request: TierRequest) -> None:
         req_id = request.context.req_id
         for tier in request.tiers:
             tier.notify_finished(request.context)
-        request.tiers = request.sources.all = request.request_level = ()
+        request.tiers = request.sources.all = request.stores_to = request.request_level = ()
         if self._requests.get(req_id) is request:
             del self._requests[req_id]
             self._unannounced.pop(req_id, None)

@@ -7,7 +7,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from kvtier.base import MetricDefinition
-from kvtier.config import AttentionKind, ResetScope, new_epoch, read_secondary_tiers
+from kvtier.config import (
+    AttentionKind,
+    ConfigError,
+    Problem,
+    ResetScope,
+    TenantRules,
+    new_epoch,
+    read_secondary_tiers,
+)
 from kvtier.config.errors import redacted
 from kvtier.config.options import WritePolicyName
 from kvtier.cpu.hit_curve import CurveSize, tier_sizes
@@ -75,6 +83,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         shutdown_timeout_s = options.shutdown_timeout_ms / 1000
         # Report a typo before memory is reserved, which can take minutes.
         planned = SecondaryTierFactory.plan_secondary_tiers(options.secondary_tiers)
+        _refuse_quotas(options.tenant_rules, planned)
+        tenancy = self._tenancy()
         with ExitStack() as undo:
             region = SharedOffloadRegion(
                 config.engine_id, config.num_blocks, None, config.row_bytes, config.cpu_page_size
@@ -88,6 +98,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 enable_events=config.enable_kv_cache_events,
                 store_threshold=options.store_threshold,
                 max_tracker_size=options.max_tracker_size,
+                tenancy=tenancy,
             )
             tiers: list[SecondaryTierManager] = []
             undo.callback(close_tiers, tiers, shutdown_timeout_s)
@@ -167,6 +178,25 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         if self.config.options.reset_scope is ResetScope.PRIMARY:
             return None
         return lambda: self.config.fingerprint(new_epoch())
+
+
+def _refuse_quotas(rules: TenantRules, tiers: Iterable[PlannedTier]) -> None:
+    """Raise `ConfigError` if a tenant has a floor or a cap in a tier that cannot keep it."""
+    problems = [
+        Problem(
+            f"tenants.{rule.name}.{label}",
+            "a floor or a cap",
+            f"none: the tier {tier.config.type} does not know which tenant a block belongs to",
+            f'Remove it. "tiers" in the rule keeps a tenant out of {label}; a tier of its own, '
+            "with its own max_bytes, gives it a part",
+        )
+        for tier in tiers
+        if not tier.tier_cls.keeps_quotas
+        for rule in rules
+        if (label := tier_label(tier.config.position, tier.config.type)) in rule.quotas
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _definitions_with(tiers: Iterable[PlannedTier]) -> dict[str, MetricDefinition]:

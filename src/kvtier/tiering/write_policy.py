@@ -59,7 +59,7 @@ class BlockHistory:
     """What is known of a block in host memory since it came there (`BlockStatus.history`).
     `Cleaner` writes it. Tiers are bits: `GuardedTier.bit`."""
 
-    __slots__ = ("below", "depth", "is_kept_out", "num_uses", "written")
+    __slots__ = ("below", "depth", "kept_out", "num_uses", "written")
 
     def __init__(self) -> None:
         self.below = 0
@@ -70,8 +70,9 @@ class BlockHistory:
         """Requests that have used it and ended."""
         self.depth = 0
         """Its position in the last prompt that used it, in blocks."""
-        self.is_kept_out = False
-        """True if it is not written, because only requests with `WriteHint.NEVER` have used it."""
+        self.kept_out = 0
+        """The tiers that it is not written to: all requests that have used it keep it out, by a
+        hint or by the rule of their tenant."""
 
 
 class WritePolicy(ABC):

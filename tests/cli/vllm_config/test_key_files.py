@@ -21,9 +21,10 @@ def _status(
     return code, found["status"]
 
 
-def test_seal_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["seal_key_file", "tenant_key_file"])
+def test_secret_keys(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keys"
-    assert _status(capsys, "seal_key_file", path, "openssl rand -hex 32") == (1, "problem")
+    assert _status(capsys, option, path, "openssl rand -hex 32") == (1, "problem")
     for content, mode, words, expected in (
         ("", 0o600, "it has no key", (1, "problem")),
         (f"{KEY}\nsecret\n", 0o600, "key 2 is not one", (1, "problem")),
@@ -32,7 +33,7 @@ def test_seal_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         path.write_text(content)
         path.chmod(mode)
-        assert _status(capsys, "seal_key_file", path, words) == expected
+        assert _status(capsys, option, path, words) == expected
 
 
 def test_seal_keys_that_every_user_can_read(

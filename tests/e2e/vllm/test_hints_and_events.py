@@ -18,6 +18,7 @@ from tests.e2e.vllm.processes import VLLM
 from tests.e2e.vllm.remote_engine import RemoteEngine
 from tests.e2e.vllm.scenarios.hints_and_events import AnnouncingEngine, HintedEngine
 from tests.e2e.vllm.subject import Subject
+from tests.engine.test_tenants import RULES, credential, key_file
 
 pytestmark = [
     pytest.mark.vllm,
@@ -42,11 +43,13 @@ class HintedRemoteEngine(RemoteEngine):
         self._numbers = count()
         self._hinted = count()
 
-    def generate_with(self, hints: Mapping[str, Any], prompt: list[int]) -> Answer:
-        """Run one request with an empty device cache."""
+    def generate_with(
+        self, hints: Mapping[str, Any], prompt: list[int], max_tokens: int = 4, **further: Any
+    ) -> Answer:
+        """Run one request with an empty device cache. `further`: see `add_with_hints`."""
         self.reset_device_cache()
         name = f"hinted-{next(self._hinted)}"
-        self.process.ask("add_with_hints", name, prompt, 4, dict(hints))
+        self.process.ask("add_with_hints", name, prompt, max_tokens, dict(hints), **further)
         self.run()
         self.settle()
         return self.answer(name)
@@ -117,12 +120,38 @@ def test_a_request_is_loaded_from_where_it_says(
     subject.alone.check(PROMPTS, [kept_out, misread, let_in])
 
 
-class AnnouncingRemoteEngine(RemoteEngine):
+@pytest.mark.parametrize("intent", [{"retain_s": 600}, {"drop": True}, None], ids=str)
+def test_a_request_of_one_token_says_what_becomes_of_a_session(
+    intent: dict[str, Any] | None, vllm: VLLM, subject: Subject
+) -> None:
+    """Host memory has room for two sessions. The older one is to stay, the younger one is to leave,
+    or nothing is said and the older one leaves."""
+    older, younger, third = PROMPTS
+    options = {
+        "cpu_bytes_to_use": 2 * BLOCKS * subject.slot_bytes(),
+        "tenants": {},
+        "max_retained_share": 0.9,
+    }
+    with HintedRemoteEngine(vllm, subject.path, options) as engine:
+        answers = [engine.generate_with({}, prompt) for prompt in (older, younger)]
+        if intent is not None:
+            engine.generate_with(intent, older if "retain_s" in intent else younger, max_tokens=1)
+            if "retain_s" in intent:
+                engine.generate_with({}, younger, max_tokens=1)
+        answers.append(engine.generate_with({}, third))
+        warm = engine.generate_with({}, older)
+    stays = intent is not None
+    assert (warm.cached_tokens == TOKENS) is stays
+    subject.alone.check(PROMPTS, answers)
+    subject.alone.check([older], [warm], exact=False)
+
+
+class AnnouncingRemoteEngine(HintedRemoteEngine):
     """An engine that publishes KV events."""
 
     def __init__(self, vllm: VLLM, model: Path, options: Mapping[str, Any]) -> None:
         self.process = vllm.start(AnnouncingEngine, str(model), dict(options), **ENGINE)
-        self._numbers = count()
+        self._numbers, self._hinted = count(), count()
         # Events from before the subscription are lost.
         greetings = iter(random_prompts(100, BLOCK_TOKENS, "are you there?"))
         while not self.process.ask("events"):
@@ -162,6 +191,30 @@ def test_blocks_are_announced_where_they_come_and_go(
     assert announced["BlockStored", "CPU"] == announced["BlockStored", storage] == ours
     assert len(left_host) == all_blocks - in_host > 0
     assert len(left_disk) == all_blocks - on_disk > 0
+
+
+def test_events_of_private_blocks_have_no_tokens_and_no_hash_of_vllm(
+    vllm: VLLM, subject: Subject, tmp_path: Path
+) -> None:
+    options = over(disk_in(tmp_path) | {"enable_kv_events": True}, subject)
+    options |= {"tenants": RULES, "tenant_key_file": key_file(tmp_path)}
+    with AnnouncingRemoteEngine(with_common_hashes(vllm), subject.path, options) as engine:
+        engine.generate_with({"tenant": credential("acme")}, PROMPTS[0])
+        deadline = time.monotonic() + PATIENCE_S
+        while len(private := engine.announced()["BlockStored", "CPU"]) < BLOCKS:
+            assert time.monotonic() < deadline
+        assert private.isdisjoint(engine.announced()["BlockStored", "GPU"])
+        assert not any(
+            event["has_tokens"]
+            for event in engine.process.ask("events")
+            if event["block"] in private
+        )
+        engine.generate_with({}, PROMPTS[1])
+        while len(engine.announced()["BlockStored", "CPU"]) < 2 * BLOCKS:
+            assert time.monotonic() < deadline
+        announced = engine.announced()
+    shared = announced["BlockStored", "CPU"] - private
+    assert shared <= announced["BlockStored", "GPU"], "of others, events have vLLM's hashes"
 
 
 def test_events_name_the_tier_where_vllm_has_a_word_for_it(vllm: VLLM, subject: Subject) -> None:

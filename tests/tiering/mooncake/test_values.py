@@ -4,12 +4,14 @@ cannot be used is a miss, is removed, and is stored again."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
 
 from kvtier.base import OffloadKey
+from kvtier.hints import RequestHints, new_context
 from kvtier.testing import TierHarness
 from kvtier.tiering.mooncake.namespaces import block_name
 from kvtier.tiering.remote.manager import namespace_of
@@ -150,3 +152,25 @@ def test_a_block_that_was_evicted_and_is_used_again_outlives_others(
             store(32, start)
         assert harness.wait_for(harness.load(wanted))[0].moved == set(wanted)
         assert harness.wait_for(harness.load(plain))[0].moved == set()
+
+
+def test_blocks_that_a_request_retains_are_pinned_softly(
+    network: Namespace, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        mooncake_master(tmp_path_factory.mktemp("retained"), network) as master,
+        segment(master, SEGMENT_BYTES, network),
+        mooncake_harness(master, segment_bytes=0) as harness,
+    ):
+
+        def num_pinned() -> int:
+            lines = master.ask("/metrics").splitlines()
+            (line,) = (line for line in lines if line.startswith("master_soft_pin_key_count "))
+            return int(float(line.split()[1]))
+
+        harness.wait_for(harness.store(harness.keys(3)))
+        assert num_pinned() == 0
+        retained = partial(new_context, "retained", None, RequestHints(retain_s=60))
+        monkeypatch.setattr(harness, "new_request", retained)
+        harness.wait_for(harness.store(harness.keys(5, start=10)))
+        assert num_pinned() == 5

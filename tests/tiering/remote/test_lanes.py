@@ -181,3 +181,27 @@ def test_a_shutdown_does_not_wait_for_a_call_that_hangs() -> None:
     finally:
         server.goes_on.set()
     wait_until(lambda: num_lanes() == 0, "the call has ended, and its thread with it")
+
+
+def test_a_lane_is_replaced_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals: list[str] = []
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvtier-hanging-load") and len(refusals) < 3:
+            refusals.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with harness() as one:
+        server = server_of(one)
+        keys = one.keys(2)
+        one.wait_for(one.store(keys))
+        server.hanging = set(keys[:1])
+        monkeypatch.setattr(threading.Thread, "start", refusing)
+        stuck = one.load(keys[:1])
+        (report,) = one.wait_for(one.load(keys[1:]))
+        assert report.result.success
+        assert len(refusals) == 3
+        server.goes_on.set()
+        one.wait_for(stuck)

@@ -7,8 +7,9 @@ import mmap
 import os
 import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from os import environ
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from kvtier.cpu.host_memory import (
     machine_limit,
 )
 from kvtier.cpu.region_file import RegionShape
-from kvtier.seal.keys import SealKeys
+from kvtier.seal.keys import SealKeys, read_keys
 
 __all__ = [
     "Machine",
@@ -33,6 +34,7 @@ __all__ = [
     "check_ranks",
     "check_recording",
     "check_seal_keys",
+    "check_tenant_keys",
 ]
 
 _NVIDIA_GPU = re.compile(r"nvidia\d+")
@@ -181,13 +183,23 @@ def _may_lock_anything(machine: Machine) -> bool:
 
 def check_seal_keys(path: Path) -> Finding:
     """Whether an engine can use this `seal_key_file`. What it would warn of is logged."""
+    return _key_file("seal_key_file", path, partial(SealKeys.load, path), "keys that sign blocks")
+
+
+def check_tenant_keys(path: Path) -> Finding:
+    """Whether an engine can use this `tenant_key_file`. What it would warn of is logged."""
+    read = partial(read_keys, path, "tenant_key_file")
+    return _key_file("tenant_key_file", path, read, "keys of private tenants")
+
+
+def _key_file(option: str, path: Path, read: Callable[[], object], what: str) -> Finding:
     try:
-        SealKeys.load(path)
+        read()
     except ConfigError as refused:
         (problem,) = refused.problems
         found = f"got {problem.given}; allowed: {problem.allowed}"
-        return Finding("seal_key_file", Status.PROBLEM, found, problem.remedy)
-    return Finding("seal_key_file", Status.OK, f"{path} has keys that sign blocks")
+        return Finding(option, Status.PROBLEM, found, problem.remedy)
+    return Finding(option, Status.OK, f"{path} has {what}")
 
 
 def check_recording(path: Path, max_bytes: int) -> Finding:

@@ -23,6 +23,7 @@ from kvtier.cli.checks.host import (
     check_ranks,
     check_recording,
     check_seal_keys,
+    check_tenant_keys,
 )
 from kvtier.cli.checks.servers import (
     check_mooncake_tier,
@@ -227,6 +228,8 @@ def findings(
     options = config.options
     if options.seal_key_file is not None:
         yield check_seal_keys(options.seal_key_file)
+    if options.tenant_key_file is not None:
+        yield check_tenant_keys(options.tenant_key_file)
     if options.record_trace is not None:
         yield check_recording(options.record_trace, options.record_trace_bytes)
     yield from _shared_paths(config.tiers)

@@ -45,7 +45,18 @@ class BlockStatus:
     slot gets another block. Two blocks of one key never have the same generation.
     """
 
-    __slots__ = ("block_id", "generation", "history", "key", "place", "ref_cnt", "writer")
+    __slots__ = (
+        "block_id",
+        "charge",
+        "following",
+        "generation",
+        "history",
+        "key",
+        "place",
+        "ref_cnt",
+        "used_at",
+        "writer",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -56,6 +67,11 @@ class BlockStatus:
         """The key of the block in the slot, or of the one that was in it last."""
         self.place: Any = None
         """Where the policy keeps this block. Only the policy uses it."""
+        self.charge: Any = None
+        """The tenant that is charged for this block; `following`: the next block in its prompt;
+        `used_at`: its last use. Only `kvtier.cpu.policies.tenants` uses them."""
+        self.following: OffloadKey | None = None
+        self.used_at = 0
         self.writer: object = None
         """The request or tier transfer that may complete the write. Only the manager uses it."""
         self.history: Any = None

@@ -99,7 +99,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             announce_prefix_lookups(self.connector_scheduler, self._manager)
             spec = self._manager.spec
             assert spec is not None
-            self._events = ConnectorEvents(self.connector_scheduler, self._manager.inner, spec)
+            self._events = ConnectorEvents(self.connector_scheduler, self._manager, spec)
             self._server_watch = ServerWatch.of_this_engine(vllm_config)
         else:
             self._failed_blocks: set[int] = set()
@@ -170,6 +170,7 @@ class KVTierConnector(vllm_api.OffloadingConnector):
             self._queue = _Queue(self.connector_scheduler, gpu_block_pool)
 
     def on_new_request(self, request: vllm_api.Request) -> None:
+        self._manager.expect_salt(request.request_id, request.cache_salt)
         super().on_new_request(request)
         self._first_tokens.expect(request.request_id, request.num_prompt_tokens)
         # Not with `max_load_tokens`: it may limit the load to a part of the prompt.

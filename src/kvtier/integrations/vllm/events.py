@@ -19,10 +19,9 @@ from kvtier.base import (
 from kvtier.connector.descriptions import BlockDescription, DescribedRun, DescriptionBook
 from kvtier.connector.events import Place, RemovedBlocks, event_stream, new_book
 from kvtier.integrations.vllm import vllm_api
-from kvtier.integrations.vllm.manager_state import state_of
 
 if TYPE_CHECKING:
-    from kvtier.base import OffloadingManager
+    from kvtier.integrations.vllm.manager import ManagerAdapter
 
 __all__ = ["ConnectorEvents"]
 
@@ -30,10 +29,11 @@ __all__ = ["ConnectorEvents"]
 class ConnectorEvents:
     """Describes the blocks of vLLM's requests, and makes vLLM's events of kvtier's."""
 
-    def __init__(self, scheduler: Any, manager: OffloadingManager, spec: OffloadingSpec) -> None:
+    def __init__(self, scheduler: Any, adapter: ManagerAdapter, spec: OffloadingSpec) -> None:
         """`scheduler`: the scheduler side of vLLM's connector. `spec`: kvtier's own."""
         self._scheduler = scheduler
-        self._manager = manager
+        self._manager = manager = adapter.inner
+        self._state_of = adapter.state_of
         self._book = spec.describer = new_book(spec.config)
         self._stream = event_stream(spec.config, self._book, manager.media)
         self.stores_output = not spec.config.options.offload_prompt_only
@@ -51,9 +51,9 @@ class ConnectorEvents:
                 self._describe(status, status.req, self._book)
 
     def _describe(self, status: Any, request: vllm_api.Request, book: DescriptionBook) -> None:
-        state = state_of(status.req_context)
-        if state.num_described == len(request.block_hashes):
-            return
+        state = self._state_of(status.req_context)
+        if state.num_described == len(request.block_hashes) or state.namespace is not None:
+            return  # neither events nor tiers get the tokens of private blocks
         status.update_offload_keys()
         groups = zip(status.group_states, self._scheduler.config.kv_group_configs, strict=True)
         for group_state, group in groups:

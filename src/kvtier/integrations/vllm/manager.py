@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvtier.base import (
@@ -27,14 +28,14 @@ from kvtier.base import (
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.notice_board import NoticeBoard
+from kvtier.hints import HintReader
 from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.manager_state import (
     LoadSources,
     RequestState,
+    RequestStates,
     StoreFailures,
-    new_state,
     prefix_answers,
-    state_of,
 )
 from kvtier.integrations.vllm.metrics import BLOCK_BYTES, FAILED_LOADS, MetricReporter, VllmMetrics
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -68,6 +69,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         board: NoticeBoard,
         metrics: Mapping[str, MetricDefinition],
         block_bytes: int,
+        hints: HintReader,
         *,
         spec: OffloadingSpec | None = None,
         vllm_metrics: VllmMetrics | None = None,
@@ -86,6 +88,10 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._has_groups = has_groups
         self._names_tiers = spec is not None and spec.config.options.name_tier_in_events
         self._check_hashes = check_hashes
+        hints.note_ignored = manager.note_ignored_hints
+        self._states = RequestStates(hints)
+        self.state_of = self._states.of
+        self.expect_salt = self._states.expect_salt
         self._requests: dict[str, RequestState] = {}
         """The requests that have not finished."""
         self._hits: Iterator[OffloadKey] | None = None
@@ -112,9 +118,13 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self, req_id: str, find_blocks: Callable[[], Sequence[OffloadKey]], priority: int
     ) -> None:
         """A new request waits in vLLM's queue. See `OffloadingManager.on_request_queued`."""
-        context = self._requests[req_id].load_context
-        if context is not None:
-            self._manager.on_request_queued(context, find_blocks, priority=priority)
+        state = self._requests[req_id]
+        context = state.load_context
+        if context is None:
+            return
+        if state.namespace is not None:
+            find_blocks = partial(_private_blocks, find_blocks, state)
+        self._manager.on_request_queued(context, find_blocks, priority=priority)
 
     def note_prompt(
         self, req_id: str, keys: Sequence[OffloadKey], num_prompt_tokens: int, num_tokens: int
@@ -123,6 +133,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         state = self._requests.get(req_id)
         if state is not None and state.may_store:
             num_output = num_tokens - num_prompt_tokens
+            if state.namespace is not None:
+                keys = [state.private_key(key) for key in keys]
             self._manager.note_prompt(keys, state.context, num_prompt_tokens, num_output)
 
     def note_first_token(self, req_id: str, num_prompt_tokens: int) -> None:
@@ -162,9 +174,10 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     def begin_prefix(self, keys: list[OffloadKey], req_context: vllm_api.ReqContext) -> None:
         """Prepare the answers for these keys. vLLM then looks the keys up one by one, up to the
         first miss, and `end_prefix` follows."""
-        context = state_of(req_context).load_context
+        state = self.state_of(req_context)
+        context = state.load_context
         if keys and context is not None:
-            self._hits, self._others = prefix_answers(self._manager, keys, context)
+            self._hits, self._others = prefix_answers(self._manager, keys, state, context)
 
     def end_prefix(self) -> None:
         """Drop the prepared answers: from now on, every lookup asks the manager."""
@@ -181,11 +194,14 @@ class ManagerAdapter(vllm_api.OffloadingManager):
                 return next(self._others)
             self._hits = None
         try:
-            context = req_context.kvtier.load_context
+            state = req_context.kvtier
         except AttributeError:
-            context = state_of(req_context).load_context
+            state = self.state_of(req_context)
+        context = state.load_context
         if context is None:
             return _VLLM_MISS
+        if state.namespace is not None:
+            key = state.private_key(key)
         result = self._lookup(key, context)
         if result is _HIT:
             return _VLLM_HIT
@@ -203,7 +219,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         if req_context is not sources.req_context:
             sources.req_context = req_context
             sources.tiers = self._tiering.tiers_of(self._context(req_context))
-        tier = sources.tiers.get(key)
+        state = self.state_of(req_context)
+        tier = sources.tiers.get(key if state.namespace is None else state.private_key(key))
         if tier is not None and tier.locality is Locality.REMOTE:
             return source.EXTERNAL_UNSPECIFIED
         return source.HOST if tier is None or tier.medium is Medium.CPU else source.DISK
@@ -214,28 +231,32 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         """Prepare a load. If it does not begin at the start of the prompt, also report the prompt's
         blocks as used, unless that was done before."""
         self._metrics.has_news = True
-        state = state_of(req_context)
+        state = self.state_of(req_context)
         self._report_head(state, keys, req_context)
-        return self._manager.prepare_load(keys, state.context)
+        return self._manager.prepare_load(state.in_namespace(keys), state.context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext) -> None:
         self._metrics.has_news = True
-        self._manager.complete_load(keys, self._context(req_context))
+        state = self.state_of(req_context)
+        self._manager.complete_load(state.in_namespace(keys), state.context)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> vllm_api.PrepareStoreOutput | None:
         self._metrics.has_news = True
-        state = state_of(req_context)
+        state = self.state_of(req_context)
         if not state.may_store:
             return vllm_api.PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         if not state.head_is_reported and vllm_api.begins_prompt(keys, req_context):
             state.head_is_reported = True
         ordered = vllm_api.in_prompt_order(keys, req_context) if self._has_groups else keys
-        output = self._manager.prepare_store(ordered, state.context)
+        output = self._manager.prepare_store(state.in_namespace(ordered), state.context)
         if output is None:
             return None
         keys_to_store, spec = output.keys_to_store, output.store_spec
+        if state.namespace is not None:
+            chosen = set(keys_to_store)
+            keys_to_store = [key for key in ordered if state.private_key(key) in chosen]
         if self._has_groups:
             # vLLM gives the keys group by group, and expects the answer in the same order.
             slots = dict(zip(keys_to_store, _slots_of(spec), strict=True))
@@ -253,7 +274,8 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         success: bool = True,
     ) -> None:
         self._metrics.has_news = True
-        context = self._context(req_context)
+        state = self.state_of(req_context)
+        context, keys = state.context, state.in_namespace(keys)
         failed = self._store_failures.end(keys, success)
         if failed:
             self._manager.complete_store(failed, context, False)
@@ -263,11 +285,12 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         self._manager.complete_store(keys, context, success)
 
     def touch(self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext) -> None:
-        self._manager.touch(keys, self._context(req_context))
+        state = self.state_of(req_context)
+        self._manager.touch(state.in_namespace(keys), state.context)
 
     def on_new_request(self, req_context: vllm_api.ReqContext) -> vllm_api.RequestOffloadingContext:
         self._require_shared_hashes()
-        state = self._requests[req_context.req_id] = new_state(req_context)
+        state = self._requests[req_context.req_id] = self._states.new(req_context)
         may_load, may_store = self._manager.serves(req_context.req_id)
         state.context.may_load, state.context.is_served = may_load, may_load or may_store
         if not may_load:
@@ -280,7 +303,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         """Report the request's blocks as used, unless that was done earlier or this release of vLLM
         does it by calling `touch`. Then report the request's end."""
         self._metrics.has_news = True
-        state = state_of(req_context)
+        state = self.state_of(req_context)
         self._requests.pop(req_context.req_id, None)
         self._report_head(state, (), req_context)
         self._manager.on_request_finished(state.context)
@@ -329,7 +352,7 @@ class ManagerAdapter(vllm_api.OffloadingManager):
     # --- shared by these calls --------------------------------------------------------------------
 
     def _context(self, req_context: vllm_api.ReqContext) -> ReqContext:
-        return state_of(req_context).context
+        return self.state_of(req_context).context
 
     def _report_head(
         self,
@@ -342,11 +365,17 @@ class ManagerAdapter(vllm_api.OffloadingManager):
         if not state.head_is_reported:
             head = state.head_to_report(keys, req_context)
             if head:
-                self._manager.touch(head, state.context)
+                self._manager.touch(state.in_namespace(head), state.context)
 
     def _require_shared_hashes(self) -> None:
         if self._check_hashes is not None and self._check_hashes():
             self._check_hashes = None
+
+
+def _private_blocks(
+    find_blocks: Callable[[], Sequence[OffloadKey]], state: RequestState
+) -> list[OffloadKey]:
+    return [state.private_key(key) for key in find_blocks()]
 
 
 def _slots_of(spec: LoadStoreSpec) -> list[int]:

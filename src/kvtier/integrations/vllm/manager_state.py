@@ -11,8 +11,8 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.base import LookupResult, OffloadKey, ReqContext
-from kvtier.connector.request_state import parse_hints
 from kvtier.cpu.notice_board import NoticeBoard
+from kvtier.hints import HintReader, RequestHints, new_context
 from kvtier.integrations.vllm import vllm_api
 
 if TYPE_CHECKING:
@@ -24,11 +24,10 @@ __all__ = [
     "LoadSources",
     "PrefixAnswers",
     "RequestState",
+    "RequestStates",
     "StoreFailures",
     "announce_prefix_lookups",
-    "new_state",
     "prefix_answers",
-    "state_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -47,15 +46,21 @@ class RequestState:
         "head_is_reported",
         "load_context",
         "may_store",
+        "namespace",
         "num_described",
         "num_on_device",
+        "private_keys",
     )
 
-    def __init__(self, context: ReqContext, *, skips: bool) -> None:
+    def __init__(self, context: ReqContext, hints: RequestHints) -> None:
         self.context = context
-        self.load_context = None if skips else context
+        self.load_context = None if hints.skip else context
         """`context` while the request may load; None once it must compute its blocks."""
-        self.may_store = not skips
+        self.may_store = hints.may_store
+        self.namespace = hints.namespace
+        """Makes the keys of a private tenant's blocks; None: they are vLLM's own."""
+        self.private_keys: dict[OffloadKey, OffloadKey] = {}
+        """kvtier's keys of the request's blocks by vLLM's, if there is a namespace."""
         self.num_on_device = 0
         """Tokens of the request that vLLM had on the device when it looked it up."""
         self.has_started = False
@@ -69,6 +74,20 @@ class RequestState:
         memory would evict them before the later blocks of the prompt, which are useless without
         them."""
 
+    def private_key(self, key: OffloadKey) -> OffloadKey:
+        """kvtier's key of a block. Call it only if there is a namespace. `key`: vLLM's."""
+        private = self.private_keys.get(key)
+        if private is None:
+            assert self.namespace is not None
+            private = self.private_keys[key] = self.namespace.key_of(key)
+        return private
+
+    def in_namespace(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
+        """kvtier's keys of these blocks, in the same order."""
+        if self.namespace is None:
+            return keys
+        return [self.private_key(key) for key in keys]
+
     def head_to_report(
         self, keys: Collection[OffloadKey], req_context: vllm_api.ReqContext
     ) -> list[OffloadKey]:
@@ -81,26 +100,33 @@ class RequestState:
         return vllm_api.keys_in_prompt_order(req_context)
 
 
-def new_state(req_context: vllm_api.ReqContext) -> RequestState:
-    """Make the state of a request, and keep it in vLLM's own context for later calls."""
-    # Do not use vLLM's parser: it allows every tier if no entry of `kv_load_tiers` is valid.
-    hints = parse_hints(req_context.kv_transfer_params)
-    context = ReqContext(
-        req_context.req_id,
-        req_context.kv_transfer_params,
-        hints.load_tiers,
-        is_prefetch=hints.prefetch,
-        write_hint=hints.write,
-    )
-    state = RequestState(context, skips=hints.skip)
-    req_context.kvtier = state
-    return state
+class RequestStates:
+    """Makes the states of vLLM's requests, and finds them again in vLLM's own contexts."""
 
+    def __init__(self, hints: HintReader) -> None:
+        self._hints = hints
+        self._salts: dict[str, str] = {}
 
-def state_of(req_context: vllm_api.ReqContext) -> RequestState:
-    """The state of a request; a new one if vLLM has not announced the request."""
-    state: RequestState | None = getattr(req_context, "kvtier", None)
-    return state or new_state(req_context)
+    def expect_salt(self, req_id: str, cache_salt: str | None) -> None:
+        """Note the salt of a request that vLLM is about to announce."""
+        if cache_salt:
+            self._salts[req_id] = cache_salt
+
+    def new(self, req_context: vllm_api.ReqContext) -> RequestState:
+        """Make the state of a request, and keep it in vLLM's own context for later calls."""
+        # Do not use vLLM's parser: it allows every tier if no entry of `kv_load_tiers` is valid.
+        params = req_context.kv_transfer_params
+        orders = vllm_api.orders_in(req_context)
+        salt = self._salts.pop(req_context.req_id, None) if self._salts else None
+        hints = self._hints.read(params, orders, salt)
+        state = RequestState(new_context(req_context.req_id, params, hints), hints)
+        req_context.kvtier = state
+        return state
+
+    def of(self, req_context: vllm_api.ReqContext) -> RequestState:
+        """The state of a request; a new one if vLLM has not announced the request."""
+        state: RequestState | None = getattr(req_context, "kvtier", None)
+        return state or self.new(req_context)
 
 
 # --- lookups of a prefix ------------------------------------------------------------------------
@@ -116,9 +142,9 @@ class PrefixAnswers(NamedTuple):
 
 
 def prefix_answers(
-    manager: ObservedManager, keys: list[OffloadKey], context: ReqContext
+    manager: ObservedManager, prefix: list[OffloadKey], state: RequestState, context: ReqContext
 ) -> PrefixAnswers:
-    """Ask the manager once for these keys, which vLLM is about to look up one by one, up to the
+    """Ask the manager once for this prefix, which vLLM is about to look up one by one, up to the
     first miss.
 
     One call for thousands of keys takes less time than a call for each. The manager can also decide
@@ -126,13 +152,14 @@ def prefix_answers(
     request would wait a whole engine step for that decision.
     """
     misses = repeat(vllm_api.LookupResult.MISS)
+    keys = prefix if state.namespace is None else [state.private_key(key) for key in prefix]
     # Most prompts are new. If the first key is a miss, vLLM looks no further.
     if manager.lookup(keys[0], context) is LookupResult.MISS:
         manager.note_wanted(keys, context)
         return PrefixAnswers(iter(()), misses)
     num_hits, is_final = manager.lookup_prefix(keys, context)
     if is_final:
-        return PrefixAnswers(iter(keys[:num_hits]), None)
+        return PrefixAnswers(iter(prefix[:num_hits]), None)
     # The first answer makes the request wait, and the second ends vLLM's loop.
     return PrefixAnswers(iter(()), chain((vllm_api.LookupResult.HIT_PENDING,), misses))
 

@@ -11,6 +11,7 @@ from kvtier.config import ConfigError, OffloadingConfig, Problem, read_secondary
 from kvtier.cpu.notice_board import NoticeBoard
 from kvtier.cpu.region_file import RegionFile, RegionShape
 from kvtier.cpu.spec import CPUOffloadingSpec
+from kvtier.hints import HintReader
 from kvtier.integrations.vllm import vllm_api
 from kvtier.integrations.vllm.config import config_from_vllm, facts_in
 from kvtier.integrations.vllm.identity import lasting_tiers, log_hash_root, random_root_error
@@ -162,6 +163,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
                 undo_board.callback(board.close)
                 if missing := board.missing_ranks(config.parallel.world_size):
                     raise _missing(config, missing)
+                hints = HintReader(config.options)  # first: it may refuse the configuration
                 manager = self._spec.get_manager()
                 undo_board.pop_all()
         log_banner(config, manager, None if self._facts is None else self._facts.longest_prompt)
@@ -170,6 +172,7 @@ class KVTierOffloadingSpec(vllm_api.OffloadingSpec):
             board,
             self._spec.build_metric_definitions(config.extra_config) | DEFINITIONS,
             config.row_bytes,
+            hints,
             spec=self._spec,
             vllm_metrics=vllm_metrics(config.extra_config),
             has_groups=len(config.groups) > 1,

@@ -117,6 +117,7 @@ __all__ = [
     "Locality",
     "LookupResult",
     "MEDIA",
+    "HINT_ACTION",
     "METRIC_PREFIX",
     "OffloadPolicy",
     "OffloadingConfig",
@@ -162,6 +163,7 @@ __all__ = [
     "keys_in_prompt_order",
     "kv_cache_utils",
     "may_sleep",
+    "orders_in",
     "own_offloading_metrics",
     "owner_in_event",
     "warn_if_untested",
@@ -281,6 +283,25 @@ REPORTS_FAILED_REQUESTS = "failed_recving" in KVConnectorOutput.__dataclass_fiel
 """True if a connector can report requests whose load has failed; vLLM then computes their whole
 prompt. Every release accepts the numbers of failed device blocks, and computes from the first of
 them on. That is right only for full attention, and only if there is no other group."""
+
+
+HINT_ACTION = "kvtier.hints"
+"""Type of the action in an envelope of hints that is for kvtier."""
+_MAX_ACTIONS = 16
+
+
+def orders_in(req_context: ReqContext) -> Mapping[str, Any] | None:
+    """The hints for kvtier in a request's `kv_hints`, an envelope that an orchestrator passes to
+    vLLM's Python API. None in releases before 0.31, which have no such envelope. Of several
+    actions, later ones take precedence."""
+    envelope = getattr(req_context, "kv_hints", None)
+    if envelope is None:
+        return None
+    orders: dict[str, Any] = {}
+    for action in envelope.actions[:_MAX_ACTIONS]:
+        if action.action_type == HINT_ACTION and isinstance(action.payload, Mapping):
+            orders |= action.payload
+    return orders
 
 
 def keys_in_prompt_order(req_context: ReqContext) -> list[OffloadKey]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.disk.file import SlabFile
-from kvtier.tiering.disk.layout import ENTRIES_PER_PAGE, Geometry
+from kvtier.tiering.disk.layout import ENTRIES_PER_PAGE, OWNER_BYTES, Geometry
 from kvtier.tiering.io.page import PAGE_BYTES, close_page, is_intact
 
 __all__ = [
@@ -36,6 +36,10 @@ __all__ = [
 MAX_INLINE_KEY = 42
 """Longest key in bytes that fits into an entry. The next engine reads longer keys from the slot
 headers."""
+
+# Earlier releases write zeros behind a key, and read nothing there.
+_OWNER_AT = MAX_INLINE_KEY - OWNER_BYTES
+"""Longest key that leaves room for the tag of a tenant, behind which it is."""
 
 EMPTY, INLINE, IN_HEADER = 0, 1, 2
 
@@ -103,6 +107,8 @@ class IndexTable:
         self.damaged_pages: list[int] = []
         self.long_keys: dict[int, bytes] = {}
         """Keys that are too long for an entry, by slot."""
+        self.long_owners: dict[int, int] = {}
+        """The tenants of those blocks, unless they are of "default"."""
         if raw is not None:
             self._memory[: min(len(raw), size)] = raw[:size]
             self._empty_damaged_pages()
@@ -138,6 +144,19 @@ class IndexTable:
                 keys[position] = self.long_keys.get(slot, keys[position])
         return keys
 
+    def owners(self, entries: NDArray[np.void], slots: NDArray[np.int64]) -> list[int]:
+        """The tags of the tenants of these slots' blocks. `entries`: the entries of all slots."""
+        chosen = entries[slots]
+        stored = np.frombuffer(chosen["key"].tobytes(), np.uint8).reshape(-1, MAX_INLINE_KEY)
+        tags = np.zeros((len(chosen), 8), np.uint8)
+        tags[:, :OWNER_BYTES] = stored[:, _OWNER_AT:]
+        tags[chosen["key_len"] > _OWNER_AT] = 0
+        owners: list[int] = tags.view("<u8")[:, 0].tolist()
+        if self.long_owners:
+            for position, slot in enumerate(slots.tolist()):
+                owners[position] = self.long_owners.get(slot, owners[position])
+        return owners
+
     def set_entries(self, entries: NDArray[np.void]) -> None:
         """Replace the entries of all slots."""
         grid = self._grid()
@@ -163,14 +182,19 @@ class IndexTable:
 
     # --- changes -------------------------------------------------------------------------------
 
-    def put(self, slot: int, seq: int, tag: int, key: bytes) -> None:
-        """Enter the block that was written into the slot. The write counts as its last use."""
-        state, inline = INLINE, key
-        if len(key) > MAX_INLINE_KEY:
-            state, inline = IN_HEADER, b""
+    def put(self, slot: int, seq: int, tag: int, key: bytes, owner: int = 0) -> None:
+        """Enter the block that was written into the slot. The write counts as its last use.
+        `owner`: the tag of the tenant that is charged for it."""
+        state, inline, length = INLINE, key, len(key)
+        if length > (_OWNER_AT if owner else MAX_INLINE_KEY):
+            state, inline, length = IN_HEADER, b"", 0
             self.long_keys[slot] = key
+            if owner:
+                self.long_owners[slot] = owner
+        elif owner:
+            inline = key.ljust(_OWNER_AT, b"\0") + owner.to_bytes(OWNER_BYTES, "little")
         page_no, offset = self._place(slot)
-        _ENTRY.pack_into(self._memory, offset, seq, seq, tag, len(inline), state, inline)
+        _ENTRY.pack_into(self._memory, offset, seq, seq, tag, length, state, inline)
         self._changed[page_no] = 1
 
     def clear(self, slot: int) -> None:
@@ -179,6 +203,7 @@ class IndexTable:
         self._memory[offset : offset + _ENTRY_BYTES] = _NO_ENTRY
         self._changed[page_no] = 1
         self.long_keys.pop(slot, None)
+        self.long_owners.pop(slot, None)
 
     def mark_used(self, slots: NDArray[np.int64], used: NDArray[np.int64]) -> None:
         """Set the last use of the blocks in these slots. `used`: sequence numbers."""

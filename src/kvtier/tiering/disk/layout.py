@@ -42,6 +42,7 @@ __all__ = [
     "has_stamp",
     "is_slab_page",
     "read_description",
+    "read_owner",
     "read_stamp",
     "write_slot_header",
 ]
@@ -50,6 +51,9 @@ SUPERBLOCK_OFFSETS = (0, PAGE_BYTES)
 HOLDER_OFFSET = 2 * PAGE_BYTES
 CONTROL_OFFSET = 3 * PAGE_BYTES
 SLOTS_OFFSET = 4 * PAGE_BYTES
+
+OWNER_BYTES = 6
+"""Bytes of the tag of a tenant, `kvtier.cpu.policies.tenants.tenant_tag`."""
 
 ENTRIES_PER_PAGE = 63
 """Entries in one page of the index; see `kvtier.tiering.disk.index`."""
@@ -91,6 +95,11 @@ _DESCRIPTION_MAGIC = b"DESC"
 _DESCRIPTION_AT = _STAMP_END + _DESCRIPTION.size
 _ZEROS = memoryview(bytes(BODY_BYTES))
 MOST_DESCRIPTION_BYTES = BODY_BYTES - _DESCRIPTION_AT
+# The tenant that is charged for the block is at the end. Earlier releases have zeros or the end of
+# a description there, and do not read it.
+_OWNER = struct.Struct(f"<4s{OWNER_BYTES}s")
+_OWNER_MAGIC = b"OWNR"
+_OWNER_AT = BODY_BYTES - _OWNER.size
 _MOST_NAME = 128  # characters; one takes up to 12 bytes in JSON
 _MOST_NUMBER = 2**63
 _MOST_SLOTS = 2**40
@@ -377,18 +386,37 @@ def encode_stamp(uuid: bytes, slot: int, seq: int) -> bytes:
 
 
 def write_slot_header(
-    page: bytearray | memoryview, block_seal: bytes, stamp: bytes, description: bytes | None = None
+    page: bytearray | memoryview,
+    block_seal: bytes,
+    stamp: bytes,
+    description: bytes | None = None,
+    owner: int = 0,
 ) -> None:
     """Fill the header page of a slot, and overwrite all of its former content. A description that
-    does not fit is left out."""
-    if description and len(description) <= MOST_DESCRIPTION_BYTES:
+    does not fit is left out. `owner`: tag of the tenant that is charged for the block; 0 for
+    "default"."""
+    most = MOST_DESCRIPTION_BYTES - (_OWNER.size if owner else 0)
+    if description and len(description) <= most:
         length = _DESCRIPTION.pack(_DESCRIPTION_MAGIC, len(description))
         body = b"".join((block_seal, stamp, length, description))
         page[: len(body)] = body
         page[len(body) : BODY_BYTES] = _ZEROS[len(body) :]
     else:
         page[:BODY_BYTES] = block_seal + stamp + _PADDING
+    if owner:
+        tag = owner.to_bytes(OWNER_BYTES, "little")
+        _OWNER.pack_into(page, _OWNER_AT, _OWNER_MAGIC, tag)
     close_page(page)
+
+
+def read_owner(page: Buffer) -> int:
+    """The tag of the tenant in the header page of a slot, which must be intact. 0: "default", or a
+    header of an earlier release."""
+    description = read_description(page)
+    if description is not None and _DESCRIPTION_AT + len(description) > _OWNER_AT:
+        return 0
+    magic, tag = _OWNER.unpack_from(page, _OWNER_AT)
+    return int.from_bytes(tag, "little") if magic == _OWNER_MAGIC else 0
 
 
 def read_description(page: Buffer) -> bytes | None:

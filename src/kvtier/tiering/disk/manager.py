@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -25,6 +26,7 @@ from kvtier.base import (
 from kvtier.config import ConfigError, NamespaceDescription, Problem
 from kvtier.config.errors import describe
 from kvtier.cpu.policies.factory import CachePolicyFactory
+from kvtier.cpu.policies.tenants import new_policy
 from kvtier.tiering.base import JobResult, SecondaryTierManager, TierUsage, TransferJob
 from kvtier.tiering.disk.events import EventLog
 from kvtier.tiering.disk.flusher import IndexFlusher
@@ -108,6 +110,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
+    keeps_quotas = True
     options_cls = DiskOptions
 
     def __init__(
@@ -132,6 +135,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         try:
             self._open(options, rows_address)
             try:
+                self._tenancy = self.tenancy(keys, self._slab.geometry.num_slots)
                 self._start(policy_cls, rows_address, options.io_threads)
             except BaseException:
                 self._slab.close()
@@ -142,12 +146,11 @@ class DiskSecondaryTierManager(SecondaryTierManager):
 
     def _open(self, options: DiskOptions, rows_address: int) -> None:
         require_movable(self.rows, rows_address, "disk")
-        engine_id = self.offloading_spec.config.engine_id
         self._slab = open_slab(
             options.path,
             self.rows.row_bytes,
             options.max_bytes,
-            engine_id,
+            self.offloading_spec.config.engine_id,
             options.use_o_direct,
             self.describe_namespace(),
         )
@@ -159,7 +162,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         slab = self._slab
         geometry = slab.geometry
         self.capacity_blocks = geometry.num_slots
-        self._table = SlabTable(policy_cls, geometry.num_slots, slab.first_seq)
+        policy_of = partial(new_policy, policy_cls, tenancy=self._tenancy)
+        self._table = SlabTable(policy_of, geometry.num_slots, slab.first_seq)
         tag = namespace_tag(self.fingerprint)
         populate(self._table, slab.index, slab.superblock.cut, tag)
         logger.info(
@@ -183,7 +187,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._counters: Counter[str] = Counter()
         self._num_queued = 0
         self._clear_wanted = False
-        self._mover = SlabMover(self, slab, rows_address, io_threads)
+        self._mover = SlabMover(self, slab, rows_address, io_threads, self._tenancy)
         try:
             self._flusher = IndexFlusher(
                 slab,
@@ -209,15 +213,16 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         if self._clear_wanted:
             self._reset()
         num_hits = len(list(takewhile(self._table.readable.__contains__, keys)))
-        answers = [_HIT] * num_hits
-        if num_hits < len(keys):
-            answers.append(_MISS)
-        return answers
+        return [_HIT] * num_hits + [_MISS] * (num_hits < len(keys))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         keys = tuple(keys)
         self._last_touch, self._stored_since = (req_context.req_id, keys), False
         self._use(keys, req_context)
+        self._table.note_prompt(keys, req_context)
+
+    def drop(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._table.note_prompt(keys, req_context)
 
     def _use(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         keys = tuple(keys)  # the flusher reads it later, on its thread
@@ -226,9 +231,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
         if self._clear_wanted:
             self._reset()
-        readable, writing = self._table.readable, self._table.writing
-        absent = [key for key in keys if key not in readable]
-        return [key for key in absent if key not in writing]
+        absent = [key for key in keys if key not in self._table.readable]
+        return [key for key in absent if key not in self._table.writing]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._table.on_new_request(req_context)
@@ -289,10 +293,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
     def _finish(self, transfer: SlabTransfer) -> None:
         self._in_flight.discard(transfer)
         job = transfer.job
-        if job.is_promotion:
-            self._end_load(transfer)
-        else:
-            self._end_store(transfer)
+        (self._end_load if job.is_promotion else self._end_store)(transfer)
         success = len(transfer.here) + len(transfer.done) == len(job.keys)
         done = None if success else transfer.here + [block.key for _, block in transfer.done]
         declined = transfer.num_declined
@@ -389,8 +390,8 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self._reset()
 
     def _want_clear(self) -> None:
-        """A user has asked for the slab to be cleared. Called on the flusher's thread; the next
-        lookup, store or load on the scheduler thread empties the tier."""
+        """A user has asked to clear the slab. Called on the flusher's thread; the next lookup,
+        store or load empties the tier."""
         self._clear_wanted = True
 
     def _reset(self) -> None:

@@ -25,6 +25,7 @@ from kvtier.tiering.io.page import is_intact
 from kvtier.tiering.io.queue import Piece, Transfer, Unit, WorkQueue
 
 if TYPE_CHECKING:
+    from kvtier.cpu.policies.tenants import Tenancy
     from kvtier.tiering.base import SecondaryTierManager, TransferJob
 
 __all__ = ["SlabMover", "SlabTransfer"]
@@ -90,10 +91,17 @@ class SlabMover:
     """Owns the work queue and its lanes, and seals, verifies and indexes blocks for them."""
 
     def __init__(
-        self, tier: SecondaryTierManager, slab: Slab, rows_address: int, io_threads: int | None
+        self,
+        tier: SecondaryTierManager,
+        slab: Slab,
+        rows_address: int,
+        io_threads: int | None,
+        tenancy: Tenancy | None,
     ) -> None:
         """`tier`: has the rows, seals and verifies blocks, and counts the refused ones.
-        `io_threads`: number of lanes; None: the default for the block size."""
+        `io_threads`: number of lanes; None: the default for the block size. `tenancy`: the tenants
+        that are charged for blocks."""
+        self._tenancy = tenancy
         self.rows = tier.rows
         self.rows_address = rows_address
         self._tier = tier
@@ -202,12 +210,16 @@ class SlabMover:
         block_seal = self._tier.seal_block(job, block.key, payload.memory)
         describer = self._tier.offloading_spec.describer
         description = None if describer is None else describer.describe(block.key)
-        write_slot_header(header, block_seal, self._stamp_of(block), description)
+        owner = self._owner_of(job)
+        write_slot_header(header, block_seal, self._stamp_of(block), description, owner)
 
     def _enter_in_index(self, job: TransferJob, pieces: Sequence[Piece[SlabBlock]]) -> None:
-        tag = namespace_tag(job.fingerprint)
+        tag, owner = namespace_tag(job.fingerprint), self._owner_of(job)
         for _, block in pieces:
-            self._slab.index.put(block.block_id, block.generation, tag, block.key)
+            self._slab.index.put(block.block_id, block.generation, tag, block.key, owner)
+
+    def _owner_of(self, job: TransferJob) -> int:
+        return 0 if self._tenancy is None else self._tenancy.tag_of(job.req_context)
 
     # --- one block of a load -------------------------------------------------------------------
 

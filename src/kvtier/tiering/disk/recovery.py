@@ -35,6 +35,7 @@ from kvtier.tiering.disk.layout import (
     Superblock,
     encode_stamp,
     read_description,
+    read_owner,
     read_stamp,
     write_slot_header,
 )
@@ -73,7 +74,8 @@ def read_index(file: SlabFile, superblock: Superblock) -> IndexTable:
             len(slots),
         )
         for block in scan_headers(file, geometry, superblock.uuid, slots):
-            index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
+            tag = namespace_tag(block.fingerprint)
+            index.put(block.slot, block.seq, tag, block.key, block.owner)
         _drop_duplicates(index)
     return index
 
@@ -111,7 +113,8 @@ def _read_long_keys(file: SlabFile, superblock: Superblock, index: IndexTable) -
         # lost, and the slot still holds an older block.
         if block.seq >= expected[block.slot]:
             del expected[block.slot]
-            index.put(block.slot, block.seq, namespace_tag(block.fingerprint), block.key)
+            tag = namespace_tag(block.fingerprint)
+            index.put(block.slot, block.seq, tag, block.key, block.owner)
             index.mark_used(np.array([block.slot]), entries["used"][[block.slot]])
     for slot in expected:
         index.clear(slot)
@@ -146,6 +149,8 @@ class FoundBlock(NamedTuple):
     time_ns: int
     description: bytes | None
     """What the engine that stored it has said about it (`BlockDescriber`)."""
+    owner: int
+    """The tag of the tenant that is charged for it; 0 for "default"."""
 
 
 def found_in(page: bytes | memoryview, slot: int, uuid: bytes) -> FoundBlock | None:
@@ -158,8 +163,15 @@ def found_in(page: bytes | memoryview, slot: int, uuid: bytes) -> FoundBlock | N
         return None
     if stamp.uuid != uuid or stamp.slot != slot:
         return None
-    description = read_description(page)
-    return FoundBlock(slot, stamp.seq, block.fingerprint, block.key, block.time_ns, description)
+    return FoundBlock(
+        slot,
+        stamp.seq,
+        block.fingerprint,
+        block.key,
+        block.time_ns,
+        read_description(page),
+        read_owner(page),
+    )
 
 
 def scan_headers(
@@ -248,6 +260,9 @@ def resize(
         for slot, key in (index.long_keys | moved).items()
         if slot < len(new) and new[slot]["state"] == IN_HEADER
     }
+    resized.long_owners |= {
+        slot: owner for slot, owner in index.long_owners.items() if slot in resized.long_keys
+    }
     write_index(file, resized)
     return resized
 
@@ -302,7 +317,7 @@ def _move(file: SlabFile, superblock: Superblock, source: int, target: int) -> b
         return False
     page = bytearray(PAGE_BYTES)
     stamp = encode_stamp(superblock.uuid, target, found.seq)
-    write_slot_header(page, slot[: seal.SEAL_BYTES], stamp, found.description)
+    write_slot_header(page, slot[: seal.SEAL_BYTES], stamp, found.description, found.owner)
     file.write(geometry.slot_offset(target), bytes(page) + slot[PAGE_BYTES:])
     return True
 
@@ -314,7 +329,7 @@ def populate(table: SlabTable, index: IndexTable, cut: int, tag: int) -> None:
     """Enter every block of the namespace `tag` into the slot table. Called when an engine starts.
 
     Slots with blocks of other namespaces count as free, but are used last, because an engine that
-    uses those blocks may start later.
+    uses those blocks may start later. So do those of blocks that are beyond their tenants' caps.
     """
     entries, slots, keys = _blocks_of(index, cut, tag)
     if len(set(keys)) < len(keys):
@@ -325,13 +340,14 @@ def populate(table: SlabTable, index: IndexTable, cut: int, tag: int) -> None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        table.adopt(keys, slots.tolist(), seqs)
+        owners = index.owners(entries, slots) if table.has_tenants else None
+        dropped = table.adopt(keys, slots.tolist(), seqs, owners)
     finally:
         if was_enabled:
             gc.enable()
     alive = is_alive(entries, cut)
     is_foreign = alive & (entries["tag"] != tag)
-    table.set_free(np.flatnonzero(~alive).tolist(), np.flatnonzero(is_foreign).tolist())
+    table.set_free(np.flatnonzero(~alive).tolist(), np.flatnonzero(is_foreign).tolist() + dropped)
 
 
 def _blocks_of(

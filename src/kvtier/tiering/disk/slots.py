@@ -5,11 +5,12 @@ Scheduler thread only, except `SlabTable.slots_of`. Holds no block data and does
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from itertools import islice
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.policies.base import WRITING, BlockStatus, CachePolicy
+from kvtier.cpu.policies.tenants import TenantPolicy
 from kvtier.tiering.base import TierUsage
 
 __all__ = ["FreeSlots", "SlabBlock", "SlabTable"]
@@ -30,6 +31,7 @@ class SlabBlock(BlockStatus):
         self.generation = seq
         self.ref_cnt = ref_cnt
         self.place = None
+        self.used_at = 0
 
 
 class FreeSlots:
@@ -80,10 +82,13 @@ class SlabTable:
     call uses larger numbers.
     """
 
-    def __init__(self, policy_cls: type[CachePolicy], num_slots: int, first_seq: int) -> None:
+    def __init__(
+        self, new_policy: Callable[[int], CachePolicy], num_slots: int, first_seq: int
+    ) -> None:
+        """`new_policy`: makes an eviction policy for a number of slots."""
         self.num_slots = num_slots
-        self._policy_cls = policy_cls
-        self._policy = policy_cls(num_slots)
+        self._new_policy = new_policy
+        self._use_policy()
         self.readable: dict[OffloadKey, SlabBlock] = {}
         """Read-only for callers."""
         self.writing: dict[OffloadKey, SlabBlock] = {}
@@ -96,6 +101,15 @@ class SlabTable:
         self._live: dict[str, None] = {}
         """Ids of the requests that have not ended. Until a request ends, the policy keeps its
         blocks together."""
+
+    def _use_policy(self) -> None:
+        self._policy = policy = self._new_policy(self.num_slots)
+        self._tenants = policy if isinstance(policy, TenantPolicy) else None
+
+    @property
+    def has_tenants(self) -> bool:
+        """True if the slab is shared by tenants, with floors and caps."""
+        return self._tenants is not None
 
     def usage(self, slot_bytes: int) -> TierUsage:
         """How full the slab is, with the blocks of this namespace."""
@@ -115,19 +129,40 @@ class SlabTable:
 
     # --- start ---------------------------------------------------------------------------------
 
-    def adopt(self, keys: Sequence[OffloadKey], slots: Sequence[int], seqs: Sequence[int]) -> None:
-        """Take over the blocks of an earlier engine, given most recently used first."""
-        no_request = ReqContext("")
-        policy = self._policy
+    def adopt(
+        self,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        seqs: Sequence[int],
+        owners: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Take over the blocks of an earlier engine, given most recently used first. `owners`: the
+        tags of their tenants. Returns the slots of blocks that are beyond their tenants' caps."""
         blocks = list(map(SlabBlock, slots, keys, seqs))
-        for start in reversed(range(0, len(keys), _ADOPTED_AT_ONCE)):
-            run = slice(start, start + _ADOPTED_AT_ONCE)
-            policy.insert_run(keys[run], blocks[run], keys[run], no_request)
-            policy.on_request_finished((), no_request)
+        if self._tenants is None or owners is None:
+            self._adopt_run(blocks, ReqContext(""))
+            return []
+        dropped: list[int] = []
+        of_owner: dict[int, list[SlabBlock]] = {}
+        for owner, block in zip(owners, blocks, strict=True):
+            of_owner.setdefault(self._tenants.index_of(owner), []).append(block)
+        for index, own in of_owner.items():
+            most = self._tenants.accounts[index].cap
+            dropped += [block.block_id for block in own[most:]]
+            self._adopt_run(own[:most], self._tenants.context_of(index))
+        return dropped
+
+    def _adopt_run(self, blocks: Sequence[SlabBlock], context: ReqContext) -> None:
+        policy = self._policy
+        for start in reversed(range(0, len(blocks), _ADOPTED_AT_ONCE)):
+            run = blocks[start : start + _ADOPTED_AT_ONCE]
+            keys = [block.key for block in run]
+            policy.insert_run(keys, run, keys, context)
+            policy.on_request_finished((), context)
         for block in blocks:
             block.ref_cnt = 0
         policy.unpinned(blocks)
-        self.readable = dict(zip(keys, blocks, strict=True))
+        self.readable.update((block.key, block) for block in blocks)
 
     def set_free(self, first: list[int], last: list[int]) -> None:
         """Set the free slots. Those in `last` are used last: they hold blocks of other namespaces,
@@ -144,6 +179,12 @@ class SlabTable:
         self._policy.touch(keys, req_context)
         self._close_if_ended(req_context)
         return first_seq
+
+    def note_prompt(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """A request has had these blocks, in prompt order. Do what its hints say about them."""
+        if self._tenants is not None:
+            self._tenants.note_prompt(keys, req_context)
+            self._close_if_ended(req_context)
 
     def on_new_request(self, req_context: ReqContext) -> None:
         self._live[req_context.req_id] = None
@@ -183,6 +224,8 @@ class SlabTable:
         missing = len(keys) - len(self._free)
         # If all blocks of the job are new, none of them is here, so there is nothing to protect.
         protected = frozenset(job_keys) if len(job_keys) > len(keys) else frozenset[OffloadKey]()
+        if self._tenants is not None:
+            return self._make_tenants_room(keys, protected, req_context)
         if missing > 0:
             missing = min(missing, self._num_evictable_besides(protected))
         self._policy.on_store_miss(keys, req_context)
@@ -201,6 +244,17 @@ class SlabTable:
                 self._policy.on_store_miss(keys, req_context)
         return evicted
 
+    def _make_tenants_room(
+        self, keys: Sequence[OffloadKey], protected: Set[OffloadKey], req_context: ReqContext
+    ) -> list[OffloadKey]:
+        assert self._tenants is not None
+        tenants, num_free = self._tenants, len(self._free)
+        kept = [block for key in protected if (block := tenants.get(key)) is not None]
+        keys = keys[: tenants.room_for(req_context, kept, num_free)[0]]
+        tenants.on_store_miss(keys, req_context)
+        victims = tenants.make_room(len(keys) - num_free, protected)
+        return self._free_slots_of(key for key, _ in victims or ())
+
     def _num_evictable_besides(self, protected: Collection[OffloadKey]) -> int:
         here = map(self.readable.get, protected)
         num_protected = sum(block is not None and block.ref_cnt == 0 for block in here)
@@ -216,7 +270,10 @@ class SlabTable:
     def place(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[SlabBlock]:
         """Give slots to these blocks, or to the first of them if there are too few slots. Returns
         the blocks, now in `writing`, in ascending order of slots."""
-        keys = keys[: len(self._free)]
+        most = len(self._free)
+        if self._tenants is not None:
+            most = min(most, self._tenants.num_under_cap(req_context))
+        keys = keys[:most]
         if not keys:
             self._close_if_ended(req_context)
             return []
@@ -318,7 +375,7 @@ class SlabTable:
         transfers end. Returns the former policy and readable blocks, which the caller passes to the
         index flusher: freeing them here would take too long."""
         former = (self._policy, self.readable)
-        self._policy = self._policy_cls(self.num_slots)
+        self._use_policy()
         self.readable, self.writing = {}, {}
         self._num_pinned = 0
         self._free.reset(self.num_slots, busy)

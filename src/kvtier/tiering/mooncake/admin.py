@@ -4,6 +4,7 @@ engines: each request may wait."""
 from __future__ import annotations
 
 import http.client
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ __all__ = ["DEFAULT_PORT", "MasterAdmin", "PoolUse"]
 DEFAULT_PORT = 9003
 """Of `mooncake_master -metrics_port`."""
 _TIMEOUT_S = 10.0
+_MOST_BYTES = 16 << 20
+"""Of an answer that is no list of blocks."""
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Past the proxy that the environment may name: a pool is in a private network."""
+"""The master is in this network: a proxy for the internet does not reach it."""
 _LONGEST_LINE = 4096
 _MOST_LINES = 50_000_000
 _FIGURES = {
@@ -60,26 +63,34 @@ class MasterAdmin:
 
     def object_names(self) -> Iterator[str]:
         """Names of all objects in the pool, of whatever program. Raises `ServerFailure`."""
-        with self._asked("/get_all_keys") as lines:
-            yield from lines
+        with self._asked("/get_all_keys") as answer:
+            yield from _lines_of(answer)
 
     def use(self) -> PoolUse:
         """How full the pool is now. Raises `ServerFailure`."""
         figures = dict.fromkeys(_FIGURES.values(), 0)
-        with self._asked("/metrics") as lines:
-            for line in lines:
-                name, _, value = line.partition(" ")
-                if name in _FIGURES:
-                    figures[_FIGURES[name]] = _whole(value)
-        with self._asked("/get_all_segments") as lines:
-            num_segments = sum(1 for line in lines if line)
+        for line in self._short_answer("/metrics"):
+            name, _, value = line.partition(" ")
+            if name in _FIGURES:
+                figures[_FIGURES[name]] = _whole(value)
+        num_segments = sum(1 for line in self._short_answer("/get_all_segments") if line)
         return PoolUse(**figures, num_segments=num_segments)
 
+    def _short_answer(self, path: str) -> list[str]:
+        """The lines of an answer that comes as a whole within the time limit."""
+        until, content = time.monotonic() + self._timeout_s, b""
+        with self._asked(path) as answer:
+            while part := answer.read1(_MOST_BYTES):
+                content += part
+                if len(content) > _MOST_BYTES or time.monotonic() > until:
+                    raise OSError("its answer does not end")
+        return content.decode("utf-8", "replace").split("\n")
+
     @contextmanager
-    def _asked(self, path: str) -> Iterator[Iterator[str]]:
+    def _asked(self, path: str) -> Iterator[http.client.HTTPResponse]:
         try:
             with _DIRECTLY.open(self.url + path, timeout=self._timeout_s) as answer:
-                yield _lines_of(answer)
+                yield answer
         except (OSError, http.client.HTTPException, urllib.error.URLError) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise ServerFailure(

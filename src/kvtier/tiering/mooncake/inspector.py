@@ -14,9 +14,11 @@ import numpy as np
 from kvtier.base import OffloadKey
 from kvtier.config import ConfigError
 from kvtier.config.namespace import DESCRIPTION_BYTES
+from kvtier.seal import SEAL_BYTES
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.inspection import InspectionRefused
 from kvtier.tiering.mooncake.admin import MasterAdmin
+from kvtier.tiering.mooncake.mover import GONE, NO_MASTER, failure_of
 from kvtier.tiering.mooncake.namespaces import BLOCK_NAME, description_name
 from kvtier.tiering.mooncake.options import MooncakeOptions, Protocol
 from kvtier.tiering.mooncake.pool import (
@@ -37,6 +39,8 @@ SCHEME = "mooncake://"
 _IN_QUERY = ("metadata", "hostname", "protocol", "devices", "admin", "allow_public")
 _AT_ONCE = 500
 _BUFFER_BYTES = 1 << 20
+_LARGEST_READ = (1 << 30) + SEAL_BYTES
+"""No block is longer. Something else that has the name of a block is not read."""
 
 
 def open_pool(location: str) -> RemoteInspector | None:
@@ -91,6 +95,12 @@ def plain_client(options: MooncakeOptions) -> Iterator[Client]:
         client.close()
 
 
+def _require_answers(codes: Sequence[int]) -> None:
+    """Raise `ServerFailure` if the master could not be asked."""
+    if (worst := next((code for code in codes if code in NO_MASTER), None)) is not None:
+        raise failure_of(worst)
+
+
 class _Storage(RemoteStorage):
     """Connects when it is first used."""
 
@@ -126,6 +136,8 @@ class _Storage(RemoteStorage):
 
     def _described(self, names: Sequence[str]) -> Iterator[RemoteBlock]:
         replicas = self._client.batch_get_replica_desc(names)
+        if not replicas:  # all have been evicted, or the master has not answered
+            _require_answers(self._client.batch_is_exist(names))
         for name in names:
             found = BLOCK_NAME.fullmatch(name)
             sizes = [
@@ -146,7 +158,10 @@ class _Storage(RemoteStorage):
             )
 
     def read(self, place: str, num_bytes: int) -> memoryview | None:
+        # The client reads objects as a whole.
         size = self._sizes.get(place, num_bytes)
+        if size > _LARGEST_READ:
+            raise ServerFailure(FailureKind.GARBAGE, "it is longer than any block")
         memory = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
         pointer = int(memory.ctypes.data)
         is_registered = self._options.protocol is Protocol.RDMA
@@ -157,10 +172,14 @@ class _Storage(RemoteStorage):
         finally:
             if is_registered:
                 self._client.unregister_buffer(pointer)
-        return None if code < 0 else memory.data[: min(code, num_bytes)]
+        if code < 0:
+            if code in GONE:
+                return None
+            raise ServerFailure(FailureKind.UNREACHABLE, f"it cannot be read (error {code})")
+        return memory.data[: min(code, num_bytes)]
 
     def remove(self, places: Sequence[str]) -> None:
-        self._client.batch_remove(list(places), True)
+        _require_answers(self._client.batch_remove(list(places), True))
 
     def description(self, namespace: str) -> bytes | None:
         content = self._client.get(description_name(namespace))

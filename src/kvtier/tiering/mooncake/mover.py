@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.base import OffloadKey
+from kvtier.hints import hints_of
 from kvtier.seal import SEAL_BYTES, SealFailure, check
 from kvtier.tiering.io.queue import Piece
-from kvtier.tiering.mooncake.namespaces import MooncakeNamespaces, block_name
+from kvtier.tiering.mooncake.namespaces import MooncakeNamespaces, block_names
 from kvtier.tiering.mooncake.options import Protocol
 from kvtier.tiering.mooncake.pool import Client, Membership, Pool
 from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
@@ -31,7 +32,15 @@ from kvtier.tiering.remote.manager import BlockServer
 if TYPE_CHECKING:
     from kvtier.tiering.base import SecondaryTierManager
 
-__all__ = ["MOST_PIECES", "MOST_STUCK", "MooncakeServer", "copied_bytes_of"]
+__all__ = [
+    "GONE",
+    "MOST_PIECES",
+    "MOST_STUCK",
+    "NO_MASTER",
+    "MooncakeServer",
+    "copied_bytes_of",
+    "failure_of",
+]
 
 MOST_PIECES = 64
 """Blocks that one call moves."""
@@ -47,12 +56,12 @@ _ROOM_AFTER_S = 0.02
 # Numbers of errors (`ErrorCode` in Mooncake's types.h).
 _NO_ROOM = -200
 _NO_SUCH_SIZE = -600
-_GONE = (-703, -704, -712)
+GONE = (-703, -704, -712)
 """Not stored yet, not there, or no replica of it is left."""
 _LEASE_HAS_ENDED = -707
 """The block arrived, but it may have been evicted while it was read. Its seal tells."""
 _TRANSFER_FAILED = -800
-_NO_MASTER = {-1: "an internal error", -900: "no connection", -901: "no answer in time"}
+NO_MASTER = {-1: "an internal error", -900: "no connection", -901: "no answer in time"}
 
 
 class _Area(NamedTuple):
@@ -115,10 +124,10 @@ class MooncakeServer(BlockServer):
         return _MooncakeMover(tier, self)
 
     def find(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterable[bool]:
-        names = [block_name(namespace, key) for key in keys]
+        names = block_names(namespace, keys)
         codes = self._pool.ask(lambda client: client.batch_is_exist(names))
         if len(codes) != len(keys) or min(codes, default=0) < 0:
-            raise _failure_of(min(codes, default=0))
+            raise failure_of(min(codes, default=0))
         return map(bool, codes)
 
     def touch(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
@@ -162,8 +171,11 @@ class MooncakeServer(BlockServer):
         group = blake2b(transfer.job.req_context.req_id.encode(), digest_size=8).hexdigest()
         config.group_ids = [f"{transfer.namespace}:{group}"] * count
         config.preferred_segment = membership.hostname
-        if is_pinned:
+        retain_s = hints_of(transfer.job.req_context).retain_s
+        if is_pinned or retain_s:
             config.soft_pin_action = type(config.soft_pin_action).ENABLE
+        if retain_s and not is_pinned:
+            config.soft_pin_ttl_ms = int(retain_s * 1000)
         return config
 
     def interrupt(self) -> None:
@@ -179,8 +191,9 @@ def copied_bytes_of(row_bytes: int, protocol: Protocol) -> int:
     return row_bytes if protocol is Protocol.TCP and row_bytes <= _LARGEST_COPIED else 0
 
 
-def _failure_of(code: int) -> ServerFailure:
-    what = _NO_MASTER.get(code, f"error {code}")
+def failure_of(code: int) -> ServerFailure:
+    """For a call whose result is this number of `NO_MASTER`."""
+    what = NO_MASTER.get(code, f"error {code}")
     kind = FailureKind.SILENT if code == -901 else FailureKind.UNREACHABLE
     return ServerFailure(kind, f"the master cannot be asked: {what}")
 
@@ -215,16 +228,19 @@ class _MooncakeMover(BlockMover):
         began = time.monotonic()
         with self._pool.use() as membership:
             codes = move(membership, [self._sizes] * len(names))
-        if len(codes) != len(names):
-            raise ServerFailure(FailureKind.GARBAGE, "the client has answered nothing")
-        if min(codes) < 0:
+        is_whole = len(codes) == len(names)
+        if not is_whole or min(codes) < 0:
             self._pool.replace_if_in_doubt(membership, time.monotonic() - began)
-        if (worst := next((code for code in codes if code in _NO_MASTER), 0)) < 0:
-            raise _failure_of(worst)
+        if not is_whole:
+            raise ServerFailure(FailureKind.GARBAGE, "the client has answered nothing")
+        if (worst := next((code for code in codes if code in NO_MASTER), 0)) < 0:
+            raise failure_of(worst)
         return codes
 
-    def _note_lost_hosts(self, codes: Iterable[int]) -> None:
-        if _TRANSFER_FAILED in codes:
+    def _note_failures(self, codes: Iterable[int], expected: Collection[int]) -> None:
+        """`expected`: numbers of errors that are counted and explained elsewhere."""
+        others = {code for code in codes if code < 0}.difference(expected)
+        if _TRANSFER_FAILED in others:
             self._server.errors.note(
                 ServerFailure(
                     FailureKind.UNREACHABLE,
@@ -232,13 +248,17 @@ class _MooncakeMover(BlockMover):
                     "absent",
                 )
             )
+            others.discard(_TRANSFER_FAILED)
+        if others:
+            reason = f"the pool does not take or give some blocks (error {min(others)})"
+            self._server.errors.note(ServerFailure(FailureKind.REFUSED, reason))
 
     # --- load ----------------------------------------------------------------------------------
 
     def load(
         self, transfer: RemoteTransfer, pieces: Sequence[Piece[OffloadKey]]
     ) -> list[Piece[OffloadKey]]:
-        names = [block_name(transfer.namespace, key) for _, key in pieces]
+        names = block_names(transfer.namespace, (key for _, key in pieces))
         with self._server.area() as area:
             parts = self._parts(area, pieces)
             codes = self._call(
@@ -248,7 +268,7 @@ class _MooncakeMover(BlockMover):
                 ),
             )
             done = self._accepted(transfer, pieces, codes, area)
-        self._note_lost_hosts(codes)
+        self._note_failures(codes, (*GONE, _LEASE_HAS_ENDED, _NO_SUCH_SIZE))
         return done
 
     def _accepted(
@@ -280,13 +300,13 @@ class _MooncakeMover(BlockMover):
                     transfer.gone.append(key)
                 elif self._refused(failure):
                     damaged.append(key)
-            elif code in _GONE:
+            elif code in GONE:
                 transfer.gone.append(key)
             elif code >= 0 or code in (_TRANSFER_FAILED, _NO_SUCH_SIZE):
                 unread.append(key)
         damaged += self._of_another_size(transfer, unread)
         if damaged:
-            names = [block_name(transfer.namespace, key) for key in damaged]
+            names = block_names(transfer.namespace, damaged)
             self._pool.ask(lambda client: client.batch_remove(names, True))
         return done
 
@@ -303,7 +323,7 @@ class _MooncakeMover(BlockMover):
         be read."""
         if not keys:
             return []
-        names = {block_name(transfer.namespace, key): key for key in keys}
+        names = dict(zip(block_names(transfer.namespace, keys), keys, strict=True))
         replicas = self._pool.ask(lambda client: client.batch_get_replica_desc(list(names)))
         found = []
         for name, key in names.items():
@@ -353,7 +373,7 @@ class _MooncakeMover(BlockMover):
                 )
                 for number, code in zip(full, again, strict=True):
                     codes[number] = code
-        self._note_lost_hosts(codes)
+        self._note_failures(codes, (_NO_ROOM,))
         return self._kept(transfer, pieces, codes)
 
     def _put(
@@ -363,7 +383,7 @@ class _MooncakeMover(BlockMover):
         parts: Sequence[Sequence[int]],
         is_pinned: bool,
     ) -> list[int]:
-        names = [block_name(transfer.namespace, key) for _, key in pieces]
+        names = block_names(transfer.namespace, (key for _, key in pieces))
 
         def move(membership: Membership, sizes: Sequence[Sequence[int]]) -> list[int]:
             config = self._server.config_for(membership, transfer, len(names), is_pinned)

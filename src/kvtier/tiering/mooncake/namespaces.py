@@ -6,7 +6,7 @@ A pool cannot be listed through its client, so an object of its own has the name
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvtier.base import OffloadKey
@@ -14,7 +14,7 @@ from kvtier.config.namespace import DESCRIPTION_BYTES
 from kvtier.tiering.mooncake.pool import Client, Pool
 from kvtier.tiering.remote.namespaces import NamespaceStorage
 
-__all__ = ["BLOCK_NAME", "MooncakeNamespaces", "block_name", "description_name"]
+__all__ = ["BLOCK_NAME", "MooncakeNamespaces", "block_name", "block_names", "description_name"]
 
 _PREFIX = "kvtier:1:"
 """The version of the stored format is part of each name, so that releases with another one neither
@@ -25,9 +25,15 @@ _NAMESPACE = re.compile(rb"[0-9a-f]{32}")
 _MOST_LISTED = 64
 
 
+def block_names(namespace: str, keys: Iterable[OffloadKey]) -> list[str]:
+    """The names of blocks in the pool."""
+    start = f"{_PREFIX}{namespace}:"
+    return [start + key.hex() for key in keys]
+
+
 def block_name(namespace: str, key: OffloadKey) -> str:
     """The name of a block in the pool."""
-    return f"{_PREFIX}{namespace}:{key.hex()}"
+    return block_names(namespace, (key,))[0]
 
 
 def description_name(namespace: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
@@ -141,11 +141,16 @@ class MooncakeOptions(TierOptions):
         """The pool, for messages."""
         return f"mooncake://{self.master.removeprefix(_HIGH_AVAILABILITY)}"
 
+    @property
+    def etcd_servers(self) -> Sequence[str]:
+        """The servers that know the leading master, `HOST:PORT` each; none if there is one
+        master."""
+        several = self.master.startswith(_HIGH_AVAILABILITY)
+        return self.master.removeprefix(_HIGH_AVAILABILITY).split(";") if several else ()
+
     def require_fitting(self) -> None:
         """Raise `ConfigError` for values that cannot be right."""
-        several = self.master.startswith(_HIGH_AVAILABILITY)
-        hosts = self.master.removeprefix(_HIGH_AVAILABILITY).split(";") if several else []
-        if not all(map(master_address, hosts or [self.master])):
+        if not all(map(master_address, self.etcd_servers or [self.master])):
             raise ConfigError(
                 Problem(
                     "master",
@@ -155,7 +160,7 @@ class MooncakeOptions(TierOptions):
                     "mooncake_master was started (-rpc_port)",
                 )
             )
-        if several and self.hostname is None:
+        if self.etcd_servers and self.hostname is None:
             raise ConfigError(
                 Problem(
                     "hostname",

@@ -8,8 +8,9 @@ The client is a C++ library in this process. Three of its properties decide what
   still writes into the slots. `Pool.use` then replaces the client, and only when the old one is
   closed, which ends its transfers, does the call count as ended.
 - A call of a closed client ends the process. So a client is closed when all calls of it have ended.
-- `setup` and `close` let no other Python thread run. While the master is silent, they take up to
-  15 s. So they are called only after the master has answered.
+- `setup` and `close` let no other Python thread run. While the master is silent or gone, they take
+  up to 15 s. So they are called only after the master has answered. If etcd has named the master,
+  `close` takes 30 s always, and is not called at all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 from typing import Protocol as Interface
 from urllib.parse import urlsplit
@@ -79,7 +81,6 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 _CONNECT_TIMEOUT_S = 1.0
 _IS_ANYBODY_THERE = b"GET /health HTTP/1.0\r\n\r\n"
 """A metadata server answers. A master, whose protocol this is not, hangs up."""
-_HTTP = b"HTTP/"
 _PORTS = {"http": 80, "https": 443, "redis": 6379}
 _LONGEST_PAUSE_IF_REFUSED_S = 300.0
 """Each client that a pool refuses leaves two file descriptors open, until the process ends."""
@@ -224,42 +225,51 @@ def require_memory(segment_bytes: int) -> None:
 
 def require_master(options: MooncakeOptions) -> str:
     """Return the address from which this machine reaches the master; empty if etcd knows the
-    master. Raises `ServerFailure` after two seconds at most if no master answers there: the client
-    would try for long, and let no other thread run meanwhile."""
+    master. Raises `ServerFailure` after two seconds at most (for each address of the name) if no
+    master answers there, or no etcd: the client would try for long, and let no other thread run
+    meanwhile."""
     address = master_address(options.master)
-    if address is None:
-        return ""
-    own_address, answer = _asked("the master", address)
-    if answer == _HTTP:
-        raise ServerFailure(
-            FailureKind.REFUSED,
-            "an HTTP server answers there, not a master. Give the port of mooncake_master's "
-            "-rpc_port (50051 by default), not that of its metrics or metadata",
-        )
-    return own_address
+    if address is not None:
+        return _own_address_towards("the master", address, hangs_up=True)
+    failures = []
+    for etcd in filter(None, map(master_address, options.etcd_servers)):
+        try:
+            _own_address_towards("etcd", etcd)
+        except ServerFailure as failure:
+            failures.append(failure)
+        else:
+            return ""
+    raise failures[0] if failures else ServerFailure(FailureKind.UNREACHABLE, "no etcd is known")
 
 
 def _require_metadata_server(options: MooncakeOptions) -> None:
     parts = urlsplit(options.metadata)
     port = parts.port or _PORTS.get(parts.scheme)
     if parts.hostname is not None and port is not None:
-        _asked("the metadata server", (parts.hostname, port))
+        _own_address_towards("the metadata server", (parts.hostname, port))
 
 
-def _asked(what: str, address: tuple[str, int]) -> tuple[str, bytes]:
-    """This machine's address towards a server, and the first bytes of its answer, if any."""
+def _own_address_towards(what: str, address: tuple[str, int], *, hangs_up: bool = False) -> str:
+    """`hangs_up`: it must not answer anything, because HTTP is not its protocol."""
     answer = b""
     try:
         with socket.create_connection(address, _CONNECT_TIMEOUT_S) as connection:
-            connection.sendall(_IS_ANYBODY_THERE)
-            with suppress(ConnectionResetError):
-                answer = connection.recv(len(_HTTP))
-            return str(connection.getsockname()[0]), answer
+            own_address = str(connection.getsockname()[0])
+            with suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(_IS_ANYBODY_THERE)
+                answer = connection.recv(1)
     except TimeoutError:
         raise ServerFailure(FailureKind.SILENT, f"{what} does not answer") from None
     except OSError as error:
         reason = f"no connection to {what}: {error}"
         raise ServerFailure(FailureKind.UNREACHABLE, reason) from None
+    if answer and hangs_up:
+        raise ServerFailure(
+            FailureKind.REFUSED,
+            f"what answers at the address of {what} is another server. Give the port of "
+            "mooncake_master -rpc_port",
+        )
+    return own_address
 
 
 def _require_own(hostname: str) -> None:
@@ -310,7 +320,10 @@ class Pool:
         self._is_closing = False
         self._is_closed = False
         """True when no client is left open."""
-        self._questions: set[_Question[Any]] = set()
+        self._askers: list[_Asker] = []
+        """Threads that have nothing to ask."""
+        self._asked: dict[_Question[Any], _Asker] = {}
+        """Questions under way."""
         self._thread = threading.Thread(target=self._run, name="kvtier-mooncake", daemon=True)
 
     def share(self, memory: bytearray) -> int:
@@ -369,23 +382,27 @@ class Pool:
 
     def ask(self, question: Callable[[Client], T]) -> T:
         """Call the client, and wait some seconds at most. Raises `ServerFailure`."""
-        asked = _Question(self, question)
         with self._changed:
             if self._membership is None or self._is_closing:
                 raise self._unavailable()
-            if len(self._questions) >= _MOST_ASKING:
+            if len(self._asked) >= _MOST_ASKING:
                 raise ServerFailure(FailureKind.SILENT, "earlier questions are still not answered")
-            self._questions.add(asked)
-        threading.Thread(target=asked.run, name="kvtier-mooncake-ask", daemon=True).start()
+            asker = self._askers.pop() if self._askers else _Asker(self)
+            asked = _Question(question)
+            self._asked[asked] = asker
+        asker.take(asked)
         return asked.answer()
 
     def _unavailable(self) -> ServerFailure:
         return TierHasEnded() if self._is_closing else ServerFailure(*self._reason)
 
-    def forget(self, question: _Question[Any]) -> None:
-        """A question's thread ends."""
+    def has_answered(self, asker: _Asker, question: _Question[Any]) -> bool:
+        """A question's call has ended. True if its thread may take another one. Called by it."""
         with self._changed:
-            self._questions.discard(question)
+            self._asked.pop(question, None)
+            if not self._is_closing:
+                self._askers.append(asker)
+            return not self._is_closing
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -395,15 +412,19 @@ class Pool:
             self._is_closing = True
             if self._membership is not None:
                 self._retire(self._membership, "the tier has ended")
-            questions = list(self._questions)
+            questions, askers = list(self._asked), self._askers
+            self._askers = []
             self._changed.notify_all()
         for question in questions:
             question.give_up()
+        for asker in askers:
+            asker.take(None)
 
     def close(self) -> None:
         """Leave the pool, after `interrupt`. Waits some seconds at most: calls that hang are left
         to themselves, and the memory that they use stays mapped."""
-        self._thread.join(_CLOSE_PATIENCE_S)
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_PATIENCE_S)
         if self._thread.is_alive():
             logger.warning(
                 "%s: calls of the client still hang. Its threads, and the host memory of this "
@@ -461,13 +482,13 @@ class Pool:
     def _may_close(self) -> bool:
         """Wait until the master answers. False: the tier ends first, and leaves the client to the
         end of the process."""
+        if self._options.etcd_servers:
+            return self._may_not_close()
         pause = Pause()
         while True:
             try:
                 require_master(self._options)
-            except ServerFailure as failure:
-                if failure.kind is not FailureKind.SILENT:
-                    return True
+            except ServerFailure:
                 if self._is_closing:
                     logger.warning(
                         "%s: the master does not answer. What this engine lends is taken back "
@@ -480,6 +501,19 @@ class Pool:
             pause.begin()
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closing, pause.seconds_left)
+
+    def _may_not_close(self) -> bool:
+        """Wait until the tier ends. Returns False."""
+        if not self._is_closing:
+            logger.error(
+                "%s: with several masters, a connection cannot be closed without stopping this "
+                "engine for half a minute. The engine goes on without this tier; restart it to use "
+                "the pool again",
+                self._options.where,
+            )
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing)
+        return False
 
     def _try_to_join(self) -> Membership | None:
         """Connect once. Does not raise: the thread would end, and nobody would try again."""
@@ -543,24 +577,21 @@ class Pool:
 
 
 class _Question(Generic[T]):
-    """A call of the client on a thread of its own."""
+    """A call of the client that another thread makes."""
 
-    def __init__(self, pool: Pool, question: Callable[[Client], T]) -> None:
-        self._pool = pool
+    def __init__(self, question: Callable[[Client], T]) -> None:
         self._question = question
         self._ended = threading.Event()
         self._answers: list[T] = []
         self._error: Exception | None = None
 
-    def run(self) -> None:
+    def ask(self, pool: Pool) -> None:
+        """Make the call. Does not raise."""
         try:
-            with self._pool.use() as membership:
+            with pool.use() as membership:
                 self._answers.append(self._question(membership.client))
         except Exception as error:
             self._error = error
-        finally:
-            self._pool.forget(self)
-            self._ended.set()
 
     def give_up(self) -> None:
         """Let `answer` return."""
@@ -575,3 +606,24 @@ class _Question(Generic[T]):
         if not self._answers:
             raise TierHasEnded
         return self._answers[0]
+
+
+class _Asker:
+    """A thread that asks one question after the other. If a call hangs, it hangs with it."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._questions: SimpleQueue[_Question[Any] | None] = SimpleQueue()
+        # Raises `RuntimeError` if the machine has no thread left.
+        threading.Thread(target=self._run, name="kvtier-mooncake-ask", daemon=True).start()
+
+    def take(self, question: _Question[Any] | None) -> None:
+        """Ask this next. None: end."""
+        self._questions.put(question)
+
+    def _run(self) -> None:
+        may_go_on = True
+        while may_go_on and (question := self._questions.get()) is not None:
+            question.ask(self._pool)
+            may_go_on = self._pool.has_answered(self, question)
+            question.give_up()

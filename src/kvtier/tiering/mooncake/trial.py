@@ -10,7 +10,7 @@ from kvtier.config.sizes import as_size
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.mooncake.admin import MasterAdmin
 from kvtier.tiering.mooncake.inspector import plain_client
-from kvtier.tiering.mooncake.namespaces import block_name, description_name
+from kvtier.tiering.mooncake.namespaces import block_names, description_name
 from kvtier.tiering.mooncake.options import MooncakeOptions
 from kvtier.tiering.mooncake.pool import (
     load_library,
@@ -46,7 +46,7 @@ def trial_pool(keys: Mapping[str, Any], blocks: TrialBlocks) -> Iterator[Mapping
     finally:
         with suppress(ServerFailure), plain_client(options) as client:
             namespace = namespace_of(blocks.fingerprint)
-            names = [block_name(namespace, key) for key in blocks.keys]
+            names = block_names(namespace, blocks.keys)
             client.batch_remove([*names, description_name(namespace)], True)
 
 

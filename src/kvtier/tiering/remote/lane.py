@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -229,12 +229,14 @@ class LaneSet:
             for kind, lanes in self._lanes.items():
                 for place, lane in enumerate(lanes):
                     if lane.is_stuck and len(self._replaced) < self._most_stuck:
-                        lanes[place] = self._replacement(kind, lane)
+                        # If the machine has no thread left now, it is tried again.
+                        with suppress(RuntimeError):
+                            lanes[place] = self._replacement(kind, lane)
 
     def _replacement(self, kind: str, stuck: RemoteLane) -> RemoteLane:
+        lane = self._open_lane(kind, self._num_opened)
+        lane.start()
+        self._num_opened += 1
         stuck.end_after_this_unit()
         self._replaced.append(stuck)
-        lane = self._open_lane(kind, self._num_opened)
-        self._num_opened += 1
-        lane.start()
         return lane

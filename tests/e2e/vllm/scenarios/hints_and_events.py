@@ -13,20 +13,40 @@ class HintedEngine(Engine):
     """Requests may carry `kv_transfer_params`, as those of vLLM's server do."""
 
     def add_with_hints(
-        self, name: str, prompt: list[int], max_tokens: int, hints: dict[str, Any]
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        hints: dict[str, Any],
+        salt: str | None = None,
+        orders: dict[str, Any] | None = None,
     ) -> None:
+        """`salt`: the request's cache_salt. `orders`: hints in its kv_hints."""
         engine = self._engine._engine
         add_request = engine.add_request
 
         def add_with_hints(request_id: str, inputs: Any, params: Any) -> None:
             params.extra_args = {"kv_transfer_params": hints}
-            add_request(request_id, inputs, params)
+            if salt is not None:
+                inputs["cache_salt"] = salt
+            envelope = {} if orders is None else {"kv_hints": _envelope(orders)}
+            add_request(request_id, inputs, params, **envelope)
 
         engine.add_request = add_with_hints
         try:
             self.add(name, prompt, max_tokens)
         finally:
             engine.add_request = add_request
+
+
+def _envelope(orders: dict[str, Any]) -> Any:
+    """What an orchestrator passes to vLLM's Python API: an action for another component, and one
+    for kvtier."""
+    protocol = import_module("vllm.v1.kv_hints")
+    action_type = import_module("kvtier.integrations.vllm.vllm_api").HINT_ACTION
+    others = protocol.KvHintAction("1", "evict", "1", {"priority": 0, "skip": True})
+    ours = protocol.KvHintAction("2", action_type, "1", orders)
+    return protocol.KvHintsEnvelope("1", "message", [others, ours])
 
 
 class NotedEngine(HintedEngine):
@@ -50,7 +70,7 @@ class NotedEngine(HintedEngine):
         }
 
 
-class AnnouncingEngine(Engine):
+class AnnouncingEngine(HintedEngine):
     """An engine that publishes KV events, and a subscriber."""
 
     def __init__(self, model: str, kvtier: dict[str, Any], **engine_args: Any) -> None:
@@ -80,6 +100,7 @@ class AnnouncingEngine(Engine):
                         "where": event.medium,
                         "owner": getattr(event, "ownership", None),
                         "block": str(block),
+                        "has_tokens": bool(getattr(event, "token_ids", ())),
                     }
                     for block in getattr(event, "block_hashes", ())
                 ]
