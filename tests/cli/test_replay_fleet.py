@@ -212,9 +212,10 @@ def test_wrong_input_is_refused_with_a_remedy(
     assert remedy in " ".join(printed.err.split())
 
 
-def test_plans_are_for_one_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--kv-bytes-per-token", "128KiB", "--trace", CHATS, "--prefill", "9000"]
-    assert main(["plan", *options, "--tier", "pool:2GiB,shared=lent"]) == 2
+@pytest.mark.parametrize("trace", [[], ["--trace", CHATS]])
+def test_plans_are_for_one_engine(trace: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--kv-bytes-per-token", "128KiB", "--prefill", "9000"]
+    assert main(["plan", *options, *trace, "--tier", "pool:2GiB,shared=lent"]) == 2
     assert "there is only one engine" in " ".join(capsys.readouterr().err.split())
 
 

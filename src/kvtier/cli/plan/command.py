@@ -198,6 +198,12 @@ def _plan_of(wishes: PlanWishes) -> tuple[Plan, ReplaySettings]:
         write_bytes_per_s=speed,
     )
     tiers = tiers_of(wishes.tiers)
+    if any(tier.sharing is not None for tier in tiers):
+        raise SettingError(
+            "--tier",
+            "there is only one engine in a plan, and no link: give read_speed, the speed of the "
+            "link, in place of shared; or use kvtier replay --engines N",
+        )
     engine = engine_of(wishes.prefill, wishes.prefill_times, EngineSettings())
     has_speed = wishes.prefill is not None or wishes.prefill_times is not None
     plan = Plan(

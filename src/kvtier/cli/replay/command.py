@@ -364,9 +364,11 @@ def _fleet_lines(fleet: FleetFigures, block_bytes: int) -> Iterator[str]:
     engines, settings = fleet.engines, fleet.settings
     hits = [engine.hit_percent for engine in engines]
     busy = [engine.busy_s for engine in engines if engine.busy_s is not None]
+    copies = "1 copy" if settings.copies == 1 else f"{settings.copies} copies"
+    num_engines = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
     yield (
-        f"fleet          {len(engines)} engines, router {settings.router}, {settings.copies} "
-        f"copies of the trace, {fleet.common_references_percent:.1f} % of the blocks common to all"
+        f"fleet          {num_engines}, router {settings.router}, {copies} of the trace, "
+        f"{fleet.common_references_percent:.1f} % of the blocks common to all"
     )
     spread = f"hits of one engine {min(hits):.1f} to {max(hits):.1f} %"
     if busy and fleet.seconds:
