@@ -102,6 +102,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], RemoteSt
                 yield Answers(code)
 
             monkeypatch.setattr(inspector_module, "plain_client", client)
+            monkeypatch.setattr(inspector_module, "require_master", lambda _: host)
             found = open_pool(f"mooncake://{host}:{port}?admin={host}:{port}")
             assert found is not None
             return found._storage
