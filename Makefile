@@ -95,7 +95,7 @@ $(VENV)/.ready: pyproject.toml constraints/dev.txt
 	@touch $@
 
 # The clients of tiers on servers. A variable, because `call` would split it at the comma.
-WITH_CLIENTS := .[obj,valkey]
+WITH_CLIENTS := .[mooncake,obj,valkey]
 
 # $(call vllm_environment,release): rules for its environment. The stamp .vllm marks the slow part, so
 # that a change of pyproject.toml does not repeat it. torch is installed first; otherwise pip would

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain, cycle
+from itertools import chain, cycle, islice
 from random import Random
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 from typing import Any
@@ -112,7 +112,11 @@ class Session:
     def _timed(self, jobs: Callable[[], Keys], round_: Round) -> dict[str, float]:
         at_once = 1 if round_.is_alone else self._case.jobs_at_once
         cpu, started = processor_seconds(), time.perf_counter()
-        num_moved = self._load.run(until(round_.seconds, jobs), round_.is_load, at_once)
+        keys = until(round_.seconds, jobs)
+        if round_.most_bytes is not None:
+            job_bytes = self._case.job_blocks * self._case.block_bytes
+            keys = islice(keys, round_.most_bytes // job_bytes)
+        num_moved = self._load.run(keys, round_.is_load, at_once)
         took = time.perf_counter() - started
         num_bytes = num_moved * self._case.block_bytes
         return {

@@ -155,10 +155,10 @@ def disk_rounds(
         yield DiskRounds(directory, tier_bytes, contenders, workers)
 
 
-def in_turns(subjects: dict[str, Callable[[], dict[str, float]]]) -> Measured:
+def in_turns(subjects: dict[str, Callable[[], dict[str, float]]], rounds: int = ROUNDS) -> Measured:
     measured: Measured = {name: [] for name in subjects}
     random = Random(0)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         # In a new order each time, so that no subject always follows the same one.
         for name in random.sample(list(subjects), len(subjects)):
             measured[name].append(subjects[name]())

@@ -47,6 +47,8 @@ class Round:
     is_alone: bool = False
     """One large job at a time, with all the blocks that are otherwise under way together: a single
     request that comes back, or ends."""
+    most_bytes: int | None = None
+    """The round ends when so much has been moved."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,19 @@ def _on_server(name: str) -> Callable[[Case, memoryview], DiskSubject]:
 DISK, FS, VLLM_FS = "kvtier-disk", "kvtier-fs", "vllm-fs"
 VALKEY, RAW_RESP, VALKEY_PY, GLIDE = "kvtier-valkey", "raw-resp", "valkey-py", "glide"
 OBJ, OBSTORE, RAW_HTTP = "kvtier-obj", "obstore", "raw-http"
+MOONCAKE, RAW_MOONCAKE, RAW_PARTS = "kvtier-mooncake", "mooncake-calls", "mooncake-calls-in-parts"
+LMCACHE = "lmcache-mooncake"
+
+
+def _in_pool(name: str) -> Callable[[Case, memoryview], DiskSubject]:
+    def make(case: Case, view: memoryview) -> DiskSubject:
+        from tests.bench.mooncake_subjects import MAKERS
+
+        return MAKERS[name](case, view)
+
+    return make
+
+
 SUBJECTS: dict[str, Callable[[Case, memoryview], DiskSubject]] = {
     DISK: kvtier_disk_subject,
     FS: kvtier_fs_subject,
@@ -160,4 +175,5 @@ SUBJECTS: dict[str, Callable[[Case, memoryview], DiskSubject]] = {
         name: _on_server(name)
         for name in (VALKEY, RAW_RESP, VALKEY_PY, GLIDE, OBJ, OBSTORE, RAW_HTTP)
     },
+    **{name: _in_pool(name) for name in (MOONCAKE, RAW_MOONCAKE, RAW_PARTS, LMCACHE)},
 }

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from kvtier.config.sizes import as_size
 from tests.bench.disk_rounds import (
     KVTIER,
+    ROUNDS,
     Measured,
     What,
     in_turns,
@@ -55,6 +56,13 @@ class Comparison:
     tier_bytes: int
     stores_are_judged: bool
     about: str
+    most_stored: int | None = None
+    """Bytes that a round of stores writes at most: what there is room for."""
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    """The interpreters of those subjects that need another one than this."""
+    rounds: int = ROUNDS
+    looks_up: bool = True
+    """Measure lookups and jitter, too."""
 
 
 def compare(comparison: Comparison, keys: dict[str, Any]) -> None:
@@ -66,18 +74,20 @@ def compare(comparison: Comparison, keys: dict[str, Any]) -> None:
             for size in SIZES
             for what, measured in _speeds(comparison, workers, keys, size)
         }
-        extra = _lookups_and_jitter(workers[KVTIER], keys)
-    save(
-        comparison.name,
-        {"speeds": _show(comparison, speeds), "about": comparison.about, **_show_extra(extra)},
-    )
+        extra = _lookups_and_jitter(workers[KVTIER], keys) if comparison.looks_up else None
+    result = {"speeds": _show(comparison, speeds), "about": comparison.about}
+    save(comparison.name, result | (_show_extra(extra) if extra else {}))
 
 
 @contextmanager
 def _workers(comparison: Comparison) -> Iterator[dict[str, Worker]]:
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(worker(sys.executable, "tests.bench.disk_load", subject))
+            name: stack.enter_context(
+                worker(
+                    comparison.pythons.get(name, sys.executable), "tests.bench.disk_load", subject
+                )
+            )
             for name, subject in comparison.subjects.items()
         }
 
@@ -102,13 +112,22 @@ def _speeds(
     for each in workers.values():
         each.ask({"begin": _case(keys, block_bytes, comparison.tier_bytes)})
     for is_load in (True, False):
-        command = {"move": asdict(Round(is_load, SECONDS))}
+        most_bytes = None if is_load else comparison.most_stored
+        command = {"move": asdict(Round(is_load, SECONDS, most_bytes=most_bytes))}
+        if most_bytes is not None:
+            _touch_memory(workers.values(), 2 * most_bytes)
         subjects: dict[str, Callable[[], dict[str, float]]] = {
             name: partial(each.ask, command) for name, each in workers.items()
         }
-        yield What(block_bytes, is_load), in_turns(subjects)
+        yield What(block_bytes, is_load), in_turns(subjects, comparison.rounds)
     for each in workers.values():
         each.ask({"end": 0})
+
+
+def _touch_memory(workers: Iterable[Worker], num_bytes: int) -> None:
+    """Memory that is written to for the first time is slow."""
+    for each in workers:
+        each.ask({"move": asdict(Round(False, 10 * SECONDS, most_bytes=num_bytes))})
 
 
 def _lookups_and_jitter(tier: Worker, keys: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,10 @@ _READ_AHEAD = 4096
 _REMOVED_AT_ONCE = 500
 
 
+Unit = Sequence[tuple[bytes, Any]]
+"""Blocks of one call: the name of each, and its row."""
+
+
 def name_of(key: OffloadKey) -> bytes:
     """What a direct client calls a block: different in each process."""
     return b"%d-%b" % (os.getpid(), key)
@@ -54,11 +58,11 @@ class Client(ABC):
     """Moves blocks for one thread."""
 
     @abstractmethod
-    def load(self, blocks: Sequence[tuple[bytes, memoryview]]) -> None:
+    def load(self, blocks: Unit) -> None:
         """Read blocks, given as name and row."""
 
     @abstractmethod
-    def store(self, blocks: Sequence[tuple[bytes, memoryview]]) -> None:
+    def store(self, blocks: Unit) -> None:
         """Write blocks, given as name and row."""
 
 
@@ -102,12 +106,16 @@ class DirectTier:
                 self._ended.put(JobResult(job_id, True))
 
     def _submit(self, job: TransferJob, is_store: int) -> None:
-        rows = (self._rows[row] for row in job.block_ids.tolist())
+        rows = map(self._row, job.block_ids.tolist())
         blocks = list(zip(map(name_of, job.keys), rows, strict=True))
         units = [blocks[at : at + self._unit] for at in range(0, len(blocks), self._unit)]
         self._left[job.job_id] = len(units)
         for unit in units:
             self._work[is_store].put((job.job_id, unit))
+
+    def _row(self, row: int) -> Any:
+        """What clients are given for a row: the row itself."""
+        return self._rows[row]
 
     def submit_load(self, job: TransferJob) -> None:
         self._submit(job, 0)
@@ -232,7 +240,7 @@ def _valkey_peer(
         threads = (VALKEY_CONNECTIONS, VALKEY_CONNECTIONS)
         tier = DirectTier(view, lambda: client(url), threads, case.job_blocks)
         remover = valkey.Valkey.from_url(url)
-        return _subject(tier, lambda keys: remover.unlink(*map(name_of, keys)))
+        return subject_of(tier, lambda keys: remover.unlink(*map(name_of, keys)))
 
     return make
 
@@ -294,7 +302,7 @@ def _obj_peer(client: type[PlainObstore | RawHttp]) -> Callable[[Case, memoryvie
         options = ObjOptions.parse(json.loads(case.server))
         tier = DirectTier(view, lambda: client(options), (OBJ_LOADS, OBJ_STORES), 1)
         objects = open_objects(options, makes_directory=True)
-        return _subject(tier, lambda keys: objects.remove([name_of(key).hex() for key in keys]))
+        return subject_of(tier, lambda keys: objects.remove([name_of(key).hex() for key in keys]))
 
     return make
 
@@ -306,25 +314,25 @@ def _kvtier_valkey(case: Case, view: memoryview) -> DiskSubject:
     import valkey
 
     keys = json.loads(case.server)
-    tier = ValkeySecondaryTierManager(_spec(case, view), view, "valkey", **keys)
+    tier = ValkeySecondaryTierManager(spec_of(case, view), view, "valkey", **keys)
     remover = valkey.Valkey.from_url(keys["url"])
     space = namespace_of(tier.fingerprint)
-    return _subject(tier, lambda gone: remover.unlink(*(block_key(space, key) for key in gone)))
+    return subject_of(tier, lambda gone: remover.unlink(*(block_key(space, key) for key in gone)))
 
 
 def _kvtier_obj(case: Case, view: memoryview) -> DiskSubject:
     keys = json.loads(case.server)
-    tier = ObjSecondaryTierManager(_spec(case, view), view, "obj", **keys)
+    tier = ObjSecondaryTierManager(spec_of(case, view), view, "obj", **keys)
     objects = open_objects(ObjOptions.parse(keys), makes_directory=True)
     folder = f"{BLOCKS}/{namespace_of(tier.fingerprint)}"
-    return _subject(tier, lambda gone: objects.remove([object_name(folder, key) for key in gone]))
+    return subject_of(tier, lambda gone: objects.remove([object_name(folder, key) for key in gone]))
 
 
-def _spec(case: Case, view: memoryview) -> OffloadingSpec:
+def spec_of(case: Case, view: memoryview) -> OffloadingSpec:
     return sample_spec(case.block_bytes, len(view), "bench", engine_id=f"bench-{os.getpid()}")
 
 
-def _subject(tier: Any, remove: Callable[[list[OffloadKey]], object]) -> DiskSubject:
+def subject_of(tier: Any, remove: Callable[[list[OffloadKey]], object]) -> DiskSubject:
     fingerprint = getattr(tier, "fingerprint", bytes(16))
     tier.enable_kv_events = False
 

@@ -157,7 +157,7 @@ def test_the_worked_example_prints_what_the_page_shows(
     monkeypatch.chdir(REPO)
     examples = re.findall(r"```console\n\$ kvtier (.+)\n((?:.*\n)+?)```", PAGE.read_text())
     examples = [example for example in examples if example[0] != _NEEDS_AN_ENGINE]
-    assert len(examples) == 6
+    assert len(examples) == 7
     for command, shown in examples:
         assert main(shlex.split(command)) == 0
         assert _without_time(capsys.readouterr().out) == _without_time(shown), command

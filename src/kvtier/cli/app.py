@@ -13,6 +13,7 @@ from kvtier import __version__
 from kvtier.cli.doctor.app import BENCH_HELP, DOCTOR_HELP, bench, doctor
 from kvtier.cli.explain import HELP as EXPLAIN_HELP
 from kvtier.cli.explain import explain
+from kvtier.cli.mooncake import mooncake_app
 from kvtier.cli.plan.app import HELP as PLAN_HELP
 from kvtier.cli.plan.app import plan
 from kvtier.cli.replay.app import HELP as REPLAY_HELP
@@ -36,6 +37,7 @@ Begin:
   vllm-config   write the command that serves a model, checked on this machine
   doctor        find what is wrong here, and which tiers will pay
   bench         time one tier alone
+  mooncake      start a pool of memory for a trial, or lend memory to one
 Look at a running engine:
   top           its tiers, in this terminal
   page          the same in a browser, with charts of the last hour
@@ -87,6 +89,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(store_app)
+app.add_typer(mooncake_app)
 app.command("vllm-config", help=VLLM_CONFIG_HELP, cls=InGivenOrder)(vllm_config)
 app.command("doctor", help=DOCTOR_HELP)(doctor)
 app.command("bench", help=BENCH_HELP)(bench)

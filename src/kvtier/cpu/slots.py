@@ -247,7 +247,30 @@ class SlotTable:
         block.ref_cnt = FREE
         self._free.append(block)
 
+    def drop(self, blocks: Sequence[BlockStatus]) -> None:
+        """Drop readable blocks that nothing uses, and free their slots."""
+        self.pin(blocks)  # so that the policy no longer counts them as evictable
+        for block in blocks:
+            self.policy.remove(block.key)
+            self._release(block)
+        self.num_pinned -= len(blocks)
+        self.generation += 1
+
     # --- slots out of use -----------------------------------------------------------------------
+
+    def withdraw(self, block_ids: Set[int]) -> None:
+        """Take free slots out of use until `let_go`. Slots that are not free stay as they are."""
+        first = len(self.used)
+        never_used = [BlockStatus(n) for n in range(first, max(block_ids, default=-1) + 1)]
+        self.used += never_used
+        for block in never_used:
+            block.ref_cnt = FREE
+        free = [*reversed(never_used), *self._free]
+        self._free = [block for block in free if block.block_id not in block_ids]
+        self.held.update((block, 1) for block in free if block.block_id in block_ids)
+        for block in self.held:
+            block.ref_cnt = QUARANTINED
+        self.generation += 1
 
     def give_up(self, blocks: Sequence[BlockStatus]) -> None:
         """Drop blocks that a tier is writing, and hold their slots until `let_go`."""

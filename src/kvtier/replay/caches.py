@@ -1,10 +1,10 @@
-"""The real managers over tiers that keep keys and no bytes, by a clock that the replay sets; above
-them the engine's own cache."""
+"""The real managers of one engine over tiers that keep keys and no bytes, by a clock that the
+replay sets; above them the engine's own cache."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -40,9 +40,20 @@ from kvtier.tiering.metrics import tier_label, tier_series
 
 if TYPE_CHECKING:
     from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+    from kvtier.replay.pool import Pool
     from kvtier.replay.settings import ReplaySettings, TierSettings
 
-__all__ = ["Caches", "Clock", "DeviceCache", "KeyTier", "Lane"]
+__all__ = [
+    "ALONE",
+    "Caches",
+    "Clock",
+    "DeviceCache",
+    "KeyTier",
+    "Lane",
+    "Member",
+    "Move",
+    "result_of",
+]
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _NO_LIMIT_S = 1e9
@@ -130,9 +141,23 @@ class _TraceSpec(OffloadingSpec):
         raise NotImplementedError("a replay moves no bytes")
 
 
-class _Store(NamedTuple):
-    job: TransferJob
-    output: PrepareStoreOutput
+class Move:
+    """A job of a tier that is under way."""
+
+    __slots__ = ("_end", "ends_s", "result")
+
+    def __init__(self, ends_s: float, end: Callable[[], JobResult]) -> None:
+        """`end`: ends the job. It is called once."""
+        self.ends_s = ends_s
+        self._end = end
+        self.result: JobResult | None = None
+        """None until the job has ended."""
+
+    def finish(self) -> JobResult:
+        """End the job, unless it has ended already."""
+        if self.result is None:
+            self.result = self._end()
+        return self.result
 
 
 class KeyTier(SecondaryTierManager):
@@ -145,21 +170,25 @@ class KeyTier(SecondaryTierManager):
     medium: ClassVar[Medium | None] = Medium.STORAGE
 
     def __init__(
-        self, settings: TierSettings, num_blocks: int, block_bytes: int, clock: Clock | None
+        self,
+        settings: TierSettings,
+        table: CPUOffloadingManager,
+        block_bytes: int,
+        clock: Clock | None,
     ) -> None:
         """`clock`: None: every job ends at once."""
         nothing = np.zeros((1, 1), np.uint8).data
         super().__init__(_TraceSpec(), nothing, settings.name)
-        self.capacity_blocks = num_blocks
-        self.table = CPUOffloadingManager(num_blocks, settings.policy)
+        self.capacity_blocks = table.num_blocks
+        self.table = table
         self._get = self.table.slots.get
         self._block_bytes = block_bytes
         self._clock = clock
         if clock is not None:
             self._reading = Lane(settings.read_bytes_per_s, settings.latency_s, clock)
             self._writing = Lane(settings.write_bytes_per_s, settings.latency_s, clock)
-        self._loads: deque[tuple[float, JobResult, Callable[[], None]]] = deque()
-        self._stores: deque[tuple[float, JobResult, Callable[[], None]]] = deque()
+        self._loads: deque[Move] = deque()
+        self._stores: deque[Move] = deque()
         self.num_refused = 0
         """Blocks of stores for which there was no room."""
 
@@ -195,77 +224,89 @@ class KeyTier(SecondaryTierManager):
     # --- jobs -----------------------------------------------------------------------------------
 
     def submit_store(self, job: TransferJob) -> None:
+        output, kept = self._prepare_store(job)
+        new = output.keys_to_store
+        seconds: float | None = None
+
+        def end() -> JobResult:
+            self.table.complete_store(new, job.req_context)
+            return result_of(job, kept, seconds)
+
+        ends_s, seconds = self._times(job, len(new))
+        self._begin(self._stores, Move(ends_s, end))
+
+    def submit_load(self, job: TransferJob) -> None:
+        found = self._readable(job.keys)
+        self.table.prepare_load(found, job.req_context)
+        seconds: float | None = None
+
+        def end() -> JobResult:
+            self.table.complete_load(found, job.req_context)
+            return result_of(job, found, seconds)
+
+        ends_s, seconds = self._times(job, len(found))
+        self._begin(self._loads, Move(ends_s, end))
+
+    def _readable(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        blocks = zip(keys, map(self._get, keys), strict=True)
+        return [key for key, block in blocks if block is not None and block.ref_cnt >= 0]
+
+    def _prepare_store(self, job: TransferJob) -> tuple[PrepareStoreOutput, list[OffloadKey]]:
+        """Make room for the blocks of a store. Returns also those that are here, or will be. Raises
+        `JobNotBegun`."""
         output = self.table.prepare_store(job.keys, job.req_context)
         if output is None:
             self.num_refused += len(job.keys)
             raise JobNotBegun("too many blocks are being written")
-        new = output.keys_to_store
         kept = [key for key in job.keys if self._get(key) is not None]
         self.num_refused += len(job.keys) - len(kept)
+        return output, kept
 
-        def end() -> None:
-            self.table.complete_store(new, job.req_context)
-
-        self._begin(self._stores, job, kept, len(new), end)
-
-    def submit_load(self, job: TransferJob) -> None:
-        found = [key for key in job.keys if self.lookup(key, job.req_context) is _HIT]
-        self.table.prepare_load(found, job.req_context)
-
-        def end() -> None:
-            self.table.complete_load(found, job.req_context)
-
-        self._begin(self._loads, job, found, len(found), end)
-
-    def _begin(
-        self,
-        queue: deque[tuple[float, JobResult, Callable[[], None]]],
-        job: TransferJob,
-        done: list[OffloadKey],
-        num_moved: int,
-        end: Callable[[], None],
-    ) -> None:
-        ends_at, seconds = 0.0, None
-        if self._clock is not None:
-            lane = self._reading if job.is_promotion else self._writing
-            ends_at, seconds = lane.end_of(num_moved * self._block_bytes)
-        is_whole = len(done) == len(job.keys)
-        # Of a job that was begun, the eviction policy declined what it does not keep.
-        num_declined = len(job.keys) - len(done)
-        result = JobResult(
-            job.job_id, is_whole, None if is_whole else done, seconds, num_declined=num_declined
-        )
+    def _times(self, job: TransferJob, num_moved: int) -> tuple[float, float | None]:
+        """When a job ends that begins now, and how long it takes."""
         if self._clock is None:
-            end()
-            end = _nothing
-        queue.append((ends_at, result, end))
+            return 0.0, None
+        lane = self._reading if job.is_promotion else self._writing
+        return lane.end_of(num_moved * self._block_bytes)
+
+    def _begin(self, queue: deque[Move], move: Move) -> None:
+        queue.append(move)
+        if self._clock is None:
+            move.finish()
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         now = _NO_LIMIT_S if self._clock is None else self._clock.now
         results = []
         for queue in (self._loads, self._stores):
-            while queue and queue[0][0] <= now:
-                _, result, end = queue.popleft()
-                end()
-                results.append(result)
+            while queue and queue[0].ends_s <= now:
+                results.append(queue.popleft().finish())
         return results
 
     def drain_jobs(self) -> None:
         for queue in (self._loads, self._stores):
-            for _, _, end in queue:
-                end()
+            for move in queue:
+                move.finish()
+
+    def die(self) -> None:
+        """The engine has died, and this tier with it."""
 
     @property
     def next_end_s(self) -> float | None:
         """When the next job ends; None if there is none."""
         return min(
-            (queue[0][0] for queue in (self._loads, self._stores) if queue),
+            (queue[0].ends_s for queue in (self._loads, self._stores) if queue),
             default=None,
         )
 
 
-def _nothing() -> None:
-    pass
+def result_of(job: TransferJob, done: list[OffloadKey], seconds: float | None) -> JobResult:
+    """`done`: the keys whose blocks were moved or are there."""
+    is_whole = len(done) == len(job.keys)
+    # Of a job that was begun, the eviction policy declined what it does not keep.
+    num_declined = len(job.keys) - len(done)
+    return JobResult(
+        job.job_id, is_whole, None if is_whole else done, seconds, num_declined=num_declined
+    )
 
 
 class DeviceCache:
@@ -329,10 +370,27 @@ class DeviceCache:
         return True
 
 
+class Member(NamedTuple):
+    """The place of an engine in a fleet."""
+
+    number: int
+    """From 0."""
+    pools: Mapping[str, Pool]
+    """The tiers that the engines share, by name."""
+    has_events: bool
+    """True if host memory records what it stores and evicts, for a router."""
+
+
+ALONE = Member(0, {}, False)
+"""The only engine."""
+
+
 class Caches:
     """The engine's own cache, host memory and the tiers below it."""
 
-    def __init__(self, settings: ReplaySettings, block_tokens: int, clock: Clock) -> None:
+    def __init__(
+        self, settings: ReplaySettings, block_tokens: int, clock: Clock, member: Member = ALONE
+    ) -> None:
         """`clock`: the replay sets it. If the settings are not timed, tiers take no time, but the
         orchestrator limits what it offers to tiers by time all the same."""
         block_bytes = settings.block_bytes(block_tokens)
@@ -347,15 +405,28 @@ class Caches:
         self.manager: OffloadingManager
         self.tiering: TieringOffloadingManager | None = None
         if not settings.tiers:
-            self.host = self.manager = CPUOffloadingManager(num_blocks, host.policy)
+            self.host = self.manager = CPUOffloadingManager(
+                num_blocks, host.policy, enable_events=member.has_events
+            )
             return
         slots = _UntouchedSlots(num_blocks, block_bytes if is_timed else _UNTIMED_BLOCK_BYTES)
         primary = CPUPrimaryTierOffloadingManager(
-            num_blocks, cast("SharedOffloadRegion", slots), host.policy
+            num_blocks,
+            cast("SharedOffloadRegion", slots),
+            host.policy,
+            enable_events=member.has_events,
         )
         self.host = primary
+        tier_clock = clock if is_timed else None
         self.tiers = [
-            KeyTier(tier, tier.num_bytes // block_bytes, block_bytes, clock if is_timed else None)
+            KeyTier(
+                tier,
+                CPUOffloadingManager(tier.num_bytes // block_bytes, tier.policy),
+                block_bytes,
+                tier_clock,
+            )
+            if tier.sharing is None
+            else member.pools[tier.name].join(member.number, tier_clock)
             for tier in settings.tiers
         ]
         # Without times, a tier has ended its stores before their slots are wanted again.
@@ -403,10 +474,17 @@ class Caches:
         gpu = None if self.device is None else GpuFigures(self.device.num_blocks)
         return Figures(block_tokens, settings.block_bytes(block_tokens), places, gpu)
 
+    def die(self, figures: Figures) -> None:
+        """The engine has died. Ends its jobs in shared tiers, and counts what it has done."""
+        for tier in self.tiers:
+            tier.die()
+        self.count_into(figures)
+
     def count_into(self, figures: Figures) -> None:
         """Add what the managers have counted since the last call."""
         if figures.gpu is not None and self.device is not None:
-            figures.gpu.evicted_blocks = self.device.num_evicted
+            figures.gpu.evicted_blocks += self.device.num_evicted
+            self.device.num_evicted = 0
         stats = self.manager.get_stats()
         host = figures.places[0]
         counted = stats.counters if stats is not None else {}

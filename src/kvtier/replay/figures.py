@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-__all__ = ["Figures", "GpuFigures", "PlaceFigures", "Timing"]
+if TYPE_CHECKING:
+    from kvtier.replay.settings import FleetSettings
+
+__all__ = [
+    "EngineFigures",
+    "Figures",
+    "FleetFigures",
+    "GpuFigures",
+    "PlaceFigures",
+    "PoolFigures",
+    "Timing",
+]
 
 
 @dataclass(slots=True)
@@ -39,6 +50,11 @@ class PlaceFigures:
     declined_blocks: int = 0
     """Blocks found here that were computed, because that was expected to be faster."""
 
+    def add(self, other: PlaceFigures) -> None:
+        """Add the counts of the same place of another engine."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def document(self, num_references: int, block_bytes: int) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -64,6 +80,9 @@ class PlaceFigures:
     def written_per_read(self) -> float | None:
         """Bytes written per byte read back; None if nothing was read back."""
         return round(self.written_blocks / self.read_blocks, 4) if self.read_blocks else None
+
+
+_COUNTS = [field.name for field in fields(PlaceFigures) if field.default == 0]
 
 
 @dataclass(slots=True)
@@ -115,6 +134,118 @@ class Timing:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """One engine of a fleet."""
+
+    num_requests: int
+    hit_percent: float
+    busy_s: float | None
+    received_bytes: int
+    sent_bytes: int
+    """Over its link to shared tiers, by direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """A tier that the engines of a fleet share. Blocks, with all their copies where not said."""
+
+    name: str
+    sharing: str
+    replicas: int
+    room_blocks: int
+    read_blocks: int
+    foreign_blocks: int
+    """Of the blocks read, those that another engine had stored."""
+    local_blocks: int
+    """Of the blocks read, those that were in memory which the reader itself lends."""
+    lost_blocks: int
+    """Blocks whose last copy was lost when an engine died."""
+
+    def document(self, block_bytes: int) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "sharing": self.sharing,
+            "replicas": self.replicas,
+            "room_bytes": self.room_blocks * block_bytes,
+            "read_bytes": self.read_blocks * block_bytes,
+            "foreign_bytes": self.foreign_blocks * block_bytes,
+            "local_bytes": self.local_blocks * block_bytes,
+            "lost_blocks": self.lost_blocks,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFigures:
+    """What `Figures` do not say of several engines."""
+
+    settings: FleetSettings
+    common_references_percent: float
+    """The share of the blocks of prompts that are the same in all copies of the trace."""
+    num_rerouted: int
+    """Requests that were under way on an engine that died, and began anew on another."""
+    seconds: float | None
+    """Virtual seconds from the first arrival to the last token; None without time."""
+    engines: list[EngineFigures]
+    pools: list[PoolFigures]
+    kept_blocks: int
+    """At the end, in all host memories and tiers, with all copies."""
+    distinct_blocks: int
+    """How many different ones these are."""
+    host_blocks: int
+    distinct_host_blocks: int
+    """The same for host memories alone."""
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that engines have received or sent over their links. What goes from one to another
+        counts twice, once on each link."""
+        return sum(engine.received_bytes + engine.sent_bytes for engine in self.engines)
+
+    @property
+    def busiest_link_bytes(self) -> int:
+        """The most bytes over one link in one direction."""
+        return max(max(engine.received_bytes, engine.sent_bytes) for engine in self.engines)
+
+    def per_second(self, num_bytes: float) -> float | None:
+        return num_bytes / self.seconds if self.seconds else None
+
+    def document(self, block_bytes: int) -> dict[str, Any]:
+        settings, count = self.settings, len(self.engines)
+        rates = {
+            "link_bytes_per_s": self.per_second(self.link_bytes),
+            "link_bytes_per_s_per_engine": self.per_second(self.link_bytes / count),
+            "busiest_link_bytes_per_s": self.per_second(self.busiest_link_bytes),
+        }
+        return {
+            "engines": count,
+            "router": str(settings.router),
+            "copies": settings.copies,
+            "common_percent": settings.common_percent,
+            "common_references_percent": round(self.common_references_percent, 4),
+            "failures": len(settings.failures),
+            "rerouted_requests": self.num_rerouted,
+            "link_bytes": self.link_bytes,
+            **{name: None if rate is None else round(rate, 1) for name, rate in rates.items()},
+            "kept_bytes": self.kept_blocks * block_bytes,
+            "duplicate_bytes": (self.kept_blocks - self.distinct_blocks) * block_bytes,
+            "duplicate_host_bytes": (self.host_blocks - self.distinct_host_blocks) * block_bytes,
+            "pools": [pool.document(block_bytes) for pool in self.pools],
+            "by_engine": [
+                {
+                    "requests": engine.num_requests,
+                    "hit_percent": engine.hit_percent,
+                    "busy_percent": None
+                    if engine.busy_s is None
+                    else _percent(engine.busy_s, self.seconds or 0.0),
+                    "received_bytes": engine.received_bytes,
+                    "sent_bytes": engine.sent_bytes,
+                }
+                for engine in self.engines
+            ],
+        }
+
+
 @dataclass(slots=True)
 class Figures:
     """All figures of one replay."""
@@ -132,6 +263,8 @@ class Figures:
     trace_s: float = 0.0
     """From the first arrival to the last, in seconds of the replay."""
     timing: Timing | None = None
+    fleet: FleetFigures | None = None
+    """None: there was one engine only. Otherwise, all other figures are those of all engines."""
     is_complete: bool = True
     """False if the user has ended the replay early."""
 
@@ -183,6 +316,7 @@ class Figures:
                 place.document(self.num_references, self.block_bytes) for place in self.places
             ],
             "timing": None if self.timing is None else self.timing.document(),
+            "fleet": None if self.fleet is None else self.fleet.document(self.block_bytes),
         }
 
     def _gpu_document(self) -> dict[str, Any] | None:

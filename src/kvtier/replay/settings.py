@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from kvtier.config import ConfigError
 from kvtier.config.options import WritePolicyName
 from kvtier.config.sizes import as_size
 from kvtier.cpu.policies.factory import CachePolicyFactory
 
-__all__ = ["MOST_BLOCKS", "EngineSettings", "ReplaySettings", "SettingError", "TierSettings"]
+__all__ = [
+    "MOST_BLOCKS",
+    "EngineSettings",
+    "Failure",
+    "FleetSettings",
+    "ReplaySettings",
+    "RouterName",
+    "SettingError",
+    "Sharing",
+    "TierSettings",
+]
 
 MOST_BLOCKS = 1 << 28
 """The largest number of blocks of a tier. The managers need about 220 bytes for each block used."""
@@ -22,6 +33,26 @@ class SettingError(ValueError):
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
         self.option = option
+
+
+class Sharing(StrEnum):
+    """Where the blocks of a tier are that all engines of a fleet share."""
+
+    LENT = "lent"
+    """In a pool: each engine lends a part of its machine's memory, and loses it when it dies."""
+    SERVER = "server"
+    """On a server of its own, which outlives the engines."""
+
+
+class RouterName(StrEnum):
+    """Who gets a request."""
+
+    ROUND_ROBIN = "round-robin"
+    """The engines in turn."""
+    STICKY = "sticky"
+    """The engine that has had the conversation; for a new one, the engines in turn."""
+    PREFIX = "prefix"
+    """The engine whose host memory has most of the prompt, unless another is done sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +71,12 @@ class TierSettings:
     """Which blocks a tier gets, and when. Has no meaning for host memory."""
     write_budget: int | None = None
     """Bytes that may be written to a tier in a day, on average. None: no limit."""
+    sharing: Sharing | None = None
+    """How the engines of a fleet share the tier. None: each has one of its own."""
+    replicas: int = 1
+    """Copies of each block in a pool, in the memory of as many engines."""
+    link_bytes_per_s: float = 0.0
+    """For a shared tier: what the link of one engine carries, in each direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +138,48 @@ class EngineSettings:
         return replace(self, prefill_tokens_per_s=1 / per_token, attention_s=attention_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An engine dies, with its GPU, its host memory and its tiers."""
+
+    engine: int
+    """Its number, from 0."""
+    percent: float
+    """When: after this share of the time from the first arrival to the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """Several engines that serve one load. Each has the sizes and speeds of `ReplaySettings`."""
+
+    num_engines: int
+    router: RouterName = RouterName.STICKY
+    copies: int = 1
+    """The load is this many copies of the trace at the same time."""
+    common_percent: float = 0.0
+    """The share of the trace's conversations that are the same in all copies."""
+    failures: tuple[Failure, ...] = ()
+    restart_s: float = 60.0
+    """From an engine's death to the moment when it serves again."""
+
+    def check(self) -> None:
+        """Raise `SettingError` if there can be no such fleet."""
+        count = self.num_engines
+        for failure in self.failures:
+            if failure.engine >= count:
+                raise SettingError(
+                    "--fail",
+                    f"there is no engine {failure.engine}: the {count} engines of --engines have "
+                    f"the numbers 0 to {count - 1}",
+                )
+        if len({failure.engine for failure in self.failures}) >= count:
+            raise SettingError(
+                "--fail",
+                f"all {count} engines would fail, and nobody would be left to serve: give fewer "
+                "--fail, or more --engines",
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
     """Everything but the trace."""
@@ -117,6 +196,8 @@ class ReplaySettings:
     """False: requests are served one after the other, and nothing takes time."""
     speed_up: float = 1.0
     """Requests arrive this many times faster than in the trace."""
+    fleet: FleetSettings | None = None
+    """None: one engine."""
 
     def block_bytes(self, block_tokens: int) -> int:
         return self.kv_bytes_per_token * block_tokens
@@ -127,6 +208,7 @@ class ReplaySettings:
             self._check_size("--gpu", "the GPU", self.gpu_bytes, block_tokens)
         for option, tier in [("--host", self.host), *(("--tier", tier) for tier in self.tiers)]:
             self._check_size(option, tier.name, tier.num_bytes, block_tokens)
+            self._check_size(option, tier.name, self.pool_bytes(tier), block_tokens)
             policy_option = "--policy" if tier is self.host else option
             try:
                 CachePolicyFactory.get_cache_policy_cls(tier.policy)
@@ -139,6 +221,32 @@ class ReplaySettings:
                     "counted without time (--no-timing; kvtier plan without --target-ttft): leave "
                     "write_budget out",
                 )
+            self._check_sharing(tier)
+        if self.fleet is not None:
+            self.fleet.check()
+
+    def _check_sharing(self, tier: TierSettings) -> None:
+        if tier.sharing is None:
+            return
+        if self.fleet is None:
+            raise SettingError(
+                "--tier",
+                f"{tier.name} is shared, but there is only one engine: give kvtier replay "
+                "--engines N, or leave shared out",
+            )
+        if tier.replicas > self.fleet.num_engines:
+            raise SettingError(
+                "--tier",
+                f"{tier.name} has {tier.replicas} replicas, each in the memory of another engine, "
+                f"but there are {self.fleet.num_engines}: give at most that many replicas, or more "
+                "--engines",
+            )
+
+    def pool_bytes(self, tier: TierSettings) -> int:
+        """The size of a tier: of a pool, what all engines lend together."""
+        if tier.sharing is not Sharing.LENT or self.fleet is None:
+            return tier.num_bytes
+        return tier.num_bytes * self.fleet.num_engines
 
     def _check_size(self, option: str, name: str, num_bytes: int, block_tokens: int) -> None:
         block_bytes = self.block_bytes(block_tokens)

@@ -370,3 +370,6 @@ SecondaryTierFactory.register_secondary_tier(
 SecondaryTierFactory.register_secondary_tier(
     "valkey", "kvtier.tiering.valkey.manager", "ValkeySecondaryTierManager"
 )
+SecondaryTierFactory.register_secondary_tier(
+    "mooncake", "kvtier.tiering.mooncake.manager", "MooncakeSecondaryTierManager"
+)

@@ -66,7 +66,7 @@ Progress = Callable[[int, int], None]
 
 WHAT_TO_GIVE = (
     "give the path of a slab file, the `path` of a disk tier, the `root_dir` of an fs tier, or the "
-    "`url` of a valkey or obj tier"
+    "`url` of a valkey or obj tier, or mooncake:// and the `master` of a mooncake tier"
 )
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))

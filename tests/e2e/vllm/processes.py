@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from tests.e2e.vllm.served_calls import call_line
+from tests.tiering.networks import environment_of_tests
 
 REPO = Path(__file__).resolve().parents[3]
 PATIENCE_S = 180.0
@@ -196,7 +197,7 @@ class ZygoteProcess:
         self.python = python
         self.folder = folder
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = os.environ | {"PYTHONPATH": f"{REPO / 'src'}:{REPO}"}
+        environment = environment_of_tests()
         # A scenario that needs a seed sets it.
         environment.pop("PYTHONHASHSEED", None)
         self._log = folder / "zygote.log"

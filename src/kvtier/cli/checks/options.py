@@ -25,7 +25,11 @@ from kvtier.cli.checks.host import (
     check_seal_keys,
     check_tenant_keys,
 )
-from kvtier.cli.checks.servers import check_obj_tier, check_valkey_tier
+from kvtier.cli.checks.servers import (
+    check_mooncake_tier,
+    check_obj_tier,
+    check_valkey_tier,
+)
 from kvtier.cli.checks.tiers import DiskChecks, check_fs_tier
 from kvtier.cli.checks.vllm import (
     check_hash_seed,
@@ -41,6 +45,7 @@ from kvtier.tiering.disk.ownership import SlabRefused
 from kvtier.tiering.disk.slab import geometry_for
 from kvtier.tiering.factory import PlannedTier, SecondaryTierFactory
 from kvtier.tiering.fs.options import FsOptions
+from kvtier.tiering.mooncake.options import MooncakeOptions
 from kvtier.tiering.obj.options import ObjOptions
 from kvtier.tiering.valkey.options import ValkeyOptions
 
@@ -85,7 +90,7 @@ class CheckedTier:
     planned: PlannedTier
     is_lasting: bool
     """True if its blocks outlive the process."""
-    options: DiskOptions | FsOptions | ValkeyOptions | ObjOptions | None = None
+    options: DiskOptions | FsOptions | ValkeyOptions | ObjOptions | MooncakeOptions | None = None
     """None for a tier of another package, or if the tier cannot work on this machine."""
     refusal: Problem | None = None
     """Why it cannot work on this machine, such as a missing directory."""
@@ -132,7 +137,7 @@ def _checked_tier(planned: PlannedTier, options: OffloadingOptions) -> CheckedTi
     config = planned.config
     is_lasting = planned.tier_cls.medium is Medium.STORAGE or config.locality is Locality.REMOTE
     own = planned.parse_options()
-    if isinstance(own, ValkeyOptions | ObjOptions):
+    if isinstance(own, ValkeyOptions | ObjOptions | MooncakeOptions):
         _require_fitting(own, config)
         return CheckedTier(planned, is_lasting, own)
     if not isinstance(own, DiskOptions | FsOptions):
@@ -178,7 +183,7 @@ def _require_values(
         ) from None
 
 
-def _require_fitting(own: ValkeyOptions | ObjOptions, config: TierConfig) -> None:
+def _require_fitting(own: ValkeyOptions | ObjOptions | MooncakeOptions, config: TierConfig) -> None:
     try:
         if isinstance(own, ObjOptions):
             own.require_fitting(_LEAST_BLOCK)
@@ -252,6 +257,8 @@ def _of_tier(tier: CheckedTier, disks: DiskChecks) -> Iterator[Finding]:
         yield from check_valkey_tier(at, tier.options)
     elif isinstance(tier.options, ObjOptions):
         yield from check_obj_tier(at, tier.options)
+    elif isinstance(tier.options, MooncakeOptions):
+        yield from check_mooncake_tier(at, tier.options)
     else:
         found = f"the tier {tier.config.type} checks the values of its keys when it starts"
         yield Finding(at, Status.OK, found)
@@ -271,6 +278,9 @@ def _shared_paths(tiers: list[CheckedTier]) -> Iterator[Finding]:
         elif isinstance(options, ObjOptions):
             what, shown = "URL", options.shown_url
             place = f"{shown.rstrip('/')} {options.endpoint}"
+        elif isinstance(options, MooncakeOptions):
+            what, shown = "pool", options.where
+            place = shown
         else:
             continue
         first = taken.setdefault(place, tier.config.at)

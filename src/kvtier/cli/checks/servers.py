@@ -1,4 +1,4 @@
-"""Checks of valkey and obj tiers: whether the server answers, and lets this user in.
+"""Checks of valkey, obj and mooncake tiers: whether the server answers, and lets this user in.
 
 Nothing is written to the server."""
 
@@ -8,6 +8,16 @@ from collections.abc import Iterator
 
 from kvtier.cli.checks.finding import Finding, Status
 from kvtier.config import ConfigError
+from kvtier.config.sizes import as_size
+from kvtier.tiering.base import TierRefused
+from kvtier.tiering.mooncake.admin import MasterAdmin
+from kvtier.tiering.mooncake.options import MooncakeOptions
+from kvtier.tiering.mooncake.pool import (
+    load_library,
+    require_master,
+    require_memory,
+    require_private_network,
+)
 from kvtier.tiering.obj import manager as obj_tier
 from kvtier.tiering.obj.objects import BLOCKS, Objects, open_objects
 from kvtier.tiering.obj.options import ObjOptions
@@ -16,7 +26,7 @@ from kvtier.tiering.valkey import manager as valkey_tier
 from kvtier.tiering.valkey.options import ValkeyOptions
 from kvtier.tiering.valkey.servers import connect_to
 
-__all__ = ["check_obj_tier", "check_valkey_tier"]
+__all__ = ["check_mooncake_tier", "check_obj_tier", "check_valkey_tier"]
 
 
 def check_valkey_tier(at: str, options: ValkeyOptions) -> Iterator[Finding]:
@@ -82,6 +92,53 @@ def check_obj_tier(at: str, options: ObjOptions) -> Iterator[Finding]:
     finally:
         objects.close()
     yield from _without_size(at, options)
+
+
+def check_mooncake_tier(at: str, options: MooncakeOptions) -> Iterator[Finding]:
+    """Check one tier. `at`: the position of its entry, such as `secondary_tiers[0]`."""
+    name, where = f"{at}.master", options.where
+    try:
+        load_library()
+        require_private_network(options)
+        require_memory(options.segment_bytes)
+    except TierRefused as refused:
+        found, _, remedy = str(refused).rpartition(". ")
+        yield Finding(at, Status.PROBLEM, found, remedy)
+        return
+    try:
+        require_master(options)
+    except ServerFailure as failure:
+        found = f"{where}: {failure}; an engine would start without this tier, and try again"
+        remedy = "Check the address, and that this machine reaches it"
+        yield Finding(name, Status.WARNING, found, remedy)
+        return
+    yield from _room_of_pool(name, options)
+
+
+def _room_of_pool(name: str, options: MooncakeOptions) -> Iterator[Finding]:
+    admin = MasterAdmin.of(options)
+    try:
+        use = None if admin is None else admin.use()
+    except ServerFailure:
+        use = None
+    if use is None:
+        found = f"{options.where} answers; how large the pool is could not be asked"
+        yield Finding(name, Status.OK, found)
+        return
+    lent = use.capacity_bytes + options.segment_bytes
+    if not lent:
+        yield Finding(
+            name,
+            Status.PROBLEM,
+            f"{options.where} answers, but no host lends memory, so no block can be stored",
+            "Let this engine lend some (segment_bytes), or start another host",
+        )
+        return
+    found = (
+        f"{options.where} answers: {use.num_segments} lend {as_size(use.capacity_bytes)}, of which "
+        f"{as_size(use.used_bytes)} are used; this engine adds {as_size(options.segment_bytes)}"
+    )
+    yield Finding(name, Status.OK, found)
 
 
 def _without_size(at: str, options: ObjOptions) -> Iterator[Finding]:

@@ -156,7 +156,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[TIER]...",
-            help="Types of tiers (disk, fs, valkey, obj, ...), or their numbers in --config.",
+            help="Types of tiers (disk, fs, valkey, ...), or their numbers in --config.",
             show_default=False,
         ),
     ] = None,
@@ -177,7 +177,9 @@ def bench(
     url: Annotated[
         str | None,
         typer.Option(
-            "--url", metavar="URL", help="Without --config: the server of a valkey or obj tier."
+            "--url",
+            metavar="URL",
+            help="Without --config: the server of a valkey or obj tier, or the master of a pool.",
         ),
     ] = None,
     block: Annotated[

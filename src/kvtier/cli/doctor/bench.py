@@ -34,13 +34,22 @@ _LIMIT_BYTES = 512 << 20
 _LIMIT_S = 6.0
 _PATIENCE_S = 120.0
 _MOST_BYTES = 16 << 30
-_PLACE_KEYS = {"disk": "path", "fs": "root_dir", "valkey": "url", "obj": "url"}
+_PLACE_KEYS = {
+    "disk": "path",
+    "fs": "root_dir",
+    "valkey": "url",
+    "obj": "url",
+    "mooncake": "master",
+}
 _THREAD_KEYS = {
     "disk": ("io_threads",),
     "fs": ("n_read_threads", "n_write_threads"),
     "valkey": ("connections",),
     "obj": ("concurrency",),
+    "mooncake": ("connections",),
 }
+_ON_SERVERS = ("url", "master")
+"""Keys that --url gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +203,13 @@ def _entry_of(wishes: BenchWishes, size: int) -> dict[str, Any]:
         raise SettingError(
             "TIER", f'"{kind}" needs --config; without it, give one of {", ".join(_PLACE_KEYS)}'
         )
-    option, place = ("--url", wishes.url) if key == "url" else ("--path", wishes.path)
+    option, place = ("--url", wishes.url) if key in _ON_SERVERS else ("--path", wishes.path)
     if place is None:
         raise SettingError(option, f"the tier {kind} needs it")
-    other, unused = ("--path", wishes.path) if key == "url" else ("--url", wishes.url)
+    other, unused = ("--path", wishes.path) if key in _ON_SERVERS else ("--url", wishes.url)
     if unused is not None:
         raise SettingError(other, f"the tier {kind} has none: give {option} alone")
-    if key == "url":
+    if key in _ON_SERVERS:
         return {"type": kind, key: place}
     path = Path(place).absolute()
     if kind == "disk":

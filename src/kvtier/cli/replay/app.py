@@ -13,7 +13,9 @@ TIER_HELP = (
     "A tier below host memory; may be given several times, in the order in which they are asked. "
     "Keys: read_speed and write_speed (bytes per second: 6GB, 4GB), latency of each job (0.1ms), "
     "policy of eviction (lru), write (which blocks it gets: through, second_use, on_evict or "
-    "adaptive), write_budget (bytes per day: no limit)."
+    "adaptive), write_budget (bytes per day: no limit). With --engines, also shared: lent (each "
+    "engine lends SIZE of its memory to all) or server (SIZE in all); replicas of each block in "
+    "lent memory (1); link_speed of each engine, each way (25GB)."
 )
 
 HELP = """
@@ -32,6 +34,16 @@ cost model in virtual time, the time to first token and the throughput.
     kvtier replay trace.jsonl --gpu 80GiB --prefill-times 8192:212ms,32768:1.22s
     kvtier replay trace.jsonl --host 64GiB --speed-up 2 --limit 5000 --json | jq .timing.ttft_s
     kvtier replay --calibrate /mnt/nvme
+
+A fleet: 8 engines serve 8 copies of the trace and lend each other 64 GiB each; then engine 3 dies
+when 40 % of the time have passed. docs/fleet.md says when sharing pays.
+
+\b
+    kvtier replay trace.jsonl --engines 8 --copies 8 --tier pool:64GiB,shared=lent
+    kvtier replay trace.jsonl --engines 8 --copies 8 --tier pool:64GiB,shared=lent,replicas=2 \\
+        --fail 3@40%
+    kvtier replay trace.jsonl --engines 8 --copies 8 --common 5 --router prefix \\
+        --tier nas:20TiB,shared=server,read_speed=12GB,write_speed=12GB,link_speed=3GB
 
 TRACE is a JSONL file in Mooncake's form (one request in each line: timestamp in ms, input_length,
 output_length, hash_ids with one id for each block of 512 tokens), or an npz archive; .xz is fine.
@@ -127,6 +139,58 @@ def replay(
     limit: Annotated[
         int | None, typer.Option(metavar="N", help="Replay only the first N requests.")
     ] = None,
+    engines: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Engines that serve the load together. --host, --gpu and tiers that are not "
+            "shared are for each of them.",
+            show_default=False,
+        ),
+    ] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Who gets a request: round-robin (the engines in turn), sticky (the engine that "
+            "has had the conversation) or prefix (the engine whose host memory has most of the "
+            "prompt, unless another is done sooner). Default: sticky.",
+        ),
+    ] = None,
+    copies: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="The load of the fleet: N copies of the trace at the same time. Default: 1.",
+            show_default=False,
+        ),
+    ] = None,
+    common: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Conversations that are the same in all copies, with what others share with them. "
+            "Default: 0: the copies have no block in common.",
+            show_default=False,
+        ),
+    ] = None,
+    fail: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ENGINE@PERCENT",
+            help="An engine dies when this share of the time has passed, with its GPU, its host "
+            "memory, its own tiers and the memory that it lends. Others take over its requests. "
+            "May be given several times; engines have numbers from 0.",
+        ),
+    ] = None,
+    restart_after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="From an engine's death to the moment when it serves again, with empty caches. "
+            "Default: 60s.",
+        ),
+    ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
@@ -141,6 +205,7 @@ def replay(
 ) -> None:
     def work() -> int:
         from kvtier.cli.replay.command import Wishes, run_replay
+        from kvtier.cli.replay.options import FleetWishes
 
         wishes = Wishes(
             trace=trace,
@@ -160,6 +225,7 @@ def replay(
             speed_up=speed_up,
             limit=limit,
             calibrate=calibrate,
+            fleet=FleetWishes(engines, router, copies, common, fail or [], restart_after),
         )
         return run_replay(wishes, as_json=json)
 

@@ -19,14 +19,30 @@ from rich.table import Table
 
 from kvtier.cli.checks.tiers import mount_of
 from kvtier.cli.output import finish, note, write
-from kvtier.cli.replay.options import engine_of, require, seconds_of, size_of, tiers_of
+from kvtier.cli.replay.options import (
+    FleetWishes,
+    engine_of,
+    fleet_of,
+    require,
+    seconds_of,
+    size_of,
+    tiers_of,
+)
 from kvtier.cli.store.terminal import shown_share, warnings_as_notes
 from kvtier.config.errors import printable
 from kvtier.config.sizes import as_size
 from kvtier.replay.calibration import Calibration, calibrate
+from kvtier.replay.copies import FleetLoad
 from kvtier.replay.engine import Counting, TimedEngine
-from kvtier.replay.figures import Figures, Timing
-from kvtier.replay.settings import EngineSettings, ReplaySettings, SettingError, TierSettings
+from kvtier.replay.figures import Figures, FleetFigures, PlaceFigures, Timing
+from kvtier.replay.fleet import Fleet
+from kvtier.replay.settings import (
+    EngineSettings,
+    ReplaySettings,
+    SettingError,
+    Sharing,
+    TierSettings,
+)
 from kvtier.replay.trace import Trace, TraceError, open_trace
 
 __all__ = ["Wishes", "as_duration", "explain_os_error", "run_replay"]
@@ -35,6 +51,8 @@ _INTERRUPTED = 128 + signal.SIGINT
 _HOST_SPEED = "50GB"
 _SHOWN_EVERY_S = 0.1
 _OVERLOADED_PERCENT = 90.0
+_MOST_WARNINGS = 10
+"""Of a fleet, whose engines often say the same."""
 _WIDTH = 100
 _LEFT_COLUMNS = ("tier", "policy", "write")
 _COLUMNS = ("tier", "size", "policy", "write", "hits", "written", "read back", "written/read")
@@ -61,6 +79,7 @@ class Wishes:
     speed_up: float
     limit: int | None
     calibrate: str | None
+    fleet: FleetWishes
 
 
 def run_replay(wishes: Wishes, *, as_json: bool) -> int:
@@ -109,15 +128,31 @@ def explain_os_error(path: str, error: OSError, what: str) -> str:
 
 
 def _replay(trace: Trace, settings: ReplaySettings, limit: int | None) -> Figures:
-    kind = TimedEngine if settings.is_timed else Counting
-    run = kind(settings, trace.block_tokens)
+    requests = islice(trace.requests(), limit)
+    fleet = settings.fleet
+    run: Fleet | TimedEngine | Counting
+    if fleet is not None:
+        load = FleetLoad(requests, fleet.copies, fleet.common_percent)
+        run = Fleet(settings, trace.block_tokens)
+        return _run(run, run.serve(load), load.progress, _MOST_WARNINGS)
+    run = (TimedEngine if settings.is_timed else Counting)(settings, trace.block_tokens)
+    return _run(run, run.serve(requests), trace.progress)
+
+
+def _run(
+    run: Fleet | TimedEngine | Counting,
+    serving: Iterator[None],
+    progress: Callable[[], tuple[int, int]],
+    most_warnings: int | None = None,
+) -> Figures:
+    """Serve until the end or until Ctrl-C, and show how far it is."""
     is_complete = True
-    with warnings_as_notes("kvtier replay"), shown_share() as show:
+    with warnings_as_notes("kvtier replay", most_warnings), shown_share() as show:
         try:
             show_at = 0.0
-            for _ in run.serve(islice(trace.requests(), limit)):
+            for _ in serving:
                 if time.monotonic() >= show_at:
-                    show(*trace.progress())
+                    show(*progress())
                     show_at = time.monotonic() + _SHOWN_EVERY_S
         except KeyboardInterrupt:
             is_complete = False
@@ -166,6 +201,7 @@ def settings_of(wishes: Wishes, measured: Calibration | None) -> ReplaySettings:
         ),
         is_timed=wishes.is_timed,
         speed_up=wishes.speed_up,
+        fleet=fleet_of(wishes.fleet),
     )
 
 
@@ -242,35 +278,40 @@ def _lines(
     saved, prompt = figures.saved_tokens, figures.prompt_tokens
     yield f"tokens saved   {saved:,} of {prompt:,} ({_percent(saved, prompt)})"
     if figures.timing is not None:
-        yield from _timing_lines(figures.timing)
+        yield from _timing_lines(figures.timing, "engine" if figures.fleet is None else "engines")
+    if figures.fleet is not None:
+        yield from _fleet_lines(figures.fleet, figures.block_bytes)
     for place in figures.places:
-        if place.declined_blocks:
-            yield (
-                f"{place.name}: {place.declined_blocks:,} blocks found there were computed, which "
-                "was expected to be faster"
-            )
-        if place.refused_blocks:
-            yield (
-                f"{place.name}: {place.refused_blocks:,} blocks were not written: no room, or too "
-                "slow for what arrived"
-            )
-        if place.left_out_blocks:
-            yield (
-                f"{place.name}: {place.left_out_blocks:,} blocks were left out by its write policy"
-            )
-        if place.unwritten_blocks:
-            yield (
-                f"{place.name}: {place.unwritten_blocks:,} blocks left host memory before they "
-                "could be written"
-            )
-        if place.over_budget_blocks:
-            yield (
-                f"{place.name}: {place.over_budget_blocks:,} blocks were not written, to keep its "
-                "write_budget"
-            )
+        yield from _remarks(place)
     if seconds > 0:
         rate = figures.num_references / seconds
         yield f"replayed in    {seconds:.1f} s, {rate:,.0f} block references per s"
+
+
+def _remarks(place: PlaceFigures) -> Iterator[str]:
+    """What was not loaded from a place, or not written there."""
+    if place.declined_blocks:
+        yield (
+            f"{place.name}: {place.declined_blocks:,} blocks found there were computed, which "
+            "was expected to be faster"
+        )
+    if place.refused_blocks:
+        yield (
+            f"{place.name}: {place.refused_blocks:,} blocks were not written: no room, or too "
+            "slow for what arrived"
+        )
+    if place.left_out_blocks:
+        yield (f"{place.name}: {place.left_out_blocks:,} blocks were left out by its write policy")
+    if place.unwritten_blocks:
+        yield (
+            f"{place.name}: {place.unwritten_blocks:,} blocks left host memory before they "
+            "could be written"
+        )
+    if place.over_budget_blocks:
+        yield (
+            f"{place.name}: {place.over_budget_blocks:,} blocks were not written, to keep its "
+            "write_budget"
+        )
 
 
 def _table(figures: Figures) -> Table:
@@ -298,7 +339,7 @@ def _table(figures: Figures) -> Table:
     return table
 
 
-def _timing_lines(timing: Timing) -> Iterator[str]:
+def _timing_lines(timing: Timing, who: str) -> Iterator[str]:
     document = timing.document()
     ttft = document["ttft_s"]
     shown = ", ".join(f"{name} {as_duration(value)}" for name, value in ttft.items())
@@ -309,11 +350,57 @@ def _timing_lines(timing: Timing) -> Iterator[str]:
         f"{document['output_tokens_per_s']:,.0f} output tokens per s"
     )
     busy = document["busy_percent"]
-    yield f"engine         busy {busy:.1f} % of {timing.seconds:,.0f} s"
+    yield f"{who:<15}busy {busy:.1f} % of {timing.seconds:,.0f} s"
     if busy > _OVERLOADED_PERCENT:
+        has = "engine has" if who == "engine" else "engines have"
+        serves = "it serves" if who == "engine" else "they serve"
         yield (
-            "The engine has hardly a pause: requests arrive about as fast as it serves them, or "
+            f"The {has} hardly a pause: requests arrive about as fast as {serves} them, or "
             "faster. Times to first token then show the queue. A lower --speed-up lowers the load."
+        )
+
+
+def _fleet_lines(fleet: FleetFigures, block_bytes: int) -> Iterator[str]:
+    engines, settings = fleet.engines, fleet.settings
+    hits = [engine.hit_percent for engine in engines]
+    busy = [engine.busy_s for engine in engines if engine.busy_s is not None]
+    yield (
+        f"fleet          {len(engines)} engines, router {settings.router}, {settings.copies} "
+        f"copies of the trace, {fleet.common_references_percent:.1f} % of the blocks common to all"
+    )
+    spread = f"hits of one engine {min(hits):.1f} to {max(hits):.1f} %"
+    if busy and fleet.seconds:
+        least, most = (100 * seconds / fleet.seconds for seconds in (min(busy), max(busy)))
+        spread += f", busy {least:.1f} to {most:.1f} %"
+    yield f"balance        {spread}"
+    if fleet.pools:
+        shown = [as_size(fleet.link_bytes)]
+        for what, num_bytes in [
+            ("per engine", fleet.link_bytes / len(engines)),
+            ("on the busiest link, one way", fleet.busiest_link_bytes),
+        ]:
+            rate = fleet.per_second(num_bytes)
+            if rate is not None:
+                shown.append(f"{_rate(rate)} {what}")
+        yield f"links          {', '.join(shown)}"
+    for pool in fleet.pools:
+        foreign = _percent(pool.foreign_blocks, pool.read_blocks)
+        local = _percent(pool.local_blocks, pool.read_blocks)
+        yield (
+            f"{pool.name:<15}{foreign} of what was read had been stored by another engine"
+            + (f", {local} was in the reader's own part" if pool.sharing == Sharing.LENT else "")
+        )
+    kept, distinct = fleet.kept_blocks * block_bytes, fleet.distinct_blocks * block_bytes
+    yield (
+        f"kept           {as_size(kept)} at the end, {as_size(kept - distinct)} of it more than "
+        f"once, {as_size((fleet.host_blocks - fleet.distinct_host_blocks) * block_bytes)} in "
+        "several host memories"
+    )
+    if settings.failures:
+        lost = sum(pool.lost_blocks for pool in fleet.pools)
+        yield (
+            f"failures       {len(settings.failures)}: {fleet.num_rerouted:,} requests began anew "
+            f"on another engine, {lost:,} blocks of shared tiers were lost"
         )
 
 

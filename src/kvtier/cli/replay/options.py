@@ -5,17 +5,42 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.config.options import WritePolicyName
 from kvtier.config.sizes import SizeError, parse_size
 from kvtier.replay.calibration import Calibration
-from kvtier.replay.settings import EngineSettings, SettingError, TierSettings
+from kvtier.replay.settings import (
+    EngineSettings,
+    Failure,
+    FleetSettings,
+    RouterName,
+    SettingError,
+    Sharing,
+    TierSettings,
+)
 
-__all__ = ["by_name", "engine_of", "price_of", "require", "seconds_of", "size_of", "tiers_of"]
+__all__ = [
+    "FleetWishes",
+    "by_name",
+    "engine_of",
+    "fleet_of",
+    "price_of",
+    "require",
+    "seconds_of",
+    "size_of",
+    "tiers_of",
+]
 
 _TIER_READ, _TIER_WRITE, _TIER_LATENCY = "6GB", "4GB", "0.1ms"
 """About what one PCIe 4 NVMe drive does."""
+_LENT_SPEED = "50GB"
+"""About what host memory does."""
+_LINK_SPEED = "25GB"
+"""200 Gbit per second."""
+_MOST_REPLICAS = 8
+_MOST_ENGINES, _MOST_COPIES = 4096, 65_536
+_FAILURE = re.compile(r"(\d{1,6})@(\d{1,3}(?:\.\d{1,6})?)%?", re.ASCII)
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(us|ms|s)", re.ASCII)
 _PRICE = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -29,6 +54,9 @@ _TIER_KEYS = {
     "policy": "policy=lru",
     "write": "write=adaptive",
     "write_budget": "write_budget=2TiB",
+    "shared": "shared=lent",
+    "replicas": "replicas=2",
+    "link_speed": "link_speed=25GB",
 }
 """The keys of a tier, each with an example."""
 _WRITE_POLICIES = ", ".join(WritePolicyName)
@@ -43,6 +71,77 @@ def tiers_of(texts: Iterable[str], measured: Calibration | None = None) -> tuple
     if twice is not None:
         raise SettingError("--tier", f'"{twice}" names two tiers: give each a name of its own')
     return tiers
+
+
+class FleetWishes(NamedTuple):
+    """The options of a fleet, as the user has written them. None: not given."""
+
+    engines: int | None
+    router: str | None
+    copies: int | None
+    common: float | None
+    fail: list[str]
+    restart_after: str | None
+
+
+def fleet_of(wishes: FleetWishes) -> FleetSettings | None:
+    """The fleet; None if the user has not asked for one."""
+    given = {
+        "--router": wishes.router,
+        "--copies": wishes.copies,
+        "--common": wishes.common,
+        "--fail": wishes.fail or None,
+        "--restart-after": wishes.restart_after,
+    }
+    if wishes.engines is None:
+        lonely = next((option for option, value in given.items() if value is not None), None)
+        if lonely is not None:
+            raise SettingError(lonely, f"{lonely} is about several engines: give --engines N, too")
+        return None
+    _require_count(wishes.engines, "--engines", _MOST_ENGINES)
+    copies = 1 if wishes.copies is None else wishes.copies
+    _require_count(copies, "--copies", _MOST_COPIES)
+    if wishes.common is not None and copies == 1:
+        raise SettingError(
+            "--common",
+            "one copy of the trace has nothing in common with others: give --copies N, too",
+        )
+    common = wishes.common or 0.0
+    if not 0 <= common <= 100:
+        raise SettingError("--common", f"{common:g}: give percent of the conversations, 0 to 100")
+    if wishes.restart_after is not None and not wishes.fail:
+        raise SettingError("--restart-after", "no engine fails: give --fail ENGINE@PERCENT, too")
+    return FleetSettings(
+        num_engines=wishes.engines,
+        router=_router_of(wishes.router or RouterName.STICKY),
+        copies=copies,
+        common_percent=common,
+        failures=tuple(map(_failure_of, wishes.fail)),
+        restart_s=seconds_of(wishes.restart_after or "60s", "--restart-after"),
+    )
+
+
+def _require_count(value: int, option: str, most: int) -> None:
+    if not 1 <= value <= most:
+        raise SettingError(option, f"{value}: give a whole number from 1 to {most}")
+
+
+def _router_of(text: str) -> RouterName:
+    try:
+        return RouterName(text)
+    except ValueError:
+        raise SettingError("--router", f'"{text}": give one of {", ".join(RouterName)}') from None
+
+
+def _failure_of(text: str) -> Failure:
+    match = _FAILURE.fullmatch(text)
+    if match is None or float(match[2]) > 100:
+        raise SettingError(
+            "--fail",
+            f'"{text}": write ENGINE@PERCENT, such as 3@40%: engine 3 dies when 40 % of the time '
+            "have passed",
+        )
+    return Failure(int(match[1]), float(match[2]))
 
 
 def require(value: float, option: str, allowed: str) -> None:
@@ -140,9 +239,12 @@ def _tier_of(text: str, measured: Calibration | None) -> TierSettings:
     if not colon or not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII):
         raise SettingError("--tier", f'"{text}": write NAME:SIZE, such as disk:2TiB')
     given = _pairs_of(text, pairs)
+    sharing = _sharing_of(given)
     speeds = {"read": float(parse_size(_TIER_READ)), "write": float(parse_size(_TIER_WRITE))}
     latency_s = seconds_of(_TIER_LATENCY, "--tier")
-    if measured is not None:
+    if sharing is Sharing.LENT:
+        speeds = dict.fromkeys(speeds, float(parse_size(_LENT_SPEED)))
+    elif measured is not None and sharing is None:
         speeds = {"read": measured.read_bytes_per_s, "write": measured.write_bytes_per_s}
         latency_s = measured.latency_s
     for direction in speeds:
@@ -158,7 +260,46 @@ def _tier_of(text: str, measured: Calibration | None) -> TierSettings:
         latency_s=seconds_of(given["latency"], "--tier") if "latency" in given else latency_s,
         write_policy=_write_policy_of(given.get("write", WritePolicyName.THROUGH)),
         write_budget=size_of(given["write_budget"], "--tier") if "write_budget" in given else None,
+        sharing=sharing,
+        replicas=_replicas_of(given.get("replicas", "1"), sharing),
+        link_bytes_per_s=0.0
+        if sharing is None
+        else float(size_of(given.get("link_speed", _LINK_SPEED), "--tier", is_speed=True)),
     )
+
+
+def _sharing_of(given: dict[str, str]) -> Sharing | None:
+    text = given.get("shared")
+    if text is None:
+        alone = next((key for key in ("replicas", "link_speed") if key in given), None)
+        if alone is not None:
+            raise SettingError(
+                "--tier",
+                f"{alone} is for tiers that engines share: add shared=lent or shared=server, or "
+                f"leave {alone} out",
+            )
+        return None
+    try:
+        return Sharing(text)
+    except ValueError:
+        raise SettingError(
+            "--tier",
+            f'"shared={text}": write shared=lent (each engine lends SIZE of its memory to all) or '
+            "shared=server (SIZE in all, on a server of its own)",
+        ) from None
+
+
+def _replicas_of(text: str, sharing: Sharing | None) -> int:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= _MOST_REPLICAS:
+        raise SettingError(
+            "--tier", f'"replicas={text}": write a whole number from 1 to {_MOST_REPLICAS}'
+        )
+    if int(text) > 1 and sharing is not Sharing.LENT:
+        raise SettingError(
+            "--tier",
+            "replicas are for shared=lent: a server outlives the engines, and keeps one copy",
+        )
+    return int(text)
 
 
 def _pairs_of(text: str, pairs: Iterable[str]) -> dict[str, str]:

@@ -19,9 +19,10 @@ _HELP = """
 Work on what a tier keeps on disk: list, count, verify, clear or tidy it, or set up its directory.
 
 PATH is the slab file of a disk tier (with data-parallel replicas: one of their files, such as
-kv-dp0.slab), the root_dir of an fs tier, the url of a valkey or obj tier, or what a tier of another
-package accepts. A server's user and password come from VALKEY_USERNAME and VALKEY_PASSWORD; a
-bucket's credentials from where S3 tools look (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
+kv-dp0.slab), the root_dir of an fs tier, the url of a valkey or obj tier, mooncake://HOST:PORT with
+the master of a mooncake tier, or what a tier of another package accepts. A server's user and
+password come from VALKEY_USERNAME and VALKEY_PASSWORD; a bucket's credentials from where S3 tools
+look (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
 All commands work while engines run.
 
 \b
@@ -30,6 +31,7 @@ All commands work while engines run.
     kvtier store verify /mnt/nvme/kv.slab --max-rate 200MB
     kvtier store clear /mnt/shared/kv --namespace a8758fdc
     kvtier store stat valkey://cache.example:6379
+    kvtier store stat mooncake://cache.example:50051?admin=cache.example:9003
     kvtier store ls s3://kv-cache/llama
     kvtier store gc /mnt/shared/kv --older-than 30d
     kvtier store init /mnt/shared/kv

@@ -150,25 +150,34 @@ def _bar(*columns: ProgressColumn) -> Iterator[inspection.Progress]:
 
 
 class _Notes(logging.Handler):
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, most: int | None) -> None:
         super().__init__(logging.WARNING)
         self._command = command
+        self._most = most
+        self.num_left_out = 0
+        self._num_noted = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._num_noted == self._most:
+            self.num_left_out += 1
+            return
+        self._num_noted += 1
         note(f"{self._command}: {record.getMessage()}")
 
 
 @contextmanager
-def warnings_as_notes(command: str = "kvtier store") -> Iterator[None]:
+def warnings_as_notes(command: str = "kvtier store", most: int | None = None) -> Iterator[None]:
     """While this context is open, print kvtier's warnings in the form of the command's own
-    messages."""
-    handler = _Notes(command)
+    messages. `most`: how many; None: all. At the end, the others are counted."""
+    handler = _Notes(command, most)
     logger = logging.getLogger("kvtier")
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        if handler.num_left_out:
+            note(f"{command}: {handler.num_left_out:,} more warnings like these")
 
 
 def explain_os_error(location: str, error: OSError) -> str:

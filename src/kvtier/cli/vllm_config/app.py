@@ -20,6 +20,7 @@ Print the flag that makes vLLM use kvtier, and check it against this machine.
     kvtier vllm-config --cpu 8GiB --fs /mnt/shared/kv:2TiB --namespace llama3-8b-v2
     kvtier vllm-config --cpu 8GiB --valkey valkeys://cache.example:6379
     kvtier vllm-config --cpu 8GiB --obj s3://kv-cache/llama:10TiB
+    kvtier vllm-config --cpu 8GiB --mooncake cache.example:50051:64GiB
     kvtier vllm-config --cpu 8GiB --set store_threshold=2 --json | jq .ok
     kvtier vllm-config --cpu 8GiB --disk /mnt/nvme/kv.slab:200GiB --model MODEL > serve.sh
 
@@ -93,6 +94,13 @@ def vllm_config(
         list[str] | None,
         typer.Option(metavar="URL", help="A tier in a Valkey or Redis server: valkey://HOST:PORT."),
     ] = None,
+    mooncake: Annotated[  # noqa: ARG001
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT:SIZE",
+            help="A tier in a Mooncake pool: its master, and the memory that this engine lends.",
+        ),
+    ] = None,
     tier: Annotated[  # noqa: ARG001
         list[str] | None,
         typer.Option(
@@ -150,7 +158,7 @@ def vllm_config(
     from kvtier.cli.vllm_config.command import run_vllm_config
     from kvtier.cli.vllm_config.flag import RequestedConfig, TierOption
 
-    names = ("disk", "fs", "obj", "valkey", "tier")
+    names = ("disk", "fs", "obj", "valkey", "mooncake", "tier")
     tiers = [TierOption(f"--{name}", text) for name, text in context.meta[_ORDER] if name in names]
     requested = RequestedConfig(
         cpu=cpu,

@@ -24,7 +24,7 @@ _OPTION_OF_KEY = {
     "cache_namespace": "--namespace",
     "eviction_policy": "--policy",
     "blocks_per_chunk": "--blocks-per-chunk",
-    "secondary_tiers": "--disk, --fs, --obj, --valkey or --tier",
+    "secondary_tiers": "--disk, --fs, --obj, --valkey, --mooncake or --tier",
     "spec_name": "--plain",
     "spec_module_path": "--plain",
 }
@@ -34,6 +34,7 @@ _PLACE_KEYS = {
     "--fs": ("fs", "root_dir"),
     "--obj": ("obj", "url"),
     "--valkey": ("valkey", "url"),
+    "--mooncake": ("mooncake", "master"),
 }
 _MODULE = "kvtier.integrations.vllm"
 _SECONDS_FOR_VLLM = 5
@@ -61,9 +62,18 @@ class TierOption:
         if self.option not in _PLACE_KEYS:
             return self._object()
         kind, key = _PLACE_KEYS[self.option]
+        if kind == "mooncake":
+            return {"type": kind} | self._master_and_share()
         # A Valkey server has a limit of its own, and the colon in its URL is that of its port.
         place, size = (self.text, "") if kind == "valkey" else self._place_and_size()
         return {"type": kind, key: place} | ({"max_bytes": size} if size else {})
+
+    def _master_and_share(self) -> dict[str, Any]:
+        """Split HOST:PORT:SIZE, where the size may be left out."""
+        if self.text.rpartition(":")[2].isdecimal():
+            return {"master": self.text}
+        master, size = self._place_and_size()
+        return {"master": master} | ({"segment_bytes": size} if size else {})
 
     def _place_and_size(self) -> tuple[str, str]:
         """Split at the last colon, because a path may contain colons."""

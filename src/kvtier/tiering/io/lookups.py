@@ -160,7 +160,8 @@ class LookupCache:
     def note_present(self, keys: Collection[OffloadKey]) -> None:
         """Record that these blocks are there. Later answers to questions already asked about
         them are ignored."""
-        self._asked.difference_update(keys)
+        if self._asked:
+            self._asked.difference_update(keys)
         self._note_present(keys)
 
     def note_absent(self, keys: Collection[OffloadKey]) -> None:

@@ -117,6 +117,7 @@ class WorkQueue(Generic[B]):
         self._num_open_loads = 0
         self._ended: list[Transfer[B]] = []
         self.is_stopping = False
+        self._is_abandoned = False
 
     # --- scheduler thread ----------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class WorkQueue(Generic[B]):
     def wait_until_idle(self) -> None:
         """Wait until all transfers have ended."""
         with self._lock:
-            self._idle.wait_for(lambda: not self._num_open)
+            self._idle.wait_for(lambda: not self._num_open or self._is_abandoned)
 
     def stop(self) -> None:
         """Fail all pieces that have not been taken. I/O threads end after the units they have
@@ -160,6 +161,13 @@ class WorkQueue(Generic[B]):
                     self._note(transfer)
             for waiting in self._to_do.values():
                 waiting.notify_all()
+
+    def stop_waiting(self) -> None:
+        """End `wait_until_idle`: the units that are left hang, and nobody waits for them. Called
+        after `stop`."""
+        with self._lock:
+            self._is_abandoned = True
+            self._idle.notify_all()
 
     # --- I/O threads ---------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from kvtier.tiering.io.lookups import LookupCache
 from kvtier.tiering.io.metrics import definitions
 from kvtier.tiering.io.queue import Transfer, WorkQueue
 from kvtier.tiering.remote.errors import FailureKind, ServerErrors, ServerFailure
-from kvtier.tiering.remote.lane import BlockMover, RemoteLane, RemoteTransfer
+from kvtier.tiering.remote.lane import BlockMover, LaneSet, RemoteLane, RemoteTransfer
 from kvtier.tiering.remote.namespaces import NamespaceKeeper, NamespaceStorage
 from kvtier.tiering.remote.uses import UseReports
 
@@ -83,12 +83,15 @@ class BlockServer(ABC):
     num_lookup_threads = 2
     looked_up_at_once = 128
     """Blocks of a prompt that one call of `find` gets at most."""
+    most_stuck_calls = 0
+    """Lanes that may hang in a call of the server and be replaced. 0: its calls end in time."""
     is_closed = False
     """True after `interrupt`."""
 
     @abstractmethod
     def open_mover(self, tier: SecondaryTierManager) -> BlockMover:
-        """Return the mover of a new lane. Must not connect yet."""
+        """Return the mover of a new lane. Must not connect yet. Called later, too, and by another
+        thread, if a lane is replaced."""
 
     @abstractmethod
     def find(self, namespace: str, keys: Sequence[OffloadKey]) -> Iterable[bool]:
@@ -180,27 +183,27 @@ class RemoteTierManager(SecondaryTierManager):
             self.describe_namespace(),
         )
         self._start_remark = self._keeper.get_remark
-        self._lanes = [
-            RemoteLane(
-                name=f"kvtier-{tier_type}-{kind}-{number}",
-                work=self._work,
-                mover=server.open_mover(self),
-                errors=self._errors,
-                is_for_loads=kind == "load",
-                block_bytes=row_bytes,
-            )
-            for kind, count in num_lanes.items()
-            for number in range(count)
-        ]
+        self._lanes = LaneSet(
+            f"kvtier-{tier_type}-lanes", self._open_lane, num_lanes, server.most_stuck_calls
+        )
         try:
             self._lookups.start()
             self._uses.start()
             self._keeper.start()
-            for lane in self._lanes:
-                lane.start()
+            self._lanes.start()
         except BaseException:
             self.shutdown()
             raise
+
+    def _open_lane(self, kind: str, number: int) -> RemoteLane:
+        return RemoteLane(
+            name=f"kvtier-{self.tier_type}-{kind}-{number}",
+            work=self._work,
+            mover=self._server.open_mover(self),
+            errors=self._errors,
+            is_for_loads=kind == "load",
+            block_bytes=self.rows.row_bytes,
+        )
 
     # --- lookups: scheduler thread -------------------------------------------------------------
 
@@ -303,8 +306,9 @@ class RemoteTierManager(SecondaryTierManager):
             self._report_removed([key for key in keys if key in self._announced])
 
     def _note_stored(self, transfer: RemoteTransfer) -> None:
-        self._writing.difference_update(key for _, key in transfer.pieces)
         done = [key for _, key in transfer.done]
+        self._writing.difference_update(done)
+        self._writing.difference_update(key for _, key in transfer.failed)
         self._lookups.note_present(done)
         self._uses.absent.discard(done)
         self._report_stored(transfer.stored)
@@ -314,11 +318,11 @@ class RemoteTierManager(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Fail jobs that have not begun, end all threads, and close the connections.
-        `get_finished_jobs` still returns the results."""
+        `get_finished_jobs` still returns the results, but for jobs in calls that hang."""
         self._work.stop()
         self._server.interrupt()
-        for lane in self._lanes:
-            lane.join()
+        if not self._lanes.join():
+            self._work.stop_waiting()
         self._lookups.stop()
         self._uses.stop()
         self._keeper.stop()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 from kvtier.testing.vllm.in_process import Answer, InProcessEngine
 
+_CLONE_NEWNET = 0x40000000
 _OTHERS_THREADS = {"tqdm_monitor"}
 """Threads of the progress bars that vLLM shows while it loads weights."""
 
@@ -24,10 +27,27 @@ class _Told(logging.Handler):
         self.lines.append((record.levelname, record.getMessage()))
 
 
+def _enter(network: str) -> None:
+    """Move this thread, and those that it starts, into a network for good."""
+    opened = os.open(network, os.O_RDONLY)
+    failed = ctypes.CDLL(None).setns(opened, _CLONE_NEWNET)
+    os.close(opened)
+    assert not failed, network
+
+
 class Engine:
     """`InProcessEngine`, called from another process."""
 
-    def __init__(self, model: str, kvtier: dict[str, Any] | None, **engine_args: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        kvtier: dict[str, Any] | None,
+        network: str | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """`network`: a network namespace for the engine, such as /proc/4711/ns/net."""
+        if network is not None:
+            _enter(network)
         self._told = _Told()
         said = logging.getLogger("kvtier")
         said.setLevel(logging.INFO)
