@@ -243,7 +243,7 @@ class SharedTier(RuleBasedStateMachine):
         accounts = self.tenants.accounts
         assert sum(len(account.retained) for account in accounts) <= MAX_RETAINED * self.num_blocks
         for account in accounts:
-            assert account.retained.keys() <= self.tenants.blocks.keys()
+            assert set(account.retained) <= self.tenants.blocks.keys()
             shelf = account.shelves.get(10)
             assert len(account.retained) == (shelf.num_blocks if shelf else 0)
 

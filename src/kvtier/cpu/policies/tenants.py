@@ -15,9 +15,10 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Reversible, Sequence, Set
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
+from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -138,6 +139,63 @@ class Shelf:
         return victims
 
 
+class Retained:
+    """The retained blocks of one tenant. What is kept is bounded by their number."""
+
+    def __init__(self) -> None:
+        self._ends: dict[OffloadKey, tuple[float, int]] = {}
+        """For each block: when its retention ends, and its rank then."""
+        self._by_second: dict[int, dict[OffloadKey, None]] = {}
+        """The blocks whose retention ends in the second before this one."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._ends
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._ends)
+
+    def end_of(self, key: OffloadKey) -> tuple[float, int] | None:
+        """When the retention of a block ends, and its rank then; None if it is not retained."""
+        return self._ends.get(key)
+
+    def keep(self, key: OffloadKey, until: float, rank: int) -> None:
+        """Retain a block, or change its retention."""
+        self.discard(key)
+        self._ends[key] = until, rank
+        self._by_second.setdefault(ceil(until), {})[key] = None
+
+    def raise_rank(self, key: OffloadKey, rank: int) -> None:
+        """A retained block gets at least this rank when its retention ends."""
+        until, own = self._ends[key]
+        self._ends[key] = until, max(own, rank)
+
+    def discard(self, key: OffloadKey) -> None:
+        """End the retention of a block, if it is retained."""
+        ended = self._ends.pop(key, None)
+        if ended is not None:
+            second = ceil(ended[0])
+            keys = self._by_second[second]
+            del keys[key]
+            if not keys:
+                del self._by_second[second]
+
+    def take(self, second: int) -> dict[int, list[OffloadKey]]:
+        """End the retentions that end in the second before this one. Returns the blocks by rank."""
+        by_rank: dict[int, list[OffloadKey]] = {}
+        for key in self._by_second.pop(second, ()):
+            _, rank = self._ends.pop(key)
+            by_rank.setdefault(rank, []).append(key)
+        return by_rank
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._ends.clear()
+        self._by_second.clear()
+
+
 class Account:
     """What one tenant has of the cache."""
 
@@ -170,8 +228,8 @@ class Account:
         """Blocks that stores of other tenants may evict."""
         self.guarded = 0
         """Blocks that count towards the floor."""
-        self.retained: dict[OffloadKey, tuple[float, int]] = {}
-        """For each block of the `_RETAINED` shelf: when its retention ends, and its rank then."""
+        self.retained = Retained()
+        """The blocks of the `_RETAINED` shelf."""
         self.num_lost = 0
         """Blocks that others' stores have evicted, since the start."""
 
@@ -214,7 +272,7 @@ class Account:
         self.num_idle -= len(victims)
         if self.retained:
             for key, _ in victims:
-                self.retained.pop(key, None)
+                self.retained.discard(key)
         return victims
 
     def _in_use(self) -> list[Shelf]:
@@ -407,9 +465,11 @@ class _Retention:
         self._shelves = shelves
         self._max_retained = max_retained
         self._clock = clock
-        self._expiring: list[tuple[float, int, Account, list[OffloadKey]]] = []
-        """A heap: deadline, a number that no other entry has, account, blocks."""
-        self._num_entries = 0
+        self._expiring: dict[int, dict[Account, None]] = {}
+        """The tenants with retentions that end in the second before this one. A tenant stays here
+        if its blocks leave earlier, so there is at most one entry for each tenant and second."""
+        self._seconds: list[int] = []
+        """A heap of the keys of `_expiring`."""
 
     def note_prompt(
         self, keys: list[OffloadKey], hints: RequestHints, home: Shelf, context: ReqContext
@@ -430,26 +490,29 @@ class _Retention:
         deadline = self._clock() + seconds
         retained = account.retained
         most = len(retained) + self._num_retainable(account)
-        kept: list[OffloadKey] = []
         moved: list[BlockStatus] = []
+        is_longer = False
         for key in dict.fromkeys(keys):
             block = blocks.get(key)
             if block is None or block.charge.account is not account:
                 continue
-            until, rank = retained.get(key, (0.0, block.charge.rank))
+            until, rank = retained.end_of(key) or (0.0, block.charge.rank)
             if key not in retained:
                 if len(retained) >= most:
                     break
                 moved.append(block)
             elif until >= deadline:
                 continue
-            retained[key] = (deadline, max(rank, home.rank))
-            kept.append(key)
+            retained.keep(key, deadline, max(rank, home.rank))
+            is_longer = True
         if moved:
             self._shelves.move(moved, account.shelf(_RETAINED), context)
-        if kept:
-            self._num_entries += 1
-            heapq.heappush(self._expiring, (deadline, self._num_entries, account, kept))
+        if is_longer:
+            second = ceil(deadline)
+            if second not in self._expiring:
+                self._expiring[second] = {}
+                heapq.heappush(self._seconds, second)
+            self._expiring[second][account] = None
 
     def _num_retainable(self, account: Account) -> int:
         """How many more blocks a tenant may retain now. The part of each floor that may be retained
@@ -461,22 +524,18 @@ class _Retention:
         return min(max(own, 0) + max(left, 0), int(share * account.cap) - len(account.retained))
 
     def expire(self) -> None:
-        """End the retentions whose time has come. Their blocks get the rank that their requests
-        gave them."""
-        if not self._expiring or self._expiring[0][0] > (now := self._clock()):
+        """End the retentions whose time has come, within a second. Their blocks get the rank that
+        their requests gave them."""
+        if not self._seconds or self._seconds[0] > (now := self._clock()):
             return
-        while self._expiring and self._expiring[0][0] <= now:
-            deadline, number, account, keys = heapq.heappop(self._expiring)
-            retained = account.retained
-            by_rank: dict[int, list[BlockStatus]] = {}
-            for key in keys:
-                until, rank = retained.get(key, (0.0, 0))
-                if until == deadline:
-                    del retained[key]
-                    by_rank.setdefault(rank, []).append(self._shelves.blocks[key])
-            context = ReqContext(f"kvtier ends retention {number}")
-            for rank, blocks in by_rank.items():
-                self._shelves.move(blocks, account.shelf(rank), context)
+        blocks = self._shelves.blocks
+        while self._seconds and self._seconds[0] <= now:
+            second = heapq.heappop(self._seconds)
+            context = ReqContext(f"kvtier ends retention {second}")
+            for account in self._expiring.pop(second):
+                for rank, keys in account.retained.take(second).items():
+                    moved = [blocks[key] for key in keys]
+                    self._shelves.move(moved, account.shelf(rank), context)
             self._shelves.end_visits((), context)
 
     def _drop(self, keys: list[OffloadKey], account: Account, context: ReqContext) -> None:
@@ -486,7 +545,7 @@ class _Retention:
         for block in _own_tail(keys, self._shelves.blocks):
             if block.charge.account is not account or block.key in self._shelves.heirs:
                 break
-            account.retained.pop(block.key, None)
+            account.retained.discard(block.key)
             if block.charge.rank != _DROPPED:
                 dropped.append(block)
         if dropped:
@@ -495,6 +554,7 @@ class _Retention:
     def clear(self) -> None:
         """Forget all blocks."""
         self._expiring.clear()
+        self._seconds.clear()
 
 
 class _Givers:
@@ -768,13 +828,17 @@ class TenantPolicy(CachePolicy):
         account.used_at = now = self._shelves.now
         if len(account.shelves) > 1:  # otherwise nobody compares
             for block in filter(None, map(self.blocks.get, keys)):
-                block.used_at = now
+                if block.charge.account is account:
+                    block.used_at = now
 
     def _note_uses(
         self, keys: list[OffloadKey], brought: Iterable[OffloadKey], context: ReqContext
     ) -> Iterable[tuple[Shelf, list[OffloadKey]]]:
-        """A request uses these blocks. Returns the shelves that have them, with their keys.
-        `brought`: all keys of the request so far, in prompt order."""
+        """A request uses these blocks. Returns the shelves of its tenant that have them, with their
+        keys. `brought`: all keys of the request so far, in prompt order.
+
+        Only a tenant's own uses change the order of its blocks. Otherwise a tenant could keep the
+        blocks that it uses in another's floor, and the other one would lose its own."""
         home = self._home_of(context)
         self._stamp(keys, home.account)
         heirs = self._shelves.heirs
@@ -792,11 +856,11 @@ class TenantPolicy(CachePolicy):
         parts: dict[Shelf, list[OffloadKey]] = {}
         for key, block in zip(keys, blocks, strict=True):
             shelf = home if block is None else block.charge
-            parts.setdefault(shelf, []).append(key)
-            if shelf.account is not home.account:
-                heirs[key] = home
-            else:
+            if shelf.account is home.account:
+                parts.setdefault(shelf, []).append(key)
                 heirs.pop(key, None)
+            else:
+                heirs[key] = home
         for shelf in parts:
             self._shelves.visit(context, shelf)
         return parts.items()
@@ -814,8 +878,7 @@ class TenantPolicy(CachePolicy):
             if block.charge.rank < home.rank:
                 lower[block] = None
             elif block.charge.rank == _RETAINED:
-                until, rank = retained[block.key]
-                retained[block.key] = (until, max(rank, home.rank))
+                retained.raise_rank(block.key, home.rank)
         if lower:
             self._shelves.move(list(lower), home, context)
         return bool(lower)
@@ -858,9 +921,14 @@ class TenantPolicy(CachePolicy):
         self.blocks.update(zip(keys, blocks, strict=True))
         self._shelves.now += len(blocks)
         home.account.used_at = now = self._shelves.now
-        for block in blocks:
+        for block, following in zip(blocks, (*keys[1:], None), strict=True):
             block.charge = home
-            block.following = None
+            block.following = following
+        if len(brought) > len(keys) and isinstance(brought, Reversible):
+            # Note at once where this prompt parts from others. One of them may be dropped before
+            # this request ends.
+            before = next(islice(reversed(brought), len(keys), None))
+            _note_forks([before, keys[0]], self.blocks)
         if len(home.account.shelves) > 1:
             for block in blocks:
                 block.used_at = now
@@ -870,7 +938,7 @@ class TenantPolicy(CachePolicy):
         block = self.blocks.pop(key)
         shelf: Shelf = block.charge
         shelf.policy.remove(key)
-        shelf.account.retained.pop(key, None)
+        shelf.account.retained.discard(key)
         self._shelves.heirs.pop(key, None)
         self._shelves.add(shelf, -1, -(block.ref_cnt == 0))
 
