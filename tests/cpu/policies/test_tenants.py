@@ -11,6 +11,7 @@ import pytest
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import ConfigError, OffloadingOptions
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.cpu.policies.tenants import BlockQuota, Tenancy
@@ -190,6 +191,20 @@ def test_a_reset_empties_all_accounts() -> None:
     assert [cache.num_blocks(0), cache.num_blocks(1)] == [0, 0]
     fill(cache, 1, 20, 8)
     assert cache.num_blocks(1) == 100
+
+
+def test_what_arc_remembers_of_all_tenants_is_bounded_by_the_cache() -> None:
+    num_tenants = 20
+    cache = SharedCache(CAPACITY, *[(0, CAPACITY)] * num_tenants, policy="arc")
+    for number in range(100):
+        for tenant in range(num_tenants):
+            cache.run(tenant, prompt_of(f"{tenant}-{number}", 10), priority=number % 10)
+    remembered = 0
+    for account in cache.policy.accounts:
+        for shelf in account.shelves.values():
+            assert isinstance(shelf.policy, ARCCachePolicy)
+            remembered += len(shelf.policy.b1) + len(shelf.policy.b2)
+    assert remembered <= 10 * CAPACITY, "200 policies would remember 200 times as many"
 
 
 # --- blocks that two tenants use ----------------------------------------------------------------

@@ -97,11 +97,13 @@ class Tenancy(NamedTuple):
 class Shelf:
     """The blocks of one tenant that have the same rank, with an eviction policy of their own."""
 
-    __slots__ = ("account", "num_blocks", "num_idle", "policy", "rank", "weight")
+    __slots__ = ("account", "most", "num_blocks", "num_idle", "policy", "rank", "weight")
 
     def __init__(self, account: Account, policy: CachePolicy, rank: int) -> None:
         self.account = account
         self.policy = policy
+        self.most = policy.cache_capacity
+        """The most blocks that the tenant may have."""
         self.rank = rank
         """A priority. Blocks of `_DROPPED` leave before all others, those of `_RETAINED`
         after all others."""
@@ -112,11 +114,31 @@ class Shelf:
         self.num_idle = 0
         """Blocks that can be evicted."""
 
+    def insert_run(
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[BlockStatus],
+        brought: Collection[OffloadKey],
+        context: ReqContext,
+    ) -> None:
+        """Add blocks to the policy. The caller counts them."""
+        policy = self.policy
+        policy.cache_capacity = max(policy.cache_capacity, self.num_blocks + len(blocks))
+        policy.insert_run(keys, blocks, brought, context)
+
     def evict(
-        self, n: int, protected: Set[OffloadKey], storing: Sequence[OffloadKey], context: ReqContext
+        self,
+        n: int,
+        protected: Set[OffloadKey],
+        storing: Sequence[OffloadKey],
+        context: ReqContext,
+        share: int,
     ) -> list[_Pair]:
         """Remove `n` blocks from the policy, or as many as it gives. `storing`: the blocks that
-        `context` is about to store here."""
+        `context` is about to store here. `share`: the part of the cache of one of all shelves."""
+        # A policy such as ARC remembers as many evicted blocks. Those of all shelves together must
+        # not be many times as many as the cache has.
+        self.policy.cache_capacity = min(self.most, self.num_blocks + share)
         num = min(n, self.num_idle)
         is_exact = False
         victims: list[_Pair] = []
@@ -250,9 +272,11 @@ class Account:
         storing: Sequence[OffloadKey],
         context: ReqContext,
         now: int,
+        share: int,
     ) -> list[_Pair]:
         """Remove `n` blocks from the policies, or as many as they give; dropped ones first,
-        retained ones last. `target`: where `context` is about to store the blocks `storing`."""
+        retained ones last. `target`: where `context` is about to store the blocks `storing`.
+        `share`: as for a shelf."""
         in_use = self._in_use()
         middle = [shelf for shelf in in_use if _DROPPED < shelf.rank < _RETAINED]
         shares: Iterable[tuple[Shelf, int]] = [(shelf, n) for shelf in middle]
@@ -267,7 +291,7 @@ class Account:
             num = min(n - len(victims), most)
             if num > 0:
                 keys = storing if shelf is target else ()
-                victims += shelf.evict(num, protected, keys, context)
+                victims += shelf.evict(num, protected, keys, context, share)
         self.num_blocks -= len(victims)
         self.num_idle -= len(victims)
         if self.retained:
@@ -367,6 +391,8 @@ class _Shelves:
         """Counts uses and stored blocks."""
         self.lendable = self.guarded = 0
         """Sums over all accounts."""
+        self.num_policies = 0
+        """The shelves of all accounts."""
         self.heirs: dict[OffloadKey, Shelf] = {}
         """Who has used a block last, if that is not the tenant that is charged for it."""
         self._visits: dict[str, dict[Shelf, None]] = {}
@@ -433,7 +459,7 @@ class _Shelves:
         keys = [block.key for block in blocks]
         for block in idle:
             block.ref_cnt = 1
-        target.policy.insert_run(keys, blocks, keys, context)
+        target.insert_run(keys, blocks, keys, context)
         self.visit(context, target)
         for block in blocks:
             block.charge = target
@@ -445,6 +471,7 @@ class _Shelves:
     def clear(self) -> None:
         """Forget all blocks."""
         self.blocks.clear()
+        self.num_policies = 0
         for account in self.accounts:
             account.shelves.clear()
             account.retained.clear()
@@ -683,10 +710,12 @@ class _Eviction:
             self._shelves.end_visits((), context)
 
     def _evict(self, account: Account, n: int) -> list[_Pair]:
+        shelves = self._shelves
+        share = shelves.capacity // max(shelves.num_policies, 1)
         victims = account.evict(
-            n, self._protected, self._home, self._storing, self._context, self._shelves.now
+            n, self._protected, self._home, self._storing, self._context, shelves.now, share
         )
-        self._shelves.settle(account)
+        shelves.settle(account)
         return victims
 
 
@@ -726,6 +755,7 @@ class TenantPolicy(CachePolicy):
     def _policy_maker(self, most: int) -> Callable[[], CachePolicy]:
         def make() -> CachePolicy:
             policy = self._policy_cls(cache_capacity=most)
+            self._shelves.num_policies += 1
             if self._admits_all:
                 policy.admit_all()
             return policy
@@ -916,7 +946,7 @@ class TenantPolicy(CachePolicy):
         req_context: ReqContext,
     ) -> None:
         home = self._home_of(req_context)
-        home.policy.insert_run(keys, blocks, brought, req_context)
+        home.insert_run(keys, blocks, brought, req_context)
         self._shelves.visit(req_context, home)
         self.blocks.update(zip(keys, blocks, strict=True))
         self._shelves.now += len(blocks)
