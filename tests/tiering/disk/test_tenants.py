@@ -102,6 +102,24 @@ def test_the_next_engine_knows_whose_blocks_they_are(tmp_path: Path) -> None:
         assert charged(engine)["acme"] in range(FLOOR, CAP + 1)
 
 
+def test_a_block_that_was_handed_over_stays_with_its_new_owner(tmp_path: Path) -> None:
+    """Otherwise what another tenant uses would take the floor of the one that stored it."""
+    path = tmp_path / "kv.slab"
+    with shared_engine(path) as engine:
+        serve(engine, ACME, 0, 2)
+        for number in range(2):
+            engine.serve(prompt(ACME, number), tenant=BATCH)
+            engine.settle()
+        serve(engine, ACME, 10, CAP // 4)
+        before = charged(engine)
+        assert before == {"default": 0, "acme": CAP, "batch": 8}
+        for number in range(2):
+            engine.serve(prompt(ACME, number), tenant=BATCH)
+            engine.settle()
+    with shared_engine(path) as engine:
+        assert charged(engine) == before
+
+
 def test_a_lower_cap_drops_the_least_recently_used_blocks_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "kv.slab"
     with shared_engine(path) as engine:

@@ -395,6 +395,8 @@ class _Shelves:
         """The shelves of all accounts."""
         self.heirs: dict[OffloadKey, Shelf] = {}
         """Who has used a block last, if that is not the tenant that is charged for it."""
+        self.on_handed_over: Callable[[Sequence[BlockStatus], str], None] | None = None
+        """See `TenantPolicy.on_handed_over`."""
         self._visits: dict[str, dict[Shelf, None]] = {}
         """By request: the shelves whose policies know it."""
 
@@ -708,6 +710,8 @@ class _Eviction:
             context = ReqContext("kvtier hands over blocks")
             self._shelves.put(kept, kept, heir, context)
             self._shelves.end_visits((), context)
+            if self._shelves.on_handed_over is not None:
+                self._shelves.on_handed_over(kept, account.name)
 
     def _evict(self, account: Account, n: int) -> list[_Pair]:
         shelves = self._shelves
@@ -769,6 +773,11 @@ class TenantPolicy(CachePolicy):
             account = self.accounts[hints.tenant.index]
             self._last_context, self._last_home = context, account.shelf(hints.priority)
         return self._last_home
+
+    def on_handed_over(self, note: Callable[[Sequence[BlockStatus], str], None]) -> None:
+        """Call `note` with blocks that are charged to another tenant from now on, and its name.
+        `note` must not change the cache."""
+        self._shelves.on_handed_over = note
 
     def index_of(self, tag: int) -> int:
         """The tenant with this tag; 0 for one that has no rule now."""
