@@ -237,6 +237,18 @@ def test_a_tenant_at_its_cap_gives_a_block_for_one_that_it_gets() -> None:
     assert cache.num_blocks(1) <= 50
 
 
+def test_a_tenant_gives_no_newer_block_for_one_that_it_has_not_used_for_long() -> None:
+    cache = SharedCache(CAPACITY, (0, 150), (50, 50))
+    old, work = prompt_of("old", 30), prompt_of("work", 50)
+    cache.run(0, old)
+    cache.run(1, old)
+    for start in range(0, 50, 10):
+        cache.run(1, work[start : start + 10])
+    fill(cache, 0, 40)
+    assert all(cache.has(work))
+    assert not any(cache.has(old))
+
+
 def test_an_owner_that_uses_a_shared_block_again_keeps_it() -> None:
     cache = SharedCache(CAPACITY, (0, CAPACITY), (0, 50))
     head = prompt_of("head", 20)

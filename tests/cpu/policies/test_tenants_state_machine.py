@@ -249,7 +249,7 @@ class SharedTier(RuleBasedStateMachine):
 
     @invariant()
     def heirs_are_other_tenants(self) -> None:
-        for key, heir in self.tenants._shelves.heirs.items():
+        for key, (heir, _) in self.tenants._shelves.heirs.items():
             assert self.tenants.blocks[key].charge.account is not heir.account
 
     @precondition(lambda self: any(account.retained for account in self.tenants.accounts))

@@ -252,6 +252,8 @@ class Account:
         """Blocks that count towards the floor."""
         self.retained = Retained()
         """The blocks of the `_RETAINED` shelf."""
+        self.num_stored = 0
+        """Blocks that the tenant has stored, since the start."""
         self.num_lost = 0
         """Blocks that others' stores have evicted, since the start."""
 
@@ -393,8 +395,9 @@ class _Shelves:
         """Sums over all accounts."""
         self.num_policies = 0
         """The shelves of all accounts."""
-        self.heirs: dict[OffloadKey, Shelf] = {}
-        """Who has used a block last, if that is not the tenant that is charged for it."""
+        self.heirs: dict[OffloadKey, tuple[Shelf, int]] = {}
+        """Who has used a block last, if that is not the tenant that is charged for it, and the
+        number of blocks that this tenant had stored until then."""
         self.on_handed_over: Callable[[Sequence[BlockStatus], str], None] | None = None
         """See `TenantPolicy.on_handed_over`."""
         self._visits: dict[str, dict[Shelf, None]] = {}
@@ -683,8 +686,10 @@ class _Eviction:
             return len(taken)
         by_heir: dict[Shelf, list[_Pair]] = {}
         for pair in taken:
-            heir = heirs.pop(pair[0], None)
-            if heir is None:
+            heir, num_stored = heirs.pop(pair[0], (None, 0))
+            # After as many stores as the heir may have blocks, it would have evicted the block
+            # itself. Then it must not give a newer one for it.
+            if heir is None or heir.account.num_stored - num_stored >= heir.account.cap:
                 self._victims.append(pair)
             else:
                 by_heir.setdefault(heir, []).append(pair)
@@ -876,8 +881,8 @@ class TenantPolicy(CachePolicy):
         """A request uses these blocks. Returns the shelves of its tenant that have them, with their
         keys. `brought`: all keys of the request so far, in prompt order.
 
-        Only a tenant's own uses change the order of its blocks. Otherwise a tenant could keep the
-        blocks that it uses in another's floor, and the other one would lose its own."""
+        Only a tenant's own uses change the order of its blocks: nobody keeps blocks in another's
+        floor by using them."""
         home = self._home_of(context)
         self._stamp(keys, home.account)
         heirs = self._shelves.heirs
@@ -893,13 +898,14 @@ class TenantPolicy(CachePolicy):
             # The moved blocks come last in the policy's order. Restore that of the prompt.
             home.policy.touch(brought, context)
         parts: dict[Shelf, list[OffloadKey]] = {}
+        claim = home, home.account.num_stored
         for key, block in zip(keys, blocks, strict=True):
             shelf = home if block is None else block.charge
             if shelf.account is home.account:
                 parts.setdefault(shelf, []).append(key)
                 heirs.pop(key, None)
             else:
-                heirs[key] = home
+                heirs[key] = claim
         for shelf in parts:
             self._shelves.visit(context, shelf)
         return parts.items()
@@ -960,12 +966,12 @@ class TenantPolicy(CachePolicy):
         self.blocks.update(zip(keys, blocks, strict=True))
         self._shelves.now += len(blocks)
         home.account.used_at = now = self._shelves.now
+        home.account.num_stored += len(blocks)
         for block, following in zip(blocks, (*keys[1:], None), strict=True):
             block.charge = home
             block.following = following
         if len(brought) > len(keys) and isinstance(brought, Reversible):
-            # Note at once where this prompt parts from others. One of them may be dropped before
-            # this request ends.
+            # Note at once where prompts part: another one may be dropped before this request ends.
             before = next(islice(reversed(brought), len(keys), None))
             _note_forks([before, keys[0]], self.blocks)
         if len(home.account.shelves) > 1:
