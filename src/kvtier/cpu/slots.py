@@ -111,17 +111,17 @@ class SlotTable:
         return self._tenants is not None
 
     def by_tenant(
-        self, blocks: Sequence[BlockStatus], req_id: str
-    ) -> list[tuple[ReqContext, Sequence[BlockStatus]]]:
-        """The blocks of each tenant, and a request of that tenant that stands for them. `req_id`:
-        its id; with several tenants, the beginning of their ids."""
+        self, blocks: list[BlockStatus], context: ReqContext
+    ) -> list[tuple[ReqContext, list[BlockStatus]]]:
+        """The blocks of each tenant, and a request of that tenant that stands for them: without
+        tenants, `context`; its id is the beginning of the others' ids."""
         if self._tenants is None:
-            return [(ReqContext(req_id), blocks)] if blocks else []
+            return [(context, blocks)] if blocks else []
         parts: dict[int, list[BlockStatus]] = {}
         for block in blocks:
             parts.setdefault(block.charge.account.index, []).append(block)
         return [
-            (self._tenants.context_of(index, f"{req_id} ({index})"), part)
+            (self._tenants.context_of(index, f"{context.req_id} ({index})"), part)
             for index, part in parts.items()
         ]
 

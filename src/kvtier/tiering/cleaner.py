@@ -258,7 +258,6 @@ class Cleaner:
             return False
         context = self._announce(tier)
         lacking = self._next_to_leave(num_wanted, tier, context)
-        tier.notify_finished(context)
         self._set_price(tier, lacking, now)
         tier.write_policy.begin_pass()
         leaving = lacking
@@ -272,13 +271,18 @@ class Cleaner:
             # Heads of prompts before their tails.
             part = leaving[limit - 1 :: -1] if limit < len(leaving) else leaving[::-1]
             del leaving[:limit]
-            # A request of its own for each job, because tiers order blocks by request.
-            self._num_requests += 1
-            req_id = f"kvtier cleans for {tier.name}: {self._num_requests}"
-            for its, blocks in self._slots.by_tenant([block for _, block in part], req_id):
-                tier.wants_whole_requests(its)
-                submit([block.key for block in blocks], tier, its, now, list(blocks))
-                tier.notify_finished(its)
+            for its, blocks in self._slots.by_tenant([block for _, block in part], context):
+                if its is not context:
+                    if tier.is_cut_off(now) or not tier.lets_store(now):
+                        break
+                    tier.wants_whole_requests(its)
+                submit([block.key for block in blocks], tier, its, now, blocks)
+                if its is not context:
+                    tier.notify_finished(its)
+            if leaving:  # a request of its own for each job, because tiers order blocks by request
+                tier.notify_finished(context)
+                context = self._announce(tier)
+        tier.notify_finished(context)
         return not leaving
 
     def _limit_of(self, tier: GuardedTier, now: float) -> int:
@@ -337,7 +341,7 @@ class Cleaner:
 
     def unwritten(
         self, tier: GuardedTier, now: float
-    ) -> list[tuple[ReqContext, Sequence[BlockStatus]]]:
+    ) -> list[tuple[ReqContext, list[BlockStatus]]]:
         """The blocks that only host memory has, as many as the tier can hold: for each tenant, the
         warmest first, heads of prompts before their tails."""
         if not _is_usable(tier, now):
@@ -346,7 +350,7 @@ class Cleaner:
         leaving = self._next_to_leave(self._primary.num_blocks, tier, context)
         tier.notify_finished(context)
         blocks = [block for _, block in reversed(leaving)][: tier.manager.capacity_blocks]
-        return self._slots.by_tenant(blocks, f"kvtier keeps blocks for {tier.name}")
+        return self._slots.by_tenant(blocks, ReqContext(f"kvtier keeps blocks for {tier.name}"))
 
 
 def _split(
